@@ -1,0 +1,103 @@
+"""From text to batches."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import attrs
+import numpy as np
+from torch import Tensor
+
+from drawloom.graph import port
+
+Split = Literal["train", "held_out"]
+
+IGNORED = -100
+"""The target of a token that is not learned."""
+
+
+@port
+class Corpus(Protocol):
+    """Documents, in a stable order, split once and for all into those to learn from and those held out."""
+
+    def documents(self, split: Split) -> Iterator[str]:
+        """The texts of one split."""
+        ...
+
+
+@port
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids."""
+        ...
+
+    @property
+    def end(self) -> int:
+        """The id that ends a document."""
+        ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of a text, int32 of shape (tokens,), without the end."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; bytes that are no UTF-8 are replaced."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write what another program needs to use the same ids (`tokenizer.json` and its kin)."""
+        ...
+
+
+@attrs.frozen
+class Batch:
+    """
+    One microbatch of packed documents; every tensor is int64 of shape (rows, length).
+
+    `targets` is the token after each (IGNORED where there is none to learn), `positions` counts from 0 in each
+    document, `documents` numbers the documents of a row: attention stays inside equal numbers.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+    documents: Tensor
+
+
+@port
+class Rows(Protocol):
+    """A table of fixed-length rows, any of which can be had at any time."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in a row."""
+        ...
+
+    def count(self, split: Split) -> int:
+        """How many rows a split has."""
+        ...
+
+    def batch(self, split: Split, indices: Sequence[int]) -> Batch:
+        """The rows of these indices."""
+        ...
+
+
+@port
+class TrainingData(Protocol):
+    """The microbatches of one optimizer step after another, on this rank."""
+
+    def next_step(self) -> list[Batch]:
+        """This replica's microbatches of the next step."""
+        ...
+
+
+@port
+class HeldOutData(Protocol):
+    """A fixed set of held-out rows, always the same and in the same order."""
+
+    def batches(self) -> Iterator[Batch]:
+        """This replica's microbatches."""
+        ...

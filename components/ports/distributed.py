@@ -1,0 +1,102 @@
+"""Ranks, groups of them, and what they compute on."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from drawloom.graph import port
+
+
+class Group(Protocol):
+    """Some ranks that act together. A group of one costs nothing."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        ...
+
+    def sum(self, tensor: Tensor) -> None:
+        """Replace a tensor, in place, by its sum over the ranks."""
+        ...
+
+    def max(self, tensor: Tensor) -> None:
+        """Replace a tensor, in place, by its maximum over the ranks."""
+        ...
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """What each rank gave, as JSON carries it, by rank, on every rank."""
+        ...
+
+
+@port
+class Mesh(Protocol):
+    """The ranks of a run, laid out in named dimensions."""
+
+    @property
+    def world(self) -> Group:
+        """All ranks."""
+        ...
+
+    @property
+    def replicas(self) -> Group:
+        """The ranks that hold the same parameters as this one and see other data."""
+        ...
+
+    def size(self, dimension: str) -> int:
+        """How many ranks lie along `pipeline`, `data_replicate`, `data_shard`, `context`, `tensor` or `expert`."""
+        ...
+
+    def index(self, dimension: str) -> int:
+        """Where this rank lies along a dimension."""
+        ...
+
+
+@port
+class Device(Protocol):
+    """What tensors live on."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        ...
+
+    @property
+    def backend(self) -> str:
+        """How ranks on this device talk: `gloo` or `nccl`."""
+        ...
+
+    def memory(self) -> int:
+        """The most bytes in use so far by this process: device memory, or resident memory on a CPU."""
+        ...
+
+
+@port
+class Precision(Protocol):
+    """In what dtype each kind of number is kept."""
+
+    @property
+    def parameter(self) -> torch.dtype: ...
+
+    @property
+    def compute(self) -> torch.dtype: ...
+
+    @property
+    def gradient(self) -> torch.dtype: ...
+
+    @property
+    def reduce(self) -> torch.dtype: ...
+
+
+@port
+class Reduce(Protocol):
+    """Adds up, over the ranks that hold different parameters, a number that each computed over its own."""
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over ranks of a float64 tensor."""
+        ...

@@ -1,0 +1,129 @@
+"""Models as blueprints, and the modules that they become."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import attrs
+from torch import Tensor, nn
+
+from drawloom.graph import port
+
+
+@attrs.frozen
+class Span:
+    """The part of a model that one stage holds: layers `first` up to `last`, with or without either end."""
+
+    first: int
+    last: int
+    embedding: bool
+    head: bool
+
+
+@attrs.frozen
+class Shared:
+    """
+    What every stage of a pipeline sees of a microbatch: int64 tensors of shape (rows, length).
+
+    With `targets` the last stage gives a loss for each token, without them it gives logits.
+    """
+
+    positions: Tensor
+    documents: Tensor
+    targets: Tensor | None = None
+
+
+@port
+class Model(Protocol):
+    """
+    A blueprint: it makes modules, and holds none.
+
+    A module's `forward(inputs, shared)` takes token ids (rows, length) on the first stage and hidden states
+    (rows, length, width) on the others; it gives hidden states, and on the last stage float32 losses by token
+    (rows, length), 0 where ignored, or logits (rows, length, vocabulary). Parameter names hold global layer numbers,
+    so that they are the same however the layers are split.
+    """
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are to split over stages."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the embedding knows."""
+        ...
+
+    def build(self, span: Span) -> nn.Module:
+        """The module of a span, with parameters on the device that torch puts them on (the meta device, mostly)."""
+        ...
+
+    def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
+        """Fill one parameter in place with its initial values, a function of its name, its shape and the seed."""
+        ...
+
+    def hugging_face_config(self) -> dict[str, Any]:
+        """The `config.json` of the same model."""
+        ...
+
+    def hugging_face_names(self) -> Mapping[str, str]:
+        """Our parameter names to Hugging Face's, for the whole model."""
+        ...
+
+
+@port
+class Kernels(Protocol):
+    """The operations that a model computes with; which implementation of each is the recipe's choice."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dimension of (..., width)."""
+        ...
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, any shape."""
+        ...
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate (rows, length, heads, head_dim) by angles (rows, length, head_dim // 2), halves layout."""
+        ...
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        """
+        Causal attention inside documents.
+
+        q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim), documents int64 (rows, length);
+        gives (rows, length, heads, head_dim).
+        """
+        ...
+
+    def linear_cross_entropy(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Losses by token, float32 of shape (...), of logits hidden (..., width) @ weight.T (vocabulary, width)."""
+        ...
+
+
+@attrs.frozen
+class Stage:
+    """One stage of the pipeline that this rank owns: its number, how many there are in all, and its real module."""
+
+    index: int
+    count: int
+    span: Span
+    module: nn.Module
+
+
+@port
+class Stages(Protocol):
+    """This rank's stages, made real."""
+
+    @property
+    def local(self) -> list[Stage]:
+        """This rank's stages, in order."""
+        ...
+
+
+@port
+class Parameters(Protocol):
+    """The parameters that this rank trains."""
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Fully qualified names and parameters, each once, in a stable order."""
+        ...

@@ -1,0 +1,75 @@
+"""Schedules, programs and their executor."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, Protocol
+
+import attrs
+from torch import Tensor
+
+from drawloom.components.ports.data import Batch
+from drawloom.components.ports.model import Shared
+from drawloom.graph import port
+
+Work = Literal["F", "B"]
+
+
+@attrs.frozen
+class Action:
+    """One piece of a rank's work: forward (F) or backward (B) of a stage for a microbatch. Written `3F7`."""
+
+    stage: int
+    work: Work
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.work}{self.microbatch}"
+
+
+Program = list[list[Action]]
+"""For each rank its actions, in order."""
+
+
+@port
+class Schedule(Protocol):
+    """A pure function from (ranks, microbatches) to a program."""
+
+    @property
+    def stages_per_rank(self) -> int: ...
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        """What each rank does, in order, before sends and receives are put in."""
+        ...
+
+
+@attrs.frozen
+class Losses:
+    """What a pass over microbatches gave on this rank: float64 sums of weighted losses and of their weights."""
+
+    total: Tensor
+    weight: Tensor
+
+
+@port
+class Objective(Protocol):
+    """What is learned: how a batch enters the model, and what its output is worth."""
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, Shared]:
+        """What the first stage takes, and what all stages share."""
+        ...
+
+    def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The sum of the weighted losses, to be differentiated, and the sum of the weights; both 0-dimensional."""
+        ...
+
+
+@port
+class Executor(Protocol):
+    """Carries a program out on this rank's stages."""
+
+    def train(self, microbatches: Sequence[Batch]) -> Losses:
+        """Forward and backward; gradients of the sum of losses are added to the parameters'."""
+        ...
+
+    def evaluate(self, microbatches: Iterator[Batch]) -> Losses:
+        """Forward only, nothing kept."""
+        ...

@@ -1,0 +1,186 @@
+"""The run: who it is, where it writes, its steps, and what its parts promise the loop."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import attrs
+
+from drawloom.graph import port
+
+
+@port
+class Job(Protocol):
+    """Which run this is."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def seed(self) -> int:
+        """The one number from which everything random derives."""
+        ...
+
+    @property
+    def path(self) -> Path:
+        """The run folder; to write into it, take the port RunFolder."""
+        ...
+
+
+@port
+class RunFolder(Protocol):
+    """The run folder, owned by this run alone from the moment the graph is open until it closes."""
+
+    @property
+    def folder(self) -> Path: ...
+
+
+@attrs.define
+class Step:
+    """
+    One optimizer step on its way through the phases: `index` from 1, of `total`.
+
+    Phases leave values for one another under the names that they declare. `tokens` counts the tokens that all ranks
+    of the step learned from; `refused` says why the step must not be applied, if so.
+    """
+
+    index: int
+    total: int
+    tokens: int = 0
+    refused: str = ""
+    values: dict[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def last(self) -> bool:
+        """Whether no step follows."""
+        return self.index == self.total
+
+
+@port
+class Phase(Protocol):
+    """A part of every step."""
+
+    def run_phase(self, step: Step) -> None:
+        """Do this phase's part of a step."""
+        ...
+
+
+@port
+class Batching(Protocol):
+    """How rows become steps and microbatches: the one place with that arithmetic."""
+
+    @property
+    def global_size(self) -> int:
+        """Rows in a step, over all replicas."""
+        ...
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches in a step on each replica."""
+        ...
+
+    def places(self, step: int) -> list[list[int]]:
+        """This replica's microbatches of a step (from 1), each as places in the endless order of rows."""
+        ...
+
+
+@port(named=True)
+class Stateful(Protocol):
+    """
+    A node that a checkpoint saves, under the node's name.
+
+    State is a dict that may hold dicts, and at its leaves tensors, numbers, strings, booleans, None, or lists of
+    those. A class attribute `state_is_local = True` says that each rank has a state of its own.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on as if nothing had happened."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state; a KeyError or ValueError says what does not fit."""
+        ...
+
+
+Moment = Literal[
+    "run_started",
+    "step_started",
+    "phase_started",
+    "phase_ended",
+    "step_ended",
+    "saving_started",
+    "saving_ended",
+    "run_ended",
+]
+
+
+@attrs.frozen
+class Event:
+    """Something that happened: at which step, and in which phase if in one."""
+
+    moment: Moment
+    step: Step | None = None
+    phase: str = ""
+
+
+@port
+class Listener(Protocol):
+    """Hears of events. What it raises is logged and goes no further."""
+
+    def hear(self, event: Event) -> None: ...
+
+
+@port
+class Events(Protocol):
+    """Tells listeners."""
+
+    def tell(self, event: Event) -> None: ...
+
+
+@port
+class Metric(Protocol):
+    """Numbers worth writing down about each step."""
+
+    def measure(self, step: Step) -> Mapping[str, float | None]:
+        """Name to value, for this step."""
+        ...
+
+
+@port
+class Tracker(Protocol):
+    """Keeps a series of metrics. It writes on the main rank only."""
+
+    def track(self, step: int, values: Mapping[str, float | bool | None]) -> None:
+        """Write down a step's values."""
+        ...
+
+    def rewind(self, step: int) -> None:
+        """Forget what was written after this step: the run goes on from there."""
+        ...
+
+
+@port
+class Restorer(Protocol):
+    """Brings back the newest saved state."""
+
+    def restore(self) -> int:
+        """Load it into every stateful node; the step that it was saved after, 0 if there is none."""
+        ...
+
+
+@port
+class Finisher(Protocol):
+    """Something to do once, after the last step: whole or not at all, so that it can be tried again."""
+
+    def is_finished(self) -> bool: ...
+
+    def finish(self) -> None: ...
+
+
+@port
+class Optimizer(Protocol):
+    """Changes parameters by their gradients."""
+
+    def scale_rate(self, factor: float) -> None:
+        """Set the learning rate of each group to this multiple of its base rate."""
+        ...

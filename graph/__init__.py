@@ -1,0 +1,22 @@
+"""Recipes, graphs and containers: wiring described in TOML, checked as a whole, built once. It knows no domain."""
+
+from drawloom.graph.component import above, at_least, between, component, setting
+from drawloom.graph.port import Every, Ordered, port
+from drawloom.graph.problems import Place, Problem, RecipeError, UserError
+from drawloom.graph.resolved import ResolvedRecipe
+
+__all__ = [
+    "Every",
+    "Ordered",
+    "Place",
+    "Problem",
+    "RecipeError",
+    "ResolvedRecipe",
+    "UserError",
+    "above",
+    "at_least",
+    "between",
+    "component",
+    "port",
+    "setting",
+]

@@ -1,0 +1,87 @@
+"""What a component is: an attrs class whose fields say what it needs (edges) and what it can be told (settings)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, dataclass_transform, overload
+
+import attrs
+
+T = TypeVar("T")
+
+Change = Literal["free", "semantic", "structural"]
+Check = Callable[[Any], str | None]
+
+
+def setting(
+    *,
+    default: Any = attrs.NOTHING,
+    factory: Callable[[], Any] | None = None,
+    change: Change = "semantic",
+    check: Check | None = None,
+    doc: str = "",
+) -> Any:
+    """
+    A field that a recipe sets.
+
+    `change` says what it means to resume with another value: free (nothing that is learned depends on it), semantic
+    (the run goes on, but is another run), structural (the saved state no longer fits). `check` takes the value and
+    says why it can't be, or None.
+    """
+    validator = None if check is None else _as_validator(check)
+    default = attrs.Factory(factory) if factory is not None else default
+    return attrs.field(default=default, validator=validator, metadata={"change": change, "check": check, "doc": doc})
+
+
+def _as_validator(check: Check) -> Callable[[Any, Any, Any], None]:
+    def validate(_owner: Any, field: Any, value: Any) -> None:
+        if reason := check(value):
+            raise ValueError(f"{field.name}: {reason}")
+
+    return validate
+
+
+def at_least(bound: float) -> Check:
+    """A check: no less than `bound`."""
+    return lambda value: None if value is None or value >= bound else f"{value} is less than {bound}"
+
+
+def above(bound: float) -> Check:
+    """A check: more than `bound`."""
+    return lambda value: None if value is None or value > bound else f"{value} is not above {bound}"
+
+
+def between(low: float, high: float) -> Check:
+    """A check: from `low` to below `high`."""
+    return lambda value: None if value is None or low <= value < high else f"{value} is not in [{low}, {high})"
+
+
+@overload
+def component(cls: type[T], /) -> type[T]: ...
+@overload
+def component(
+    *, reads: Sequence[str] = (), writes: Sequence[str] = (), changes: Sequence[str] = ()
+) -> Callable[[type[T]], type[T]]: ...
+@dataclass_transform(kw_only_default=True, field_specifiers=(setting, attrs.field))
+def component(
+    cls: Any = None, /, *, reads: Sequence[str] = (), writes: Sequence[str] = (), changes: Sequence[str] = ()
+) -> Any:
+    """
+    Make a class a component: an attrs class with keyword arguments, named in recipes by the path of its file.
+
+    Members of a sequence edge say which values they read, write and change in place.
+    """
+
+    def make(cls: type[T]) -> type[T]:
+        made = attrs.define(cls, slots=False, eq=False, kw_only=True)
+        made.__component__ = Flow(tuple(reads), tuple(writes), tuple(changes))  # type: ignore[attr-defined]
+        return made
+
+    return make if cls is None else make(cls)
+
+
+@attrs.frozen
+class Flow:
+    """What a member of a sequence does to the values that pass through it."""
+
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()

@@ -1,0 +1,103 @@
+"""Components as recipes see them: each field read once from its class."""
+
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+
+from drawloom.graph.component import Change, Check, Flow
+from drawloom.graph.port import Every, Ordered, is_port
+from drawloom.graph.resolved import ResolvedRecipe
+
+Kind = Literal["setting", "one", "optional", "list", "mapping", "ordered", "every", "recipe"]
+
+
+@attrs.frozen
+class Field:
+    """One field of a component, read once from its class."""
+
+    name: str
+    kind: Kind
+    type: Any
+    ports: tuple[type, ...] = ()
+    default: Any = attrs.field(factory=lambda: attrs.NOTHING)
+    change: Change = "semantic"
+    check: Check | None = None
+    doc: str = ""
+
+    @property
+    def required(self) -> bool:
+        return self.default is attrs.NOTHING
+
+    @property
+    def is_edge(self) -> bool:
+        return self.kind in ("one", "optional", "list", "mapping", "ordered")
+
+    def default_value(self) -> Any:
+        """A fresh default."""
+        return self.default.factory() if isinstance(self.default, attrs.Factory) else self.default  # type: ignore[arg-type]
+
+
+@attrs.frozen
+class Spec:
+    """A component class as recipes see it."""
+
+    use: str
+    cls: type
+    fields: dict[str, Field]
+    flow: Flow
+
+    @property
+    def doc(self) -> str:
+        """The first line of the docstring."""
+        return (self.cls.__doc__ or "").strip().partition("\n")[0]
+
+
+def read_spec(use: str, cls: type) -> Spec:
+    """What a component class asks for and can be told."""
+    hints = typing.get_type_hints(cls)
+    fields = {a.name: _read_field(a, hints[a.name]) for a in attrs.fields(cls) if a.init}
+    return Spec(use, cls, fields, vars(cls)["__component__"])
+
+
+def _read_field(attribute: "attrs.Attribute[Any]", kind: Any) -> Field:
+    sort, ports = _sort(kind)
+    meta = attribute.metadata
+    return Field(
+        name=attribute.name,
+        kind=sort,
+        type=kind,
+        ports=ports,
+        default=attribute.default,
+        change=meta.get("change", "semantic"),
+        check=meta.get("check"),
+        doc=meta.get("doc", ""),
+    )
+
+
+def _sort(kind: Any) -> tuple[Kind, tuple[type, ...]]:
+    """Which sort of field a type makes, and the ports that its members must fit."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is ResolvedRecipe:
+        return "recipe", ()
+    if origin is Every:
+        return "every", _ports(arguments[0])
+    if origin is Ordered:
+        return "ordered", _ports(arguments[0])
+    if origin in (list, tuple, Sequence) and arguments and _ports(arguments[0]):
+        return "list", _ports(arguments[0])
+    if origin in (dict, Mapping) and len(arguments) == 2 and _ports(arguments[1]):
+        return "mapping", _ports(arguments[1])
+    if ports := _ports(kind):
+        return ("optional" if type(None) in arguments else "one"), ports
+    return "setting", ()
+
+
+def _ports(kind: Any) -> tuple[type, ...]:
+    """The ports in a type or a union of them; empty when any member is none."""
+    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    members = [member for member in typing.get_args(kind) if member is not type(None)] if union else [kind]
+    plain = [typing.get_origin(member) or member for member in members]
+    return tuple(plain) if plain and all(is_port(member) for member in plain) else ()

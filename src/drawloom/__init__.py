@@ -1,0 +1,1 @@
+"""Weave LLM training runs from components, by recipe."""

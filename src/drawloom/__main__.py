@@ -1,0 +1,7 @@
+"""python -m drawloom."""
+
+import sys
+
+from drawloom.graph.cli import main
+
+sys.exit(main())
