@@ -1,0 +1,159 @@
+"""Runs a function of a test module in several real processes, as torchrun would, and leaves nothing behind."""
+
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import attrs
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+PRELOADED = ["torch", "torch.distributed", "numpy", "pytest", "drawloom.graph"]
+GRACE = 5.0  # seconds that the others have to notice that a rank failed
+
+
+class RanksFailed(Exception):
+    """
+    At least one rank failed.
+
+    `failures` holds a traceback or a sentence by rank, first failure first; `values` what the others returned.
+    """
+
+    def __init__(self, failures: dict[int, str], values: dict[int, Any]) -> None:
+        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
+        self.failures = failures
+        self.values = values
+
+
+@attrs.frozen
+class Call:
+    """A function of a test module, by the name and the file of its module, and its pickled arguments."""
+
+    module: str
+    file: str
+    name: str
+    arguments: bytes
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 60, variables: bool = True
+) -> list[Any]:
+    """
+    What `function(*arguments)` returns in each of `world_size` new processes, by rank.
+
+    The function is a plain function of a module; arguments and results are pickled. Each process has torchrun's
+    variables, unless `variables` is false. Raises RanksFailed when a rank raises, dies or is not done after `timeout`
+    seconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    call = Call(
+        function.__module__,
+        str(sys.modules[function.__module__].__file__),
+        function.__qualname__,
+        pickle.dumps(arguments),
+    )
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its port is free, and held
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    try:
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            environment = _torchrun_variables(rank, world_size, store.port) if variables else {}
+            process: BaseProcess = context.Process(target=_serve, args=(call, environment, sender))
+            process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
+        return _results(processes, pipes, timeout)
+    finally:
+        for process in processes:
+            _end(process)
+        for pipe in pipes:
+            pipe.close()
+
+
+def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _results(processes: list[BaseProcess], pipes: list[Connection], timeout: float) -> list[Any]:
+    values: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    end = time.monotonic() + timeout
+    while waiting:
+        ready = wait(list(waiting), max(0, end - time.monotonic()))
+        if not ready:
+            failures |= {rank: f"not done after {timeout} s" for rank in waiting.values() if not failures}
+            break
+        for pipe in ready:
+            rank = waiting.pop(pipe)  # type: ignore[call-overload]
+            done, value = _receive(processes[rank], pipe)  # type: ignore[arg-type]
+            (values if done else failures)[rank] = value
+        if failures:
+            end = min(end, time.monotonic() + GRACE)
+    if failures:
+        raise RanksFailed(failures, values)
+    return [values[rank] for rank in range(len(processes))]
+
+
+def _receive(process: BaseProcess, pipe: Connection) -> tuple[bool, Any]:
+    try:
+        done, value = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join(GRACE)
+        return False, f"died with exit code {process.exitcode}"
+    return done, value
+
+
+def _end(process: BaseProcess) -> None:
+    """Kill a process and all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.kill()  # it may not lead its group yet
+    process.join()
+    process.close()
+
+
+def _serve(call: Call, environment: dict[str, str], pipe: Connection) -> None:
+    os.setpgid(0, 0)
+    os.environ |= environment
+    torch.set_num_threads(1)
+    try:
+        module = _load(call.module, call.file)
+        outcome = True, getattr(module, call.name)(*pickle.loads(call.arguments))
+        answer = pickle.dumps(outcome)
+    except BaseException:
+        answer = pickle.dumps((False, traceback.format_exc()))
+    pipe.send_bytes(answer)
+    pipe.close()
+
+
+def _load(name: str, file: str) -> Any:
+    """The module under its own name, wherever it lies: pytest imports test modules without a search path."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(file)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]

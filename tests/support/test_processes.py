@@ -1,0 +1,88 @@
+"""The harness itself."""
+
+import os
+import signal
+import time
+
+import attrs
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import RanksFailed, run_ranks
+
+
+@attrs.frozen
+class Parcel:
+    """A class of a test module."""
+
+    content: int
+
+
+def _sum_of_ranks(parcel: Parcel) -> tuple[int, Parcel]:
+    dist.init_process_group("gloo")
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return int(total), Parcel(parcel.content + 1)
+
+
+def _fail_on_rank_1() -> str:
+    if os.environ["RANK"] == "1":
+        raise ValueError("a sentence of rank 1")
+    return "fine"
+
+
+def _die_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _sleep(file: str) -> None:
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+    with open(file, "a") as out:
+        out.write(f"{os.getpid()} {child}\n")
+    time.sleep(600)
+
+
+def test_ranks_talk_and_return_values_by_rank() -> None:
+    """Ranks reach one another, and classes of the test module travel both ways."""
+    assert run_ranks(_sum_of_ranks, 3, Parcel(1)) == [(3, Parcel(2))] * 3
+
+
+def test_the_traceback_of_a_rank_is_raised() -> None:
+    """An exception in a rank arrives with its text and its line, and with what the other rank returned."""
+    with pytest.raises(RanksFailed, match="a sentence of rank 1") as caught:
+        run_ranks(_fail_on_rank_1, 2)
+    assert list(caught.value.failures) == [1]
+    assert "_fail_on_rank_1" in caught.value.failures[1]
+    assert caught.value.values == {0: "fine"}
+
+
+def test_a_killed_rank_is_named() -> None:
+    """A rank that dies without a word is reported with its exit code."""
+    with pytest.raises(RanksFailed, match="rank 1: died with exit code -9"):
+        run_ranks(_die_on_rank_1, 2)
+
+
+def test_nothing_lives_on_after_a_timeout(tmp_path: object) -> None:
+    """Processes that hang are killed with all that they started."""
+    file = f"{tmp_path}/pids"
+    with pytest.raises(RanksFailed, match="not done after 1"):
+        run_ranks(_sleep, 2, file, timeout=1)
+    with open(file) as lines:
+        pids = [int(word) for word in lines.read().split()]
+    assert len(pids) == 4
+    end = time.monotonic() + 5
+    while any(_lives(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(_lives(pid) for pid in pids)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
