@@ -18,23 +18,26 @@ def setting(
     change: Change = "semantic",
     check: Check | None = None,
     doc: str = "",
+    alias: str | None = None,
 ) -> Any:
     """
     A field that a recipe sets.
 
     `change` says what it means to resume with another value: free (nothing that is learned depends on it), semantic
     (the run goes on, but is another run), structural (the saved state no longer fits). `check` takes the value and
-    says why it can't be, or None.
+    says why it can't be, or None. `alias` is the name in recipes and in the constructor, where the component offers
+    a method or property of that name itself.
     """
     validator = None if check is None else _as_validator(check)
     default = attrs.Factory(factory) if factory is not None else default
-    return attrs.field(default=default, validator=validator, metadata={"change": change, "check": check, "doc": doc})
+    meta = {"change": change, "check": check, "doc": doc}
+    return attrs.field(default=default, validator=validator, metadata=meta, alias=alias)
 
 
 def _as_validator(check: Check) -> Callable[[Any, Any, Any], None]:
     def validate(_owner: Any, field: Any, value: Any) -> None:
         if reason := check(value):
-            raise ValueError(f"{field.name}: {reason}")
+            raise ValueError(f"{field.alias}: {reason}")
 
     return validate
 

@@ -58,15 +58,15 @@ class Spec:
 def read_spec(use: str, cls: type) -> Spec:
     """What a component class asks for and can be told."""
     hints = typing.get_type_hints(cls)
-    fields = {a.name: _read_field(a, hints[a.name]) for a in attrs.fields(cls) if a.init}
-    return Spec(use, cls, fields, vars(cls)["__component__"])
+    read = [_read_field(a, hints[a.name]) for a in attrs.fields(cls) if a.init]
+    return Spec(use, cls, {field.name: field for field in read}, vars(cls)["__component__"])
 
 
 def _read_field(attribute: "attrs.Attribute[Any]", kind: Any) -> Field:
     sort, ports = _sort(kind)
     meta = attribute.metadata
     return Field(
-        name=attribute.name,
+        name=attribute.alias or attribute.name,
         kind=sort,
         type=kind,
         ports=ports,
