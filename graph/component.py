@@ -15,7 +15,7 @@ def setting(
     *,
     default: Any = attrs.NOTHING,
     factory: Callable[[], Any] | None = None,
-    change: Change = "semantic",
+    change: Change | None = None,
     check: Check | None = None,
     doc: str = "",
     alias: str | None = None,
@@ -24,8 +24,8 @@ def setting(
     A field that a recipe sets.
 
     `change` says what it means to resume with another value: free (nothing that is learned depends on it), semantic
-    (the run goes on, but is another run), structural (the saved state no longer fits). `check` takes the value and
-    says why it can't be, or None. `alias` is the name in recipes and in the constructor, where the component offers
+    (the run goes on, but is another run), structural (the saved state no longer fits); the component's own if left
+    out. `check` takes the value and says why it can't be, or None. `alias` is the name in recipes and in the constructor, where the component offers
     a method or property of that name itself.
     """
     validator = None if check is None else _as_validator(check)
@@ -61,21 +61,32 @@ def between(low: float, high: float) -> Check:
 def component(cls: type[T], /) -> type[T]: ...
 @overload
 def component(
-    *, reads: Sequence[str] = (), writes: Sequence[str] = (), changes: Sequence[str] = ()
+    *,
+    reads: Sequence[str] = (),
+    writes: Sequence[str] = (),
+    changes: Sequence[str] = (),
+    change: Change = "semantic",
 ) -> Callable[[type[T]], type[T]]: ...
 @dataclass_transform(kw_only_default=True, field_specifiers=(setting, attrs.field))
 def component(
-    cls: Any = None, /, *, reads: Sequence[str] = (), writes: Sequence[str] = (), changes: Sequence[str] = ()
+    cls: Any = None,
+    /,
+    *,
+    reads: Sequence[str] = (),
+    writes: Sequence[str] = (),
+    changes: Sequence[str] = (),
+    change: Change = "semantic",
 ) -> Any:
     """
     Make a class a component: an attrs class with keyword arguments, named in recipes by the path of its file.
 
-    Members of a sequence edge say which values they read, write and change in place.
+    Members of a sequence edge say which values they read, write and change in place. `change` is what it means to
+    resume with this node added, removed, swapped or set otherwise: see `setting`.
     """
 
     def make(cls: type[T]) -> type[T]:
         made = attrs.define(cls, slots=False, eq=False, kw_only=True)
-        made.__component__ = Flow(tuple(reads), tuple(writes), tuple(changes))  # type: ignore[attr-defined]
+        made.__component__ = Traits(change, Flow(tuple(reads), tuple(writes), tuple(changes)))  # type: ignore[attr-defined]
         return made
 
     return make if cls is None else make(cls)
@@ -88,3 +99,11 @@ class Flow:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Traits:
+    """What `@component` was told of a class."""
+
+    change: Change
+    flow: Flow
