@@ -1,5 +1,6 @@
 """Ranks, groups of them, and what they compute on."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,39 @@ class Group(Protocol):
 
 
 @port
+class Processes(Protocol):
+    """The processes that were started together, this one among them."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number, from 0."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        ...
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its machine, from 0."""
+        ...
+
+    @property
+    def local_world_size(self) -> int:
+        """How many of the processes run on this machine."""
+        ...
+
+    def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
+        """
+        A group for each of these sets of ranks; gives the one that this process is in.
+
+        The sets are disjoint and hold every rank. All processes ask for the same groups in the same order.
+        """
+        ...
+
+
+@port
 class Mesh(Protocol):
     """The ranks of a run, laid out in named dimensions."""
 
@@ -46,6 +80,10 @@ class Mesh(Protocol):
     @property
     def replicas(self) -> Group:
         """The ranks that hold the same parameters as this one and see other data."""
+        ...
+
+    def group(self, dimension: str) -> Group:
+        """The ranks that differ from this one only in where they lie along a dimension."""
         ...
 
     def size(self, dimension: str) -> int:
