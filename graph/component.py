@@ -25,8 +25,8 @@ def setting(
 
     `change` says what it means to resume with another value: free (nothing that is learned depends on it), semantic
     (the run goes on, but is another run), structural (the saved state no longer fits); the component's own if left
-    out. `check` takes the value and says why it can't be, or None. `alias` is the name in recipes and in the constructor, where the component offers
-    a method or property of that name itself.
+    out. `check` takes the value and says why it can't be, or None. `alias` is the name in recipes and in the
+    constructor, where the component offers a method or property of that name itself.
     """
     validator = None if check is None else _as_validator(check)
     default = attrs.Factory(factory) if factory is not None else default

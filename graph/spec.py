@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.graph.component import Change, Check, Flow
+from drawloom.graph.component import Change, Check, Traits
 from drawloom.graph.port import Every, Ordered, is_port
 from drawloom.graph.resolved import ResolvedRecipe
 
@@ -47,7 +47,7 @@ class Spec:
     use: str
     cls: type
     fields: dict[str, Field]
-    flow: Flow
+    traits: Traits
 
     @property
     def doc(self) -> str:
@@ -58,11 +58,12 @@ class Spec:
 def read_spec(use: str, cls: type) -> Spec:
     """What a component class asks for and can be told."""
     hints = typing.get_type_hints(cls)
-    read = [_read_field(a, hints[a.name]) for a in attrs.fields(cls) if a.init]
-    return Spec(use, cls, {field.name: field for field in read}, vars(cls)["__component__"])
+    traits: Traits = vars(cls)["__component__"]
+    fields = [_read_field(a, hints[a.name], traits.change) for a in attrs.fields(cls) if a.init]
+    return Spec(use, cls, {field.name: field for field in fields}, traits)
 
 
-def _read_field(attribute: "attrs.Attribute[Any]", kind: Any) -> Field:
+def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, change: Change) -> Field:
     sort, ports = _sort(kind)
     meta = attribute.metadata
     return Field(
@@ -71,7 +72,7 @@ def _read_field(attribute: "attrs.Attribute[Any]", kind: Any) -> Field:
         type=kind,
         ports=ports,
         default=attribute.default,
-        change=meta.get("change", "semantic"),
+        change=meta.get("change") or change,
         check=meta.get("check"),
         doc=meta.get("doc", ""),
     )

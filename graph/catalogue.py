@@ -1,0 +1,73 @@
+"""Components by name: the name is the path of a file below a package's folder."""
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+
+from drawloom.graph.problems import Problem
+from drawloom.graph.spec import Spec, read_spec
+from drawloom.graph.suggest import did_you_mean
+
+NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
+DECORATED = re.compile(r"^@component\b", re.MULTILINE)
+
+
+@attrs.define
+class Catalogue:
+    """
+    The components of a package. Modules are imported when their component is asked for, and no others.
+
+    A recipe can only name what stands below the package: a name is looked up among its files before any import.
+    """
+
+    package: str
+    folder: Path
+    _specs: dict[str, Spec | Problem] = attrs.field(factory=dict, init=False)
+
+    @classmethod
+    def of(cls, package: str) -> "Catalogue":
+        """The catalogue of an importable package, which is not imported by this."""
+        parent, _, name = package.rpartition(".")
+        found = importlib.util.find_spec(parent)
+        if found is None or not found.submodule_search_locations:
+            raise ValueError(f"there is no package {parent!r}")
+        return cls(package, Path(next(iter(found.submodule_search_locations))) / name)
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """Every Python file below the package by its name, components and library modules alike."""
+        for path in sorted(self.folder.rglob("*.py")):
+            if path.stem != "__init__":
+                yield ".".join(path.relative_to(self.folder).with_suffix("").parts), path
+
+    def names(self) -> list[str]:
+        """Every component's name, found in the text of the files, without importing them."""
+        return [name for name, path in self.files() if DECORATED.search(path.read_text("utf-8"))]
+
+    def find(self, use: str) -> Spec | Problem:
+        """The component of a name, or what is wrong with the name."""
+        if use not in self._specs:
+            self._specs[use] = self._find(use)
+        return self._specs[use]
+
+    def _find(self, use: str) -> Spec | Problem:
+        path = self.folder.joinpath(*use.split(".")).with_suffix(".py") if NAME.fullmatch(use) else None
+        if path is None or not path.is_file():
+            return Problem("DL201", f"no component is called {use!r}", did_you_mean(use, self.names()))
+        try:
+            module = importlib.import_module(f"{self.package}.{use}")
+        except ModuleNotFoundError as error:
+            return Problem("DL202", f"{use!r} needs the package {error.name!r}, which is not installed")
+        found = [
+            item
+            for item in vars(module).values()
+            if isinstance(item, type) and "__component__" in vars(item) and item.__module__ == module.__name__
+        ]
+        if len(found) != 1:
+            near = [name for name in self.names() if name.startswith(use.rpartition(".")[0] + ".")]
+            hint = f"its subject has {', '.join(near)}" if near else ""
+            return Problem("DL203", f"{use!r} is a library module, so there is no component in it", hint)
+        return read_spec(use, found[0])

@@ -1,0 +1,129 @@
+"""The graph of a recipe: checked nodes and edges, their order, and what one of them needs."""
+
+from collections.abc import Iterable, Iterator
+
+import attrs
+
+from drawloom.graph.catalogue import Catalogue
+from drawloom.graph.node import Node, NodeView
+from drawloom.graph.problems import Problem, RecipeError, in_order
+from drawloom.graph.recipe import Recipe
+from drawloom.graph.sequence import check_sequence
+from drawloom.graph.wiring import Wiring
+
+
+@attrs.define(eq=False)
+class Graph:
+    """Nodes by name, and all that is wrong with them."""
+
+    recipe: Recipe
+    nodes: dict[str, Node]
+    problems: list[Problem]
+
+    @classmethod
+    def of(cls, recipe: Recipe, catalogue: Catalogue, root: str = "") -> "Graph":
+        """Wire and check a whole recipe. Nodes that `root` does not need are warnings, if it is given."""
+        wiring = Wiring(recipe, catalogue)
+        wiring.run()
+        graph = cls(recipe, wiring.nodes, [*recipe.problems, *wiring.problems()])
+        graph.problems += graph._check()
+        graph.problems += graph._check_root(root)
+        graph.problems = in_order(graph.problems)
+        return graph
+
+    @property
+    def faults(self) -> list[Problem]:
+        """The problems that are no mere warnings."""
+        return [problem for problem in self.problems if not problem.warning]
+
+    def or_error(self) -> "Graph":
+        """This graph, or a RecipeError with all its faults."""
+        if self.faults:
+            raise RecipeError(self.faults)
+        return self
+
+    def view(self, name: str) -> NodeView:
+        """What a component's constraints see of a node."""
+        return NodeView(self.nodes[name], self.nodes)
+
+    def needs(self, name: str) -> list[str]:
+        """The nodes that one node's edges lead to, each once, in order."""
+        edges = self.nodes[name].edges.values()
+        return list(dict.fromkeys(target for edge in edges for target in edge.targets))
+
+    def users(self, name: str) -> list[str]:
+        """The nodes whose edges lead to one node."""
+        return [other for other in self.nodes if name in self.needs(other)]
+
+    def closure(self, roots: Iterable[str]) -> list[str]:
+        """The nodes that these need, themselves included, each behind all that it needs."""
+        order: dict[str, None] = {}
+        stack = [(name, False) for name in reversed(list(roots))]
+        while stack:
+            name, ready = stack.pop()
+            if ready:
+                order[name] = None
+            elif name not in order:
+                stack.append((name, True))
+                stack += [(need, False) for need in reversed(self.needs(name)) if need not in order]
+        return list(order)
+
+    def circle(self) -> list[str]:
+        """Nodes that need one another in a circle, the first again at the end; empty if there is none."""
+        done: set[str] = set()
+        for start in self.nodes:
+            trail: dict[str, Iterator[str]] = {}
+            name: str | None = start
+            while name is not None and name not in done:
+                if name in trail:
+                    names = list(trail)
+                    return [*names[names.index(name) :], name]
+                trail[name] = iter(self.needs(name))
+                name = self._next(trail, done)
+        return []
+
+    def _next(self, trail: dict[str, Iterator[str]], done: set[str]) -> str | None:
+        """The next node of a depth-first walk, leaving those whose needs are all done."""
+        while trail:
+            last = next(reversed(trail))
+            for need in trail[last]:
+                if need not in done:
+                    return need
+            done.add(last)
+            del trail[last]
+        return None
+
+    def _check(self) -> Iterator[Problem]:
+        circle = self.circle()
+        if circle:
+            text = "nodes need one another in a circle: " + " -> ".join(circle)
+            yield Problem("DL320", text, "cut one of these edges", circle[0], self.nodes[circle[0]].place)
+        for node in self.nodes.values():
+            for name, edge in node.edges.items():
+                if node.spec.fields[name].kind == "ordered":
+                    yield from check_sequence(node, name, edge, self.nodes)
+            if not self._near_fault(node):
+                yield from _constraints(self.view(node.name))
+
+    def _near_fault(self, node: Node) -> bool:
+        """Whether a node or a neighbour is at fault already, so that its constraints could not be trusted."""
+        return node.faulty or any(self.nodes[name].faulty for name in self.needs(node.name))
+
+    def _check_root(self, root: str) -> Iterator[Problem]:
+        if not root:
+            return
+        if root not in self.nodes:
+            if root not in self.recipe.nodes:
+                yield Problem("DL321", f"there is no node [{root}], so there is nothing to run", f"write [{root}]")
+            return
+        needed = set(self.closure([root])) if not self.circle() else set(self.nodes)
+        for name, node in self.nodes.items():
+            if name not in needed and not node.owner:
+                text = f"nothing that [{root}] needs leads to this node, so it will not be built"
+                yield Problem("DL322", text, "", name, node.place, warning=True)
+
+
+def _constraints(view: NodeView) -> Iterator[Problem]:
+    constraints = getattr(view.component, "constraints", None)
+    if constraints is not None:
+        yield from constraints(view)

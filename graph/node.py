@@ -1,0 +1,98 @@
+"""Nodes and edges: what a checked recipe becomes before anything is built."""
+
+from typing import Any
+
+import attrs
+
+from drawloom.graph.layers import Path, Table, locate
+from drawloom.graph.problems import Place, Problem
+from drawloom.graph.spec import Spec
+
+
+@attrs.frozen
+class Edge:
+    """Where one field of a node leads: node names, in order. `keys` names them in a mapping."""
+
+    targets: tuple[str, ...]
+    keys: tuple[str, ...] = ()
+    items: tuple[Path, ...] = ()
+    written: bool = True
+
+
+@attrs.define(eq=False)
+class Node:
+    """One table with `use`: its component, its settings as values, and its edges. `owner` if it stands in place."""
+
+    name: str
+    table: Table
+    spec: Spec
+    settings: dict[str, Any] = attrs.field(factory=dict)
+    edges: dict[str, Edge] = attrs.field(factory=dict)
+    owner: str = ""
+    problems: list[Problem] = attrs.field(factory=list)
+
+    @property
+    def faulty(self) -> bool:
+        """Whether anything is wrong with the node itself."""
+        return any(not problem.warning for problem in self.problems)
+
+    def fault(self, code: str, text: str, hint: str = "", path: Path = (), *, key: bool = False) -> None:
+        """Keep a problem with a setting or edge of this node, or with the node itself."""
+        self.problems.append(Problem(code, text, hint, self.name, self.place_of(path, key=key)))
+
+    @property
+    def place(self) -> Place:
+        """Where the node says what it is."""
+        return self.table.use.place if self.table.use else self.table.place
+
+    def place_of(self, path: Path, *, key: bool = False) -> Place:
+        """Where a setting or edge, or a part of one, stands; the node's own place if it is not written."""
+        if path and path[0] in self.table.items:
+            return locate(self.table, path, key=key)
+        return self.place
+
+
+@attrs.frozen
+class NodeView:
+    """What a component's `constraints` see: settings, and views of the neighbours. No objects."""
+
+    _node: Node
+    _nodes: dict[str, Node]
+
+    @property
+    def name(self) -> str:
+        return self._node.name
+
+    @property
+    def use(self) -> str:
+        return self._node.spec.use
+
+    @property
+    def component(self) -> type:
+        return self._node.spec.cls
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Setting to value, defaults filled in."""
+        return self._node.settings
+
+    def neighbours(self, edge: str) -> "list[NodeView]":
+        """The nodes that an edge leads to, in order."""
+        found = self._node.edges.get(edge)
+        return [NodeView(self._nodes[name], self._nodes) for name in found.targets] if found else []
+
+    def fault(self, key: str, text: str, hint: str = "") -> Problem:
+        """A problem with one of this node's settings or edges."""
+        return Problem("DL401", text, hint, self._node.name, self._node.place_of((key,)))
+
+    def warning(self, key: str, text: str, hint: str = "") -> Problem:
+        """Something that is allowed, but hardly meant."""
+        return attrs.evolve(self.fault(key, text, hint), code="DL402", warning=True)
+
+
+def dotted(path: Path) -> str:
+    """A path inside a node as people write it: members[2].every."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text

@@ -1,0 +1,159 @@
+"""A recipe: its layers merged into nodes, groups and variables, each value knowing where it came from."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from drawloom.graph.layers import Layer, Leaf, Table
+from drawloom.graph.overrides import read_overrides
+from drawloom.graph.problems import Place, Problem
+from drawloom.graph.reading import Shelf, read_layers
+from drawloom.graph.suggest import did_you_mean
+
+FORMAT = 1
+"""The number of the recipe format; resolved recipes carry it."""
+
+DIRECTIVES = ("format", "extends", "unset")
+"""Top-level keys that say how a file is to be read."""
+
+
+@attrs.define(eq=False)
+class Recipe:
+    """Named tables with `use` (nodes), named sets of them (groups), `[vars]`, and what is wrong with all that."""
+
+    source: str
+    nodes: dict[str, Table] = attrs.field(factory=dict)
+    groups: dict[str, list[str]] = attrs.field(factory=dict)
+    vars: dict[str, Leaf] = attrs.field(factory=dict)
+    problems: list[Problem] = attrs.field(factory=list)
+
+    @classmethod
+    def load(
+        cls, recipe: str, overlays: Sequence[str] = (), words: Sequence[str] = (), *, recipes: Path = Path("recipes")
+    ) -> "Recipe":
+        """
+        Read a recipe by path or shipped name, lay overlays and command-line words over it.
+
+        Raises a RecipeError if a file can't be read or is not TOML; all other problems are kept in `problems`.
+        """
+        return merge(recipe, read_layers(recipe, overlays, read_overrides(words), Shelf(recipes)))
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any], source: str = "recipe") -> "Recipe":
+        """A recipe from plain values."""
+        return merge(source, [Layer(source, dict(data))])
+
+    def with_values(self, data: Mapping[str, Any]) -> "Recipe":
+        """Another recipe, with values laid over this one."""
+        top = Table(Layer(self.source, {}), ())
+        for name, table in self.nodes.items():
+            _insert(top, name, table)
+        top.items["vars"] = Table(top.layer, ("vars",), dict(self.vars))
+        top.lay(data, Layer("override", dict(data)), ())
+        return _sort(self.source, top)
+
+
+def _insert(top: Table, name: str, table: Table) -> None:
+    copy = Table(table.layer, table.path, dict(table.items), dict(table.dropped))
+    group, _, member = name.rpartition(".")
+    if not group:
+        top.items[member] = copy
+        return
+    holder = top.items.setdefault(group, Table(table.layer, (group,)))
+    if isinstance(holder, Table):
+        holder.items[member] = copy
+
+
+def merge(source: str, layers: Sequence[Layer]) -> Recipe:
+    """Lay the layers over one another, lowest first."""
+    top = Table(layers[0], ())
+    problems: list[Problem] = []
+    for layer in layers:
+        problems += _remove_unset(top, layer)
+        problems += _check_format(layer)
+        top.lay({key: value for key, value in layer.data.items() if key not in DIRECTIVES}, layer, ())
+    recipe = _sort(source, top)
+    recipe.problems += problems
+    return recipe
+
+
+def _check_format(layer: Layer) -> Iterator[Problem]:
+    number = layer.data.get("format", FORMAT)
+    if number != FORMAT or isinstance(number, bool):
+        text = f"recipes of format {number!r} can't be read, only those of format {FORMAT}"
+        yield Problem("DL107", text, place=layer.value(("format",)))
+
+
+def _remove_unset(top: Table, layer: Layer) -> Iterator[Problem]:
+    names = layer.data.get("unset", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        hint = 'write unset = ["callbacks.profiler"]'
+        yield Problem("DL108", "unset takes an array of strings", hint, place=layer.value(("unset",)))
+        return
+    for number, name in enumerate(names):
+        if not top.remove(tuple(name.split("."))):
+            hint = did_you_mean(name, _names(top))
+            yield Problem("DL109", f"there is no {name!r} to unset", hint, place=layer.value(("unset", number)))
+
+
+def _names(top: Table) -> Iterator[str]:
+    for name, table in top.items.items():
+        yield name
+        if isinstance(table, Table):
+            yield from (f"{name}.{key}" for key in table.items)
+
+
+def _sort(source: str, top: Table) -> Recipe:
+    """What each top-level table is: a node, a group, or a fault."""
+    recipe = Recipe(source)
+    for name, item in top.items.items():
+        if name == "vars":
+            _take_vars(recipe, item)
+        elif not isinstance(item, Table):
+            text = f"{name!r} stands outside of any table"
+            hint = did_you_mean(name, (*DIRECTIVES, "vars")) or "settings belong in a [node]"
+            recipe.problems.append(Problem("DL111", text, hint, place=item.key_place))
+        elif "use" in item.items:
+            recipe.nodes[name] = item
+        elif all(isinstance(member, Table) and "use" in member.items for member in item.items.values()):
+            recipe.groups[name] = [f"{name}.{member}" for member in item.items]
+            recipe.nodes |= {f"{name}.{key}": member for key, member in item.items.items() if isinstance(member, Table)}
+        else:
+            recipe.problems += _nobody(name, item, top)
+    return recipe
+
+
+def _take_vars(recipe: Recipe, item: Leaf | Table) -> None:
+    if not isinstance(item, Table):
+        recipe.problems.append(Problem("DL112", "vars must be a table", "write [vars]", place=item.key_place))
+        return
+    for key, leaf in item.items.items():
+        if isinstance(leaf, Table):
+            text = f"vars.{key} is a table; a variable is a single value or an array"
+            recipe.problems.append(Problem("DL112", text, place=leaf.place))
+        else:
+            recipe.vars[key] = leaf
+
+
+def _nobody(name: str, item: Table, top: Table) -> Iterator[Problem]:
+    """A table that is neither node nor group: keys of it, or of its members, belong to a node that is not there."""
+    is_group = any(isinstance(member, Table) and "use" in member.items for member in item.items.values())
+    if not is_group:
+        near = did_you_mean(name, [key for key, table in top.items.items() if key != name and isinstance(table, Table)])
+        hint = near if near.startswith("did") else 'a node needs a line like use = "data.loader"'
+        text = "nothing of this name is below, and it has no `use`, so its keys belong to no node"
+        yield Problem("DL113", text, hint, name, _first_place(item))
+        return
+    for key, member in item.items.items():
+        if not (isinstance(member, Table) and "use" in member.items):
+            text = f"{key!r} is no node, but its siblings are: a group holds nodes only"
+            place = member.key_place if isinstance(member, Leaf) else member.place
+            yield Problem("DL114", text, f'write [{name}.{key}] with a line use = "..."', name, place)
+
+
+def _first_place(item: Table) -> Place:
+    """The place of the table, or of its first value if the command line set it."""
+    leaf = next((leaf for leaf in item.items.values() if isinstance(leaf, Leaf)), None)
+    return item.place if item.layer.text is not None or leaf is None else leaf.place
