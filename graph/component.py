@@ -80,7 +80,8 @@ def component(
     """
     Make a class a component: an attrs class with keyword arguments, named in recipes by the path of its file.
 
-    Members of a sequence edge say which values they read, write and change in place. `change` is what it means to
+    Members of a sequence edge say which values they read, write and change in place; a name that ends in "?" is read
+    only if some member writes it. `change` is what it means to
     resume with this node added, removed, swapped or set otherwise: see `setting`.
     """
 

@@ -28,9 +28,11 @@ def check_sequence(node: Node, field: str, edge: Edge, nodes: dict[str, Node]) -
 
 
 def _faults(member: Member, members: list[Member]) -> Iterator[tuple[str, str]]:
-    for value in (*member.flow.reads, *member.flow.changes):
-        verb = "changes" if value in member.flow.changes else "reads"
+    for name in (*member.flow.reads, *member.flow.changes):
+        value, verb = name.removesuffix("?"), "changes" if name in member.flow.changes else "reads"
         writers = [other for other in members if value in other.flow.writes]
+        if not writers and name != value:
+            continue
         if not writers:
             yield f"[{member.name}] {verb} {value}, which nothing in the sequence writes", "add a member that writes it"
         elif writers[0].number >= member.number:
@@ -38,7 +40,7 @@ def _faults(member: Member, members: list[Member]) -> Iterator[tuple[str, str]]:
             hint = f'move "@{member.name}" behind "@{writer}"'
             yield f"[{member.name}] {verb} {value} before [{writer}] writes it", hint
     for value in member.flow.changes:
-        readers = [other for other in members if value in other.flow.reads]
+        readers = [other for other in members if {value, f"{value}?"} & {*other.flow.reads}]
         if readers and readers[-1].number < member.number:
             reader = readers[-1].name
             text = f"[{member.name}] changes {value} after [{reader}], the last to read it, so the change is lost"

@@ -1,5 +1,6 @@
 """The run: who it is, where it writes, its steps, and what its parts promise the loop."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -41,13 +42,16 @@ class Step:
     One optimizer step on its way through the phases: `index` from 1, of `total`.
 
     Phases leave values for one another under the names that they declare. `tokens` counts the tokens that all ranks
-    of the step learned from; `refused` says why the step must not be applied, if so.
+    learned from in this step; `refused` says why the step must not be applied, if so. `started` is when it began, by
+    the monotonic clock, and `aside` the seconds since then that went into something other than learning.
     """
 
     index: int
     total: int
     tokens: int = 0
     refused: str = ""
+    started: float = attrs.field(factory=time.monotonic)
+    aside: float = 0.0
     values: dict[str, Any] = attrs.field(factory=dict)
 
     @property
@@ -161,10 +165,23 @@ class Tracker(Protocol):
 
 @port
 class Restorer(Protocol):
-    """Brings back the newest saved state."""
+    """Keeps the state of the run, and brings it back."""
 
     def restore(self) -> int:
-        """Load it into every stateful node; the step that it was saved after, 0 if there is none."""
+        """Load the newest saved state into every stateful node; the step that it was saved after, 0 if none is."""
+        ...
+
+    def save(self, step: Step) -> None:
+        """Save the state after a step, unless that is done already."""
+        ...
+
+
+@port
+class Stop(Protocol):
+    """Whether somebody asked the run to end."""
+
+    def agreed(self) -> int:
+        """The number of the signal that any rank was sent, 0 if none was; all ranks call it, and learn the same."""
         ...
 
 
@@ -175,12 +192,3 @@ class Finisher(Protocol):
     def is_finished(self) -> bool: ...
 
     def finish(self) -> None: ...
-
-
-@port
-class Optimizer(Protocol):
-    """Changes parameters by their gradients."""
-
-    def scale_rate(self, factor: float) -> None:
-        """Set the learning rate of each group to this multiple of its base rate."""
-        ...

@@ -1,0 +1,40 @@
+"""Where a program's components and recipes are found, and the way from a recipe's name to a graph or container."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+
+from drawloom.graph.catalogue import Catalogue
+from drawloom.graph.container import Container
+from drawloom.graph.graph import Graph
+from drawloom.graph.recipe import Recipe
+from drawloom.graph.resolving import resolve
+
+
+@attrs.frozen
+class Workshop:
+    """A catalogue of components, a folder of recipes, and the name of the node that a run is built for."""
+
+    catalogue: Catalogue
+    recipes: Path
+    root: str = "trainer"
+
+    @classmethod
+    def of(cls, package: str) -> "Workshop":
+        """The workshop of a package that holds the folders `components` and `recipes`."""
+        catalogue = Catalogue.of(f"{package}.components")
+        return cls(catalogue, catalogue.folder.parent / "recipes")
+
+    def load(self, recipe: str, overlays: Sequence[str] = (), words: Sequence[str] = ()) -> Recipe:
+        """A recipe with overlays and command-line words laid over it; a RecipeError if it can't be read."""
+        return Recipe.load(recipe, overlays, words, recipes=self.recipes)
+
+    def graph(self, recipe: Recipe, root: str | None = None) -> Graph:
+        """The graph of a recipe, checked; its problems are in it."""
+        return Graph.of(recipe, self.catalogue, self.root if root is None else root)
+
+    def container(self, graph: Graph, *roots: str, accept_changes: bool = False) -> Container:
+        """A container for what the roots need; a RecipeError if the graph has faults."""
+        resolved = resolve(graph.or_error(), self.catalogue, accept_changes=accept_changes)
+        return Container(graph, list(roots or (self.root,)), resolved)
