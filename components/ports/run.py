@@ -79,6 +79,21 @@ class Batching(Protocol):
         ...
 
     @property
+    def micro_size(self) -> int:
+        """Rows in a microbatch."""
+        ...
+
+    @property
+    def replicas(self) -> int:
+        """How many parts the rows of a step are dealt out in, each to the ranks that share them."""
+        ...
+
+    @property
+    def replica(self) -> int:
+        """Which of the parts is this rank's, from 0."""
+        ...
+
+    @property
     def microbatches(self) -> int:
         """Microbatches in a step on each replica."""
         ...

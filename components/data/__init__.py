@@ -1,0 +1,1 @@
+"""Text, tokens, packed rows, and the order in which a run sees them."""

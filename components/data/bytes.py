@@ -1,0 +1,87 @@
+"""A tokenizer that needs no training: each byte of UTF-8 is a token, and one more ends a document."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from drawloom.graph import UserError, component
+
+END = 256
+END_NAME = "<|end|>"
+
+
+@component
+class Bytes:
+    """Ids 0 to 255 are bytes, 256 ends a document."""
+
+    @property
+    def vocabulary(self) -> int:
+        """257: the bytes and the end."""
+        return END + 1
+
+    @property
+    def end(self) -> int:
+        """256."""
+        return END
+
+    def encode(self, text: str) -> np.ndarray:
+        """The bytes of a text, int32 of shape (bytes,). Half a surrogate pair has none: a UserError."""
+        try:
+            content = text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"text: character {error.start} is half of a surrogate pair; remove it") from error
+        return np.frombuffer(content, np.uint8).astype(np.int32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids: bytes that are no UTF-8 become U+FFFD, and ids that are no bytes write nothing."""
+        return bytes(number for number in ids if 0 <= number < END).decode("utf-8", "replace")
+
+    def save(self, folder: Path) -> None:
+        """
+        Write `tokenizer.json` and `tokenizer_config.json` with which Hugging Face's libraries give the same ids.
+
+        The end is in the vocabulary but not among the added tokens, and `transformers` is told to split special
+        tokens: a text that spells `<|end|>` is so many bytes there too, and can't forge the end of a document.
+        """
+        _write(folder / "tokenizer.json", _tokenizer())
+        _write(folder / "tokenizer_config.json", _config())
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _config() -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_NAME,
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _tokenizer() -> dict[str, Any]:
+    """Byte-pair encoding without a single pair: what is left of it is the alphabet that it writes bytes in."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    vocabulary = {character: byte for byte, character in enumerate(_alphabet())} | {END_NAME: END}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }
+
+
+def _alphabet() -> list[str]:
+    """The character that stands for each byte: itself where it can be seen, the next from U+0100 on where not."""
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in seen]
+    return [chr(byte) if byte in seen else chr(0x100 + hidden.index(byte)) for byte in range(256)]

@@ -1,0 +1,40 @@
+"""What a run is measured on: the same held-out rows every time, each on one replica."""
+
+from collections.abc import Iterator
+
+from drawloom.components.ports.data import Batch, Rows
+from drawloom.components.ports.run import Batching
+from drawloom.graph import UserError, at_least, component, setting
+
+
+@component
+class HeldOut:
+    """Some held-out rows, evenly spread over the split, and the same for every layout of ranks."""
+
+    rows: Rows
+    batching: Batching
+    rows_used: int = setting(
+        default=64, change="free", check=at_least(1), doc="held-out rows to measure on; all, if there are fewer"
+    )
+
+    def open(self) -> None:
+        """No rows is a UserError."""
+        if self.rows.count("held_out") == 0:
+            raise UserError("rows: the corpus holds nothing out to measure on; write a greater `held_out` in it")
+
+    def batches(self) -> Iterator[Batch]:
+        """
+        This replica's microbatches: every row once over all replicas.
+
+        Replicas may have different numbers of them, even none.
+        """
+        mine = self.chosen()[self.batching.replica :: self.batching.replicas]
+        size = self.batching.micro_size
+        for start in range(0, len(mine), size):
+            yield self.rows.batch("held_out", mine[start : start + size])
+
+    def chosen(self) -> list[int]:
+        """The rows that are measured on, in order."""
+        available = self.rows.count("held_out")
+        used = min(self.rows_used, available)
+        return [index * available // used for index in range(used)]

@@ -1,0 +1,97 @@
+"""A tokenizer that somebody trained: a `tokenizer.json`, read by the package `tokenizers`."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from drawloom.graph import UserError, component, setting
+
+KIN = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files that tell `transformers` more about a tokenizer, and lie beside it."""
+
+
+@component
+class HuggingFaceTokenizer:
+    """
+    The ids of a `tokenizer.json`, without the special tokens that it would put around a text.
+
+    A text that spells a special token out is encoded like any other: no document can forge an end.
+    """
+
+    path: Path = setting(doc="the `tokenizer.json`, relative to the current directory")
+    end_token: str = setting(doc="the token that ends a document, as the file writes it")
+    _tokenizer: Any = attrs.field(init=False, default=None)
+    _end: int = attrs.field(init=False, default=-1)
+    _vocabulary: int = attrs.field(init=False, default=0)
+
+    def open(self) -> None:
+        """Read the file. UserError: no package, no such file, not a tokenizer, no such token."""
+        self._tokenizer = _read(self.path)
+        self._vocabulary = max(self._tokenizer.get_vocab().values()) + 1
+        end = self._tokenizer.token_to_id(self.end_token)
+        if end is None:
+            raise UserError(f'end_token: {self.path} has no token "{self.end_token}"; {_candidates(self._tokenizer)}')
+        self._end = end
+
+    @property
+    def vocabulary(self) -> int:
+        """One more than the highest id, added tokens included; ids in between may be unused."""
+        return self._vocabulary
+
+    @property
+    def end(self) -> int:
+        """The id of `end_token`."""
+        return self._end
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of a text, int32 of shape (tokens,), without the end."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; special tokens write nothing."""
+        return str(self._tokenizer.decode([int(number) for number in ids], skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        """Copy the file as it is, and those beside it that `transformers` reads."""
+        shutil.copyfile(self.path, folder / "tokenizer.json")
+        kin = [self.path.parent / name for name in KIN]
+        for path in kin:
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+        if not kin[0].is_file():
+            config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end_token}
+            (folder / KIN[0]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+def _read(path: Path) -> Any:
+    """The tokenizer of a file, told neither to cut nor to pad, and to take special tokens in a text as text."""
+    kind = _package().Tokenizer
+    if not path.is_file():
+        raise UserError(f"path: there is no file {path}; write where the `tokenizer.json` lies")
+    try:
+        tokenizer = kind.from_file(str(path))
+    except Exception as error:  # the package raises nothing narrower
+        raise UserError(f"path: {path} is not a tokenizer ({error}); write where a `tokenizer.json` lies") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _package() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        hint = "pip install 'drawloom[tokenizers]'"
+        raise UserError(f"data.hugging_face_tokenizer: the package `tokenizers` is missing; {hint}") from error
+    return tokenizers
+
+
+def _candidates(tokenizer: Any) -> str:
+    special = [f'"{token.content}"' for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    return f"write one of {', '.join(special)}" if special else "write one that it has"

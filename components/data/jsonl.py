@@ -1,0 +1,82 @@
+"""A corpus of JSON lines, one document each."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from drawloom.components.data import files
+from drawloom.components.data.split import split_of
+from drawloom.components.ports.data import Split
+from drawloom.graph import UserError, between, component, setting
+
+
+@component
+class JsonLines:
+    """
+    Documents in JSON-lines files: one object a line, its text in one field.
+
+    Whether a document is held out depends on its text alone, so that lines may be moved and added, and a text that
+    stands twice is never in both splits.
+    """
+
+    paths: list[str] = setting(
+        check=lambda paths: None if paths else "it names no file",
+        doc="globs of UTF-8 files, relative to the current directory; `**` crosses folders",
+    )
+    field: str = setting(default="text", doc="the field of each object that holds the text")
+    held_out: float = setting(default=0.05, check=between(0, 1), doc="share of the documents that is held out")
+
+    def documents(self, split: Split) -> Iterator[str]:
+        """The texts of one split, file by file and line by line. A bad line is a UserError with file and line."""
+        for file in files.find(self.paths):
+            for number, line in self._lines(file.path):
+                text = self._text(line, f"{file.path}:{number}")
+                if split_of(text.encode(), self.held_out) == split:
+                    yield text
+
+    def _lines(self, path: Path) -> Iterator[tuple[int, bytes]]:
+        """The lines that hold anything, with their numbers from 1."""
+        try:
+            with path.open("rb") as stream:
+                yield from ((number, line) for number, line in enumerate(stream, 1) if line.strip())
+        except OSError as error:
+            raise files.unreadable(path, error) from error
+
+    def _text(self, line: bytes, where: str) -> str:
+        value = _parse(line, where)
+        if not isinstance(value, dict):
+            raise UserError(
+                f'{where}: {_kind(value)} stands here; a line must be an object like {{"{self.field}": "..."}}'
+            )
+        if self.field not in value:
+            fields = ", ".join(value) or "none"
+            raise UserError(f'{where}: there is no field "{self.field}"; set `field` to one of those here ({fields})')
+        return _unicode(value[self.field], self.field, where)
+
+
+def _parse(line: bytes, where: str) -> object:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}:{error.colno}: not JSON ({error.msg}); mend or remove the line") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: can't be read ({error}); mend or remove the line") from error
+
+
+def _unicode(value: object, field: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f'{where}: field "{field}" holds {_kind(value)}, and a document is a string')
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        character = f"\\u{ord(value[error.start]):04x}"
+        raise UserError(f'{where}: field "{field}" holds {character}, half of a surrogate pair; remove it') from error
+    return value
+
+
+def _kind(value: object) -> str:
+    """What JSON calls a value of this type."""
+    if value is None:
+        return "null"
+    names: dict[type, str] = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,52 @@
+"""
+The order of rows: a function of (seed, epoch, position) and of nothing else.
+
+An epoch is sorted by pseudo-random keys. The keys are SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom
+number generators, 2014) of (stream + index), a bijection of 64 bits, so that no two are equal; the stream is a hash of
+seed, purpose and epoch. It is integer arithmetic on arrays: the same on every machine and in every version of numpy,
+whose own generators may change.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import attrs
+import numpy as np
+
+GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+def permutation(seed: int, purpose: str, epoch: int, count: int) -> np.ndarray:
+    """A permutation of range(count), int64 of shape (count,)."""
+    digest = blake2b(f"{purpose} {seed} {epoch}".encode(), digest_size=8).digest()
+    stream = np.uint64(int.from_bytes(digest, "big"))
+    keys = _mixed(np.arange(1, count + 1, dtype=np.uint64) * GAMMA + stream)
+    return np.argsort(keys).astype(np.int64)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@attrs.define
+class EndlessOrder:
+    """Rows 0 to `count` - 1 again and again: place p is row permutation(epoch = p // count)[p % count]."""
+
+    seed: int
+    count: int
+    shuffle: bool
+    _epoch: int = attrs.field(init=False, default=-1)
+    _rows: np.ndarray | None = attrs.field(init=False, default=None)
+
+    def rows(self, places: Sequence[int]) -> list[int]:
+        """The rows at these places."""
+        return [self._row(*divmod(place, self.count)) for place in places]
+
+    def _row(self, epoch: int, place: int) -> int:
+        if not self.shuffle:
+            return place
+        if self._rows is None or self._epoch != epoch:
+            self._epoch, self._rows = epoch, permutation(self.seed, "rows", epoch, self.count)
+        return int(self._rows[place])

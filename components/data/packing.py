@@ -1,0 +1,62 @@
+"""Rows from documents: tokenised once, laid end to end, cut to length."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from drawloom.components.data.order import permutation
+from drawloom.components.data.packed import Packed, pack
+from drawloom.components.ports.data import Batch, Corpus, Split, Tokenizer
+from drawloom.components.ports.run import Job
+from drawloom.graph import component, setting
+
+
+@component
+class Packing:
+    """
+    Documents, each with its end, cut into rows; a document goes on in the next row, as if it began there.
+
+    What is learned comes in an order drawn from the run's seed, what is held out stays in the order of the corpus.
+    Empty documents are left out. The last row is filled up with ends that have no target.
+    """
+
+    corpus: Corpus
+    tokenizer: Tokenizer
+    job: Job
+    length: int = setting(
+        check=lambda length: None if length >= 2 else f"{length} leaves rows in which there is nothing to predict",
+        doc="tokens in a row, at least 2",
+    )
+    _packed: dict[Split, Packed] = attrs.field(init=False, factory=dict)
+
+    def open(self) -> None:
+        """Tokenise both splits into memory: two bytes a token up to 65,536 ids, else four."""
+        for split in ("train", "held_out"):
+            self._packed[split] = self._pack(split)
+
+    def close(self) -> None:
+        """Let go of the tokens."""
+        self._packed.clear()
+
+    def count(self, split: Split) -> int:
+        """How many rows a split has; 0 if it has no document."""
+        return self._packed[split].rows
+
+    def batch(self, split: Split, indices: Sequence[int]) -> Batch:
+        """The rows of these indices, each from 0 to below count."""
+        return self._packed[split].batch(indices)
+
+    def _pack(self, split: Split) -> Packed:
+        dtype = np.uint16 if self.tokenizer.vocabulary <= 1 << 16 else np.int32
+        encoded = (self.tokenizer.encode(text).astype(dtype) for text in self.corpus.documents(split))
+        documents = [document for document in encoded if len(document)]
+        if split == "train":
+            order = permutation(self.job.seed, "documents", 0, len(documents))
+            documents = [documents[index] for index in order]
+        return pack(documents, self.tokenizer.end, self.length, dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a worker process needs: the rows, and not what made them."""
+        return {**self.__dict__, "corpus": None, "tokenizer": None, "job": None}

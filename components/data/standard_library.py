@@ -1,0 +1,45 @@
+"""A corpus that every machine with Python has: the source of the standard library, without its tests."""
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from drawloom.components.data import files
+from drawloom.components.ports.data import Split
+from drawloom.graph import UserError, between, component, setting
+
+TESTS = {"test", "tests", "idle_test"}
+INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
+GENERATED = ("config-", "_sysconfigdata_")
+"""How the names of what was written when this Python was built begin."""
+
+
+@component
+class StandardLibrary:
+    """The standard library's source, one document a module; tests and installed packages are left out."""
+
+    held_out: float = setting(default=0.05, check=between(0, 1), doc="share of the files that is held out")
+
+    def documents(self, split: Split) -> Iterator[str]:
+        """The texts of one split, by the module's path."""
+        return files.documents(source_files(), split, self.held_out, replace=True)
+
+
+def source_files() -> list[files.TextFile]:
+    """The modules of the running Python, by path below its `stdlib` folder; none is a UserError."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [path for path in _walk(root) if path.suffix == ".py" and not path.name.startswith(GENERATED)]
+    if not paths:
+        raise UserError(f'{root}: this Python comes without its source; write use = "data.text_files"')
+    return sorted((files.TextFile(path.relative_to(root).as_posix(), path) for path in paths), key=lambda f: f.name)
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if _is_source(name)]
+        yield from (Path(folder, name) for name in names)
+
+
+def _is_source(folder: str) -> bool:
+    return folder not in TESTS | INSTALLED and not folder.startswith(GENERATED)

@@ -1,0 +1,1 @@
+"""The run: its steps, its phases, and what stands around them."""

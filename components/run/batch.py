@@ -1,0 +1,81 @@
+"""How many rows make a step, and which of them are whose: all arithmetic with batch sizes is here."""
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from drawloom.components.ports.distributed import Mesh
+from drawloom.graph import UserError, at_least, component, setting
+
+
+@component
+class GlobalBatch:
+    """
+    A fixed number of rows in each step, shared evenly by the replicas and cut into microbatches.
+
+    A step takes the next `global_size` places of the endless order, and each replica a block of them that hangs
+    together: all replicas together see what one alone would see.
+    """
+
+    mesh: Mesh
+    global_size: int = setting(check=at_least(1), doc="rows in a step, over all replicas")
+    micro_size: int = setting(check=at_least(1), change="free", doc="rows in a microbatch")
+
+    def open(self) -> None:
+        """A UserError if the rows of a step can't be shared evenly."""
+        if fault := uneven(self.global_size, self.micro_size, self.replicas):
+            raise UserError(f"global_size: {fault[0]}; {fault[1]}")
+
+    @property
+    def replicas(self) -> int:
+        """How many parts a step is dealt out in: pipeline, context and tensor ranks share one."""
+        return self.mesh.size("data_replicate") * self.mesh.size("data_shard")
+
+    @property
+    def replica(self) -> int:
+        """Which part is this rank's."""
+        return self.mesh.index("data_replicate") * self.mesh.size("data_shard") + self.mesh.index("data_shard")
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches in a step on each replica."""
+        return self.global_size // (self.micro_size * self.replicas)
+
+    def places(self, step: int) -> list[list[int]]:
+        """This replica's microbatches of a step (from 1), each as places in the endless order of rows."""
+        share = self.microbatches * self.micro_size
+        first = (step - 1) * self.global_size + self.replica * share
+        return [list(range(start, start + self.micro_size)) for start in range(first, first + share, self.micro_size)]
+
+    @classmethod
+    def constraints(cls, node: Any) -> Iterator[Any]:
+        """What is wrong whatever the number of processes: a mesh that takes "the rest" has one replica at least."""
+        sizes = [node.settings.get(key) for key in ("global_size", "micro_size")]
+        if not all(isinstance(size, int) for size in sizes):
+            return
+        for mesh in node.neighbours("mesh"):
+            fixed = [mesh.settings.get(key) for key in ("data_replicate", "data_shard")]
+            replicas = prod(size for size in fixed if isinstance(size, int))
+            if fault := uneven(sizes[0], sizes[1], replicas):
+                yield node.fault("global_size", *fault)
+
+
+def uneven(global_size: int, micro_size: int, replicas: int) -> tuple[str, str] | None:
+    """Why a step can't be cut into whole microbatches on every replica, and what to write instead; None if it can."""
+    unit = micro_size * replicas
+    if global_size % unit == 0:
+        return None
+    among = f"{replicas} replica{'s' * (replicas > 1)} with microbatches of {micro_size}"
+    return f"{global_size} rows can't be shared evenly by {among}", _remedy(global_size, micro_size, replicas)
+
+
+def _remedy(global_size: int, micro_size: int, replicas: int) -> str:
+    unit = micro_size * replicas
+    below = global_size // unit * unit
+    nearest = [below, below + unit] if below else [unit]
+    remedy = "write global_size = " + " or ".join(map(str, nearest))
+    if global_size % replicas == 0:
+        share = global_size // replicas
+        fitting = max(size for size in range(1, min(micro_size, share) + 1) if share % size == 0)
+        remedy += f", or micro_size = {fitting}"
+    return remedy
