@@ -1,0 +1,1 @@
+"""Processes, groups of them, what they compute on, and randomness that any rank can derive."""

@@ -1,0 +1,86 @@
+"""What this process computes on, and how such processes talk."""
+
+import resource
+import sys
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Literal
+
+import attrs
+import torch
+
+from drawloom.components.distributed.launch import read_launch
+from drawloom.graph import UserError, at_least, component, setting
+from drawloom.graph.node import NodeView
+from drawloom.graph.problems import Problem
+
+
+@component(change="free")
+class ComputeDevice:
+    """The CPU, or one GPU for each process of a machine."""
+
+    kind: Literal["auto", "cpu", "cuda"] = setting(default="auto", doc="auto is cuda where there is one, else cpu")
+    _backend: Literal["auto", "gloo", "nccl"] = setting(
+        default="auto", alias="backend", doc="how processes talk; auto is nccl on cuda and gloo on cpu"
+    )
+    threads: int | None = setting(default=None, check=at_least(1), doc="CPU threads of one operation; torch's choice")
+
+    _threads_before: int | None = attrs.field(init=False, default=None)
+    _cuda_before: int | None = attrs.field(init=False, default=None)
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """NCCL connects GPUs only."""
+        if node.settings["kind"] == "cpu" and node.settings["backend"] == "nccl":
+            yield node.fault("backend", "'nccl' connects GPUs, and kind is 'cpu'", "write 'gloo' or 'auto'")
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        kind = ("cuda" if torch.cuda.is_available() else "cpu") if self.kind == "auto" else self.kind
+        return torch.device("cuda", read_launch().local_rank) if kind == "cuda" else torch.device("cpu")
+
+    @property
+    def backend(self) -> str:
+        """How ranks on this device talk: `gloo` or `nccl`."""
+        if self._backend != "auto":
+            return self._backend
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def open(self) -> None:
+        """Make the device the one that torch uses; a UserError if it is not there."""
+        if self.device.type == "cuda":
+            self._check_gpu()
+            self._cuda_before = torch.cuda.current_device()
+            torch.cuda.set_device(self.device)
+        elif self.backend == "nccl":
+            raise UserError("the device is the CPU, and backend 'nccl' connects GPUs only; write backend = 'gloo'", 2)
+        if self.threads is not None:
+            self._threads_before = torch.get_num_threads()
+            torch.set_num_threads(self.threads)
+
+    def close(self) -> None:
+        """Give torch back the threads and the GPU that it had."""
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+            self._threads_before = None
+        if self._cuda_before is not None:
+            torch.cuda.set_device(self._cuda_before)
+            self._cuda_before = None
+
+    def memory(self) -> int:
+        """The most bytes in use so far by this process: device memory, or resident memory on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def _check_gpu(self) -> None:
+        if not torch.cuda.is_available():
+            raise UserError("the device is 'cuda', but torch finds no GPU here; write kind = 'cpu' or 'auto'", 2)
+        if self.device.index >= torch.cuda.device_count():
+            raise UserError(
+                f"process {self.device.index} of this machine has no GPU of its own, there are only "
+                f"{torch.cuda.device_count()}; start as many processes as there are GPUs, or write kind = 'cpu'",
+                exit_code=2,
+            )

@@ -1,0 +1,61 @@
+"""How this process was started: torchrun's variables, the only thing that is read from the environment."""
+
+import os
+from collections.abc import Mapping
+
+import attrs
+
+from drawloom.graph import UserError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@attrs.frozen
+class Launch:
+    """This process's number and how many there are, over all machines and on this one."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @property
+    def alone(self) -> bool:
+        return self.world_size == 1
+
+
+def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
+    """
+    What torchrun said, or a single process if it said nothing.
+
+    Raises UserError for variables that are set in part or make no sense.
+    """
+    environment = os.environ if environment is None else environment
+    if not any(name in environment for name in VARIABLES[:4]):
+        return Launch()
+    if missing := [name for name in VARIABLES if name not in environment]:
+        there = [name for name in VARIABLES if name in environment]
+        raise UserError(
+            f"the environment sets {', '.join(there)} but not {', '.join(missing)}; start with torchrun, which sets "
+            "all of them, or unset them all to run a single process",
+            exit_code=2,
+        )
+    numbers = {name: _number(name, environment[name]) for name in VARIABLES[:4]}
+    _check_below(numbers, "RANK", "WORLD_SIZE")
+    _check_below(numbers, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return Launch(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"])
+
+
+def _number(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(f"the environment sets {name}={text!r}, which is no number; torchrun sets it right", 2)
+    return int(text)
+
+
+def _check_below(numbers: dict[str, int], number: str, bound: str) -> None:
+    if numbers[number] >= numbers[bound]:
+        raise UserError(
+            f"the environment sets {number}={numbers[number]}, which is not below {bound}={numbers[bound]}; "
+            "torchrun sets them right",
+            exit_code=2,
+        )

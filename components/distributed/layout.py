@@ -1,0 +1,87 @@
+"""How ranks are numbered in a mesh: row by row in (pipeline, data_replicate, data_shard, context, tensor)."""
+
+import math
+from collections.abc import Mapping
+
+import attrs
+import numpy as np
+
+from drawloom.graph import UserError
+
+DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
+BUILT = ("data_replicate",)
+"""What may be larger than 1 today."""
+
+
+@attrs.frozen
+class Layout:
+    """Sizes by dimension, in order. `expert` divides the ranks of a pipeline stage once more, neighbours first."""
+
+    sizes: Mapping[str, int]
+    expert: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the mesh holds."""
+        return math.prod(self.sizes.values())
+
+    def sets(self, dimension: str) -> list[list[int]]:
+        """The sets of ranks that differ only in where they lie along a dimension."""
+        grid = np.arange(self.world_size).reshape([*self.sizes.values()])
+        if dimension == "expert":
+            return list(grid.reshape(-1, self.expert).tolist())
+        axis = [*self.sizes].index(dimension)
+        return list(np.moveaxis(grid, axis, -1).reshape(-1, self.sizes[dimension]).tolist())
+
+    def size(self, dimension: str) -> int:
+        """How many ranks lie along a dimension."""
+        return self.expert if dimension == "expert" else self.sizes[dimension]
+
+    def index(self, dimension: str, rank: int) -> int:
+        """Where a rank lies along a dimension."""
+        return next(ranks.index(rank) for ranks in self.sets(dimension) if rank in ranks)
+
+
+def settle(sizes: Mapping[str, int | str], expert: int, world_size: int) -> Layout:
+    """
+    The layout of `world_size` ranks; a dimension of size "rest" takes what the others leave.
+
+    Raises UserError if the sizes do not fit.
+    """
+    fixed = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    product = math.prod(fixed.values())
+    if len(fixed) < len(sizes) and world_size % product:
+        raise UserError(
+            f"the mesh needs a multiple of {_written(fixed)} = {product} processes, and there are {world_size}; "
+            f"start it with {command(product)}",
+            exit_code=2,
+        )
+    if len(fixed) == len(sizes) and product != world_size:
+        raise UserError(
+            f"the mesh {_written(fixed)} = {product} needs {product} processes, and there are {world_size}; "
+            f"start it with {command(product)}",
+            exit_code=2,
+        )
+    layout = Layout({name: size if isinstance(size, int) else world_size // product for name, size in sizes.items()})
+    return with_expert(layout, expert)
+
+
+def with_expert(layout: Layout, expert: int) -> Layout:
+    """The layout with its second view; a UserError if `expert` does not divide the ranks of a pipeline stage."""
+    ranks = layout.world_size // layout.sizes["pipeline"]
+    if ranks % expert:
+        raise UserError(
+            f"expert = {expert} does not divide data_replicate × data_shard × context × tensor = {ranks}; "
+            f"write one of {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}",
+            exit_code=2,
+        )
+    return attrs.evolve(layout, expert=expert)
+
+
+def command(world_size: int) -> str:
+    """What to type to start so many processes."""
+    return f"`torchrun --nproc-per-node {world_size} -m drawloom run RECIPE`"
+
+
+def _written(sizes: Mapping[str, int]) -> str:
+    return " × ".join(f"{name} {size}" for name, size in sizes.items())

@@ -1,0 +1,85 @@
+"""The ranks of a run, laid out in named dimensions."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import attrs
+
+from drawloom.components.distributed.layout import BUILT, DIMENSIONS, Layout, settle
+from drawloom.components.ports.distributed import Group, Processes
+from drawloom.graph import UserError, at_least, component, setting
+from drawloom.graph.node import NodeView
+from drawloom.graph.problems import Problem
+
+
+def _replicas(value: Any) -> str | None:
+    return None if value == "rest" else at_least(1)(value)
+
+
+@component(change="free")
+class RankMesh:
+    """All processes, as a grid of five dimensions whose product is their number."""
+
+    processes: Processes
+    pipeline: int = setting(default=1, check=at_least(1), doc="ranks that each hold some of the layers")
+    data_replicate: int | Literal["rest"] = setting(
+        default="rest", check=_replicas, doc="ranks that hold the same parameters; 'rest' is all that are left"
+    )
+    data_shard: int = setting(default=1, check=at_least(1), doc="ranks that each hold a shard of every parameter")
+    context: int = setting(default=1, check=at_least(1), doc="ranks that each see a part of a sequence")
+    tensor: int = setting(default=1, check=at_least(1), doc="ranks that each do a part of every matrix product")
+    expert: int = setting(default=1, check=at_least(1), doc="ranks that each hold some experts; none of their own")
+
+    _layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
+    _groups: dict[str, Group] = attrs.field(init=False, factory=dict)
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """What is wrong with the mesh whatever the number of processes."""
+        for name in _not_built(node.settings):
+            yield node.fault(name, f"{node.settings[name]} ranks along {name!r} are not built yet", "write 1")
+        stage = [node.settings[name] for name in DIMENSIONS if name != "pipeline"]
+        expert = node.settings["expert"]
+        if "rest" not in stage and math.prod(stage) % expert:
+            text = f"{expert} does not divide data_replicate × data_shard × context × tensor = {math.prod(stage)}"
+            yield node.fault("expert", text)
+
+    def open(self) -> None:
+        """Lay the processes out; a UserError if they are too many or too few, before they talk."""
+        settings = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
+        for name in _not_built(settings):
+            raise UserError(f"the mesh has {settings[name]} ranks along {name!r}, which is not built yet; write 1", 2)
+        expert = settings.pop("expert")
+        self._layout = settle(settings, expert, self.processes.world_size)
+        everyone = [list(range(self.processes.world_size))]
+        self._groups = {"world": self.processes.group("world", everyone)}
+        for name in (*DIMENSIONS, "expert"):
+            self._groups[name] = self.processes.group(name, self._layout.sets(name))
+
+    @property
+    def world(self) -> Group:
+        """All ranks."""
+        return self._groups["world"]
+
+    @property
+    def replicas(self) -> Group:
+        """The ranks that hold the same parameters as this one and see other data."""
+        return self._groups["data_replicate"]
+
+    def group(self, dimension: str) -> Group:
+        """The ranks that differ from this one only in where they lie along a dimension."""
+        return self._groups[dimension]
+
+    def size(self, dimension: str) -> int:
+        """How many ranks lie along a dimension."""
+        return self._layout.size(dimension)
+
+    def index(self, dimension: str) -> int:
+        """Where this rank lies along a dimension."""
+        return self._layout.index(dimension, self.processes.rank)
+
+
+def _not_built(settings: Mapping[str, Any]) -> list[str]:
+    names = [name for name in (*DIMENSIONS, "expert") if name not in BUILT]
+    return [name for name in names if settings[name] > 1]

@@ -1,0 +1,51 @@
+"""torchrun's variables."""
+
+import pytest
+
+from drawloom.components.distributed.launch import VARIABLES, Launch, read_launch
+from drawloom.graph import UserError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_torchrun_says_which_process_this_is() -> None:
+    """Each number comes from its own variable."""
+    assert read_launch(TORCHRUN) == Launch(rank=5, world_size=8, local_rank=1, local_world_size=4)
+
+
+def test_without_variables_there_is_one_process() -> None:
+    """An address alone, which clusters set for everybody, makes no group."""
+    assert read_launch({"MASTER_ADDR": "host", "MASTER_PORT": "1", "HOME": "/"}) == Launch(0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("missing", VARIABLES)
+def test_a_missing_variable_is_named(missing: str) -> None:
+    """With any one of them left out, the message says which."""
+    environment = {name: value for name, value in TORCHRUN.items() if name != missing}
+    with pytest.raises(UserError, match=f"but not {missing};") as caught:
+        read_launch(environment)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("RANK", "8", "RANK=8, which is not below WORLD_SIZE=8"),
+        ("LOCAL_RANK", "4", "LOCAL_RANK=4, which is not below LOCAL_WORLD_SIZE=4"),
+        ("WORLD_SIZE", "0", "RANK=5, which is not below WORLD_SIZE=0"),
+        ("RANK", "-1", "RANK='-1', which is no number"),
+        ("WORLD_SIZE", "", "WORLD_SIZE='', which is no number"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(name: str, value: str, words: str) -> None:
+    """A rank lies below its world size, and both are numbers."""
+    with pytest.raises(UserError) as caught:
+        read_launch(TORCHRUN | {name: value})
+    assert words in str(caught.value)

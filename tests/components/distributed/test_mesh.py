@@ -1,0 +1,147 @@
+"""The mesh of real and of pretended processes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from support.processes import RanksFailed, run_ranks
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.groups import OneRank
+from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.ports.distributed import Group
+from drawloom.graph import UserError
+
+
+@attrs.define
+class Pretended:
+    """As many processes as wanted, of which only this one exists."""
+
+    world_size: int
+    rank: int = 0
+    local_rank: int = 0
+    local_world_size: int = 1
+    asked: list[tuple[str, Sequence[Sequence[int]]]] = attrs.field(factory=list)
+
+    def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
+        """Remember what was asked for."""
+        self.asked.append((name, sets))
+        return OneRank()
+
+
+@attrs.define
+class View:
+    """What `constraints` see of a node, as far as the mesh looks."""
+
+    settings: dict[str, Any]
+
+    def fault(self, key: str, text: str, hint: str = "") -> tuple[str, str]:
+        """The problem, as a pair."""
+        return key, text
+
+
+def _settings(**changed: Any) -> dict[str, Any]:
+    names = ("pipeline", "data_replicate", "data_shard", "context", "tensor", "expert")
+    return dict.fromkeys(names, 1) | {"data_replicate": "rest"} | changed
+
+
+def _replicas_of_real_processes(**settings: Any) -> tuple[Any, ...]:
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu"))
+    mesh = RankMesh(processes=processes, **settings)
+    processes.open()
+    try:
+        mesh.open()
+        number = torch.tensor([1 + mesh.world.rank])
+        mesh.replicas.sum(number)
+        sizes = {name: mesh.size(name) for name in ("pipeline", "data_replicate", "expert")}
+        alone = mesh.group("tensor").gather_json("alone")
+        return mesh.index("data_replicate"), mesh.replicas.rank, number.item(), sizes, mesh.world.size, alone
+    finally:
+        processes.close()
+
+
+def _wrong_product() -> str:
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu"))
+    mesh = RankMesh(processes=processes, data_replicate=3)
+    processes.open()
+    try:
+        mesh.open()
+    except UserError as error:
+        return str(error)
+    finally:
+        processes.close()
+    return "nothing was wrong"
+
+
+def test_replicas_are_all_processes() -> None:
+    """Two processes without any setting are two replicas that add up; along other dimensions each is alone."""
+    sizes = {"pipeline": 1, "data_replicate": 2, "expert": 1}
+    expected = [(rank, rank, 3, sizes, 2, ["alone"]) for rank in (0, 1)]
+    assert run_ranks(_replicas_of_real_processes, 2) == expected
+
+
+def test_a_wrong_product_stops_every_process() -> None:
+    """Two processes for a mesh of three: both say so, and none waits for the other."""
+    for text in run_ranks(_wrong_product, 2):
+        assert "= 3 needs 3 processes, and there are 2" in text
+        assert "`torchrun --nproc-per-node 3 -m drawloom run RECIPE`" in text
+
+
+def test_every_process_asks_for_the_same_groups() -> None:
+    """What is asked of the processes depends on no rank, so that they make all groups in one order."""
+    asked = []
+    for rank in range(4):
+        processes = Pretended(world_size=4, rank=rank)
+        RankMesh(processes=processes).open()
+        asked.append(processes.asked)
+    assert all(each == asked[0] for each in asked)
+    assert dict(asked[0])["data_replicate"] == [[0, 1, 2, 3]]
+    assert dict(asked[0])["tensor"] == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("name", ["pipeline", "data_shard", "context", "tensor", "expert"])
+def test_what_is_not_built_yet_is_refused(name: str) -> None:
+    """`check` finds it at its key, and a mesh that is opened without a check refuses too."""
+    problems: list[Any] = list(RankMesh.constraints(View(_settings(**{name: 2}))))  # type: ignore[arg-type]
+    assert problems == [(name, f"2 ranks along {name!r} are not built yet")]
+    with pytest.raises(UserError, match=f"2 ranks along {name!r}"):
+        RankMesh(processes=Pretended(world_size=2), **{name: 2}).open()
+
+
+def test_check_knows_when_experts_do_not_fit() -> None:
+    """With every size written, the division is known before anything runs; with `rest` it is not."""
+    wrong: list[Any] = list(RankMesh.constraints(View(_settings(data_replicate=3, expert=2))))  # type: ignore[arg-type]
+    assert [key for key, text in wrong if "does not divide" in text] == ["expert"]
+    open_end: list[Any] = list(RankMesh.constraints(View(_settings(expert=2))))  # type: ignore[arg-type]
+    assert not [key for key, text in open_end if "does not divide" in text]
+    assert not list(RankMesh.constraints(View(_settings(data_replicate=3))))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_sizes_are_at_least_one(size: int) -> None:
+    """No dimension has less than one rank."""
+    for name in _settings():
+        with pytest.raises(ValueError, match=f"{size} is less than 1"):
+            RankMesh(processes=Pretended(world_size=1), **{name: size})
+
+
+def test_a_lost_replica_is_named() -> None:
+    """A process that fails before the others talk leaves them with an error that names their group."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(_leave_early, 2)
+    assert "rank 1 gave up" in caught.value.failures[1]
+    assert "in group data_replicate (ranks 0, 1)" in caught.value.failures[0]
+
+
+def _leave_early() -> None:
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20)
+    mesh = RankMesh(processes=processes)
+    processes.open()
+    mesh.open()
+    mesh.world.sum(torch.ones(1))
+    if processes.rank == 1:
+        raise RuntimeError("rank 1 gave up")
+    mesh.replicas.sum(torch.ones(1))

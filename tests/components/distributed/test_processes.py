@@ -1,0 +1,105 @@
+"""Joining the other processes, and leaving them."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import run_ranks
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.groups import OneRank
+from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.graph import UserError
+
+
+def _processes(timeout: float = 20.0) -> TorchProcesses:
+    return TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=timeout)
+
+
+def _numbers() -> tuple[int, int, int, int, bool]:
+    processes = _processes()
+    before = processes.world_size, dist.is_initialized()
+    processes.open()
+    found = processes.rank, processes.world_size, processes.local_rank, processes.local_world_size
+    processes.close()
+    return (*found, before == (1, False) and not dist.is_initialized())
+
+
+def _halves() -> tuple[list[int], list[int]]:
+    processes = _processes()
+    processes.open()
+    pair = processes.group("pair", [[0, 1], [2, 3]])
+    across = processes.group("across", [[0, 2], [1, 3]])
+    found = pair.gather_json(processes.rank), across.gather_json(processes.rank)
+    processes.close()
+    return found
+
+
+def _open_twice() -> str:
+    processes = _processes()
+    processes.open()
+    try:
+        _processes().open()
+    except UserError as error:
+        return str(error)
+    finally:
+        processes.close()
+    return "two groups"
+
+
+def _wait_in_vain() -> tuple[str, float]:
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "2"
+    start = time.monotonic()
+    try:
+        _processes(timeout=1).open()
+    except UserError as error:
+        return str(error), time.monotonic() - start
+    return "found somebody", 0
+
+
+def test_processes_know_their_numbers_and_leave_torch_as_it_was() -> None:
+    """Open joins, with torchrun's numbers, and close leaves no process group."""
+    assert run_ranks(_numbers, 2) == [(0, 2, 0, 2, True), (1, 2, 1, 2, True)]
+
+
+def test_groups_are_those_of_this_process() -> None:
+    """Of several sets each process gets its own, in order."""
+    expected = [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
+    assert run_ranks(_halves, 4) == expected
+
+
+def test_one_process_needs_no_group() -> None:
+    """Without torchrun's variables nothing is joined and every group is a group of one."""
+    assert run_ranks(_numbers, 1, variables=False) == [(0, 1, 0, 1, True)]
+    processes = _processes()
+    processes.open()
+    assert isinstance(processes.group("world", [[0]]), OneRank)
+    assert not dist.is_initialized()
+    processes.close()
+
+
+def test_a_foreign_process_group_is_refused() -> None:
+    """Somebody else's default group is neither used nor destroyed."""
+    for text in run_ranks(_open_twice, 2):
+        assert "torch has a default process group already" in text
+
+
+def test_waiting_has_an_end() -> None:
+    """If the others don't come, the message says how many are missing and how long it waited."""
+    [(text, seconds)] = run_ranks(_wait_in_vain, 1)
+    assert "process 0 did not find the other 1 within 1 s" in text
+    assert seconds < 10
+
+
+def test_a_time_limit_is_above_zero() -> None:
+    """Zero seconds is no time to wait."""
+    with pytest.raises(ValueError, match="0 is not above 0"):
+        _processes(timeout=0)
+
+
+def test_close_without_open_does_nothing() -> None:
+    """A run that failed before this node opened closes it all the same."""
+    _processes().close()
+    assert torch.distributed.is_available()
