@@ -127,3 +127,12 @@ class Parameters(Protocol):
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Fully qualified names and parameters, each once, in a stable order."""
         ...
+
+
+@port
+class Transform(Protocol):
+    """Changes a stage's module while it is on the meta device: adapters, sharding, recomputation, compilation."""
+
+    def transform(self, module: nn.Module) -> nn.Module:
+        """The module to use instead."""
+        ...

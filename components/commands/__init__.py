@@ -1,0 +1,1 @@
+"""Commands that know training; each is imported only when it is called."""

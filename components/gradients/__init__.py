@@ -1,0 +1,1 @@
+"""From sums over microbatches and ranks to gradients fit to be applied."""

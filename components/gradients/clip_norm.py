@@ -1,0 +1,22 @@
+"""Gradients no longer than a bound."""
+
+import torch
+
+from drawloom.components.ports.model import Parameters
+from drawloom.components.ports.run import Step
+from drawloom.graph import above, component, setting
+
+
+@component(reads=("grad_norm",), changes=("gradients",))
+class ClipNorm:
+    """Scales all gradients by one factor, so that their total norm is at most `max_norm`."""
+
+    parameters: Parameters
+    max_norm: float = setting(check=above(0), doc="the largest total 2-norm that is let through")
+
+    def run_phase(self, step: Step) -> None:
+        """Scale by max_norm / norm if that is below 1. `grad_norm` stays what it was before."""
+        factor = self.max_norm / (step.values["grad_norm"] + 1e-6)
+        if factor < 1:
+            found = [parameter.grad for _, parameter in self.parameters.named() if parameter.grad is not None]
+            torch._foreach_mul_(found, factor)

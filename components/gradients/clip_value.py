@@ -1,0 +1,19 @@
+"""Gradients with no element beyond a bound."""
+
+from drawloom.components.ports.model import Parameters
+from drawloom.components.ports.run import Step
+from drawloom.graph import above, component, setting
+
+
+@component(changes=("gradients",))
+class ClipValue:
+    """Moves every element of every gradient into [-max_value, max_value]."""
+
+    parameters: Parameters
+    max_value: float = setting(check=above(0), doc="the largest magnitude of an element that is let through")
+
+    def run_phase(self, step: Step) -> None:
+        """Clamp in place."""
+        for _, parameter in self.parameters.named():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-self.max_value, self.max_value)

@@ -1,0 +1,1 @@
+"""Multiples of the base learning rate, by step."""

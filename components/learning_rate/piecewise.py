@@ -1,0 +1,78 @@
+"""A learning rate in phases, each a curve from where the one before it ended."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from drawloom.components.learning_rate.curves import Curve, between
+from drawloom.components.ports.run import Step
+from drawloom.graph import Problem, above, at_least, component, setting
+
+
+@attrs.frozen(kw_only=True)
+class Piece:
+    """One phase: for some steps, until a percentage of all steps, or (with neither) for the rest."""
+
+    to: float = setting(check=at_least(0), doc="the factor at its end")
+    curve: Curve = setting(default="linear", doc="how it gets there")
+    steps: int | None = setting(default=None, check=at_least(0), doc="how many steps it takes")
+    until_percent: float | None = setting(default=None, doc="the share of all steps after which it ends, 0 to 100")
+    power: float = setting(default=2.0, check=above(0), doc="of a polynomial curve")
+
+    def end(self, begin: int, total: int) -> int:
+        """The step, counted from 0, at which it is over."""
+        if self.steps is not None:
+            return begin + self.steps
+        return (
+            max(begin, int(total * self.until_percent / 100)) if self.until_percent is not None else max(begin, total)
+        )
+
+
+@component(writes=("rate_factor",))
+class Piecewise:
+    """Multiplies the base rate by phases laid end to end; after the last, its end value holds."""
+
+    start: float = setting(default=0.0, check=at_least(0), doc="the factor before the first step")
+    phases: list[Piece] = setting(doc="in order: steps = N, until_percent = P, or neither for the rest")
+
+    def run_phase(self, step: Step) -> None:
+        """Leave the factor of this step."""
+        step.values["rate_factor"] = self.factor(step.index - 1, step.total)
+
+    def factor(self, done: int, total: int) -> float:
+        """The factor after `done` of `total` steps."""
+        value, begin = self.start, 0
+        for phase in self.phases:
+            end = phase.end(begin, total)
+            if done < end:
+                return between(phase.curve, value, phase.to, (done - begin) / (end - begin), phase.power)
+            value, begin = phase.to, end
+        return value
+
+    @classmethod
+    def derives_from_total(cls, node: Any) -> bool:
+        """Whether another number of steps would change the factor of any step."""
+        return any(phase.steps is None for phase in node.settings["phases"])
+
+    @classmethod
+    def constraints(cls, node: Any) -> Iterator[Problem]:
+        """Phases fit into one another: percentages rise, and nothing follows the rest."""
+        phases: list[Piece] = node.settings["phases"]
+        if not phases:
+            yield node.fault("phases", "phases is empty", "write at least one phase, such as { to = 1.0 }")
+        reached = 0.0
+        for number, phase in enumerate(phases):
+            for text, hint in _faults(phase, reached, last=number == len(phases) - 1):
+                yield node.fault(("phases", number), f"phases[{number}] {text}", hint)
+            reached = reached if phase.until_percent is None else phase.until_percent
+
+
+def _faults(phase: Piece, reached: float, *, last: bool) -> Iterator[tuple[str, str]]:
+    percent = phase.until_percent
+    if phase.steps is not None and percent is not None:
+        yield "has both steps and until_percent", "leave one of them out"
+    if phase.steps is None and percent is None and not last:
+        yield "takes all the rest, but others follow", "make it the last"
+    if percent is not None and not reached <= percent <= 100:
+        yield f"ends at {percent:g} %, which is not from {reached:g} to 100", "let percentages rise"

@@ -1,0 +1,46 @@
+"""AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, algorithm 2."""
+
+from typing import Any
+
+import attrs
+import torch
+
+from drawloom.components.optim.groups import decay_groups
+from drawloom.components.optim.named_state import load_named_state, named_state
+from drawloom.components.optim.step import apply
+from drawloom.components.ports.model import Parameters
+from drawloom.components.ports.run import Step
+from drawloom.graph import above, at_least, between, component, setting
+
+
+def _betas(value: tuple[float, float]) -> str | None:
+    return next((reason for beta in value if (reason := between(0, 1)(beta))), None)
+
+
+@component(reads=("gradients", "rate_factor?"), writes=("weights", "lr"))
+class AdamW:
+    """AdamW; norms and biases do not decay."""
+
+    parameters: Parameters
+    lr: float = setting(check=above(0), doc="the base learning rate")
+    betas: tuple[float, float] = setting(default=(0.9, 0.95), check=_betas, doc="decay of the two running means")
+    eps: float = setting(default=1e-8, check=above(0), doc="keeps the denominator from zero")
+    weight_decay: float = setting(default=0.1, check=at_least(0), doc="fraction of a weight lost each step, times lr")
+    _optimizer: torch.optim.Optimizer = attrs.field(init=False, default=None)
+
+    def open(self) -> None:
+        """Take the parameters."""
+        groups = decay_groups(self.parameters.named(), self.weight_decay)
+        self._optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
+
+    def run_phase(self, step: Step) -> None:
+        """Apply the gradients and drop them."""
+        apply(self._optimizer, self.lr, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both running means and the step count of each parameter."""
+        return named_state(self._optimizer, self.parameters.named())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them over."""
+        load_named_state(self._optimizer, self.parameters.named(), state)

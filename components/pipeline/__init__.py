@@ -1,0 +1,1 @@
+"""Schedules as programs, the stages that a rank owns, and the executor that carries programs out."""

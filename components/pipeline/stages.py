@@ -1,0 +1,80 @@
+"""A model's blueprint made real: the stages that this rank owns, with their parameters."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.model_state.hugging_face import load_parameters
+from drawloom.components.pipeline.layer_split import split_layers
+from drawloom.components.ports.distributed import Device, Mesh, Precision
+from drawloom.components.ports.model import Model, Span, Stage, Transform
+from drawloom.components.ports.pipeline import Schedule
+from drawloom.components.ports.run import Job
+from drawloom.graph import component, setting
+
+
+@component
+class RealStages:
+    """This rank's stages: built on the meta device, transformed, materialised, then initialised or loaded."""
+
+    model: Model
+    schedule: Schedule
+    mesh: Mesh
+    device: Device
+    precision: Precision
+    job: Job
+    transforms: list[Transform] = attrs.field(factory=list)
+    weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
+    _local: list[Stage] = attrs.field(init=False, factory=list)
+
+    def open(self) -> None:
+        """Make the modules real."""
+        per_rank, ranks = self.schedule.stages_per_rank, self.mesh.size("pipeline")
+        spans = split_layers(self.model.layers, per_rank * ranks)
+        mine = range(self.mesh.index("pipeline"), len(spans), ranks)
+        self._local = [Stage(index, len(spans), spans[index], self._build(spans[index])) for index in mine]
+
+    @property
+    def local(self) -> list[Stage]:
+        """This rank's stages, in order."""
+        return self._local
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters of all local stages that are trained, each once."""
+        return [(name, parameter) for name, parameter in self._all().items() if parameter.requires_grad]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every parameter by its name."""
+        return {name: parameter.detach() for name, parameter in self._all().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy saved parameters into place."""
+        parameters = self._all()
+        if parameters.keys() != state.keys():
+            raise KeyError(f"parameters differ: {sorted(parameters.keys() ^ state.keys())}")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(state[name])
+
+    def _all(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for stage in self._local for name, parameter in stage.module.named_parameters()}
+
+    def _build(self, span: Span) -> nn.Module:
+        with torch.device("meta"):
+            module = self.model.build(span)
+        for transform in self.transforms:
+            module = transform.transform(module)
+        module = module.to(dtype=self.precision.parameter).to_empty(device=self.device.device)
+        self._fill(dict(module.named_parameters()))
+        return module
+
+    def _fill(self, parameters: dict[str, nn.Parameter]) -> None:
+        tensors: dict[str, Tensor] = {name: parameter.data for name, parameter in parameters.items()}
+        if self.weights is not None:
+            load_parameters(self.weights, tensors, self.model.hugging_face_names())
+            return
+        for name, tensor in tensors.items():
+            self.model.initialise(name, tensor, self.job.seed)

@@ -1,0 +1,68 @@
+"""The loop."""
+
+import logging
+from typing import Any
+
+import attrs
+
+from drawloom.components.ports.run import Event, Events, Finisher, Listener, Phase, Restorer, Step, Stop
+from drawloom.graph import Ordered, at_least, component, setting
+
+log = logging.getLogger("drawloom.run")
+
+
+@component
+class Trainer:
+    """Takes every step through the phases, in their order; then finishes what is left to do once."""
+
+    phases: Ordered[Phase]
+    events: Events
+    stop: Stop
+    resume: Restorer | None = None
+    watch: list[Listener] = attrs.field(factory=list)
+    afterwards: list[Finisher] = attrs.field(factory=list)
+    steps: int = setting(check=at_least(1), doc="optimizer steps in the whole run")
+
+    def run(self) -> None:
+        """Go on from where the run was, to its end."""
+        done = self.resume.restore() if self.resume else 0
+        if done >= self.steps and all(finisher.is_finished() for finisher in self.afterwards):
+            log.info("finished: all %d steps are done, there is nothing left to do", self.steps)
+            return
+        self.events.tell(Event("run_started"))
+        for index in range(done + 1, self.steps + 1):
+            self._take(Step(index, self.steps))
+        for finisher in self.afterwards:
+            if not finisher.is_finished():
+                finisher.finish()
+        self.events.tell(Event("run_ended"))
+
+    def _take(self, step: Step) -> None:
+        self.events.tell(Event("step_started", step))
+        for name, phase in zip(self.phases.names, self.phases, strict=True):
+            self.events.tell(Event("phase_started", step, name))
+            phase.run_phase(step)
+            self.events.tell(Event("phase_ended", step, name))
+        self.events.tell(Event("step_ended", step))
+        if signal := self.stop.agreed():
+            self._stop(step, signal)
+
+    def _stop(self, step: Step, signal: int) -> None:
+        if self.resume:
+            self.resume.save(step)
+        log.info("stopped by signal %d after step %d; the same command goes on from there", signal, step.index)
+        raise SystemExit(128 + signal)
+
+    @classmethod
+    def weigh_change(cls, node: Any, key: str) -> str | None:
+        """More or fewer steps are free, as long as no phase derives anything from how many there are."""
+        if key != "steps":
+            return None
+        derived = [phase for phase in node.neighbours("phases") if _derives(phase)]
+        return "semantic" if derived else "free"
+
+
+def _derives(phase: Any) -> bool:
+    """Whether a phase's component says that it derives something from the number of steps."""
+    derives = getattr(phase.component, "derives_from_total", None)
+    return bool(derives and derives(phase))
