@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 import attrs
 
 from drawloom.graph.catalogue import Catalogue
+from drawloom.graph.fit import misfits
 from drawloom.graph.node import Node, NodeView
 from drawloom.graph.problems import Problem, RecipeError, in_order
 from drawloom.graph.recipe import Recipe
@@ -54,6 +55,10 @@ class Graph:
     def users(self, name: str) -> list[str]:
         """The nodes whose edges lead to one node."""
         return [other for other in self.nodes if name in self.needs(other)]
+
+    def fitting(self, port: type) -> list[str]:
+        """The nodes whose components keep the promises of a port."""
+        return [name for name, node in self.nodes.items() if not misfits(node.spec.cls, port)]
 
     def closure(self, roots: Iterable[str]) -> list[str]:
         """The nodes that these need, themselves included, each behind all that it needs."""

@@ -1,0 +1,23 @@
+"""write a run's newest weights as a Hugging Face folder"""
+
+import argparse
+from pathlib import Path
+
+from drawloom.components.export.folder import write_folder
+
+from drawloom.components.commands._trained import trained
+from drawloom.graph.workshop import Workshop
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
+    parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="the folder to write; it must not exist")
+
+
+def main(options: argparse.Namespace, workshop: Workshop) -> int:
+    """Export, and say where to."""
+    with trained(workshop, options.run_folder) as (model, stages, tokenizer):
+        write_folder(options.to, model, stages, tokenizer)
+    print(f"exported to {options.to}")
+    return 0

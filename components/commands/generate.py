@@ -1,0 +1,38 @@
+"""continue a prompt with a run's newest weights"""
+
+import argparse
+from pathlib import Path
+
+from drawloom.components.commands._trained import trained
+from drawloom.components.distributed.streams import stream
+from drawloom.components.sampling.generate import generate
+from drawloom.graph.workshop import Workshop
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="what the text begins with")
+    parser.add_argument("--tokens", type=int, default=200, help="how many tokens to draw at most (default 200)")
+    parser.add_argument("--context", type=int, default=256, help="how many tokens back the model looks (default 256)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest each time (default 0.8)")
+    parser.add_argument("--top-k", type=int, default=None, help="draw from this many likeliest tokens only")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, another text (default 0)")
+
+
+def main(options: argparse.Namespace, workshop: Workshop) -> int:
+    """Print the prompt and its continuation."""
+    with trained(workshop, options.run_folder) as (_, stages, tokenizer):
+        prompt = [int(token) for token in tokenizer.encode(options.prompt)] or [tokenizer.end]
+        drawn = generate(
+            stages.local[0].module,
+            prompt,
+            tokens=options.tokens,
+            context=options.context,
+            end=tokenizer.end,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            generator=stream(options.seed, "sample"),
+        )
+        print(options.prompt + tokenizer.decode(list(drawn)))
+    return 0
