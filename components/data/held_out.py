@@ -7,7 +7,7 @@ from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError, at_least, component, setting
 
 
-@component
+@component(change="free")
 class HeldOut:
     """Some held-out rows, evenly spread over the split, and the same for every layout of ranks."""
 

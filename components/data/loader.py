@@ -32,7 +32,7 @@ class Loader:
         default=0,
         change="free",
         check=at_least(0),
-        doc="processes that make batches ahead of time; 0: made when needed",
+        doc="processes that make batches ahead of time; 0: none ahead",
     )
     prefetch: int = setting(
         default=2, change="free", check=at_least(1), doc="microbatches that each worker makes ahead of time"

@@ -19,15 +19,20 @@ GAMMA = np.uint64(0x9E3779B97F4A7C15)
 def permutation(seed: int, purpose: str, epoch: int, count: int) -> np.ndarray:
     """A permutation of range(count), int64 of shape (count,)."""
     digest = blake2b(f"{purpose} {seed} {epoch}".encode(), digest_size=8).digest()
-    stream = np.uint64(int.from_bytes(digest, "big"))
-    keys = _mixed(np.arange(1, count + 1, dtype=np.uint64) * GAMMA + stream)
-    return np.argsort(keys).astype(np.int64)
+    keys = np.arange(1, count + 1, dtype=np.uint64)
+    keys *= GAMMA
+    keys += np.uint64(int.from_bytes(digest, "big"))
+    _mix(keys)
+    order: np.ndarray = np.argsort(keys).astype(np.int64)
+    return order
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _mix(x: np.ndarray) -> None:
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
 
 
 @attrs.define

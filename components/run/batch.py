@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.graph import UserError, at_least, component, setting
+from drawloom.graph.node import NodeView
+from drawloom.graph.problems import Problem
 
 
 @component
@@ -48,15 +49,12 @@ class GlobalBatch:
         return [list(range(start, start + self.micro_size)) for start in range(first, first + share, self.micro_size)]
 
     @classmethod
-    def constraints(cls, node: Any) -> Iterator[Any]:
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """What is wrong whatever the number of processes: a mesh that takes "the rest" has one replica at least."""
-        sizes = [node.settings.get(key) for key in ("global_size", "micro_size")]
-        if not all(isinstance(size, int) for size in sizes):
-            return
         for mesh in node.neighbours("mesh"):
-            fixed = [mesh.settings.get(key) for key in ("data_replicate", "data_shard")]
-            replicas = prod(size for size in fixed if isinstance(size, int))
-            if fault := uneven(sizes[0], sizes[1], replicas):
+            sizes = [mesh.settings.get(name) for name in ("data_replicate", "data_shard")]
+            replicas = prod(size for size in sizes if isinstance(size, int))
+            if fault := uneven(node.settings["global_size"], node.settings["micro_size"], replicas):
                 yield node.fault("global_size", *fault)
 
 

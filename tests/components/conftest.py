@@ -1,0 +1,70 @@
+"""Doubles that the tests of more than one subject use."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from torch import Tensor
+
+
+@attrs.frozen
+class OneRankGroup:
+    """A group of one."""
+
+    rank: int = 0
+    size: int = 1
+
+    def sum(self, tensor: Tensor) -> None: ...
+
+    def max(self, tensor: Tensor) -> None: ...
+
+    def gather_json(self, value: Any) -> list[Any]:
+        return [value]
+
+
+@attrs.frozen
+class FakeMesh:
+    """A mesh of given sizes as the rank at given places sees it. Its groups hold this rank alone."""
+
+    sizes: dict[str, int] = attrs.field(factory=dict)
+    indices: dict[str, int] = attrs.field(factory=dict)
+    world: Any = attrs.field(factory=OneRankGroup)
+    replicas: Any = attrs.field(factory=OneRankGroup)
+
+    def group(self, dimension: str) -> Any:
+        return OneRankGroup()
+
+    def size(self, dimension: str) -> int:
+        return self.sizes.get(dimension, 1)
+
+    def index(self, dimension: str) -> int:
+        return self.indices.get(dimension, 0)
+
+
+@attrs.frozen
+class FakeJob:
+    """A run."""
+
+    name: str = "test"
+    seed: int = 7
+    path: Path = Path("runs/test")
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> FakeMesh:
+    """The mesh of a single process."""
+    return FakeMesh()
+
+
+@pytest.fixture(scope="session")
+def mesh_of() -> Callable[..., FakeMesh]:
+    """Makes the mesh that a rank sees: `mesh_of(sizes={"data_replicate": 2}, indices={"data_replicate": 1})`."""
+    return FakeMesh
+
+
+@pytest.fixture(scope="session")
+def job() -> FakeJob:
+    """A run with seed 7."""
+    return FakeJob()

@@ -1,0 +1,68 @@
+"""The byte-level tokenizer."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from drawloom.components.data.bytes import Bytes
+from drawloom.graph import UserError
+
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the tokenizer writes for other programs."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    Bytes().save(folder)
+    return folder
+
+
+@given(texts)
+def test_ids_are_bytes_and_come_back_as_text(text: str) -> None:
+    """The ids of a text are its UTF-8, as int32, and decoding them gives the text."""
+    ids = Bytes().encode(text)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == list(text.encode())
+    assert Bytes().decode([*ids.tolist(), Bytes().end]) == text
+
+
+@given(texts)
+@example("<|end|>")
+@example(" \n\r\0\ufeff<0x00>Ġ")
+def test_saved_tokenizer_gives_the_same_ids(saved: Path, text: str) -> None:
+    """`tokenizers` gives every text the same ids from the saved file, even one that spells the end."""
+    assert Tokenizer.from_file(str(saved / "tokenizer.json")).encode(text).ids == Bytes().encode(text).tolist()
+
+
+@given(st.lists(st.integers(0, 255)))
+def test_saved_tokenizer_decodes_alike(saved: Path, ids: list[int]) -> None:
+    """Any bytes, UTF-8 or not, become the same text there and here."""
+    assert Tokenizer.from_file(str(saved / "tokenizer.json")).decode(ids) == Bytes().decode(ids)
+
+
+def test_transformers_reads_what_was_saved(saved: Path) -> None:
+    """`transformers` knows the end, takes a text that spells it as text, and leaves it out when asked."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(saved)
+    assert tokenizer.eos_token_id == Bytes().end
+    assert len(tokenizer) == Bytes().vocabulary
+    text = "a <|end|> é , 'll ."
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode([*text.encode(), Bytes().end], skip_special_tokens=True) == text
+
+
+def test_ids_that_are_no_bytes_write_nothing() -> None:
+    """A model with a larger vocabulary may give ids that the tokenizer does not know."""
+    assert Bytes().decode([65, 256, 300, 66]) == "AB"
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    """A string that is no text is the user's error, with the place of the bad character."""
+    with pytest.raises(UserError, match="character 1"):
+        Bytes().encode("a\ud800")

@@ -1,0 +1,101 @@
+"""Tokenizers from a `tokenizer.json`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+
+from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from drawloom.graph import UserError
+
+
+def write(folder: Path) -> Path:
+    """A tokenizer of words with all that must not touch our ids: a template, truncation, padding."""
+    words = {"hello": 0, "world": 1, "<": 2, "end": 3, ">": 4, "?": 5}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 6)])
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=8)
+    path = folder / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def opened(path: Path, end_token: str = "<end>") -> HuggingFaceTokenizer:
+    tokenizer = HuggingFaceTokenizer(path=path, end_token=end_token)
+    tokenizer.open()
+    return tokenizer
+
+
+def test_ids_are_those_of_the_text_alone(tmp_path: Path) -> None:
+    """Nothing is added, cut off or filled up, whatever the file asks for."""
+    ids = opened(write(tmp_path)).encode("hello world hello")
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [0, 1, 0]
+
+
+def test_text_cannot_forge_an_end(tmp_path: Path) -> None:
+    """A text that spells the end is encoded as any other text."""
+    tokenizer = opened(write(tmp_path))
+    ids = tokenizer.encode("hello <end> world")
+    assert tokenizer.end == 6
+    assert 6 not in ids
+    assert ids[0] == 0 and ids[-1] == 1
+
+
+def test_vocabulary_reaches_the_highest_id(tmp_path: Path) -> None:
+    """Added tokens count, and so do gaps in the numbering."""
+    path = write(tmp_path)
+    assert opened(path).vocabulary == 7
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["far"] = 99
+    path.write_text(json.dumps(content))
+    assert opened(path).vocabulary == 100
+
+
+def test_end_is_left_out_of_text(tmp_path: Path) -> None:
+    """Decoding gives the words without special tokens."""
+    assert opened(write(tmp_path)).decode([0, 1, 6]) == "hello world"
+
+
+def test_unknown_end_names_candidates(tmp_path: Path) -> None:
+    """An end that the file lacks is an error that lists its special tokens."""
+    with pytest.raises(UserError, match=r'has no token "</s>"; write one of "<end>"'):
+        opened(write(tmp_path), "</s>")
+
+
+def test_faulty_paths(tmp_path: Path) -> None:
+    """No file, and a file that is no tokenizer, are errors that name it."""
+    with pytest.raises(UserError, match="there is no file"):
+        opened(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(UserError, match="is not a tokenizer"):
+        opened(tmp_path / "tokenizer.json")
+
+
+def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package, the error says what to install."""
+    absent: Any = None
+    monkeypatch.setitem(sys.modules, "tokenizers", absent)
+    with pytest.raises(UserError, match=r"pip install 'drawloom\[tokenizers\]'"):
+        opened(write(tmp_path))
+
+
+def test_saved_files_give_the_same_ids(tmp_path: Path) -> None:
+    """The file is copied as it is, with those beside it; a missing configuration is written."""
+    source, one, two = tmp_path / "source", tmp_path / "one", tmp_path / "two"
+    for folder in (source, one, two):
+        folder.mkdir()
+    path = write(source)
+    opened(path).save(one)
+    assert (one / "tokenizer.json").read_bytes() == path.read_bytes()
+    assert json.loads((one / "tokenizer_config.json").read_text())["eos_token"] == "<end>"
+    (source / "tokenizer_config.json").write_text('{"mine": 1}')
+    opened(path).save(two)
+    assert json.loads((two / "tokenizer_config.json").read_text()) == {"mine": 1}

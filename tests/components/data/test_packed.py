@@ -1,0 +1,103 @@
+"""Packed rows, against a loop over tokens."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.components.data.packed import pack
+from drawloom.components.ports.data import IGNORED, Batch
+
+END = 0
+documents = st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=12), max_size=8)
+lengths = st.integers(2, 9)
+
+
+def packed(texts: list[list[int]], length: int, dtype: Any = np.uint16) -> Batch:
+    """All rows of these documents."""
+    table = pack([np.array(text) for text in texts], END, length, dtype)
+    return table.batch(range(table.rows))
+
+
+def by_hand(texts: list[list[int]], length: int) -> list[list[tuple[int, int, int, int]]]:
+    """Rows of (token, target, position, document), token after token."""
+    stream = [(token, number) for number, text in enumerate(texts) for token in [*text, END]]
+    rows = []
+    for start in range(0, max(len(stream) - 1, 0), length):
+        row: list[tuple[int, int, int, int]] = []
+        first = stream[start][1]
+        begun = start
+        for place in range(start, start + length):
+            token, number = stream[place] if place < len(stream) else (END, len(texts))
+            before = stream[place - 1][1] if place <= len(stream) else len(texts)
+            if place > start and number != before:
+                begun = place
+            follows = place + 1 < len(stream) and stream[place + 1][1] == number
+            target = stream[place + 1][0] if follows else IGNORED
+            row.append((token, target, place - begun, number - first))
+        rows.append(row)
+    return rows
+
+
+@given(documents, lengths)
+def test_rows_are_those_of_a_loop(texts: list[list[int]], length: int) -> None:
+    """Tokens, targets, positions and documents are those that a loop over the tokens gives."""
+    batch = packed(texts, length)
+    columns = [batch.tokens, batch.targets, batch.positions, batch.documents]
+    assert all(column.dtype == torch.int64 and column.shape[1] == length for column in columns)
+    rows = [
+        list(zip(*(column[row].tolist() for column in columns), strict=True)) for row in range(len(batch.tokens))
+    ]
+    assert rows == by_hand(texts, length)
+
+
+@given(documents, lengths)
+def test_each_token_is_learned_once(texts: list[list[int]], length: int) -> None:
+    """Every token but the first of each document is a target once, ends included, in order."""
+    batch = packed(texts, length)
+    targets = batch.targets[batch.targets != IGNORED].tolist()
+    assert targets == [token for text in texts for token in [*text[1:], END]]
+
+
+@given(documents, lengths)
+def test_each_row_teaches_something(texts: list[list[int]], length: int) -> None:
+    """No row is without a target, so that no microbatch weighs nothing."""
+    assert (packed(texts, length).targets != IGNORED).any(dim=1).all()
+
+
+@given(documents, lengths)
+def test_no_target_lies_in_another_document(texts: list[list[int]], length: int) -> None:
+    """Where a token of a row has a target, the next token of the row is that target, in the same document."""
+    batch = packed(texts, length)
+    learned = batch.targets[:, :-1] != IGNORED
+    assert (batch.targets[:, :-1] == batch.tokens[:, 1:])[learned].all()
+    assert (batch.documents[:, :-1] == batch.documents[:, 1:])[learned].all()
+    assert (batch.positions[:, 1:] == batch.positions[:, :-1] + 1)[learned].all()
+
+
+@given(documents, lengths, st.data())
+def test_rows_can_be_had_in_any_order(texts: list[list[int]], length: int, data: st.DataObject) -> None:
+    """A batch of chosen rows holds what those rows hold alone; one of no rows is empty."""
+    table = pack([np.array(text) for text in texts], END, length, np.int32)
+    whole = table.batch(range(table.rows))
+    chosen = data.draw(st.lists(st.integers(0, table.rows - 1))) if table.rows else []
+    batch = table.batch(chosen)
+    for name in ("tokens", "targets", "positions", "documents"):
+        assert getattr(batch, name).tolist() == getattr(whole, name)[chosen].tolist()
+        assert getattr(batch, name).shape == (len(chosen), length)
+
+
+def test_row_that_does_not_exist_is_an_error() -> None:
+    """A number past the last row gives no tokens of somewhere else."""
+    with pytest.raises(IndexError):
+        pack([np.array([1, 2, 3])], END, 2, np.uint16).batch([2])
+
+
+def test_batch_owns_its_memory() -> None:
+    """Writing into a batch changes neither the table nor another batch."""
+    table = pack([np.array([1, 2, 3])], END, 3, np.int32)
+    table.batch([0]).tokens.fill_(9)
+    assert table.batch([0]).tokens.tolist() == [[1, 2, 3]]

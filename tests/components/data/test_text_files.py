@@ -1,0 +1,35 @@
+"""A corpus of text files."""
+
+from pathlib import Path
+
+import pytest
+
+from drawloom.components.data.text_files import TextFiles
+from drawloom.graph import UserError
+
+
+def test_documents_of_both_splits_are_the_files(tmp_path: Path) -> None:
+    """Each file is a document of one split, in the order of names."""
+    for number in range(30):
+        (tmp_path / f"{number:02}.txt").write_text(str(number))
+    corpus = TextFiles(paths=[f"{tmp_path}/*.txt"], held_out=0.3)
+    train, held_out = ([int(text) for text in corpus.documents(split)] for split in ("train", "held_out"))
+    assert sorted(train + held_out) == list(range(30))
+    assert train == sorted(train)
+    assert 0 < len(held_out) < 20
+
+
+def test_bad_bytes_are_refused_unless_replaced(tmp_path: Path) -> None:
+    """`invalid_bytes` decides what becomes of a file that is not UTF-8; the default is to stop."""
+    (tmp_path / "a").write_bytes(b"\xff")
+    paths = [f"{tmp_path}/a"]
+    with pytest.raises(UserError, match="is not UTF-8"):
+        list(TextFiles(paths=paths, held_out=0.0).documents("train"))
+    corpus = TextFiles(paths=paths, held_out=0.0, invalid_bytes="replace")
+    assert list(corpus.documents("train")) == ["\N{REPLACEMENT CHARACTER}"]
+
+
+def test_nothing_to_read_is_refused_at_once() -> None:
+    """A corpus of no globs can't be made."""
+    with pytest.raises(ValueError, match="paths"):
+        TextFiles(paths=[])
