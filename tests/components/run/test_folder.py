@@ -1,0 +1,99 @@
+"""The run folder of one and of several ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from support.processes import run_ranks
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.run.folder import LockedFolder
+from drawloom.components.run.folder_lock import FolderLock
+from drawloom.components.run.job import NamedJob
+from drawloom.graph import ResolvedRecipe, UserError
+from drawloom.graph.resolved import RecipeChange
+
+HEAVY = RecipeChange("model", "layers", "2", "4", "structural")
+
+
+def _changes(older: str) -> list[RecipeChange]:
+    return [HEAVY] if older == "another" else []
+
+
+def _open_on_ranks(path: Path, own_hash: bool = False) -> tuple[str, int, bool]:
+    """What this rank is told, and whether it holds the lock."""
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20)
+    mesh = RankMesh(processes=processes)
+    processes.open()
+    mesh.open()
+    recipe = ResolvedRecipe("text", f"hash {processes.rank}" if own_hash else "hash", False, _changes)
+    folder = LockedFolder(job=NamedJob(name="x", folder=path), mesh=mesh, recipe=recipe)
+    try:
+        folder.open()
+        holds = folder._lock is not None
+        mesh.world.gather_json("both are in")
+        folder.close()
+        return "open", 0, holds
+    except UserError as error:
+        return str(error), error.exit_code, folder._lock is not None
+    finally:
+        processes.close()
+
+
+def test_the_main_rank_makes_and_locks_the_folder(tmp_path: Path) -> None:
+    """Both ranks open the new folder, one holds the lock, and the recipe is in it."""
+    path = tmp_path / "runs" / "x"
+    assert run_ranks(_open_on_ranks, 2, path) == [("open", 0, True), ("open", 0, False)]
+    assert (path / "recipe.lock.toml").read_text() == "text"
+
+
+def test_every_rank_learns_that_the_folder_is_in_use(tmp_path: Path) -> None:
+    """The second run ends on both of its ranks, with the same words."""
+    lock = FolderLock(tmp_path)
+    main, other = run_ranks(_open_on_ranks, 2, tmp_path)
+    assert main == other
+    assert f"{tmp_path} is in use by process" in main[0]
+    lock.release()
+
+
+def test_every_rank_learns_that_the_recipe_does_not_fit(tmp_path: Path) -> None:
+    """A refused recipe is refused on both ranks with exit code 2, and the lock is let go."""
+    (tmp_path / "recipe.lock.toml").write_text("another")
+    main, other = run_ranks(_open_on_ranks, 2, tmp_path)
+    assert main == other
+    assert "[model] layers: 2 -> 4 (structural)" in main[0]
+    assert main[1:] == (2, False)
+
+
+def test_a_folder_that_cannot_be_made_is_told_on_every_rank(tmp_path: Path) -> None:
+    """A file in its place, say."""
+    (tmp_path / "file").write_text("")
+    for text, _, holds in run_ranks(_open_on_ranks, 2, tmp_path / "file"):
+        assert text == f"rank 0: {tmp_path / 'file'}: File exists"
+        assert not holds
+
+
+def test_ranks_with_different_recipes_are_stopped(tmp_path: Path) -> None:
+    """Before anything is written, both ranks hear which of them differs."""
+    for text, code, _ in run_ranks(_open_on_ranks, 2, tmp_path / "x", True):
+        assert "rank 1 has another recipe than rank 0" in text
+        assert code == 2
+    assert not (tmp_path / "x").exists()
+
+
+def test_close_lets_the_next_run_in(tmp_path: Path, job: Any, one_rank: Any) -> None:
+    """Two nodes of one folder: the second opens only after the first was closed."""
+    mine, theirs = (
+        LockedFolder(job=attrs.evolve(job, path=tmp_path), mesh=one_rank, recipe=ResolvedRecipe("text", "hash"))
+        for _ in range(2)
+    )
+    mine.open()
+    assert mine.folder == tmp_path
+    with pytest.raises(UserError, match="is in use by process"):
+        theirs.open()
+    mine.close()
+    theirs.open()
+    theirs.close()
