@@ -5,6 +5,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from drawloom.graph.explain import explain
@@ -50,9 +51,8 @@ def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     words_ahead = iter(arguments)
     for word in words_ahead:
         if FLAG.match(word):
-            words += (
-                [word] if "=" in word else [word, *[following for following in [next(words_ahead, None)] if following]]
-            )
+            words.append(word)
+            words += [] if "=" in word else islice(words_ahead, 1)
         elif OVERRIDE.match(word):
             words.append(word)
         else:
