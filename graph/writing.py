@@ -1,0 +1,61 @@
+"""TOML 1.0 text from plain values, each on one line."""
+
+import re
+from datetime import date, datetime, time
+from typing import Any
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+_ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
+_SHORT = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
+
+
+def value(plain: Any) -> str:
+    """
+    A value as TOML: str, bool, int, float, list or tuple, dict (an inline table), datetime, date or time.
+
+    Raises TypeError for what TOML has no form for (None among it), ValueError for what its form can't hold: lone
+    surrogates, offsets of less than a minute, times with an offset.
+    """
+    match plain:
+        case str():
+            return _string(plain)
+        case bool():
+            return "true" if plain else "false"
+        case int():
+            return int.__repr__(plain)
+        case float():
+            return float.__repr__(plain)  # the shortest text that reads as the same number
+        case list() | tuple():
+            return f"[{', '.join(map(value, plain))}]"
+        case dict():
+            pairs = map("{} = {}".format, map(key, plain), map(value, plain.values()))
+            return f"{{ {', '.join(pairs)} }}" if plain else "{}"
+        case datetime() | date() | time():
+            return _moment(plain)
+    raise TypeError(f"TOML has no form for {plain!r}")
+
+
+def key(name: str) -> str:
+    """A key, in quotes if it needs them."""
+    return name if _BARE.fullmatch(name) else _string(name)
+
+
+def _string(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"TOML has no form for the lone surrogate in {text!r}") from error
+    return f'"{_ESCAPED.sub(_escape, text)}"'
+
+
+def _escape(found: re.Match[str]) -> str:
+    return _SHORT.get(found[0]) or f"\\u{ord(found[0]):04X}"
+
+
+def _moment(moment: date | time) -> str:
+    if isinstance(moment, time) and moment.tzinfo is not None:
+        raise ValueError(f"TOML has no form for a time with an offset, {moment}")
+    text = moment.isoformat()
+    if isinstance(moment, datetime) and (offset := moment.utcoffset()) is not None and offset.total_seconds() % 60:
+        raise ValueError(f"TOML has no form for an offset of less than a minute, {text}")
+    return text
