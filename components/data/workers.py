@@ -122,7 +122,7 @@ def _hire(number: int, rows: Rows, split: Split) -> Worker:
     process = context.Process(target=_serve, args=(rows, split, theirs), daemon=True)
     try:
         process.start()
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, OSError) as error:
         kind = type(rows).__name__
         raise UserError(f"workers: {kind} can't be sent to another process ({error}); write workers = 0") from error
     finally:

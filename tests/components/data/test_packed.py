@@ -48,9 +48,7 @@ def test_rows_are_those_of_a_loop(texts: list[list[int]], length: int) -> None:
     batch = packed(texts, length)
     columns = [batch.tokens, batch.targets, batch.positions, batch.documents]
     assert all(column.dtype == torch.int64 and column.shape[1] == length for column in columns)
-    rows = [
-        list(zip(*(column[row].tolist() for column in columns), strict=True)) for row in range(len(batch.tokens))
-    ]
+    rows = [list(zip(*(column[row].tolist() for column in columns), strict=True)) for row in range(len(batch.tokens))]
     assert rows == by_hand(texts, length)
 
 

@@ -66,7 +66,14 @@ def test_held_out_rows_are_the_same_for_every_seed(job: Any) -> None:
     """Runs with different seeds are measured on the same rows, in the order of the corpus."""
     texts = Texts(train=[], held_out=["abc", "def", "ghi"])
     for seed in range(5):
-        assert stream(packing(texts, attrs.evolve(job, seed=seed)), "held_out") == [*b"bc", 256, *b"ef", 256, *b"hi", 256]
+        assert stream(packing(texts, attrs.evolve(job, seed=seed)), "held_out") == [
+            *b"bc",
+            256,
+            *b"ef",
+            256,
+            *b"hi",
+            256,
+        ]
 
 
 @attrs.frozen

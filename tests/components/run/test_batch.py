@@ -70,8 +70,7 @@ def test_uneven_step_is_refused_when_the_mesh_is_known(mesh_of: MeshOf) -> None:
     with pytest.raises(UserError) as error:
         batch.open()
     assert str(error.value) == (
-        "global_size: 30 rows can't be shared evenly by 4 replicas with microbatches of 4; "
-        "write global_size = 16 or 32"
+        "global_size: 30 rows can't be shared evenly by 4 replicas with microbatches of 4; write global_size = 16 or 32"
     )
     ranks(mesh_of, 32, 4, 2, 2)[0].open()
 

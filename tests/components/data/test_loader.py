@@ -1,0 +1,189 @@
+"""The batches of a run."""
+
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from drawloom.components.data.loader import Loader
+from drawloom.components.data.order import permutation
+from drawloom.components.run.batch import GlobalBatch
+from drawloom.graph import UserError
+
+RowsOf = Callable[..., Any]
+MeshOf = Callable[..., Any]
+
+ROWS, STEP, MICRO = 7, 4, 2
+"""Steps 2, 4, 6 and 7 of seven cross the end of an epoch."""
+
+
+@contextmanager
+def loading(rows: Any, mesh: Any, job: Any, global_size: int = STEP, **settings: Any) -> Iterator[Loader]:
+    batching = GlobalBatch(mesh=mesh, global_size=global_size, micro_size=min(MICRO, global_size))
+    loader = Loader(rows=rows, batching=batching, job=job, mesh=mesh, **settings)
+    loader.open()
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+def steps(loader: Loader, names: Any, number: int) -> list[list[list[int]]]:
+    return [names(loader.next_step()) for _ in range(number)]
+
+
+def expected(seed: int, first: int, last: int) -> list[list[list[int]]]:
+    """The steps of one rank, from the permutations of the epochs laid end to end."""
+    epochs = range(last * STEP // ROWS + 1)
+    endless = list(chain(*(permutation(seed, "rows", epoch, ROWS).tolist() for epoch in epochs)))
+        chain(*(permutation(seed, "rows", epoch, ROWS).tolist() for epoch in range(last * STEP // ROWS + 1)))
+    )
+    taken = [endless[step * STEP : (step + 1) * STEP] for step in range(first, last)]
+    return [[step[start : start + MICRO] for start in range(0, STEP, MICRO)] for step in taken]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_run_that_stops_and_goes_on_sees_what_one_run_sees(
+    rows_of: RowsOf, one_rank: Any, job: Any, names: Any, workers: int
+) -> None:
+    """The state of any step, taken over by a loader with other workers, continues the order, across epoch ends too."""
+    rows = rows_of(train=ROWS)
+    with loading(rows, one_rank, job, workers=workers) as loader:
+        assert steps(loader, names, 3) == expected(job.seed, 0, 3)
+        state = loader.state_dict()
+        assert steps(loader, names, 4) == expected(job.seed, 3, 7)
+    for others in (0, 1, 2):
+        with loading(rows, one_rank, job, workers=others) as loader:
+            loader.load_state_dict(state)
+            assert steps(loader, names, 4) == expected(job.seed, 3, 7)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_state_can_be_loaded_into_a_running_loader(
+    rows_of: RowsOf, one_rank: Any, job: Any, names: Any, workers: int
+) -> None:
+    """What was made ahead for other steps is dropped when the loader is put elsewhere."""
+    with loading(rows_of(train=ROWS), one_rank, job, workers=workers) as loader:
+        steps(loader, names, 3)
+        loader.load_state_dict({"step": 1})
+        assert steps(loader, names, 3) == expected(job.seed, 1, 4)
+
+
+def test_state_is_the_number_of_steps(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
+    """State is one number, which counts steps and not what was made ahead; anything else is refused."""
+    with loading(rows_of(train=ROWS), one_rank, job, workers=1, prefetch=3) as loader:
+        assert loader.state_dict() == {"step": 0}
+        steps(loader, names, 2)
+        assert loader.state_dict() == {"step": 2}
+        for state, error in (({}, KeyError), ({"step": -1}, ValueError), ({"step": "2"}, ValueError)):
+            with pytest.raises(error):
+                loader.load_state_dict(state)
+        assert steps(loader, names, 1) == expected(job.seed, 2, 3)
+
+
+def test_two_replicas_go_on_as_one_and_as_four(rows_of: RowsOf, mesh_of: MeshOf, job: Any, names: Any) -> None:
+    """However many replicas there are, before and after a resume, a step's rows are the same in the same order."""
+    rows = rows_of(train=ROWS)
+    state = {"step": 0}
+    for replicas in (2, 1, 4, 2):
+        micro_size = min(MICRO, STEP // replicas)
+        taken: list[list[int]] = [[], []]
+        for replica in range(replicas):
+            mesh = mesh_of({"data_replicate": replicas}, {"data_replicate": replica})
+            batching = GlobalBatch(mesh=mesh, global_size=STEP, micro_size=micro_size)
+            loader = Loader(rows=rows, batching=batching, job=job, mesh=mesh)
+            loader.open()
+            loader.load_state_dict(state)
+            for step in range(2):
+                taken[step] += chain(*names(loader.next_step()))
+        first = state["step"]
+        assert taken == [list(chain(*step)) for step in expected(job.seed, first, first + 2)]
+        state = loader.state_dict()
+
+
+def test_epochs_and_seeds_differ_and_shuffling_can_be_left_out(
+    rows_of: RowsOf, one_rank: Any, job: Any, names: Any
+) -> None:
+    """Each epoch holds all rows in an order of its own, which the seed decides; unshuffled, rows come as packed."""
+    rows = rows_of(train=20)
+    orders = []
+    for seed in (1, 1, 2):
+        with loading(rows, one_rank, attrs.evolve(job, seed=seed), global_size=20) as loader:
+            orders += [list(chain(*step)) for step in steps(loader, names, 2)]
+    assert all(sorted(order) == list(range(20)) for order in orders)
+    assert orders[:2] == orders[2:4]
+    assert len({tuple(order) for order in orders}) == 4
+    with loading(rows, one_rank, job, global_size=20, shuffle=False) as loader:
+        assert [list(chain(*step)) for step in steps(loader, names, 2)] == [list(range(20))] * 2
+
+
+def test_step_larger_than_the_corpus_wraps(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
+    """Three rows fill a step of eight: two epochs and the beginning of a third."""
+    with loading(rows_of(train=3), one_rank, job, global_size=8) as loader:
+        step = list(chain(*names(loader.next_step())))
+    assert sorted(step[:3]) == sorted(step[3:6]) == [0, 1, 2]
+    assert len(step) == 8
+
+
+def test_nothing_to_learn_from_is_an_error(rows_of: RowsOf, one_rank: Any, job: Any) -> None:
+    """A corpus without training rows is refused when the loader opens, before anything is started."""
+    with pytest.raises(UserError, match="no document to learn from"), loading(rows_of(held_out=3), one_rank, job):
+        pass
+
+
+def generators() -> list[Any]:
+    """Where Python's, numpy's and torch's generators of this process stand."""
+    return [random.getstate(), str(np.random.get_state(legacy=False)), torch.get_rng_state().tolist()]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_random_numbers_are_drawn(rows_of: RowsOf, one_rank: Any, job: Any, names: Any, workers: int) -> None:
+    """Python's, numpy's and torch's generators stand where they stood, and what they hold does not matter."""
+    rows = rows_of(train=ROWS)
+    seen = []
+    for seed in (1, 2):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        before = generators()
+        with loading(rows, one_rank, job, workers=workers) as loader:
+            seen.append(steps(loader, names, 3))
+        assert generators() == before
+    assert seen[0] == seen[1]
+
+
+def test_killed_worker_is_an_error(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
+    """The step that needs a dead worker says so, and closing still ends the others."""
+    with loading(rows_of(train=ROWS), one_rank, job, workers=2) as loader:
+        steps(loader, names, 1)
+        victim = multiprocessing.active_children()[0].pid
+        os.kill(victim or 0, signal.SIGKILL)
+        with pytest.raises(UserError, match="killed by SIGKILL"):
+            steps(loader, names, 9)
+    assert multiprocessing.active_children() == []
+
+
+@attrs.frozen
+class Doubtful:
+    """A world in which another rank of this replica sees something else."""
+
+    def gather_json(self, value: Any) -> list[Any]:
+        return [value, [*value[:-1], "other"]]
+
+
+def test_ranks_of_a_replica_are_compared_at_the_first_step(rows_of: RowsOf, mesh_of: MeshOf, job: Any) -> None:
+    """The first step of a run, be it a resumed one, finds ranks that see other rows."""
+    for state in ({"step": 0}, {"step": 5}):
+        with loading(rows_of(train=ROWS), mesh_of(world=Doubtful()), job) as loader:
+            loader.load_state_dict(state)
+            with pytest.raises(UserError, match="ranks 0 and 1 share replica 0"):
+                loader.next_step()

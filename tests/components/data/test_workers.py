@@ -1,0 +1,143 @@
+"""Processes that make batches ahead of time."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count, islice
+from typing import Any
+
+import pytest
+
+from drawloom.components.data.workers import Workers
+from drawloom.graph import UserError
+
+RowsOf = Callable[..., Any]
+
+
+@contextmanager
+def hired(rows: Any, number: int) -> Iterator[Workers]:
+    workers = Workers(rows, "train", number)
+    try:
+        yield workers
+    finally:
+        workers.close()
+
+
+def ones(first: int = 0) -> Iterator[list[int]]:
+    """Row after row."""
+    return ([number % 50] for number in count(first))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("ahead", [1, 7])
+def test_batches_come_in_the_order_asked_for(rows_of: RowsOf, names: Any, number: int, ahead: int) -> None:
+    """Any number of workers, any way ahead, gives batches in order, and again when begun anew."""
+    with hired(rows_of(train=50), number) as workers:
+        for first in (0, 5):
+            batches = list(islice(workers.batches(ones(first), ahead, timeout=30), 60))
+            assert names(batches) == list(islice(ones(first), 60))
+
+
+def test_large_requests_and_large_batches_do_not_block(rows_of: RowsOf) -> None:
+    """Requests and answers far larger than what a pipe holds pass each other."""
+    wanted: list[list[int]] = [list(range(50)) * 2_000] * 6
+    with hired(rows_of(train=50), 1) as workers:
+        batches = list(workers.batches(iter(wanted * 2), ahead=6, timeout=30))
+        assert [len(batch.tokens) for batch in batches] == [100_000] * 6
+
+
+def test_batches_can_be_written_to(rows_of: RowsOf) -> None:
+    """A batch from another process owns its memory."""
+    with hired(rows_of(train=50), 1) as workers:
+        next(workers.batches(ones(), 1, timeout=30)).tokens.fill_(0)
+
+
+def test_killed_worker_is_an_error_at_once(rows_of: RowsOf) -> None:
+    """A worker that was killed ends the run within seconds, long before the timeout, with its signal in the message."""
+    with hired(rows_of(train=50), 2) as workers:
+        batches = workers.batches(ones(), 4, timeout=600)
+        next(batches)
+        os.kill(workers.members[1].process.pid or 0, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(UserError, match=r"data worker 1 \(process \d+\) was killed by SIGKILL"):
+            list(islice(batches, 20))
+        assert time.monotonic() - start < 5
+
+
+def test_hanging_worker_is_an_error_after_the_timeout(rows_of: RowsOf) -> None:
+    """A worker that does nothing is given up, and stopping it does not wait for it."""
+    with hired(rows_of(train=50), 1) as workers:
+        batches = workers.batches(ones(), 1, timeout=0.5)
+        next(batches)
+        os.kill(workers.members[0].process.pid or 0, signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(UserError, match=r"data worker 0 .* has given no batch for 0\.5 seconds"):
+            list(islice(batches, 5))
+    assert time.monotonic() - start < 5
+
+
+def test_error_in_a_worker_comes_with_its_traceback(rows_of: RowsOf) -> None:
+    """What is raised while a batch is made is raised here, with the place in the worker's code."""
+    with (
+        hired(rows_of(train=50), 1) as workers,
+        pytest.raises(RuntimeError, match=r"(?s)data worker 0.*packed\.py.*Index"),
+    ):
+        next(workers.batches(iter([[99], [0]]), 1, timeout=30))
+
+
+def test_rows_that_cannot_travel_are_refused() -> None:
+    """Rows that can't be pickled are an error that says what to write instead, and leave no process behind."""
+    rows: Any = type("Rows", (), {"unsendable": lambda: None})()
+    with pytest.raises(UserError, match=r"Rows can't be sent to another process.*write workers = 0"):
+        Workers(rows, "train", 2)
+
+
+def test_closing_ends_every_process(rows_of: RowsOf) -> None:
+    """No process is left, even if none ever gave a batch."""
+    workers = Workers(rows_of(train=50), "train", 2)
+    pids = [member.process.pid or 0 for member in workers.members]
+    workers.close()
+    assert not any(alive(pid) for pid in pids)
+
+
+RUN = """
+import attrs, sys, time
+from itertools import count
+import numpy as np
+from drawloom.components.data.packed import pack
+from drawloom.components.data.packing import Packing
+from drawloom.components.data.workers import Workers
+
+rows = Packing(corpus=None, tokenizer=None, job=None, length=4)
+rows._packed["train"] = pack([np.arange(1, 100_000)], 0, 4, np.int32)
+workers = Workers(rows, "train", 2)
+next(workers.batches((list(range(20_000)) for _ in count()), 8, 30))
+print(*(member.process.pid for member in workers.members), flush=True)
+time.sleep(60)
+"""
+
+
+def test_workers_end_with_a_run_that_was_killed() -> None:
+    """After SIGKILL of the run nothing of it is left, so that nothing of it is held and the next start is free."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True, env=environment) as run:
+        pids = [int(word) for word in run.stdout.readline().split()] if run.stdout else []
+        assert len(pids) == 2 and all(alive(pid) for pid in pids)
+        run.kill()
+    deadline = time.monotonic() + 5
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs: a zombie does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
