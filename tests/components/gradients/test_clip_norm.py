@@ -1,0 +1,29 @@
+"""Gradients no longer than a bound."""
+
+import pytest
+import torch
+from torch import nn
+
+from drawloom.components.gradients.clip_norm import ClipNorm
+from drawloom.components.ports.run import Step
+
+
+class Weights:
+    """Two parameters with gradients whose total norm is 5."""
+
+    def __init__(self) -> None:
+        self.parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+        for parameter, gradient in zip(self.parameters, (3.0, 4.0), strict=True):
+            parameter.grad = torch.tensor([gradient])
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return [(str(number), parameter) for number, parameter in enumerate(self.parameters)]
+
+
+@pytest.mark.parametrize(("bound", "expected"), [(1.0, (0.6, 0.8)), (10.0, (3.0, 4.0))])
+def test_clip_scales_gradients_to_max_norm(bound: float, expected: tuple[float, float]) -> None:
+    """Gradients above the bound keep their direction and get its norm; those below are left alone."""
+    weights, step = Weights(), Step(1, 1, values={"grad_norm": 5.0})
+    ClipNorm(parameters=weights, max_norm=bound).run_phase(step)
+    assert [float(p.grad) for p in weights.parameters] == pytest.approx(expected, rel=1e-6)  # type: ignore[arg-type]
+    assert step.values["grad_norm"] == 5.0

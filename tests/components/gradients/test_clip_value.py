@@ -1,0 +1,26 @@
+"""Gradients with no element beyond a bound."""
+
+import torch
+from torch import nn
+
+from drawloom.components.gradients.clip_value import ClipValue
+from drawloom.components.ports.run import Step
+
+
+class Weights:
+    """One parameter with a gradient."""
+
+    def __init__(self) -> None:
+        self.parameter = nn.Parameter(torch.zeros(3))
+        self.parameter.grad = torch.tensor([-3.0, 0.5, 2.0])
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return [("weight", self.parameter)]
+
+
+def test_elements_are_moved_into_the_bound() -> None:
+    """Only elements beyond the bound change, and keep their sign."""
+    weights = Weights()
+    ClipValue(parameters=weights, max_value=1.0).run_phase(Step(1, 1))
+    assert weights.parameter.grad is not None
+    assert weights.parameter.grad.tolist() == [-1.0, 0.5, 1.0]

@@ -1,0 +1,93 @@
+"""AdamW by parameter names."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from drawloom.components.optim.adamw import AdamW
+from drawloom.components.ports.run import Step
+
+
+class Weights:
+    """A matrix and a vector to train."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.matrix = nn.Parameter(torch.randn(3, 4, generator=generator))
+        self.vector = nn.Parameter(torch.randn(4, generator=generator))
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return [("vector", self.vector), ("matrix", self.matrix)]
+
+    def give_gradients(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _, parameter in self.named():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def made(weights: Weights, **settings: float) -> AdamW:
+    """An open optimizer."""
+    optimizer = AdamW(parameters=weights, **{"lr": 0.1, **settings})  # type: ignore[arg-type]
+    optimizer.open()
+    return optimizer
+
+
+def test_steps_are_those_of_the_paper() -> None:
+    """Two steps equal algorithm 2 of the paper, written out in float64; the vector does not decay."""
+    weights = Weights()
+    expected = {name: p.detach().double() for name, p in weights.named()}
+    means = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in expected.items()}
+    optimizer = made(weights, weight_decay=0.5)
+    for number in (1, 2):
+        weights.give_gradients(number)
+        for name, parameter in weights.named():
+            gradient, (m, v) = parameter.grad.double(), means[name]  # type: ignore[union-attr]
+            m, v = means[name] = 0.9 * m + 0.1 * gradient, 0.95 * v + 0.05 * gradient**2
+            decayed = expected[name] * (1 - 0.1 * (0.5 if name == "matrix" else 0))
+            expected[name] = decayed - 0.1 * (m / (1 - 0.9**number)) / ((v / (1 - 0.95**number)).sqrt() + 1e-8)
+        optimizer.run_phase(Step(number, 2))
+    for name, parameter in weights.named():
+        torch.testing.assert_close(parameter.detach().double(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_state_goes_on_in_an_optimizer_that_never_stepped() -> None:
+    """A step after loading the state equals the step of the optimizer that was never interrupted, to the bit."""
+    weights, others = Weights(), Weights()
+    first, second = made(weights), made(others)
+    weights.give_gradients(1)
+    first.run_phase(Step(1, 2))
+    with torch.no_grad():
+        for (_, target), (_, source) in zip(others.named(), weights.named(), strict=True):
+            target.copy_(source)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for optimizer, side in ((first, weights), (second, others)):
+        side.give_gradients(2)
+        optimizer.run_phase(Step(2, 2))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(weights.named(), others.named(), strict=True))
+
+
+def test_a_refused_step_changes_nothing_but_drops_the_gradients() -> None:
+    """Weights and state stay as they were to the bit when the step is refused."""
+    weights = Weights()
+    before = weights.matrix.detach().clone()
+    optimizer = made(weights)
+    weights.give_gradients(1)
+    optimizer.run_phase(Step(1, 1, refused="the loss is nan"))
+    assert torch.equal(weights.matrix, before) and optimizer.state_dict() == {} and weights.matrix.grad is None
+
+
+def test_the_rate_is_the_base_times_the_factor() -> None:
+    """The rate that was used is left for the report."""
+    weights = Weights()
+    weights.give_gradients(1)
+    step = Step(1, 1, values={"rate_factor": 0.25})
+    made(weights).run_phase(step)
+    assert step.values["lr"] == pytest.approx(0.025)
+
+
+def test_state_of_other_parameters_is_refused() -> None:
+    """State that lacks a parameter, or has one too many, is named and not taken."""
+    with pytest.raises(KeyError, match="vector"):
+        made(Weights()).load_state_dict({"matrix": {}})

@@ -1,0 +1,76 @@
+"""
+Who may import whom.
+
+Read FLOORS from the ground up: a folder may import itself, the folders named beside it, and those third parties; the
+standard library is free to all. No subject imports another: they meet in `ports`, and the recipe introduces them.
+A new folder under components/ is born a subject.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NAME = "drawloom"
+LIBRARIES = {"components.ports", "components.distributed", "components.model_state"}
+BELOW = {"graph", *LIBRARIES}
+
+FLOORS: dict[str, tuple[set[str], set[str]]] = {
+    "graph": (set(), {"attrs", "cattrs", "tomli", "rich"}),
+    "kernels": (set(), {"torch", "triton"}),
+    "components": (set(), set()),
+    "components.ports": ({"graph"}, {"attrs", "numpy", "torch"}),
+    "components.distributed": ({"graph", "components.ports"}, {"attrs", "numpy", "torch"}),
+    "components.model_state": ({"graph", "components.ports"}, {"attrs", "torch", "safetensors"}),
+    "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),
+    "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
+    "components.checkpoint": (BELOW, {"attrs", "torch", "safetensors"}),
+    "components.trackers": (BELOW, {"attrs", "aim"}),
+    "components.data": (BELOW, {"attrs", "numpy", "torch", "tokenizers"}),
+    "components.run": (BELOW, {"attrs", "numpy", "torch", "rich"}),
+    # Commands are no components: each puts the work of several subjects at a person's disposal.
+    "components.commands": (
+        BELOW | {"components.checkpoint", "components.export", "components.sampling"},
+        {"attrs", "tomli", "torch"},
+    ),
+}
+SUBJECT = (BELOW, {"attrs", "numpy", "torch"})
+
+SOURCES = sorted(path for floor in ("graph", "kernels", "components") for path in (ROOT / floor).rglob("*.py"))
+
+
+def home(path: Path) -> str:
+    """The floor or subject that a file belongs to."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[: 2 if parts[0] == "components" and len(parts) > 2 else 1])
+
+
+def imported(path: Path) -> set[str]:
+    """Every module and member that a file imports, at its top or inside a function."""
+    nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    froms = [f"{node.module}.{name.name}" for node in nodes if isinstance(node, ast.ImportFrom) for name in node.names]
+    return set(froms) | {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+
+
+def allowed(module: str, here: str) -> bool:
+    """Whether a floor or subject may import a module."""
+    ours, theirs = FLOORS.get(here, SUBJECT)
+    top, _, rest = module.partition(".")
+    if top == NAME:
+        return any(f"{rest}.".startswith(f"{floor}.") for floor in ours | {here})
+    return top in theirs | sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_only_from_below(path: Path) -> None:
+    """A file imports its own subject, what lies below it, and the third parties of its floor."""
+    wrong = sorted(module for module in imported(path) if not allowed(module, home(path)))
+    assert not wrong, f"{home(path)} may not import {', '.join(wrong)}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_annotations_can_be_read_at_run_time(path: Path) -> None:
+    """The container reads annotations, so no name is imported for type checkers alone."""
+    assert "TYPE_CHECKING" not in path.read_text("utf-8")

@@ -1,0 +1,44 @@
+"""The name of a component is its path, and a file is found where one would look for it."""
+
+from pathlib import Path
+
+import pytest
+
+from drawloom.graph.catalogue import Catalogue
+from drawloom.graph.problems import Problem
+
+ROOT = Path(__file__).parents[2]
+CATALOGUE = Catalogue.of("drawloom.components")
+
+
+@pytest.mark.parametrize("name", CATALOGUE.names())
+def test_every_file_with_a_component_holds_exactly_one(name: str) -> None:
+    """A component can be named by its file's path, and says in one line what it is."""
+    spec = CATALOGUE.find(name)
+    assert not isinstance(spec, Problem), spec
+    assert spec.doc.endswith("."), f"{name}: the docstring's first line is a sentence"
+
+
+@pytest.mark.parametrize("name", CATALOGUE.names())
+def test_every_setting_says_what_it_is(name: str) -> None:
+    """What a recipe can set has a line of documentation."""
+    spec = CATALOGUE.find(name)
+    assert not isinstance(spec, Problem), spec
+    assert not [f.name for f in spec.fields.values() if f.kind == "setting" and not f.doc]
+
+
+def test_every_folder_is_a_package() -> None:
+    """A folder without __init__.py would be missing from the wheel."""
+    folders = [path for floor in ("graph", "components", "kernels") for path in (ROOT / floor).rglob("*")]
+    bare = [p for p in folders if p.is_dir() and p.name != "__pycache__" and not (p / "__init__.py").exists()]
+    assert not bare
+
+
+def test_tests_mirror_the_source_tree() -> None:
+    """Every test below tests/graph, tests/components and tests/kernels has the source file that it names."""
+    tests = [
+        path for floor in ("graph", "components", "kernels") for path in (ROOT / "tests" / floor).rglob("test_*.py")
+    ]
+    places = [path.relative_to(ROOT / "tests") for path in tests]
+    strays = [p for p in places if not (ROOT / p.with_name(p.name.removeprefix("test_"))).exists()]
+    assert not strays
