@@ -45,8 +45,6 @@ def expected(seed: int, first: int, last: int) -> list[list[list[int]]]:
     """The steps of one rank, from the permutations of the epochs laid end to end."""
     epochs = range(last * STEP // ROWS + 1)
     endless = list(chain(*(permutation(seed, "rows", epoch, ROWS).tolist() for epoch in epochs)))
-        chain(*(permutation(seed, "rows", epoch, ROWS).tolist() for epoch in range(last * STEP // ROWS + 1)))
-    )
     taken = [endless[step * STEP : (step + 1) * STEP] for step in range(first, last)]
     return [[step[start : start + MICRO] for start in range(0, STEP, MICRO)] for step in taken]
 
