@@ -1,0 +1,1 @@
+"""Which implementation of each operation a model computes with."""

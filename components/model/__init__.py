@@ -1,0 +1,1 @@
+"""Models: blueprints, and the modules that they become."""

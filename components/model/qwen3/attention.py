@@ -1,0 +1,34 @@
+"""Grouped-query attention with normalised queries and keys."""
+
+from torch import Tensor, nn
+
+from drawloom.components.model.qwen3.architecture import Architecture
+from drawloom.components.model.qwen3.norm import Norm
+from drawloom.components.ports.model import Kernels
+
+
+class Attention(nn.Module):
+    """Mixes the tokens of each document; hidden states (rows, length, width) in and out."""
+
+    def __init__(self, architecture: Architecture, kernels: Kernels) -> None:
+        super().__init__()
+        width, head_dim = architecture.width, architecture.head_dim
+        self.q = nn.Linear(width, architecture.heads * head_dim, bias=False)
+        self.k = nn.Linear(width, architecture.kv_heads * head_dim, bias=False)
+        self.v = nn.Linear(width, architecture.kv_heads * head_dim, bias=False)
+        self.q_norm = Norm(head_dim, architecture.norm_eps, kernels)
+        self.k_norm = Norm(head_dim, architecture.norm_eps, kernels)
+        self.out = nn.Linear(architecture.heads * head_dim, width, bias=False)
+        self.head_dim = head_dim
+        self.kernels = kernels
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, documents: Tensor) -> Tensor:
+        q, k, v = (self._split(project(hidden)) for project in (self.q, self.k, self.v))
+        q = self.kernels.rope(self.q_norm(q), cos, sin)
+        k = self.kernels.rope(self.k_norm(k), cos, sin)
+        mixed = self.kernels.attention(q, k, v, documents)
+        return self.out(mixed.flatten(-2))  # type: ignore[no-any-return]
+
+    def _split(self, x: Tensor) -> Tensor:
+        """(rows, length, heads * head_dim) as (rows, length, heads, head_dim)."""
+        return x.view(*x.shape[:-1], -1, self.head_dim)

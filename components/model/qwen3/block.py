@@ -1,0 +1,24 @@
+"""One layer of the model."""
+
+from torch import Tensor, nn
+
+from drawloom.components.model.qwen3.architecture import Architecture
+from drawloom.components.model.qwen3.attention import Attention
+from drawloom.components.model.qwen3.feed_forward import FeedForward
+from drawloom.components.model.qwen3.norm import Norm
+from drawloom.components.ports.model import Kernels
+
+
+class Block(nn.Module):
+    """Attention, then the feed-forward network, each behind a norm and added to what came in."""
+
+    def __init__(self, architecture: Architecture, kernels: Kernels) -> None:
+        super().__init__()
+        self.attention_norm = Norm(architecture.width, architecture.norm_eps, kernels)
+        self.attention = Attention(architecture, kernels)
+        self.feed_forward_norm = Norm(architecture.width, architecture.norm_eps, kernels)
+        self.feed_forward = FeedForward(architecture, kernels)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, documents: Tensor) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, documents)
+        return hidden + self.feed_forward(self.feed_forward_norm(hidden))  # type: ignore[no-any-return]

@@ -1,0 +1,47 @@
+"""The module that a span of the model becomes."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drawloom.components.model.qwen3.architecture import Architecture
+from drawloom.components.model.qwen3.block import Block
+from drawloom.components.model.qwen3.norm import Norm
+from drawloom.components.model.qwen3.rotary import rotary_angles
+from drawloom.components.ports.model import Kernels, Shared, Span
+
+
+class Decoder(nn.Module):
+    """
+    A run of layers, named by their numbers in the whole model, with or without either end.
+
+    A tied head's weight is called `embedding.weight` on every span that has it: where the head stands without the
+    embedding, that is a tensor of its own.
+    """
+
+    def __init__(self, architecture: Architecture, span: Span, kernels: Kernels) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.span = span
+        self.kernels = kernels
+        numbers = range(span.first, span.last)
+        if span.embedding or (span.head and architecture.tied):
+            self.embedding = nn.Embedding(architecture.vocabulary, architecture.width)
+        self.layers = nn.ModuleDict({str(number): Block(architecture, kernels) for number in numbers})
+        if span.head:
+            self.norm = Norm(architecture.width, architecture.norm_eps, kernels)
+        if span.head and not architecture.tied:
+            self.head = nn.Linear(architecture.width, architecture.vocabulary, bias=False)
+
+    def forward(self, inputs: Tensor, shared: Shared) -> Tensor:
+        hidden = self.embedding(inputs) if self.span.embedding else inputs
+        cos, sin = rotary_angles(shared.positions, self.architecture.head_dim, self.architecture.rope_base)
+        for block in self.layers.values():
+            hidden = block(hidden, cos, sin, shared.documents)
+        return self._predict(self.norm(hidden), shared.targets) if self.span.head else hidden
+
+    def _predict(self, hidden: Tensor, targets: Tensor | None) -> Tensor:
+        """Losses by token if there are targets, else logits."""
+        weight = self.embedding.weight if self.architecture.tied else self.head.weight
+        if targets is None:
+            return F.linear(hidden, weight)
+        return self.kernels.linear_cross_entropy(hidden, weight, targets)

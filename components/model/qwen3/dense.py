@@ -1,0 +1,90 @@
+"""The component `model.qwen3.dense`."""
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+
+from drawloom.components.model.qwen3 import hugging_face
+from drawloom.components.model.qwen3.architecture import Architecture
+from drawloom.components.model.qwen3.decoder import Decoder
+from drawloom.components.model.qwen3.initial_weights import fill_with_initial_weights
+from drawloom.components.model.qwen3.settings import choose_architecture, faults
+from drawloom.components.ports.data import Tokenizer
+from drawloom.components.ports.model import Kernels, Span
+from drawloom.graph import Problem, above, at_least, component, setting
+
+
+@component
+class Qwen3Dense:
+    """A Qwen3 dense language model, of sizes given here or by a Hugging Face `config.json`."""
+
+    kernels: Kernels
+    tokenizer: Tokenizer | None = None
+    config: Path | None = setting(
+        default=None, change="structural", doc="a Hugging Face config.json or its folder, instead of the settings below"
+    )
+    _layers: int | None = setting(default=None, alias="layers", check=at_least(1), change="structural", doc="layers")
+    width: int | None = setting(default=None, check=at_least(1), change="structural", doc="channels of hidden states")
+    heads: int | None = setting(default=None, check=at_least(1), change="structural", doc="query heads")
+    kv_heads: int | None = setting(
+        default=None, check=at_least(1), change="structural", doc="key and value heads; left out: as many as heads"
+    )
+    head_dim: int | None = setting(
+        default=None, check=at_least(1), change="structural", doc="channels of a head; left out: width / heads"
+    )
+    feed_forward: int | None = setting(
+        default=None, check=at_least(1), change="structural", doc="channels inside the feed-forward network"
+    )
+    _vocabulary: int | None = setting(
+        default=None, alias="vocabulary", check=at_least(1), change="structural", doc="token ids; left out: tokenizer's"
+    )
+    vocabulary_multiple: int = setting(
+        default=1, check=at_least(1), change="structural", doc="round the tokenizer's vocabulary up to a multiple"
+    )
+    tied: bool | None = setting(
+        default=None, change="structural", doc="whether the head is the embedding; left out: false"
+    )
+    max_positions: int | None = setting(
+        default=None, check=at_least(1), change="free", doc="tokens in a text, as an export claims; left out: 32768"
+    )
+    rope_base: float | None = setting(default=None, check=above(1), doc="base of rotary positions; left out: 1e6")
+    norm_eps: float | None = setting(default=None, check=above(0), doc="added to mean squares; left out: 1e-6")
+    initial_std: float | None = setting(default=None, check=above(0), doc="of initial weights; left out: 0.02")
+
+    @classmethod
+    def constraints(cls, node: Any) -> Iterator[Problem]:
+        """What the settings of a recipe can't be together."""
+        for fault in faults(node.settings, bool(node.neighbours("tokenizer"))):
+            yield node.fault(fault.key, fault.why, fault.instead)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """All sizes, settled; read on first use, when the tokenizer is open."""
+        cls: Any = type(self)
+        settings = {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
+        return choose_architecture(settings, None if self.tokenizer is None else self.tokenizer.vocabulary)
+
+    @property
+    def layers(self) -> int:
+        return self.architecture.layers
+
+    @property
+    def vocabulary(self) -> int:
+        return self.architecture.vocabulary
+
+    def build(self, span: Span) -> nn.Module:
+        return Decoder(self.architecture, span, self.kernels)
+
+    def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
+        std, layers = self.architecture.initial_std, self.architecture.layers
+        fill_with_initial_weights(name, parameter, seed=seed, layers=layers, std=std)
+
+    def hugging_face_config(self) -> dict[str, Any]:
+        return hugging_face.config_of(self.architecture, None if self.tokenizer is None else self.tokenizer.end)
+
+    def hugging_face_names(self) -> Mapping[str, str]:
+        return hugging_face.names_of(self.architecture)

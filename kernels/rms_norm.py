@@ -1,0 +1,46 @@
+"""RMSNorm: each vector divided by its root mean square, then weighted (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+
+def rms_norm_eager(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """
+    x / sqrt(mean(x^2) + eps) * weight over the last dimension of (..., width), in the dtype of x.
+
+    Computed in at least float32 and rounded once.
+    """
+    return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _RmsNorm(Function):
+    """Saves x and one number per vector; autograd's own graph would keep three tensors like x and take 3x as long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse = _inverse_root_mean_square(x, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        grad, wide_weight = grad.to(inverse.dtype), weight.to(inverse.dtype)
+        normed = x * inverse
+        product = grad * normed
+        grad_weight = product.flatten(0, -2).sum(0) if x.ndim > 1 else product
+        along = product.matmul(wide_weight / -max(x.shape[-1], 1)).unsqueeze(-1)
+        grad_x = normed.mul_(along).addcmul_(grad, wide_weight).mul_(inverse)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def _inverse_root_mean_square(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) of (..., width), as (..., 1) in at least float32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()

@@ -1,0 +1,139 @@
+"""linear_cross_entropy against log_softmax of all logits at once, whatever the chunks."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from drawloom.kernels import linear_cross_entropy
+from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
+
+
+def at_once(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int = -100) -> Tensor:
+    """By the definition: -log of the target's share of exp(logits)."""
+    logits = hidden.double() @ weight.double().T
+    chosen = logits.gather(-1, targets.where(targets != ignored, 0).unsqueeze(-1)).squeeze(-1)
+    return (logits.logsumexp(-1) - chosen).where(targets != ignored, 0)
+
+
+@pytest.fixture(params=[None, 1, 3, 4], ids=["one chunk", "chunks of 1", "chunks of 3", "chunks of 4"])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunk size that the kernel uses: its own (all tokens here), or a small one."""
+    if request.param is not None:
+        monkeypatch.setattr(linear_cross_entropy, "LEAST_TOKENS", request.param)
+        monkeypatch.setattr(linear_cross_entropy, "LEAST_LOGITS", 0)
+
+
+def random_case(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    targets = torch.randint(7, shape)
+    targets.view(-1)[::3] = -100
+    return torch.randn(*shape, 5, dtype=dtype), torch.randn(7, 5, dtype=dtype), targets
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("shape", [(), (8,), (2, 5), (0,), (3, 0)])
+def test_equals_definition(shape: tuple[int, ...]) -> None:
+    """Any shape, zero tokens included, gives each token's loss in float32, and 0 where ignored."""
+    hidden, weight, targets = random_case(shape)
+    found = linear_cross_entropy_eager(hidden, weight, targets)
+    assert found.shape == targets.shape
+    assert found.dtype == torch.float32
+    assert (found[targets == -100] == 0).all()
+    torch.testing.assert_close(found.double(), at_once(hidden, weight, targets), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("shape", [(8,), (2, 5), (0,)])
+def test_gradients(shape: tuple[int, ...]) -> None:
+    """Gradients of hidden states and weight are those of finite differences in float64, by token."""
+    hidden, weight, targets = random_case(shape, torch.float64)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy_eager(h, w, targets), (hidden, weight))
+
+
+@pytest.mark.usefixtures("chunk")
+def test_frozen_inputs_get_no_gradient() -> None:
+    """With the weight frozen the hidden states' gradient is the same, and the other way round."""
+    hidden, weight, targets = random_case((9,))
+    both = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    expected = torch.autograd.grad(linear_cross_entropy_eager(*both, targets).sum(), both)
+    alone = hidden.clone().requires_grad_()
+    (found,) = torch.autograd.grad(linear_cross_entropy_eager(alone, weight, targets).sum(), alone)
+    torch.testing.assert_close(found, expected[0])
+    alone = weight.clone().requires_grad_()
+    (found,) = torch.autograd.grad(linear_cross_entropy_eager(hidden, alone, targets).sum(), alone)
+    torch.testing.assert_close(found, expected[1])
+
+
+def test_ignored_tokens_send_nothing_back() -> None:
+    """Even an infinite gradient of an ignored token's loss reaches nobody."""
+    hidden, weight, targets = random_case((6,))
+    hidden.requires_grad_()
+    losses = linear_cross_entropy_eager(hidden, weight, targets)
+    grad = torch.ones(6).masked_fill(targets == -100, float("inf"))
+    (found,) = torch.autograd.grad(losses, hidden, grad)
+    assert found.isfinite().all()
+    assert (found[targets == -100] == 0).all()
+
+
+def test_another_ignored_number() -> None:
+    """The number that marks ignored targets can be chosen."""
+    hidden, weight, _ = random_case((4,))
+    targets = torch.tensor([0, 1, 2, 0])
+    found = linear_cross_entropy_eager(hidden, weight, targets, ignored=0)
+    torch.testing.assert_close(found.double(), at_once(hidden, weight, targets, 0), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """Losses of half-precision inputs are float32, gradients have the inputs' dtype; both agree with float64."""
+    hidden, weight, targets = random_case((10,), dtype)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    found, exact = linear_cross_entropy_eager(hidden, weight, targets), at_once(hidden, weight, targets)
+    assert found.dtype == torch.float32
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), exact, atol=8 * eps, rtol=4 * eps)
+    grads = torch.autograd.grad(found.sum(), (hidden, weight))
+    torch.testing.assert_close(grads, torch.autograd.grad(exact.sum(), (hidden, weight)), atol=16 * eps, rtol=8 * eps)
+
+
+def test_strided_input() -> None:
+    """Transposed hidden states, weight and targets give what their copies give, backwards too."""
+    hidden = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(7, (3, 4))
+    found = linear_cross_entropy_eager(hidden.transpose(0, 1), weight.T, targets.T)
+    exact = at_once(hidden.transpose(0, 1), weight.T, targets.T)
+    torch.testing.assert_close(found, exact)
+    expected = torch.autograd.grad(exact.sum(), (hidden, weight))
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), (hidden, weight)), expected)
+
+
+def test_never_holds_more_logits_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither pass makes a tensor as large as all logits once there are several chunks."""
+    monkeypatch.setattr(linear_cross_entropy, "LEAST_TOKENS", 64)
+    monkeypatch.setattr(linear_cross_entropy, "LEAST_LOGITS", 0)
+    hidden, weight = torch.randn(512, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+    with LargestTensor() as largest:
+        losses = linear_cross_entropy_eager(hidden, weight, torch.randint(1000, (512,)))
+        torch.autograd.grad(losses.sum(), (hidden, weight))
+    assert largest.elements == 64 * 1000
+
+
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches every operation's results."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
