@@ -5,41 +5,40 @@ from typing import Literal
 
 import torch
 
-from drawloom.components.model_state.hugging_face import MAX_SHARD, write_hugging_face
+from drawloom.components.export.folder import write_folder
+from drawloom.components.model_state.safetensors_writing import MAX_SHARD
 from drawloom.components.ports.data import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Model, Stages
 from drawloom.components.ports.run import RunFolder
-from drawloom.graph import above, component, setting
+from drawloom.graph import at_least, component, setting
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@component
-class HuggingFace:
-    """Writes `<run folder>/export/` after the last step: config.json, safetensors, tokenizer. The main rank does it."""
+@component(change="free")
+class HuggingFaceExport:
+    """Writes `<run folder>/export/`: config.json, safetensors and the tokenizer's files."""
 
     model: Model
     stages: Stages
     folder: RunFolder
     mesh: Mesh
     tokenizer: Tokenizer | None = None
-    max_shard: int = setting(
-        default=MAX_SHARD, check=above(0), change="free", doc="bytes of tensors in a file, at most"
-    )
+    max_shard: int = setting(default=MAX_SHARD, check=at_least(1), doc="bytes of tensors in a file, at most")
     dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
-        default=None, change="free", doc="of the written tensors; left out: as trained"
+        default=None, doc="of what is written; as trained if left out"
     )
 
     def is_finished(self) -> bool:
+        """Whether the folder is there; it is never there in part."""
         return (self._target / "config.json").is_file()
 
     def finish(self) -> None:
-        if self.mesh.world.rank != 0 or self.is_finished():
-            return
-        tensors = {name: tensor for stage in self.stages.local for name, tensor in stage.module.named_parameters()}
-        dtype = None if self.dtype is None else DTYPES[self.dtype]
-        write_hugging_face(self._target, tensors, self.model, self.tokenizer, max_shard=self.max_shard, dtype=dtype)
+        """Write the folder, on the main rank."""
+        if self.mesh.world.rank == 0 and not self.is_finished():
+            dtype = None if self.dtype is None else DTYPES[self.dtype]
+            write_folder(self._target, self.model, self.stages, self.tokenizer, max_shard=self.max_shard, dtype=dtype)
 
     @property
     def _target(self) -> Path:

@@ -9,8 +9,10 @@ from safetensors.torch import save_file
 from drawloom.components.model_state.safetensors_reading import INDEX, SINGLE
 from drawloom.components.model_state.tensor_source import TensorKind, TensorSource
 
+MAX_SHARD = 4 * 2**30
 
-def write_safetensors(folder: Path, source: TensorSource, max_shard: int) -> None:
+
+def write_safetensors(folder: Path, source: TensorSource, max_shard: int = MAX_SHARD) -> None:
     """
     Write `model.safetensors`, or numbered files of at most `max_shard` bytes of tensors and an index.
 

@@ -18,42 +18,38 @@ from drawloom.components.ports.model import Kernels, Span
 from drawloom.graph import Problem, above, at_least, component, setting
 
 
-@component
+@component(change="structural")
 class Qwen3Dense:
     """A Qwen3 dense language model, of sizes given here or by a Hugging Face `config.json`."""
 
     kernels: Kernels
     tokenizer: Tokenizer | None = None
-    config: Path | None = setting(
-        default=None, change="structural", doc="a Hugging Face config.json or its folder, instead of the settings below"
-    )
-    _layers: int | None = setting(default=None, alias="layers", check=at_least(1), change="structural", doc="layers")
-    width: int | None = setting(default=None, check=at_least(1), change="structural", doc="channels of hidden states")
-    heads: int | None = setting(default=None, check=at_least(1), change="structural", doc="query heads")
-    kv_heads: int | None = setting(
-        default=None, check=at_least(1), change="structural", doc="key and value heads; left out: as many as heads"
-    )
-    head_dim: int | None = setting(
-        default=None, check=at_least(1), change="structural", doc="channels of a head; left out: width / heads"
-    )
-    feed_forward: int | None = setting(
-        default=None, check=at_least(1), change="structural", doc="channels inside the feed-forward network"
-    )
+    config: Path | None = setting(default=None, doc="a Hugging Face config.json or its folder, instead of what follows")
+    _layers: int | None = setting(default=None, alias="layers", check=at_least(1), doc="how many layers")
+    width: int | None = setting(default=None, check=at_least(1), doc="channels of the hidden states")
+    heads: int | None = setting(default=None, check=at_least(1), doc="query heads")
+    kv_heads: int | None = setting(default=None, check=at_least(1), doc="key and value heads; heads if left out")
+    head_dim: int | None = setting(default=None, check=at_least(1), doc="channels of a head; width / heads if left out")
+    feed_forward: int | None = setting(default=None, check=at_least(1), doc="channels inside the feed-forward network")
     _vocabulary: int | None = setting(
-        default=None, alias="vocabulary", check=at_least(1), change="structural", doc="token ids; left out: tokenizer's"
+        default=None, alias="vocabulary", check=at_least(1), doc="token ids; the tokenizer's if left out"
     )
     vocabulary_multiple: int = setting(
-        default=1, check=at_least(1), change="structural", doc="round the tokenizer's vocabulary up to a multiple"
+        default=1, check=at_least(1), doc="the tokenizer's vocabulary is rounded up to a multiple of this"
     )
-    tied: bool | None = setting(
-        default=None, change="structural", doc="whether the head is the embedding; left out: false"
-    )
+    tied: bool | None = setting(default=None, doc="whether the head is the embedding; false if left out")
     max_positions: int | None = setting(
-        default=None, check=at_least(1), change="free", doc="tokens in a text, as an export claims; left out: 32768"
+        default=None, check=at_least(1), change="free", doc="longest text that an export claims; 32768 if left out"
     )
-    rope_base: float | None = setting(default=None, check=above(1), doc="base of rotary positions; left out: 1e6")
-    norm_eps: float | None = setting(default=None, check=above(0), doc="added to mean squares; left out: 1e-6")
-    initial_std: float | None = setting(default=None, check=above(0), doc="of initial weights; left out: 0.02")
+    rope_base: float | None = setting(
+        default=None, check=above(1), change="semantic", doc="base of rotary positions; 1e6 if left out"
+    )
+    norm_eps: float | None = setting(
+        default=None, check=above(0), change="semantic", doc="added to mean squares in norms; 1e-6 if left out"
+    )
+    initial_std: float | None = setting(
+        default=None, check=above(0), change="semantic", doc="standard deviation of initial weights; 0.02 if left out"
+    )
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
