@@ -68,6 +68,16 @@ def test_killed_worker_is_an_error_at_once(rows_of: RowsOf) -> None:
         assert time.monotonic() - start < 5
 
 
+def test_interrupt_does_not_end_workers(rows_of: RowsOf, names: Any) -> None:
+    """Ctrl-C goes to every process of the terminal; the run may still want the batches of its last step."""
+    with hired(rows_of(train=50), 1) as workers:
+        batches = workers.batches(ones(), 1, timeout=30)
+        next(batches)
+        os.kill(workers.members[0].process.pid or 0, signal.SIGINT)
+        time.sleep(0.05)
+        assert names(list(islice(batches, 3))) == [[1], [2], [3]]
+
+
 def test_hanging_worker_is_an_error_after_the_timeout(rows_of: RowsOf) -> None:
     """A worker that does nothing is given up, and stopping it does not wait for it."""
     with hired(rows_of(train=50), 1) as workers:
@@ -114,19 +124,19 @@ from drawloom.components.data.workers import Workers
 
 rows = Packing(corpus=None, tokenizer=None, job=None, length=4)
 rows._packed["train"] = pack([np.arange(1, 100_000)], 0, 4, np.int32)
-workers = Workers(rows, "train", 2)
-next(workers.batches((list(range(20_000)) for _ in count()), 8, 30))
+workers = Workers(rows, "train", 3)
+next(workers.batches((list(range(20_000)) for _ in count()), 1, 30))
 print(*(member.process.pid for member in workers.members), flush=True)
 time.sleep(60)
 """
 
 
 def test_workers_end_with_a_run_that_was_killed() -> None:
-    """After SIGKILL of the run nothing of it is left, so that nothing of it is held and the next start is free."""
+    """After SIGKILL of the run no worker is left: not one that is idle, nor one that holds a batch nobody takes."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True, env=environment) as run:
         pids = [int(word) for word in run.stdout.readline().split()] if run.stdout else []
-        assert len(pids) == 2 and all(alive(pid) for pid in pids)
+        assert len(pids) == 3 and all(alive(pid) for pid in pids)
         run.kill()
     deadline = time.monotonic() + 5
     while any(alive(pid) for pid in pids):
