@@ -8,6 +8,7 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
+
 from support.processes import RanksFailed, run_ranks
 
 

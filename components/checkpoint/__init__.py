@@ -1,0 +1,1 @@
+"""Saved state: whole or absent, verified when it is read, and without pickle."""

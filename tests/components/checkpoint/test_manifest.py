@@ -1,0 +1,125 @@
+"""What a checkpoint says of itself."""
+
+import json
+import shutil
+from pathlib import Path
+
+import attrs
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from drawloom.components.checkpoint.files import Content
+from drawloom.components.checkpoint.manifest import Damaged, Manifest, looks_whole, read_manifest, verify
+from drawloom.graph import UserError
+from support.checkpoints import save_steps
+
+MANIFEST = Manifest(
+    step=7,
+    recipe="abc",
+    world_size=2,
+    replicated=["optimizer"],
+    local=["randomness"],
+    files={"rank-0.json": Content(3, "00ff")},
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A folder with a manifest alone."""
+    folder = tmp_path / "step-7"
+    folder.mkdir()
+    (folder / "manifest.json").write_bytes(MANIFEST.write())
+    return folder
+
+
+def test_a_manifest_comes_back(checkpoint: Path) -> None:
+    """Everything in it survives its file, which carries a format number."""
+    assert read_manifest(checkpoint) == MANIFEST
+    assert json.loads((checkpoint / "manifest.json").read_text())["format"] == 1
+
+
+def test_no_flipped_bit_goes_unnoticed(checkpoint: Path) -> None:
+    """Each single bit of the file is flipped in turn."""
+    path, good = checkpoint / "manifest.json", MANIFEST.write()
+    for place in range(len(good) * 8 - 8):  # the line end at the end is of no account
+        bad = bytearray(good)
+        bad[place // 8] ^= 1 << place % 8
+        path.write_bytes(bad)
+        with pytest.raises(Damaged, match=r"manifest\.json"):
+            read_manifest(checkpoint)
+
+
+@hypothesis.given(st.binary(max_size=50) | st.from_regex(r'\{"format": 1, "digest": .*\}').map(str.encode))
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+def test_whatever_is_no_manifest_is_damage(checkpoint: Path, data: bytes) -> None:
+    """Nonsense of any kind raises Damaged and nothing else."""
+    (checkpoint / "manifest.json").write_bytes(data)
+    with pytest.raises(Damaged):
+        read_manifest(checkpoint)
+
+
+def test_depth_is_no_way_to_crash(checkpoint: Path) -> None:
+    """Brackets without end are damage too."""
+    (checkpoint / "manifest.json").write_text("[" * 10**6)
+    with pytest.raises(Damaged, match="can't be read"):
+        read_manifest(checkpoint)
+
+
+def test_the_manifest_of_another_step_is_noticed(checkpoint: Path) -> None:
+    """A folder that was renamed or copied is not the step that it claims to be."""
+    other = checkpoint.rename(checkpoint.with_name("step-8"))
+    with pytest.raises(Damaged, match="is of step 7"):
+        read_manifest(other)
+
+
+def test_a_newer_format_is_no_damage(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused with both numbers, instead of being passed over for an older checkpoint."""
+    monkeypatch.setattr("drawloom.components.checkpoint.manifest.FORMAT", 2)
+    (checkpoint / "manifest.json").write_bytes(MANIFEST.write())
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="has format 2, and this version reads 1"):
+        read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["../step-6/rank-0.json", "/etc/passwd", "", "."])
+def test_names_of_files_stay_in_the_folder(checkpoint: Path, name: str) -> None:
+    """A manifest with a right digest can still not lead elsewhere."""
+    manifest = attrs.evolve(MANIFEST, files={name: Content(1, "00")})
+    (checkpoint / "manifest.json").write_bytes(manifest.write())
+    with pytest.raises(Damaged, match="no plain file name"):
+        read_manifest(checkpoint)
+
+
+def test_all_faults_of_a_checkpoint_are_listed_at_once(tmp_path: Path) -> None:
+    """Missing, extra, truncated and changed files are each named in one message."""
+    save_steps(tmp_path, 3)
+    folder = tmp_path / "checkpoints" / "step-3"
+    (folder / "rank-0.json").unlink()
+    (folder / "rank-1.json").write_text("{}")
+    (folder / "recipe.lock.toml").write_text("")
+    tensors = bytearray((folder / "rank-0.safetensors").read_bytes())
+    tensors[-1] ^= 1
+    (folder / "rank-0.safetensors").write_bytes(tensors)
+    with pytest.raises(Damaged) as caught:
+        verify(folder)
+    assert str(caught.value).split("; ") == [
+        "rank-0.json is missing",
+        "rank-1.json does not belong there",
+        "rank-0.safetensors has other bytes than were committed",
+        "recipe.lock.toml has 0 bytes instead of 11",
+    ]
+
+
+def test_a_look_is_enough_for_missing_and_short_files(tmp_path: Path) -> None:
+    """What can be seen without reading the tensors: names and sizes."""
+    save_steps(tmp_path, 3)
+    folder = tmp_path / "checkpoints" / "step-3"
+    assert looks_whole(folder)
+    for damage in ("rank-0.safetensors", "manifest.json"):
+        copy = tmp_path / damage / "step-3"
+        shutil.copytree(folder, copy)
+        (copy / damage).write_bytes((copy / damage).read_bytes()[:-2])
+        assert not looks_whole(copy)
+        (copy / damage).unlink()
+        assert not looks_whole(copy)

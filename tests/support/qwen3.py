@@ -1,0 +1,52 @@
+"""Small Qwen3 models with random weights, and the same models in transformers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from drawloom.components.kernels.auto import AutoKernels
+from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.ports.model import Shared, Span
+
+SIZES = {"layers": 2, "width": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "feed_forward": 40, "vocabulary": 29}
+
+
+def dense(**changes: Any) -> Qwen3Dense:
+    """A small model, of other sizes where it is told so."""
+    return Qwen3Dense(kernels=AutoKernels(), **(SIZES | changes))
+
+
+def whole(model: Qwen3Dense) -> nn.Module:
+    """All of a model in one module, every parameter random: norms of weight 1 would hide that they are not used."""
+    module = model.build(Span(0, model.layers, embedding=True, head=True))
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    return module
+
+
+def twin(model: Qwen3Dense, parameters: Mapping[str, Tensor]) -> Qwen3ForCausalLM:
+    """The same model in transformers, with the same weights."""
+    config = Qwen3Config(**model.hugging_face_config(), attn_implementation="eager")
+    made = Qwen3ForCausalLM(config)
+    names = model.hugging_face_names()
+    state = {names[name]: tensor.detach() for name, tensor in parameters.items()}
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    made.load_state_dict(state)
+    return made
+
+
+def one_document(rows: int, length: int, targets: Tensor | None = None) -> Shared:
+    """Rows that are each one document."""
+    positions = torch.arange(length).expand(rows, -1)
+    return Shared(positions, torch.zeros_like(positions), targets)
+
+
+def packed(lengths: list[list[int]], targets: Tensor | None = None) -> Shared:
+    """Rows of documents of these lengths."""
+    positions = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
+    documents = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+    return Shared(torch.stack(positions), torch.stack(documents), targets)

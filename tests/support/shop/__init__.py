@@ -1,0 +1,1 @@
+"""A small web shop, to try the graph layer on another domain."""

@@ -1,0 +1,21 @@
+"""A page of its own."""
+
+import attrs
+
+from drawloom.graph import Ordered, component, setting
+from support.shop.ports import Filter, Page, Store
+
+
+@component
+class Plain:
+    """Answers with what a store holds."""
+
+    store: Store
+    fallback: Page | None = None
+    filters: Ordered[Filter] = attrs.field(factory=Ordered)
+    title: str = setting(doc="what it is called")
+    count: int = attrs.field(init=False, default=0)
+
+    def answer(self, request: str) -> str:
+        self.count += 1
+        return f"{self.title}: {self.store.get(request)}"

@@ -1,0 +1,34 @@
+"""What runs."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from drawloom.graph import Every, Problem, ResolvedRecipe, component, setting
+from support.shop.ports import Counted, Page, Store
+
+
+@component
+class Loop:
+    """Serves pages."""
+
+    pages: list[Page]
+    store: Store
+    named: Mapping[str, Page] = attrs.field(factory=dict)
+    counted: Every[Counted]
+    recipe: ResolvedRecipe
+    workers: int = setting(default=1, doc="how many at once", change="free")
+    served: list[str] = attrs.field(init=False, factory=list)
+
+    def run(self) -> None:
+        self.store.put("home", "welcome")
+        self.served = [page.answer("home") for page in self.pages]
+
+    @classmethod
+    def constraints(cls, node: Any) -> Iterator[Problem]:
+        """No more workers than values in the store."""
+        (store,) = node.neighbours("store")
+        if "size" in store.settings and node.settings["workers"] > store.settings["size"]:
+            text = f"{node.settings['workers']} workers can't share {store.settings['size']} values"
+            yield node.fault("workers", text, f"write at most {store.settings['size']}")

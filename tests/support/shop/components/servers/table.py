@@ -1,0 +1,3 @@
+"""No component, but a library."""
+
+TABLE = {"GET": "answer"}
