@@ -93,9 +93,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise UserError(f"{path} has no weight_map; copy the file again")
     for name, file in places.items():
         if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file or "\\" in file:
-            raise UserError(
-                f"{path} places {name} in {file!r}, which is no file of its folder; do not trust this model"
-            )
+            raise UserError(f"{path} places {name} in {file!r}, which is no file of the folder; take another copy")
     return places
 
 

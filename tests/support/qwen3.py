@@ -11,7 +11,15 @@ from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.ports.model import Shared, Span
 
-SIZES = {"layers": 2, "width": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "feed_forward": 40, "vocabulary": 29}
+SIZES: dict[str, Any] = {
+    "layers": 2,
+    "width": 24,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "feed_forward": 40,
+    "vocabulary": 29,
+}
 
 
 def dense(**changes: Any) -> Qwen3Dense:
@@ -29,7 +37,7 @@ def whole(model: Qwen3Dense) -> nn.Module:
 
 def twin(model: Qwen3Dense, parameters: Mapping[str, Tensor]) -> Qwen3ForCausalLM:
     """The same model in transformers, with the same weights."""
-    config = Qwen3Config(**model.hugging_face_config(), attn_implementation="eager")
+    config = Qwen3Config(**model.hugging_face_config() | {"attn_implementation": "eager"})
     made = Qwen3ForCausalLM(config)
     names = model.hugging_face_names()
     state = {names[name]: tensor.detach() for name, tensor in parameters.items()}

@@ -1,0 +1,138 @@
+"""An exported folder, read by transformers and by us."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3ForCausalLM
+
+from drawloom.components.export.folder import write_folder
+from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.model_state.hugging_face import load_parameters
+from drawloom.components.ports.model import Span, Stage
+from drawloom.graph import UserError
+from support.qwen3 import dense, one_document, whole
+
+
+@attrs.frozen
+class FakeStages:
+    """Stages of given modules."""
+
+    modules: list[nn.Module]
+
+    @property
+    def local(self) -> list[Stage]:
+        nowhere = Span(0, 0, False, False)
+        return [Stage(number, len(self.modules), nowhere, module) for number, module in enumerate(self.modules)]
+
+
+@attrs.frozen
+class FakeTokenizer:
+    """Writes one file."""
+
+    def save(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("max_shard", [2**30, 5000], ids=["one file", "several"])
+def test_transformers_loads_it_as_is(tmp_path: Path, tied: bool, max_shard: int) -> None:
+    """from_pretrained takes every tensor from the folder, misses none, and gives the same logits."""
+    model = dense(tied=tied)
+    module = whole(model)
+    write_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
+    loaded: Any = Qwen3ForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    theirs, report = loaded
+    assert not any(report.values()), report
+    assert theirs.dtype == torch.float32
+    tokens = torch.randint(29, (2, 11))
+    torch.testing.assert_close(theirs(tokens).logits, module(tokens, one_document(2, 11)), atol=1e-5, rtol=1e-5)
+    files = len(list((tmp_path / "export").glob("*.safetensors")))
+    assert files == 1 if max_shard == 2**30 else files > 2
+
+
+@pytest.mark.parametrize("max_shard", [2**30, 5000], ids=["one file", "several"])
+def test_read_back_bit_by_bit(tmp_path: Path, max_shard: int) -> None:
+    """What we read of our own export is what was written, bit by bit; the config gives the same model."""
+    model = dense(tied=True)
+    module = whole(model)
+    write_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
+    again = Qwen3Dense(kernels=model.kernels, config=tmp_path / "export")
+    assert again.architecture == model.architecture
+    read = whole(again)
+    load_parameters(tmp_path / "export", dict(read.named_parameters()), again.hugging_face_names())
+    written = dict(module.named_parameters())
+    assert all(torch.equal(parameter, written[name]) for name, parameter in read.named_parameters())
+
+
+def test_reads_what_transformers_saves(tmp_path: Path) -> None:
+    """A model that transformers saved computes the same here."""
+    for tied in (False, True):
+        model = dense(tied=tied)
+        write_folder(tmp_path / f"first{tied}", model, FakeStages([whole(model)]))
+        theirs = Qwen3ForCausalLM.from_pretrained(tmp_path / f"first{tied}")
+        theirs.save_pretrained(tmp_path / f"second{tied}", max_shard_size="5KB")
+        again = Qwen3Dense(kernels=model.kernels, config=tmp_path / f"second{tied}")
+        module = whole(again)
+        load_parameters(tmp_path / f"second{tied}", dict(module.named_parameters()), again.hugging_face_names())
+        tokens = torch.randint(29, (1, 6))
+        torch.testing.assert_close(module(tokens, one_document(1, 6)), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_another_dtype(tmp_path: Path) -> None:
+    """Written as bfloat16, the numbers are rounded, and the config says so."""
+    model = dense()
+    module = whole(model)
+    write_folder(tmp_path / "export", model, FakeStages([module]), dtype=torch.bfloat16)
+    theirs = Qwen3ForCausalLM.from_pretrained(tmp_path / "export")
+    assert theirs.dtype == torch.bfloat16
+    assert torch.equal(theirs.lm_head.weight, dict(module.named_parameters())["head.weight"].bfloat16())
+
+
+def test_stages_of_one_rank_are_joined(tmp_path: Path) -> None:
+    """Two stages export as the whole does, a tied head's copy of the embedding included."""
+    model = dense(tied=True)
+    module = whole(model)
+    parts = [model.build(Span(0, 1, True, False)), model.build(Span(1, 2, False, True))]
+    for part in parts:
+        part.load_state_dict({name: module.state_dict()[name] for name in part.state_dict()})
+    write_folder(tmp_path / "whole", model, FakeStages([module]))
+    write_folder(tmp_path / "parts", model, FakeStages(parts))
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert first == second
+
+
+def test_part_of_a_model_is_refused(tmp_path: Path) -> None:
+    """A rank that holds a part of the model is told what it lacks, and nothing is written."""
+    model = dense()
+    stages = FakeStages([model.build(Span(0, 2, True, False))])
+    with pytest.raises(UserError, match=r"missing norm\.weight, head\.weight"):
+        write_folder(tmp_path / "export", model, stages)
+    assert os.listdir(tmp_path) == []
+
+
+def test_tokenizer_goes_along(tmp_path: Path) -> None:
+    """The tokenizer's files are in the folder."""
+    tokenizer: Any = FakeTokenizer()
+    model = dense()
+    write_folder(tmp_path / "export", model, FakeStages([whole(model)]), tokenizer)
+    assert json.loads((tmp_path / "export" / "tokenizer.json").read_text()) == {}
+
+
+def test_failure_leaves_nothing(tmp_path: Path) -> None:
+    """When the tokenizer can't be saved, no folder appears."""
+
+    class Broken:
+        def save(self, folder: Path) -> None:
+            raise OSError("disk full")
+
+    tokenizer: Any = Broken()
+    model = dense()
+    with pytest.raises(OSError, match="disk full"):
+        write_folder(tmp_path / "export", model, FakeStages([whole(model)]), tokenizer)
+    assert os.listdir(tmp_path) == []

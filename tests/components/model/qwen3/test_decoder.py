@@ -1,0 +1,58 @@
+"""Spans of a model: chained they are the whole."""
+
+import pytest
+import torch
+from torch import nn
+
+from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.ports.model import Span
+from support.qwen3 import dense, one_document, packed, whole
+
+SPLITS = [
+    [Span(0, 1, True, False), Span(1, 3, False, True)],
+    [Span(0, 0, True, False), Span(0, 3, False, False), Span(3, 3, False, True)],
+]
+
+
+def built(model: Qwen3Dense, spans: list[Span], weights: nn.Module) -> list[nn.Module]:
+    """Modules of spans, with the weights of the whole under the same names."""
+    state = weights.state_dict()
+    modules = [model.build(span) for span in spans]
+    for module in modules:
+        module.load_state_dict({name: state[name] for name in module.state_dict()})
+    return modules
+
+
+@pytest.mark.parametrize("spans", SPLITS, ids=["two spans", "three spans, ends without layers"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_chained_spans_equal_the_whole(spans: list[Span], tied: bool) -> None:
+    """Chained spans give bitwise the losses and logits of the whole, and gradients that add up to its gradients."""
+    model = dense(layers=3, tied=tied)
+    module = whole(model)
+    modules = built(model, spans, module)
+    tokens, targets = torch.randint(29, (2, 2, 10))
+    for shared in (packed([[4, 6], [10]], targets), one_document(2, 10)):
+        expected, found = module(tokens, shared), tokens
+        for part in modules:
+            found = part(found, shared)
+        assert torch.equal(found, expected)
+        module.zero_grad()
+        for part in modules:
+            part.zero_grad()
+        expected.sum().backward()
+        found.sum().backward()
+        for name, parameter in module.named_parameters():
+            grads = [dict(part.named_parameters())[name].grad for part in modules if name in part.state_dict()]
+            total = torch.stack([grad for grad in grads if grad is not None]).sum(0)
+            torch.testing.assert_close(total, parameter.grad)
+
+
+@pytest.mark.parametrize("spans", SPLITS)
+def test_names_do_not_depend_on_the_split(spans: list[Span]) -> None:
+    """Spans name their parameters as the whole does, and together hold each; a tied head brings the embedding."""
+    for tied in (False, True):
+        model = dense(layers=3, tied=tied)
+        names = [name for span in spans for name, _ in model.build(span).named_parameters()]
+        assert set(names) == {name for name, _ in whole(model).named_parameters()}
+        assert names.count("embedding.weight") == (2 if tied else 1)
+        assert len(names) == len(set(names)) + tied

@@ -1,0 +1,163 @@
+"""The model against transformers' Qwen3, number by number."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drawloom.components.kernels.auto import AutoKernels
+from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.ports.data import IGNORED
+from drawloom.components.ports.model import Model, Span
+from drawloom.graph import UserError
+from drawloom.graph.fit import misfits
+from support.qwen3 import SIZES, dense, one_document, packed, twin, whole
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "tied": {"tied": True},
+    "every head its own keys": {"kv_heads": 4},
+    "one key head": {"heads": 3, "kv_heads": 1, "tied": True},
+    "heads wider than the model": {"heads": 6, "kv_heads": 2, "head_dim": 10},
+    "one layer, odd sizes": {"layers": 1, "width": 17, "heads": 1, "kv_heads": 1, "head_dim": 2, "feed_forward": 5},
+    "another base and eps": {"rope_base": 100.0, "norm_eps": 0.1, "layers": 3, "tied": True},
+}
+CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
+
+
+@pytest.fixture(params=list(SHAPES.values()), ids=list(SHAPES))
+def model(request: pytest.FixtureRequest) -> Qwen3Dense:
+    """A model of each shape."""
+    torch.manual_seed(0)
+    return dense(**request.param)
+
+
+def random_rows(model: Qwen3Dense, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    tokens, targets = torch.randint(model.vocabulary, (2, rows, length))
+    return tokens, targets.masked_fill(torch.rand(rows, length) < 0.2, IGNORED)
+
+
+def test_fits_its_port() -> None:
+    """The component keeps the promises of a Model."""
+    assert misfits(Qwen3Dense, Model) == []
+
+
+def test_logits_equal(model: Qwen3Dense) -> None:
+    """Without targets the module gives transformers' logits."""
+    module, tokens = whole(model), torch.randint(model.vocabulary, (3, 19))
+    expected = twin(model, dict(module.named_parameters()))(tokens).logits
+    found = module(tokens, one_document(3, 19))
+    assert found.abs().max() > 0.1
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_losses_and_every_gradient_equal(model: Qwen3Dense) -> None:
+    """Each token's loss, and the gradient of every parameter, are those that transformers' logits give."""
+    module, (tokens, targets) = whole(model), random_rows(model, 2, 23)
+    theirs = twin(model, dict(module.named_parameters()))
+    losses = module(tokens, one_document(2, 23, targets))
+    logits = theirs(tokens).logits.flatten(0, 1)
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none").view(2, 23)
+    torch.testing.assert_close(losses, expected, **CLOSE)
+    weights = torch.rand(losses.shape)
+    assert_gradients_equal(model, module, theirs, (losses * weights).sum(), (expected * weights).sum())
+
+
+def test_packed_documents_equal_each_alone(model: Qwen3Dense) -> None:
+    """In packed rows, losses and gradients are those of each document run through transformers by itself."""
+    lengths = [[7, 1, 8], [16], [3, 13]]
+    module, (tokens, targets) = whole(model), random_rows(model, 3, 16)
+    theirs = twin(model, dict(module.named_parameters()))
+    losses = module(tokens, packed(lengths, targets))
+    expected = torch.zeros_like(losses)
+    for row, row_lengths in enumerate(lengths):
+        ends = torch.tensor(row_lengths).cumsum(0).tolist()
+        for start, end in zip([0, *ends], ends, strict=False):
+            logits = theirs(tokens[row : row + 1, start:end]).logits[0]
+            alone = F.cross_entropy(logits, targets[row, start:end], ignore_index=IGNORED, reduction="none")
+            expected[row, start:end] = alone
+    torch.testing.assert_close(losses, expected, **CLOSE)
+    weights = torch.rand(losses.shape)
+    assert_gradients_equal(model, module, theirs, (losses * weights).sum(), (expected * weights).sum())
+
+
+def assert_gradients_equal(
+    model: Qwen3Dense, module: nn.Module, theirs: nn.Module, our_loss: Tensor, their_loss: Tensor
+) -> None:
+    """The same parameters, under their two names, with the same gradients."""
+    ours, others = dict(module.named_parameters()), dict(theirs.named_parameters())
+    names = model.hugging_face_names()
+    assert sorted(names[name] for name in ours) == sorted(others)
+    found = torch.autograd.grad(our_loss, list(ours.values()))
+    expected = torch.autograd.grad(their_loss, [others[names[name]] for name in ours])
+    for name, gradient, reference in zip(ours, found, expected, strict=True):
+        assert gradient.any(), name
+        torch.testing.assert_close(gradient, reference, **CLOSE)
+
+
+def test_names_cover_the_model(model: Qwen3Dense) -> None:
+    """Every parameter has exactly one Hugging Face name."""
+    parameters = [name for name, _ in whole(model).named_parameters()]
+    names = model.hugging_face_names()
+    assert sorted(parameters) == sorted(names)
+    assert len(set(names.values())) == len(names)
+
+
+def test_builds_on_the_meta_device() -> None:
+    """On the meta device nothing is allocated, and a module materialised from there computes the same."""
+    model = dense(tied=True)
+    real = whole(model)
+    with torch.device("meta"):
+        module = model.build(Span(0, 2, embedding=True, head=True))
+    assert all(parameter.is_meta for parameter in (*module.parameters(), *module.buffers()))
+    module.to_empty(device="cpu").load_state_dict(real.state_dict())
+    tokens = torch.randint(29, (2, 5))
+    torch.testing.assert_close(module(tokens, one_document(2, 5)), real(tokens, one_document(2, 5)))
+
+
+def test_half_precision_runs() -> None:
+    """In bfloat16 hidden states stay bfloat16, losses are float32, and every parameter gets a gradient."""
+    model = dense()
+    module = whole(model).to(torch.bfloat16)
+    tokens, targets = random_rows(model, 2, 9)
+    losses = module(tokens, one_document(2, 9, targets))
+    gradients = torch.autograd.grad(losses.sum(), list(module.parameters()))
+    assert losses.dtype == torch.float32
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
+
+
+@attrs.frozen
+class FakeTokenizer:
+    """Knows 61 ids."""
+
+    vocabulary: int = 61
+    end: int = 60
+
+
+def with_tokenizer(**changes: Any) -> Qwen3Dense:
+    sizes = {key: value for key, value in SIZES.items() if key != "vocabulary"}
+    tokenizer: Any = FakeTokenizer()
+    return Qwen3Dense(kernels=AutoKernels(), tokenizer=tokenizer, **(sizes | changes))
+
+
+def test_vocabulary_of_the_tokenizer() -> None:
+    """Without a vocabulary the model takes the tokenizer's, rounded up if asked, and its end of text."""
+    assert with_tokenizer().vocabulary == 61
+    assert with_tokenizer(vocabulary_multiple=64).vocabulary == 64
+    assert with_tokenizer(vocabulary=80).vocabulary == 80
+    assert with_tokenizer().hugging_face_config()["eos_token_id"] == 60
+
+
+def test_vocabulary_too_small_for_the_tokenizer() -> None:
+    """A vocabulary that does not hold the tokenizer's ids is refused before anything is indexed with them."""
+    with pytest.raises(UserError, match="the tokenizer has 61 ids, but the model's vocabulary only 32"):
+        with_tokenizer(vocabulary=32).build(Span(0, 2, embedding=True, head=True))
+
+
+def test_constructor_reads_nothing() -> None:
+    """A config that is not there is a fault of use, not of construction."""
+    model = Qwen3Dense(kernels=AutoKernels(), config="/nowhere/config.json")  # type: ignore[arg-type]
+    assert model.config is not None

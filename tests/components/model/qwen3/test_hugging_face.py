@@ -1,0 +1,99 @@
+"""Reading other people's config.json."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3Config
+
+from drawloom.components.model.qwen3.hugging_face import config_of, read_config
+from drawloom.graph import UserError
+from support.qwen3 import dense
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """A good config with changes; a change to None removes the key."""
+    config = {key: value for key, value in (good() | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def good() -> dict[str, Any]:
+    return dense().hugging_face_config()
+
+
+def test_reads_what_transformers_writes(tmp_path: Path) -> None:
+    """What transformers saves of our config, in its newest form, is read as the same model."""
+    Qwen3Config(**good()).save_pretrained(tmp_path)
+    assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
+    assert read_config(tmp_path) == dense().architecture
+
+
+def test_transformers_reads_what_we_write() -> None:
+    """Every number of the architecture arrives in transformers' config."""
+    config = Qwen3Config(**dense(tied=True, rope_base=77.0, norm_eps=0.5, max_positions=99).hugging_face_config())
+    assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size, config.vocab_size) == (
+        24,
+        2,
+        40,
+        29,
+    )
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 77.0}
+    assert (config.tie_word_embeddings, config.rms_norm_eps, config.max_position_embeddings) == (True, 0.5, 99)
+
+
+def test_older_form_of_the_rotary_base(tmp_path: Path) -> None:
+    """`rope_theta` at the top and within `rope_parameters` mean the same."""
+    top = read_config(written(tmp_path, rope_theta=123.0, rope_scaling=None))
+    assert top.rope_base == 123.0
+    rope = {"rope_type": "default", "rope_theta": 123.0}
+    assert read_config(written(tmp_path, rope_theta=None, rope_parameters=rope)) == top
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "another family": ({"model_type": "llama"}, 'model_type = "llama", where only "qwen3"'),
+    "biases": ({"attention_bias": True}, "attention_bias = true, where only false"),
+    "sliding window": ({"use_sliding_window": True}, "use_sliding_window = true, where only false"),
+    "layer types": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types of more than one kind"),
+    "missing sizes": ({"hidden_size": None, "head_dim": None}, "lacks hidden_size, head_dim"),
+    "no rotary base": ({"rope_theta": None}, "lacks rope_theta"),
+    "stretched rotary positions": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "stretches rotary"),
+    "text for a number": ({"hidden_size": "24"}, 'hidden_size = "24", which is not int above 0'),
+    "fraction for a size": ({"hidden_size": 24.5}, "hidden_size = 24.5, which is not int above 0"),
+    "truth for a size": ({"num_hidden_layers": True}, "num_hidden_layers = true, which is not int above 0"),
+    "nothing": ({"num_hidden_layers": 0}, "num_hidden_layers = 0, which is not int above 0"),
+    "number for a truth": ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1, which is not true or false"),
+    "heads": ({"num_key_value_heads": 3}, "kv_heads = 3 does not divide heads = 4"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), FAULTS.values(), ids=FAULTS.keys())
+def test_refuses_what_it_can_not_build(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """A config of a model that would compute something else is refused, and never read as something near it."""
+    with pytest.raises(UserError) as caught:
+        read_config(written(tmp_path, **changes))
+    assert message in str(caught.value)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "holds no JSON object")])
+def test_refuses_what_is_no_config(tmp_path: Path, text: str, message: str) -> None:
+    """A file that is no JSON object is told so."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_config(tmp_path)
+
+
+def test_refuses_a_missing_file(tmp_path: Path) -> None:
+    """A folder without config.json, and a path to nothing, are told so."""
+    for path in (tmp_path, tmp_path / "other.json"):
+        with pytest.raises(UserError, match="can't be read"):
+            read_config(path)
+
+
+def test_end_is_written_only_if_known() -> None:
+    """Without a tokenizer the config says nothing of the end of a text."""
+    assert "eos_token_id" not in config_of(dense().architecture, None)
+    assert config_of(dense().architecture, 0)["eos_token_id"] == 0

@@ -1,0 +1,85 @@
+"""Initial weights: what they are, and what they depend on."""
+
+import subprocess
+import sys
+
+import torch
+
+from drawloom.components.model.qwen3.initial_weights import fill_with_initial_weights
+from drawloom.components.ports.model import Span
+from support.qwen3 import dense
+
+SCRIPT = """
+import torch
+from drawloom.components.model.qwen3.initial_weights import fill_with_initial_weights
+tensor = torch.empty(8, 8)
+fill_with_initial_weights("layers.0.attention.q.weight", tensor, seed=3, layers=2, std=0.02)
+print(tensor.double().sum().item())
+"""
+
+
+def drawn(name: str, *shape: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype)
+    fill_with_initial_weights(name, tensor, seed=seed, layers=8, std=0.02)
+    return tensor
+
+
+def test_scale() -> None:
+    """Matrices have the standard deviation asked for, those that add to the residual stream 1/4 of it with 8 layers."""
+    for name, std in (("embedding.weight", 0.02), ("layers.1.attention.q.weight", 0.02), ("head.weight", 0.02)):
+        assert abs(drawn(name, 300, 200).std() / std - 1) < 0.02
+    for name in ("layers.7.attention.out.weight", "layers.0.feed_forward.down.weight"):
+        assert abs(drawn(name, 300, 200).std() / 0.005 - 1) < 0.02
+    assert abs(drawn("head.weight", 300, 200).mean()) < 0.0005
+
+
+def test_norms_are_one() -> None:
+    """Weights of norms start at 1."""
+    assert torch.equal(drawn("layers.0.attention.q_norm.weight", 16), torch.ones(16))
+
+
+def test_depends_on_name_and_seed() -> None:
+    """Another name, or another seed, gives other numbers; the same ones give the same."""
+    first = drawn("layers.0.attention.q.weight", 8, 8)
+    assert torch.equal(first, drawn("layers.0.attention.q.weight", 8, 8))
+    assert not torch.equal(first, drawn("layers.1.attention.q.weight", 8, 8))
+    assert not torch.equal(first, drawn("layers.0.attention.q.weight", 8, 8, seed=4))
+
+
+def test_leaves_torchs_own_stream_alone() -> None:
+    """Neither the state of torch's generator matters, nor is it changed."""
+    torch.manual_seed(1)
+    first, after = drawn("head.weight", 8, 8), torch.get_rng_state()
+    torch.manual_seed(1)
+    assert torch.equal(after, torch.get_rng_state())
+    torch.manual_seed(2)
+    assert torch.equal(first, drawn("head.weight", 8, 8))
+
+
+def test_lower_precision_is_float32_rounded() -> None:
+    """A bfloat16 parameter gets the float32 numbers, rounded."""
+    assert torch.equal(drawn("head.weight", 8, 8, dtype=torch.bfloat16), drawn("head.weight", 8, 8).bfloat16())
+
+
+def test_same_in_another_process() -> None:
+    """No salt of Python's hashes gets in."""
+    command = [sys.executable, "-c", SCRIPT]
+    path = ":".join(path for path in sys.path if path)
+    results = {
+        subprocess.check_output(command, env={"PYTHONHASHSEED": seed, "PYTHONPATH": path}, text=True) for seed in "12"
+    }
+    expected = torch.empty(8, 8)
+    fill_with_initial_weights("layers.0.attention.q.weight", expected, seed=3, layers=2, std=0.02)
+    assert results == {f"{expected.double().sum().item()}\n"}
+
+
+def test_does_not_depend_on_spans() -> None:
+    """A parameter starts the same in the whole model and in any span, a tied head like the embedding."""
+    model = dense(layers=4, tied=True)
+    spans = [Span(0, 4, True, True), Span(0, 1, True, False), Span(1, 3, False, False), Span(3, 4, False, True)]
+    found: dict[str, torch.Tensor] = {}
+    for module in map(model.build, spans):
+        for name, parameter in module.named_parameters():
+            model.initialise(name, parameter, seed=5)
+            assert torch.equal(found.setdefault(name, parameter), parameter), name
+    assert len(found) == 4 * 11 + 2

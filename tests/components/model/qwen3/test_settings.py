@@ -1,0 +1,95 @@
+"""What a recipe can say of a model, and what it can't."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from drawloom.components.kernels.auto import AutoKernels
+from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.model.qwen3.settings import choose_architecture, faults
+from drawloom.graph import UserError
+from support.qwen3 import SIZES
+
+NONE = dict.fromkeys((a.alias for a in attrs.fields(Qwen3Dense)), None) | {"vocabulary_multiple": 1}  # type: ignore[arg-type]
+
+
+def faults_of(tokenizer: bool = False, **settings: Any) -> list[tuple[str, str, str]]:
+    return [(fault.key, fault.why, fault.instead) for fault in faults(NONE | settings, tokenizer)]
+
+
+def test_sizes_that_fit() -> None:
+    """Ordinary sizes have no fault, with and without what has a default."""
+    assert faults_of(**SIZES) == []
+    assert faults_of(tokenizer=True, layers=1, width=8, heads=2, feed_forward=4) == []
+
+
+def test_defaults() -> None:
+    """Without kv_heads each head has its own, without head_dim the heads share the width."""
+    found = choose_architecture(NONE | {"layers": 1, "width": 24, "heads": 3, "feed_forward": 4, "vocabulary": 9}, None)
+    assert (found.kv_heads, found.head_dim, found.tied) == (3, 8, False)
+    assert (found.rope_base, found.norm_eps, found.initial_std, found.max_positions) == (1e6, 1e-6, 0.02, 32768)
+
+
+def test_everything_missing_is_told_at_once() -> None:
+    """An empty table is told of each setting that it needs."""
+    assert [key for key, _, _ in faults_of()] == ["layers", "width", "heads", "feed_forward", "vocabulary"]
+
+
+def test_key_heads_divide_heads() -> None:
+    """kv_heads that do not divide heads are refused with those that do."""
+    [(key, why, instead)] = faults_of(**(SIZES | {"heads": 6, "kv_heads": 4}))
+    assert (key, why, instead) == ("kv_heads", "kv_heads = 4 does not divide heads = 6", "write one of 1, 2, 3, 6")
+
+
+def test_odd_head() -> None:
+    """Rotary positions need an even head_dim, whether it is written or follows from the width."""
+    assert [key for key, _, _ in faults_of(**(SIZES | {"head_dim": 7}))] == ["head_dim"]
+    assert [key for key, _, _ in faults_of(**(SIZES | {"width": 20, "head_dim": None}))] == ["head_dim"]
+
+
+def test_width_that_heads_do_not_divide() -> None:
+    """Without head_dim, heads must divide the width."""
+    assert [key for key, _, _ in faults_of(**(SIZES | {"width": 25, "head_dim": None}))] == ["heads"]
+    assert faults_of(**(SIZES | {"width": 25})) == []
+
+
+def test_config_beside_sizes(tmp_path: Path) -> None:
+    """Each size beside a config is a fault; so is a config that can't be read, in the same report."""
+    found = faults_of(config=tmp_path / "config.json", layers=2, tied=False)
+    assert [key for key, _, _ in found] == ["layers", "tied", "config"]
+    assert found[0][1:] == ("layers stands beside config, which gives it too", "remove layers or config")
+
+
+def test_errors_at_run_time_say_the_same() -> None:
+    """Without a recipe, use raises what check would have said."""
+    model = Qwen3Dense(kernels=AutoKernels(), **(SIZES | {"kv_heads": 3}))
+    with pytest.raises(UserError, match="kv_heads = 3 does not divide heads = 4; write one of 1, 2, 4"):
+        _ = model.layers
+
+
+def test_constraints_are_faults_of_the_node() -> None:
+    """check sees these faults through `constraints`, on the keys that they concern."""
+
+    @attrs.frozen
+    class View:
+        settings: dict[str, Any]
+
+        def neighbours(self, edge: str) -> list[Any]:
+            return []
+
+        def fault(self, key: str, text: str, hint: str) -> Any:
+            return key, text, hint
+
+    found = list(Qwen3Dense.constraints(View(NONE | SIZES | {"kv_heads": 3, "vocabulary": None})))
+    assert [fault[0] for fault in found] == ["vocabulary", "kv_heads"]  # type: ignore[index]
+
+
+def test_config_gives_all_sizes(tmp_path: Path) -> None:
+    """A model from the config that another exports is that other model."""
+    other = Qwen3Dense(kernels=AutoKernels(), tied=True, rope_base=500.0, norm_eps=1e-5, **SIZES)
+    (tmp_path / "config.json").write_text(json.dumps(other.hugging_face_config()))
+    for config in (tmp_path, tmp_path / "config.json"):
+        assert Qwen3Dense(kernels=AutoKernels(), config=config).architecture == other.architecture
