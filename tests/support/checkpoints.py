@@ -1,5 +1,6 @@
 """Stateful nodes and a checkpointer of them, for tests in this process and in others."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -72,7 +73,7 @@ class Diary:
         self.told.append((event.moment, event.step.index if event.step else 0))
 
 
-def checkpointer(folder: Path, states: dict[str, Stateful], mesh: Any = None, **settings: Any) -> CheckpointFolder:
+def checkpointer(folder: Path, states: Mapping[str, Stateful], mesh: Any = None, **settings: Any) -> CheckpointFolder:
     """An open checkpointer of these nodes."""
     if not folder.exists():
         folder.mkdir(parents=True)

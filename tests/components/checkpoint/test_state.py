@@ -42,7 +42,7 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tolist() == other.tolist()
+        return (one.dtype, one.shape, one.tolist()) == (other.dtype, other.shape, other.tolist())
     if isinstance(one, dict):
         return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, list):

@@ -71,7 +71,8 @@ def _killed(folder: Path, number: int) -> bool:
 def _kill_everywhere(base: Path) -> tuple[list[int], list[list[str]]]:
     """For each system call in turn: the step that is restored after a kill there, and then what is in the folder."""
     save_steps(base / "good", 1, 2, keep=2)
-    steps, left = [], []
+    steps: list[int] = []
+    left: list[list[str]] = []
     while True:
         folder = base / "run"
         shutil.copytree(base / "good", folder)
