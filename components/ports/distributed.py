@@ -69,6 +69,15 @@ class Processes(Protocol):
 
 
 @port
+class Timed(Protocol):
+    """Whoever makes the groups in which ranks wait for one another."""
+
+    def set_timeout(self, seconds: float) -> None:
+        """From now on a rank waits this long for the others in any group, and then fails; alone it waits for nobody."""
+        ...
+
+
+@port
 class Mesh(Protocol):
     """The ranks of a run, laid out in named dimensions."""
 

@@ -156,11 +156,15 @@ class Events(Protocol):
     def tell(self, event: Event) -> None: ...
 
 
+Value = float | bool | None
+"""What is written down under a metric's name: a number, yes or no, or nothing that can be said."""
+
+
 @port
 class Metric(Protocol):
     """Numbers worth writing down about each step."""
 
-    def measure(self, step: Step) -> Mapping[str, float | None]:
+    def measure(self, step: Step) -> Mapping[str, Value]:
         """Name to value, for this step."""
         ...
 
@@ -169,7 +173,7 @@ class Metric(Protocol):
 class Tracker(Protocol):
     """Keeps a series of metrics. It writes on the main rank only."""
 
-    def track(self, step: int, values: Mapping[str, float | bool | None]) -> None:
+    def track(self, step: int, values: Mapping[str, Value]) -> None:
         """Write down a step's values."""
         ...
 

@@ -1,0 +1,1 @@
+"""Where a run's metrics are written down."""

@@ -1,0 +1,92 @@
+"""Metrics as a file of JSON lines, cut back to where the run goes on from."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import attrs
+
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.run import RunFolder, Value
+from drawloom.graph import component
+
+FORMAT = 1
+
+
+@component(change="free")
+class JsonlTracker:
+    """
+    `metrics.jsonl` in the run folder: an object for each step, on the main rank.
+
+    Keys are `step`, then the metrics, then `format`. Floats are written so that reading gives the same number; those
+    that JSON has no word for are null.
+    """
+
+    folder: RunFolder
+    mesh: Mesh
+
+    _file: BinaryIO | None = attrs.field(init=False, default=None)
+
+    def open(self) -> None:
+        """Open the file at its end."""
+        if self.mesh.world.rank == 0:
+            self._file = self._path.open("ab")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def track(self, step: int, values: Mapping[str, Value]) -> None:
+        """Add a line, and hand it to the system at once."""
+        if self._file is not None:
+            row = {"step": step} | {name: _plain(value) for name, value in values.items()} | {"format": FORMAT}
+            self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+            self._file.flush()
+
+    def rewind(self, step: int) -> None:
+        """Cut the file back to the lines of steps up to this one; a line that a crash left half-written goes too."""
+        if self._file is None:
+            return
+        lines = self._path.read_bytes()
+        kept = b"".join(line + b"\n" for line in lines.split(b"\n") if _step_of(line) <= step)
+        if kept != lines:
+            self.close()
+            _replace(self._path, kept)
+            self.open()
+
+    @property
+    def _path(self) -> Path:
+        return self.folder.folder / "metrics.jsonl"
+
+
+def _plain(value: Value) -> Value:
+    return value if value is None or math.isfinite(value) else None
+
+
+def _step_of(line: bytes) -> float:
+    """The step that a line tells of; later than any if it is not whole."""
+    try:
+        row: Any = json.loads(line)
+        return int(row["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Put a file in the place of another, such that a crash leaves the one or the other."""
+    aside = path.with_name(path.name + ".new")
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,281 @@
+"""Metrics in an Aim repository."""
+
+import math
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from drawloom.components.trackers.aim import AimTracker, load_aim
+from drawloom.graph import ResolvedRecipe, UserError
+
+aim = load_aim()
+RECIPE = ResolvedRecipe('[run]\nname = "test"\n', "hash")
+
+
+@attrs.frozen
+class Folder:
+    """A run folder."""
+
+    folder: Path
+
+
+@attrs.frozen
+class Second:
+    """A world as its second rank sees it."""
+
+    rank: int = 1
+    size: int = 2
+
+
+@pytest.fixture
+def make(tmp_path: Path, one_rank: Any, job: Any) -> Callable[..., AimTracker]:
+    """Makes an open tracker, as each process of a run would."""
+
+    def make(**changes: Any) -> AimTracker:
+        values = {"folder": Folder(tmp_path), "mesh": one_rank, "job": job, "recipe": RECIPE} | changes
+        tracker = AimTracker(**values)
+        tracker.open()
+        return tracker
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def empty_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository without runs; to make one takes Aim a second."""
+    folder = tmp_path_factory.mktemp("repository")
+    aim.Repo.from_path(str(folder), init=True)
+    return folder / ".aim"
+
+
+@pytest.fixture
+def with_repository(empty_repository: Path, tmp_path: Path) -> None:
+    """Puts an empty repository into the run folder."""
+    shutil.copytree(empty_repository, tmp_path / ".aim")
+
+
+def _reopened(folder: Path, run: str) -> Any:
+    return aim.Run(run, repo=str(folder), capture_terminal_logs=False, system_tracking_interval=None)
+
+
+def _series(folder: Path, run: str) -> dict[str, dict[int, float]]:
+    """Every metric of a run: value by step."""
+    opened = _reopened(folder, run)
+    series = {}
+    for metric in opened.metrics():
+        stored = opened.series_run_trees[2].subtree((metric.context.idx, metric.name))
+        keys, steps = stored.array("step", dtype="int64").sparse_list()
+        values = dict(zip(*metric.values.sparse_list(), strict=True))
+        assert values.keys() == set(keys)
+        series[metric.name] = {step: values[key] for key, step in sorted(zip(keys, steps, strict=True), key=_second)}
+    opened.close()
+    return series
+
+
+def _second(pair: tuple[int, int]) -> int:
+    return pair[1]
+
+
+def _runs(folder: Path) -> list[str]:
+    return [path.name for path in (folder / ".aim" / "meta" / "chunks").iterdir()]
+
+
+def test_finite_values_are_kept_by_step(make: Any, tmp_path: Path) -> None:
+    """Numbers of all kinds become floats under their names; what is no number is left out; the recipe is there."""
+    tracker = make()
+    tracker.track(1, {"loss": 2.5, "tokens": 7, "refused": True})
+    tracker.track(2, {"loss": None, "grad_norm": math.nan, "tokens": 14})
+    run = tracker.state_dict()["run"]
+    tracker.close()
+    assert _series(tmp_path, run) == {"loss": {1: 2.5}, "tokens": {1: 7.0, 2: 14.0}, "refused": {1: 1.0}}
+    opened = _reopened(tmp_path, run)
+    assert (opened["recipe"], opened.name) == (RECIPE.text, "test")
+    opened.close()
+
+
+@pytest.mark.usefixtures("with_repository")
+def test_a_resumed_run_is_the_same_run_with_one_value_a_step(make: Any, tmp_path: Path) -> None:
+    """Killed after step 6 and restored to step 3, the series is that of a run that went straight on to step 5."""
+    first = make()
+    for step in range(1, 7):
+        first.track(step, {"loss": float(step), "lr": 1.0})
+    state = first.state_dict()
+    first.close()
+    second = make()
+    second.load_state_dict(state)
+    second.rewind(3)
+    for step in (4, 5):
+        second.track(step, {"loss": -float(step)})
+    second.close()
+    assert _runs(tmp_path) == [state["run"]]
+    assert _series(tmp_path, state["run"]) == {
+        "loss": {1: 1.0, 2: 2.0, 3: 3.0, 4: -4.0, 5: -5.0},
+        "lr": {1: 1.0, 2: 1.0, 3: 1.0},
+    }
+
+
+@pytest.mark.usefixtures("with_repository")
+def test_a_rewound_summary_is_that_of_what_is_left(make: Any, tmp_path: Path) -> None:
+    """Last value, largest and smallest don't remember the steps that were taken back; a metric may lose all."""
+    first = make()
+    for step, loss in enumerate([2.0, 3.0, 9.0, -9.0], start=1):
+        first.track(step, {"loss": loss} | ({"late": 5.0} if step > 2 else {}))
+    state = first.state_dict()
+    first.close()
+    second = make()
+    second.load_state_dict(state)
+    second.rewind(2)
+    second.track(3, {"late": 6.0})
+    second.close()
+    opened = _reopened(tmp_path, state["run"])
+    (names,) = opened.meta_run_tree.collect("traces").values()
+    opened.close()
+    wanted = {"first_step", "last_step", "first", "last", "min", "max"}
+    found = {name: {key: summary[key] for key in wanted} for name, summary in names.items()}
+    assert found == {
+        "loss": {"first_step": 1, "last_step": 2, "first": 2.0, "last": 3.0, "min": 2.0, "max": 3.0},
+        "late": {"first_step": 3, "last_step": 3, "first": 6.0, "last": 6.0, "min": 6.0, "max": 6.0},
+    }
+
+
+@pytest.mark.usefixtures("with_repository")
+def test_a_run_killed_before_its_first_checkpoint_starts_anew_in_the_same_run(make: Any, tmp_path: Path) -> None:
+    """Without saved state, and behind a lock of a process that still seems alive, no second run comes to be."""
+    first = make()
+    first.track(1, {"loss": 1.0})
+    run = first.state_dict()["run"]
+    first.close()
+    (tmp_path / ".aim" / "locks" / f"{run}.softlock").write_text(f"{aim.sdk.lock_manager.LockManager.machine_id}-1-0")
+    second = make()
+    second.rewind(0)
+    second.track(1, {"loss": 3.0})
+    second.close()
+    assert _runs(tmp_path) == [run]
+    assert _series(tmp_path, run) == {"loss": {1: 3.0}}
+
+
+def test_a_repository_that_was_removed_is_made_again(make: Any, tmp_path: Path) -> None:
+    """Saved state may name a run that is gone: it comes back under its name, with what follows."""
+    tracker = make()
+    tracker.load_state_dict({"run": "a" * 24})
+    tracker.rewind(5)
+    tracker.track(6, {"loss": 1.0})
+    tracker.close()
+    assert _series(tmp_path, "a" * 24) == {"loss": {6: 1.0}}
+
+
+@pytest.mark.usefixtures("with_repository")
+def test_closing_ends_the_run(make: Any, tmp_path: Path) -> None:
+    """After close no lock is left, no thread, and the run has an end time."""
+    before = set(threading.enumerate())
+    tracker = make()
+    tracker.track(1, {"loss": 1.0})
+    run = tracker.state_dict()["run"]
+    tracker.close()
+    assert not list((tmp_path / ".aim" / "locks").iterdir())
+    assert set(threading.enumerate()) == before
+    container = aim.Repo.from_path(str(tmp_path)).request_tree("meta", run, read_only=True)
+    assert container.subtree(("meta", "chunks", run))["end_time"] > 0
+
+
+def test_nothing_comes_to_be_before_the_first_step(make: Any, tmp_path: Path) -> None:
+    """A run that finds itself finished leaves no trace."""
+    make().close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("with_repository")
+def test_the_network_is_left_alone(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection is attempted, no name looked up, and nothing but the recipe is recorded of the surroundings."""
+    attempts: list[Any] = []
+    monkeypatch.setattr(socket.socket, "connect", lambda *arguments: attempts.append(arguments))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **_: attempts.append(arguments))
+    tracker = make()
+    tracker.track(1, {"loss": 1.0})
+    tracker.close()
+    assert not attempts
+    opened = _reopened(tmp_path, tracker.state_dict()["run"])
+    assert opened[...] == {"recipe": RECIPE.text}
+    assert opened.get_terminal_logs() is None
+    opened.close()
+
+
+def test_a_missing_package_names_the_extra(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says what to install."""
+    monkeypatch.setitem(sys.modules, "aim", None)
+    with pytest.raises(UserError, match=r"pip install 'drawloom\[aim\]'"):
+        make()
+
+
+def test_another_rank_neither_loads_nor_writes(make: Any, mesh_of: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Aim need not even be installed there; state from the main rank is taken."""
+    monkeypatch.setitem(sys.modules, "aim", None)
+    tracker = make(mesh=mesh_of(world=Second()))
+    assert tracker.state_dict() == {"run": ""}
+    tracker.load_state_dict({"run": "abc"})
+    tracker.rewind(0)
+    tracker.track(1, {"loss": 1.0})
+    tracker.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("with_repository")
+def test_what_aim_raises_is_one_warning(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step that Aim refuses is missing, the others are there."""
+    track = aim.Run.track
+
+    def refuse(self: Any, value: float, name: str, step: int) -> None:
+        if step in (2, 3):
+            raise OSError("disk full")
+        track(self, value, name=name, step=step)
+
+    monkeypatch.setattr(aim.Run, "track", refuse)
+    tracker = make()
+    for step in range(1, 5):
+        tracker.track(step, {"loss": 1.0})
+    tracker.close()
+    assert caplog.messages == ["Aim failed, some steps will be missing there: OSError: disk full"]
+    assert list(_series(tmp_path, tracker.state_dict()["run"])["loss"]) == [1, 4]
+
+
+def test_a_repository_that_cannot_be_opened_is_tried_once(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file in its place: one warning, and the run goes on."""
+    (tmp_path / ".aim").write_text("")
+    tracker = make()
+    for step in range(1, 5):
+        tracker.track(step, {"loss": 1.0})
+    tracker.close()
+    (message,) = caplog.messages
+    assert message.startswith("Aim failed, nothing is written there: ")
+
+
+@pytest.mark.usefixtures("with_repository")
+def test_an_aim_that_hangs_delays_nothing(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a full disk Aim hangs: tracking returns at once, closing within its limit, and there is one warning."""
+    gate = threading.Event()
+    monkeypatch.setattr(aim.Run, "track", lambda *_, **__: gate.wait(20))
+    tracker = make(room=2, patience=0.1)
+    start = time.monotonic()
+    for step in range(1, 100):
+        tracker.track(step, {"loss": 1.0})
+    tracker.close()
+    assert time.monotonic() - start < 5
+    assert caplog.messages == ["Aim does not keep up; some steps will be missing there"]
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name == "aim":
+            thread.join(10)

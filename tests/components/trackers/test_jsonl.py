@@ -1,0 +1,119 @@
+"""Metrics as JSON lines."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.components.trackers.jsonl import JsonlTracker
+
+
+@attrs.frozen
+class Folder:
+    """A run folder."""
+
+    folder: Path
+
+
+@attrs.frozen
+class Second:
+    """A world as its second rank sees it."""
+
+    rank: int = 1
+    size: int = 2
+
+
+@pytest.fixture
+def tracker(tmp_path: Path, one_rank: Any) -> Any:
+    """An open tracker in an empty folder."""
+    tracker = JsonlTracker(folder=Folder(tmp_path), mesh=one_rank)
+    tracker.open()
+    yield tracker
+    tracker.close()
+
+
+def _text(path: Path) -> str:
+    return (path / "metrics.jsonl").read_text()
+
+
+def test_a_row_has_the_exact_bytes_and_is_there_at_once(tracker: JsonlTracker, tmp_path: Path) -> None:
+    """`step` is first and `format` last, values keep their order and type, and no close is needed to read them."""
+    tracker.track(1, {"loss": 0.1 + 0.2, "lr": 3e-05, "tokens": 4096, "refused": True, "held_out_loss": None})
+    assert _text(tmp_path) == (
+        '{"step": 1, "loss": 0.30000000000000004, "lr": 3e-05, "tokens": 4096, "refused": true, '
+        '"held_out_loss": null, "format": 1}\n'
+    )
+
+
+def test_numbers_that_json_lacks_are_null(tracker: JsonlTracker, tmp_path: Path) -> None:
+    """Not a number and both infinities."""
+    tracker.track(1, {"a": math.nan, "b": math.inf, "c": -math.inf})
+    assert _text(tmp_path) == '{"step": 1, "a": null, "b": null, "c": null, "format": 1}\n'
+
+
+@given(numbers=st.lists(st.floats(allow_nan=False, allow_infinity=False)))
+def test_floats_come_back_bit_for_bit(one_rank: Any, numbers: list[float]) -> None:
+    """Any finite float that is read again is the one that was tracked, zero's sign included."""
+    with TemporaryDirectory() as name:
+        tracker = JsonlTracker(folder=Folder(Path(name)), mesh=one_rank)
+        tracker.open()
+        tracker.track(1, {str(place): number for place, number in enumerate(numbers)})
+        tracker.close()
+        row = json.loads(_text(Path(name)))
+    assert [row[str(place)].hex() for place in range(len(numbers))] == [number.hex() for number in numbers]
+
+
+def test_rewind_drops_later_steps_and_a_torn_line(tmp_path: Path, one_rank: Any) -> None:
+    """What is left are the very bytes of the steps up to that one; tracking goes on behind them."""
+    head = '{"step": 1, "loss": 2.5e0, "format": 1}\n{"step": 2, "loss": null, "format": 1}\n'
+    (tmp_path / "metrics.jsonl").write_text(head + '{"step": 3, "loss": 1.0, "format": 1}\n{"step": 4, "lo')
+    tracker = JsonlTracker(folder=Folder(tmp_path), mesh=one_rank)
+    tracker.open()
+    tracker.rewind(2)
+    tracker.track(3, {"loss": 1.5})
+    tracker.close()
+    assert _text(tmp_path) == head + '{"step": 3, "loss": 1.5, "format": 1}\n'
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_rewind_keeps_a_whole_row_that_only_lacks_its_line_end(tmp_path: Path, one_rank: Any) -> None:
+    """A crash between the last brace and the line end loses nothing."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "format": 1}')
+    tracker = JsonlTracker(folder=Folder(tmp_path), mesh=one_rank)
+    tracker.open()
+    tracker.rewind(1)
+    tracker.close()
+    assert _text(tmp_path) == '{"step": 1, "format": 1}\n'
+
+
+def test_rewind_that_changes_nothing_leaves_the_file(tracker: JsonlTracker, tmp_path: Path) -> None:
+    """The same file, not an equal one."""
+    tracker.track(1, {})
+    before = (tmp_path / "metrics.jsonl").stat().st_ino
+    tracker.rewind(1)
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == before
+
+
+@pytest.mark.parametrize("junk", ["\0\0\0\n", "[]\n", '{"loss": 1}\n', '"step"\n', "\xff\n"])
+def test_rewind_drops_lines_that_tell_of_no_step(tracker: JsonlTracker, tmp_path: Path, junk: str) -> None:
+    """A power cut may leave zeros, or anything else."""
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + junk.encode("latin-1"))
+    tracker.rewind(7)
+    assert _text(tmp_path) == '{"step": 1}\n'
+
+
+def test_only_the_main_rank_writes(tmp_path: Path, mesh_of: Callable[..., Any]) -> None:
+    """On another rank nothing comes to be, whatever is called."""
+    tracker = JsonlTracker(folder=Folder(tmp_path), mesh=mesh_of(world=Second()))
+    tracker.open()
+    tracker.rewind(0)
+    tracker.track(1, {"loss": 1.0})
+    tracker.close()
+    assert not list(tmp_path.iterdir())
