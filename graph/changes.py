@@ -5,7 +5,6 @@ from typing import Any
 
 import attrs
 import tomli
-from drawloom.graph.writing import value
 
 from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.component import Change
@@ -13,6 +12,7 @@ from drawloom.graph.graph import Graph
 from drawloom.graph.problems import Problem
 from drawloom.graph.recipe import Recipe
 from drawloom.graph.resolved import RecipeChange
+from drawloom.graph.writing import value
 
 WEIGHTS: tuple[Change, ...] = ("free", "semantic", "structural")
 

@@ -2,9 +2,6 @@
 
 from collections.abc import Iterator
 
-from drawloom.graph.values import Values
-from drawloom.graph.writing import value
-
 from drawloom.graph.graph import Graph
 from drawloom.graph.layers import Leaf, Table
 from drawloom.graph.listing import ports
@@ -14,6 +11,8 @@ from drawloom.graph.resolving import escape
 from drawloom.graph.settling import VARIABLE
 from drawloom.graph.spec import Field
 from drawloom.graph.suggest import did_you_mean
+from drawloom.graph.values import Values
+from drawloom.graph.writing import value
 
 
 def explain(graph: Graph, target: str, root: str) -> str:

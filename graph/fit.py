@@ -1,11 +1,14 @@
 """Whether a class keeps the promises of a port: the same members, callable in the same way."""
 
+import functools
 import inspect
 import typing
 from collections.abc import Iterator
 from typing import Any
 
 import attrs
+
+from drawloom.graph.assignable import assignable
 
 OWN_OF_PROTOCOLS = frozenset(dir(typing.Protocol)) | {
     "__abstractmethods__",
@@ -48,20 +51,53 @@ def members(port: type) -> list[str]:
 
 def _misfit(cls: type, port: type, name: str) -> Iterator[str]:
     promised = inspect.getattr_static(port, name, None)
-    if not inspect.isfunction(promised):
-        if not _has(cls, name):
-            yield f"has no {name}"
-        return
+    if inspect.isfunction(promised):
+        yield from _misfit_method(cls, promised, name)
+    elif not _has(cls, name):
+        yield f"has no {name}"
+    elif not assignable(given := _value_type(cls, name), wanted := _value_type(port, name)):
+        yield f"has a {name} that is {_shown(given)}, not {_shown(wanted)}"
+
+
+def _misfit_method(cls: type, promised: Any, name: str) -> Iterator[str]:
     given = inspect.getattr_static(cls, name, None)
     if given is None:
         yield f"has no {name}()"
-    elif inspect.isfunction(given) and (reason := _mismatch(given, promised)):
+    elif inspect.isfunction(given) and (reason := _mismatch(given, promised) or _mistyped(given, promised)):
         yield reason
 
 
 def _has(cls: type, name: str) -> bool:
     fields = {field.name for field in attrs.fields(cls)} if attrs.has(cls) else set()
     return name in fields or hasattr(cls, name) or any(name in inspect.get_annotations(base) for base in cls.__mro__)
+
+
+def _value_type(cls: type, name: str) -> Any:
+    """What reading a member gives, as far as it is annotated."""
+    found = inspect.getattr_static(cls, name, None)
+    if isinstance(found, property):
+        return _hints(found.fget).get("return", Any)
+    if isinstance(found, functools.cached_property):
+        return _hints(found.func).get("return", Any)
+    return _hints(cls).get(name, Any)
+
+
+def _hints(thing: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(thing)
+    except (NameError, TypeError):
+        return {}
+
+
+def _mistyped(given: Any, promised: Any) -> str:
+    """How the types of a method break its port's promise, or nothing."""
+    ours, theirs = _hints(given), _hints(promised)
+    for name, kind in theirs.items():
+        if name == "return" and not assignable(ours.get(name, Any), kind):
+            return f"gives {_shown(ours[name])} from {given.__name__}(), not {_shown(kind)}"
+        if name != "return" and not assignable(kind, ours.get(name, Any)):
+            return f"takes {_shown(ours[name])} as {name} of {given.__name__}(), not {_shown(kind)}"
+    return ""
 
 
 def _mismatch(given: Any, promised: Any) -> str:
@@ -75,9 +111,13 @@ def _mismatch(given: Any, promised: Any) -> str:
     positional = [p.name for p in theirs if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     order = [p.name for p in ours if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD][: len(positional)]
     if missing or extra or (not starred and order != positional):
-        return f"its {given.__name__}({_names(ours)}) can't be called as {given.__name__}({_names(theirs)})"
+        return f"has a {given.__name__}({_names(ours)}) that can't be called as {given.__name__}({_names(theirs)})"
     return ""
 
 
 def _names(parameters: list[inspect.Parameter]) -> str:
     return ", ".join(str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters)
+
+
+def _shown(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
-from drawloom.graph.places import Places
 
+from drawloom.graph.places import Places
 from drawloom.graph.problems import COMMAND_LINE, Place
 
 Path = tuple[str | int, ...]

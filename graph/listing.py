@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 
-from drawloom.graph.values import Values
-from drawloom.graph.writing import value
-
 from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.problems import Problem, UserError
 from drawloom.graph.spec import Field, Spec
 from drawloom.graph.suggest import did_you_mean
+from drawloom.graph.values import Values
+from drawloom.graph.writing import value
 
 
 def list_components(catalogue: Catalogue, subject: str = "") -> str:

@@ -127,4 +127,5 @@ class _Reader:
 
 def _shown(path: Path) -> str:
     """A path as people should see it: relative if it lies below the current directory."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    real, here = path.resolve(), Path.cwd().resolve()
+    return str(real.relative_to(here)) if real.is_relative_to(here) else str(real)

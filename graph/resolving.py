@@ -4,15 +4,14 @@ import hashlib
 import json
 from typing import Any
 
-from drawloom.graph.values import Values
-from drawloom.graph.writing import key, value
-
 from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.changes import changes
 from drawloom.graph.graph import Graph
 from drawloom.graph.node import Node
 from drawloom.graph.recipe import FORMAT
 from drawloom.graph.resolved import ResolvedRecipe
+from drawloom.graph.values import Values
+from drawloom.graph.writing import key, value
 
 
 def resolve(graph: Graph, catalogue: Catalogue, *, accept_changes: bool = False) -> ResolvedRecipe:

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-from drawloom.graph.values import Values
 
 from drawloom.graph.layers import Leaf, Path, Table
 from drawloom.graph.node import Node, dotted
 from drawloom.graph.spec import Field
 from drawloom.graph.suggest import did_you_mean
+from drawloom.graph.values import Values
 
 VARIABLE = "$vars."
 REFUSED = object()

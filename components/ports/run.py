@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import attrs
+import torch
 
 from drawloom.graph import port
 
@@ -192,6 +193,15 @@ class Restorer(Protocol):
 
     def save(self, step: Step) -> None:
         """Save the state after a step, unless that is done already."""
+        ...
+
+
+@port
+class Randomness(Protocol):
+    """Everything random of a run."""
+
+    def stream(self, *purpose: str | int) -> torch.Generator:
+        """A generator on the CPU that follows from the seed and this purpose alone."""
         ...
 
 

@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 import torch
 
-from drawloom.components.distributed.streams import derive
+from drawloom.components.distributed.streams import derive, stream
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Job
 from drawloom.graph import component
@@ -37,6 +37,10 @@ class ProcessRandomness:
         if self._before is not None:
             set_generators(self._before)
             self._before = None
+
+    def stream(self, *purpose: str | int) -> torch.Generator:
+        """A generator on the CPU that follows from the run's seed and this purpose alone."""
+        return stream(self.job.seed, *purpose)
 
     def state_dict(self) -> dict[str, Any]:
         """Where each generator of this rank stands."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.ports.run import Event, Events, Finisher, Listener, Phase, Restorer, Step, Stop
+from drawloom.components.ports.run import Event, Events, Finisher, Listener, Phase, Randomness, Restorer, Step, Stop
 from drawloom.graph import Ordered, at_least, component, setting
 
 log = logging.getLogger("drawloom.run")
@@ -18,6 +18,7 @@ class Trainer:
     phases: Ordered[Phase]
     events: Events
     stop: Stop
+    randomness: Randomness
     resume: Restorer | None = None
     watch: list[Listener] = attrs.field(factory=list)
     afterwards: list[Finisher] = attrs.field(factory=list)

@@ -3,11 +3,10 @@
 import logging
 import os
 
-from drawloom.components.distributed.streams import stream
 from drawloom.components.ports.data import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Stages
-from drawloom.components.ports.run import Job, RunFolder
+from drawloom.components.ports.run import Randomness, RunFolder
 from drawloom.components.sampling.generate import generate
 from drawloom.graph import above, at_least, component, setting
 
@@ -21,7 +20,7 @@ class Sample:
     stages: Stages
     tokenizer: Tokenizer
     folder: RunFolder
-    job: Job
+    randomness: Randomness
     mesh: Mesh
     prompt: str = setting(default="", doc="what the text begins with")
     tokens: int = setting(default=200, check=at_least(1), doc="how many tokens to draw at most")
@@ -46,7 +45,7 @@ class Sample:
             end=self.tokenizer.end,
             temperature=self.temperature,
             top_k=self.top_k,
-            generator=stream(self.job.seed, "sample"),
+            generator=self.randomness.stream("sample"),
         )
         text = self.prompt + self.tokenizer.decode(list(drawn))
         log.info("a sample:\n%s", text)

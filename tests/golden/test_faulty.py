@@ -1,0 +1,21 @@
+"""What is printed for faulty recipes, word for word."""
+
+from pathlib import Path
+
+import pytest
+from support.golden import FAULTY, printed
+
+RECIPES = sorted(FAULTY.glob("*.toml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_problem_is_printed_as_in_the_golden_file(recipe: Path) -> None:
+    """`check` prints exactly the recorded problems, each with its place, and no traceback."""
+    text = printed(recipe)
+    assert "Traceback" not in text
+    assert text == recipe.with_suffix(".txt").read_text("utf-8")
+
+
+def test_there_are_at_least_forty() -> None:
+    """The corpus covers every kind of problem that a first run can meet."""
+    assert len(RECIPES) >= 40

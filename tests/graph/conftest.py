@@ -1,0 +1,41 @@
+"""The small shop that these tests wire."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tomli
+
+from drawloom.graph.graph import Graph
+from drawloom.graph.recipe import Recipe
+from drawloom.graph.workshop import Workshop
+
+SHOP = """
+[store]
+use = "stores.memory"
+
+[page]
+use = "pages.plain"
+title = "Shop"
+
+[trainer]
+use = "servers.loop"
+pages = ["@page"]
+"""
+
+
+@pytest.fixture
+def workshop() -> Workshop:
+    """The shop's components and recipes."""
+    return Workshop.of("support.shop")
+
+
+@pytest.fixture
+def shop(workshop: Workshop) -> Callable[..., Graph]:
+    """The graph of a shop with one page, after laying TOML text over it."""
+
+    def make(text: str = "", root: str = "trainer") -> Graph:
+        data: dict[str, Any] = tomli.loads(text)
+        return workshop.graph(Recipe.of(tomli.loads(SHOP)).with_values(data), root)
+
+    return make

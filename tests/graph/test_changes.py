@@ -1,0 +1,38 @@
+"""What differs between two recipes."""
+
+from collections.abc import Callable
+
+import pytest
+
+from drawloom.graph.graph import Graph
+from drawloom.graph.resolving import resolve
+from drawloom.graph.workshop import Workshop
+
+Shop = Callable[..., Graph]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", []),
+        ("[store]\nsize = 12", ["[store] size: 10 -> 12 (free)"]),
+        ('[page]\ntitle = "Other"', ['[page] title: "Shop" -> "Other" (semantic)']),
+        (
+            '[store]\nuse = "stores.disk"\nfolder = "x"',
+            ["[store] use: stores.memory -> stores.disk (semantic)"],
+        ),
+        (
+            '[second]\nuse = "pages.plain"\ntitle = "2"\n[trainer]\npages = ["@page", "@second"]',
+            [
+                '[trainer] pages: ["@page"] -> ["@page", "@second"] (semantic)',
+                "[second]: absent -> pages.plain (semantic)",
+            ],
+        ),
+    ],
+)
+def test_differences_name_node_and_key_and_weight(
+    shop: Shop, workshop: Workshop, text: str, expected: list[str]
+) -> None:
+    """Each difference from an older recipe is told once, with what it means to resume with it."""
+    older = resolve(shop(), workshop.catalogue).text
+    assert [str(change) for change in resolve(shop(text), workshop.catalogue).changes(older)] == expected

@@ -1,0 +1,136 @@
+"""Living objects."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from drawloom.graph.graph import Graph
+from drawloom.graph.workshop import Workshop
+
+Shop = Callable[..., Graph]
+
+DISKS = """
+[store]
+use = "stores.disk"
+folder = "first"
+{first}
+
+[second]
+use = "stores.disk"
+folder = "second"
+{second}
+
+[other]
+use = "pages.plain"
+store = "@second"
+title = "Other"
+
+[page]
+store = "@store"
+
+[trainer]
+store = "@store"
+pages = ["@page", "@other"]
+"""
+
+
+def disks(first: str = "", second: str = "") -> str:
+    """Two stores on disk, that may fail at a moment."""
+    fails = [f'fails = "{moment}"' if moment else "" for moment in (first, second)]
+    return DISKS.format(first=fails[0], second=fails[1])
+
+
+def test_one_table_is_one_object(shop: Shop, workshop: Workshop) -> None:
+    """However many nodes refer to a table, they hold the same object."""
+    with workshop.container(shop()) as objects:
+        assert objects["page"].store is objects["trainer"].store is objects["store"]
+
+
+def test_only_what_the_root_needs_is_built(shop: Shop, workshop: Workshop) -> None:
+    """A node that nothing leads to is not constructed."""
+    graph = shop('[spare]\nuse = "pages.plain"\ntitle = "Spare"')
+    with workshop.container(graph) as objects:
+        assert set(objects) == {"store", "page", "trainer"}
+    with workshop.container(graph, "spare") as objects:
+        assert set(objects) == {"store", "spare"}
+
+
+def test_every_built_node_of_a_kind_is_filled_in(shop: Shop, workshop: Workshop) -> None:
+    """A field of type Every holds the built nodes that fit its port, by name."""
+    with workshop.container(shop()) as objects:
+        assert dict(objects["trainer"].counted) == {"page": objects["page"]}
+
+
+def test_the_resolved_recipe_is_filled_in(shop: Shop, workshop: Workshop) -> None:
+    """A field of that type holds the recipe's text and hash."""
+    with workshop.container(shop()) as objects:
+        recipe = objects["trainer"].recipe
+    assert '[page]\nuse = "pages.plain"' in recipe.text and len(recipe.hash) == 64
+
+
+def test_opening_and_closing_go_in_opposite_orders(shop: Shop, workshop: Workshop) -> None:
+    """What was opened last is closed first, each once."""
+    order: list[str] = []
+    container = workshop.container(shop(disks()))
+    container.build()
+    with container as objects:
+        for name in ("store", "second"):
+            objects[name].journal = Journal(name, order)
+    assert order == ["second close", "store close"]
+
+
+class Journal(list[str]):
+    """Tells a common list as well."""
+
+    def __init__(self, name: str, order: list[str]) -> None:
+        super().__init__()
+        self.name, self.order = name, order
+
+    def append(self, moment: str) -> None:
+        self.order.append(f"{self.name} {moment}")
+
+
+def test_a_failure_while_opening_closes_what_is_open(shop: Shop, workshop: Workshop) -> None:
+    """When a node can't open, it and those before it are closed, and its own error comes out."""
+    container = workshop.container(shop(disks(second="open")))
+    with pytest.raises(RuntimeError, match="second can't open"), container:
+        pass
+    assert container["store"].journal == container["second"].journal == ["open", "close"]
+
+
+def test_the_body_wins_and_failures_of_closing_are_notes(shop: Shop, workshop: Workshop) -> None:
+    """The exception of the body comes out as itself; every closer runs, and what they raise is noted on it."""
+    container = workshop.container(shop(disks(first="close", second="close")))
+    with pytest.raises(KeyboardInterrupt) as caught, container:
+        raise KeyboardInterrupt
+    assert ["second" in note or "store" in note for note in caught.value.__notes__] == [True, True]
+
+
+def test_closing_that_fails_after_a_clean_body_is_a_group(shop: Shop, workshop: Workshop) -> None:
+    """When only closing fails, all of its failures come out together."""
+    with pytest.raises(ExceptionGroup) as caught, workshop.container(shop(disks(first="close", second="close"))):
+        pass
+    assert len(caught.value.exceptions) == 2
+
+
+def test_a_constructor_that_fails_names_its_node(shop: Shop, workshop: Workshop, monkeypatch: Any) -> None:
+    """An exception from a constructor says which node was being built, and where it stands."""
+    graph = shop()
+    monkeypatch.setattr(graph.nodes["page"].spec.cls, "__attrs_post_init__", _fail, raising=False)
+    cls = graph.nodes["page"].spec.cls
+    monkeypatch.setattr(cls, "__init__", lambda self, **values: _fail(self))
+    with pytest.raises(ValueError, match="no page") as caught, workshop.container(graph):
+        pass
+    assert "while building [page] (pages.plain)" in caught.value.__notes__[0]
+
+
+def _fail(_page: Any) -> None:
+    raise ValueError("no page today")
+
+
+def test_two_containers_share_nothing(shop: Shop, workshop: Workshop) -> None:
+    """Objects of two containers are different, also when they are made from one graph."""
+    graph = shop()
+    with workshop.container(graph) as one, workshop.container(graph) as other:
+        assert not {id(item) for item in one.values()} & {id(item) for item in other.values()}
