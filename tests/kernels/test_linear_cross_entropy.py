@@ -101,6 +101,16 @@ def test_half_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(grads, torch.autograd.grad(exact.sum(), (hidden, weight)), atol=16 * eps, rtol=8 * eps)
 
 
+def test_weight_gradient_does_not_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over many chunks a bfloat16 weight's gradient goes on growing: a bfloat16 sum would stop at 256 times a part."""
+    monkeypatch.setattr(linear_cross_entropy, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(linear_cross_entropy, "LEAST_LOGITS", 0)
+    hidden, weight = torch.ones(1000, 3).bfloat16(), torch.zeros(2, 3).bfloat16().requires_grad_()
+    losses = linear_cross_entropy_eager(hidden, weight, torch.zeros(1000, dtype=torch.int64))
+    (grad,) = torch.autograd.grad(losses.sum(), weight)
+    torch.testing.assert_close(grad.float(), torch.tensor([[-500.0], [500.0]]).expand(2, 3))
+
+
 def test_strided_input() -> None:
     """Transposed hidden states, weight and targets give what their copies give, backwards too."""
     hidden = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
