@@ -1,0 +1,1 @@
+"""Numbers worth writing down about each step."""

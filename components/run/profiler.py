@@ -1,0 +1,70 @@
+"""Traces of chosen steps: what the processor and the GPU did when."""
+
+import logging
+
+import attrs
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.run import Event, RunFolder, Step
+from drawloom.graph import component, setting
+
+log = logging.getLogger("drawloom.run")
+
+
+def _are_steps(steps: list[int]) -> str | None:
+    low = [step for step in steps if step < 1]
+    return f"there is no step {low[0]}; the first is 1" if low else None
+
+
+@component(change="free")
+class Profiler:
+    """
+    `traces/step-N-rank-R.json.gz` in the run folder, for chrome://tracing or ui.perfetto.dev.
+
+    A profiler that fails is turned off, with one warning.
+    """
+
+    folder: RunFolder
+    mesh: Mesh
+    steps: list[int] = setting(check=_are_steps, doc="the steps to trace, from 1")
+
+    _running: profile | None = attrs.field(init=False, default=None)
+    _off: bool = attrs.field(init=False, default=False)
+
+    def close(self) -> None:
+        """Drop a trace that is not at its end."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.stop()
+
+    def hear(self, event: Event) -> None:
+        """Begin and end with a chosen step."""
+        if event.step is None or event.step.index not in self.steps or self._off:
+            return
+        try:
+            self._trace(event.moment, event.step)
+        except Exception as error:
+            self._off = True
+            log.warning("no more traces: the profiler failed at step %d: %s", event.step.index, error)
+
+    def _trace(self, moment: str, step: Step) -> None:
+        if moment == "step_started":
+            running = profile(activities=_activities())
+            running.start()
+            self._running = running
+        elif moment == "step_ended" and self._running is not None:
+            running, self._running = self._running, None
+            running.stop()
+            self._write(running, step)
+
+    def _write(self, done: profile, step: Step) -> None:
+        path = self.folder.folder / "traces" / f"step-{step.index}-rank-{self.mesh.world.rank}.json.gz"
+        path.parent.mkdir(exist_ok=True)
+        done.export_chrome_trace(str(path))
+
+
+def _activities() -> list[ProfilerActivity]:
+    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return [ProfilerActivity.CPU, *gpu]

@@ -1,0 +1,57 @@
+"""What is written down about each step, and the line that people read."""
+
+import logging
+from collections.abc import Callable, Mapping
+
+import attrs
+
+from drawloom.components.ports.cadence import Cadence, a_cadence, due
+from drawloom.components.ports.run import Metric, Step, Tracker, Value
+from drawloom.graph import component, setting
+
+log = logging.getLogger("drawloom.run")
+
+
+@component(reads=("loss", "grad_norm?", "lr?", "held_out_loss?"), change="free")
+class Report:
+    """Collects every metric of a step, hands them to every tracker, and logs the step line."""
+
+    metrics: list[Metric] = attrs.field(factory=list)
+    trackers: list[Tracker] = attrs.field(factory=list)
+    every: Cadence = setting(default=1, check=a_cadence, doc='steps between lines in the log, or "last" or "never"')
+
+    _rewound: bool = attrs.field(init=False, default=False)
+
+    def run_phase(self, step: Step) -> None:
+        """Write the step down; the first of a process takes back what a run that was killed wrote of later ones."""
+        values = {name: value for metric in self.metrics for name, value in metric.measure(step).items()}
+        if not self._rewound:
+            self._rewound = True
+            for tracker in self.trackers:
+                tracker.rewind(step.index - 1)
+        for tracker in self.trackers:
+            tracker.track(step.index, values)
+        if step.refused:
+            log.warning("step %d/%d refused: %s", step.index, step.total, step.refused)
+        elif due(self.every, step):
+            log.info("%s", step_line(step, values), extra={"step_line": True})
+
+
+def step_line(step: Step, values: Mapping[str, Value]) -> str:
+    """`step 12/300  loss 2.3456  grad_norm 0.83 ...`, with the parts whose values there are."""
+    parts = [part(number) for name, part in PARTS.items() if (number := values.get(name)) is not None]
+    return "  ".join([f"step {step.index}/{step.total}", *parts])
+
+
+def _short(number: float) -> str:
+    return f"{number:.2f}" if abs(number) >= 0.1 else f"{number:#.2g}"
+
+
+PARTS: Mapping[str, Callable[[float], str]] = {
+    "loss": lambda number: f"loss {number:.4f}",
+    "held_out_loss": lambda number: f"held-out loss {number:.4f}",
+    "grad_norm": lambda number: f"grad_norm {_short(number)}",
+    "lr": lambda number: f"lr {number:#.2g}",
+    "tokens_per_second": lambda number: f"{number:,.0f} tokens/s",
+    "memory": lambda number: f"{number / 1e6:,.0f} MB",
+}

@@ -1,0 +1,58 @@
+"""A thread that notices when something takes too long, wherever it hangs."""
+
+import threading
+import time
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+
+
+class Watchdog:
+    """
+    Calls `expired` with a limit, once, when what was allowed so many seconds has not ended after them.
+
+    The thread looks every `tick` seconds. Of the time between two looks no more than two ticks count: a process that
+    was suspended, or a machine that slept, is not taken for one that hangs.
+    """
+
+    def __init__(self, expired: Callable[[float], None], tick: float = 1.0, clock: Clock = time.monotonic) -> None:
+        self._expired = expired
+        self._tick = tick
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._limit: float | None = None
+        self._left = 0.0
+        self._looked = 0.0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def allow(self, seconds: float | None) -> None:
+        """What begins now may take so long; None is as long as it likes."""
+        with self._lock:
+            self._limit, self._left, self._looked = seconds, seconds or 0.0, self._clock()
+
+    def look(self) -> None:
+        """See whether time is up."""
+        with self._lock:
+            now = self._clock()
+            self._left -= min(now - self._looked, 2 * self._tick)
+            self._looked = now
+            limit = self._limit if self._left <= 0 else None
+            if limit is not None:
+                self._limit = None
+        if limit is not None:
+            self._expired(limit)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(self._tick):
+            self.look()
