@@ -30,8 +30,8 @@ def instead(value: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _read(text: str) -> list[Any]:
-    """The value that a text is in TOML, if it is one on one line."""
+    """The value that a text is in TOML, if it is one; what can't be printed is no part of a hint."""
     try:
-        return [tomli.loads(f"x = {text}")["x"]] if "\n" not in text else []
+        return [tomli.loads(f"x = {text}")["x"]] if text.isprintable() else []
     except (ValueError, RecursionError):
         return []

@@ -96,13 +96,13 @@ class Values:
         converter = Converter(detailed_validation=True)
         converter.register_structure_hook_factory(lambda kind: True, _refuse)
         converter.register_structure_hook_func(lambda kind: kind in (Any, object), lambda value, kind: value)
-        converter.register_structure_hook_func(_is_choice, _choose)
+        converter.register_structure_hook_func(_is_literal, _choose)
         converter.register_structure_hook_func(lambda kind: words.members(kind) != [kind], self._union)
         converter.register_structure_hook_func(lambda kind: _origin(kind) is tuple, self._fixed_array)
         converter.register_structure_hook_factory(_is_array, _array)
         converter.register_structure_hook_factory(lambda kind: _origin(kind) in (dict, Mapping), _table)
         converter.register_structure_hook_factory(_is_class, self._class)
-        for kind in (str, bytes, int, bool, float, Path, date, time):  # and all that is derived from them
+        for kind in (str, bytes, bool, int, float, Path, date, time, Enum):  # and all that is derived from them
             converter.register_structure_hook(kind, _scalar)
         return converter
 
@@ -147,7 +147,7 @@ class Values:
         return _of_shape(dict, inside)
 
     def _faults(self, error: Exception, path: KeyPath) -> Iterator[Fault]:
-        """The tree of errors that cattrs raises, as faults; notes say which step of the path each stands at."""
+        """A tree of errors as cattrs raises it, flat; the note of an error is its step in the path."""
         note = next((note for note in getattr(error, "__notes__", ()) if type(note) is not str), None)
         if isinstance(note, AttributeValidationNote):
             path = (*path, note.name.lstrip("_"))
@@ -162,8 +162,8 @@ class Values:
             known = [field.alias for field in attrs.fields(error.cl) if field.init]
             for name in sorted(error.extra_fields):
                 yield Fault((*path, name), "unknown key", did_you_mean(name, known))
-        elif isinstance(error, KeyError) and note:
-            yield Fault(path, f"missing, {words.expected(note.type)}", f"write {writing.key(str(path[-1]))} = ...")
+        elif isinstance(error, KeyError) and note and error.args == path[-1:]:
+            yield Fault(path, f"missing, {words.expected(note.type)}", f"write {writing.key(error.args[0])} = ...")
         elif isinstance(error, ValueError | TypeError) and not note:
             yield Fault(path, str(error))  # from the class itself
         else:
@@ -173,7 +173,7 @@ class Values:
         for candidate, hint in instead(value):
             with suppress(_Mismatch, BaseValidationError):
                 self._structure(candidate, kind)
-                return hint
+                return hint if len(hint) <= 2 * words.SHOWN else ""
         choices = [plain for member in words.members(kind) if _is_choice(member) for plain, _ in _choices(member)]
         near = nearest(value, filter(_is_string, choices)) if _is_string(value) else None
         return "" if near is None else f"did you mean {writing.value(near)}?"
@@ -188,7 +188,7 @@ class _Mismatch(ValueError):
 
 
 def _scalar(value: Any, kind: Any) -> Any:
-    if _is_choice(kind):  # an Enum that is derived from a scalar
+    if _is_choice(kind):
         return _choose(value, kind)
     if kind not in words.NOUNS:
         return _refuse(kind)
@@ -210,7 +210,7 @@ def _objection(value: Any, kind: Any) -> str:
     if kind is float and float(value) != value:
         return "expected a number that floating point holds exactly"
     if kind is Path and (not value or "\0" in value or "\n" in value):
-        return "expected a path without line breaks and NUL" if value else "expected a path"
+        return "expected a path without newline and NUL" if value else "expected a path"
     return ""
 
 
@@ -223,7 +223,7 @@ def _choose(value: Any, kind: Any) -> Any:
 
 def _choices(kind: Any) -> list[tuple[Any, Any]]:
     """What is written for each member of an Enum or a Literal, and the member."""
-    if typing.get_origin(kind) is Literal:
+    if _is_literal(kind):
         return [(choice, choice) for choice in typing.get_args(kind)]
     return [(member.value, member) for member in kind]
 
@@ -260,8 +260,12 @@ def _is_array(kind: Any) -> bool:
     return _origin(kind) in (list, Sequence) or kind is tuple or typing.get_args(kind)[1:] == (...,)
 
 
+def _is_literal(kind: Any) -> bool:
+    return typing.get_origin(kind) is Literal
+
+
 def _is_choice(kind: Any) -> bool:
-    return typing.get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, Enum))
+    return _is_literal(kind) or (isinstance(kind, type) and issubclass(kind, Enum))
 
 
 def _is_class(kind: Any) -> bool:
