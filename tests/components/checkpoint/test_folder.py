@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,13 @@ def test_a_damaged_checkpoint_neither_counts_nor_goes(tmp_path: Path) -> None:
     assert restored(tmp_path) == 4
 
 
+def test_what_was_just_saved_is_never_rotated_away(tmp_path: Path) -> None:
+    """Not even among checkpoints of higher steps that nobody restored."""
+    save_steps(tmp_path, 7, 8, 9)
+    save_steps(tmp_path, 1, 2, keep=1)
+    assert _steps(tmp_path) == [2, 7, 8, 9]
+
+
 def test_a_step_that_was_damaged_can_be_saved_again(tmp_path: Path) -> None:
     """The good one takes its place, the damaged one is kept under another name; twice, if need be."""
     for _ in range(2):
@@ -179,6 +187,11 @@ def test_a_step_that_was_damaged_can_be_saved_again(tmp_path: Path) -> None:
         memory.state = state_of(2)
         node.save(Step(2, 9))
         assert restored(tmp_path) == 2
+        memory.state = state_of(3)
+        node.keep = 1
+        node.save(Step(3, 9))
+        assert _steps(tmp_path) == [3]  # the good one counts again
+        shutil.rmtree(tmp_path / "checkpoints" / "step-3")
     kept = [name for name in os.listdir(tmp_path / "checkpoints") if name.startswith(".damaged-step-2-")]
     assert len(kept) >= 2
     assert (tmp_path / "checkpoints" / min(kept) / "rank-0.json").exists()

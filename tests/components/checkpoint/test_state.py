@@ -76,6 +76,7 @@ def test_views_are_saved_as_what_they_show() -> None:
         "reversed": table.flip(0)[1::2],
         "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
         "whole": table,
+        "tied": table,
         "parameter": torch.nn.Parameter(table[1, :2]),
         "scalar": table[1, 1],
     }
