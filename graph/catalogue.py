@@ -56,7 +56,8 @@ class Catalogue:
     def _find(self, use: str) -> Spec | Problem:
         path = self.folder.joinpath(*use.split(".")).with_suffix(".py") if NAME.fullmatch(use) else None
         if path is None or not path.is_file():
-            return Problem("DL201", f"no component is called {use!r}", did_you_mean(use, self.names()))
+            hint = did_you_mean(use, self.names()) or "`list` shows all that there are"
+            return Problem("DL201", f"no component is called {use!r}", hint)
         try:
             module = importlib.import_module(f"{self.package}.{use}")
         except ModuleNotFoundError as error:

@@ -64,7 +64,8 @@ class Connecting:
             found = list(self._refer(node, field, value, (field.name, number), many=True))
             targets += found
             items += [(field.name, number)] * len(found)
-        node.edges[field.name] = Edge(tuple(targets), items=tuple(items))
+        unmade = len({path[1] for path in items}) < len(values)
+        node.edges[field.name] = Edge(tuple(targets), items=tuple(items), unmade=unmade)
 
     def _connect_mapping(self, node: Node, field: Field, item: Leaf | Table) -> None:
         if not isinstance(item, Table):
@@ -133,7 +134,7 @@ class Connecting:
         target = self.nodes[name]
         if not self.fits(target.spec, field):
             ports = " or ".join(port.__name__ for port in field.ports)
-            why = "; ".join(reason for port in field.ports for reason in self._misfits(target.spec.cls, port)[:2])
+            why = " and ".join(reason for port in field.ports for reason in self._misfits(target.spec.cls, port)[:2])
             text = f"{dotted(path)} needs a {ports}, but [{name}] is {target.spec.use!r}: it {why}"
             node.fault("DL314", text, "", path)
             return False
@@ -159,9 +160,10 @@ class Connecting:
         if not fitting:
             text = f"{node.spec.use!r} needs a {port} for {field.name!r}, and no node is one"
             return node.fault("DL316", text, "add a node that is")
-        names = " and ".join(f"[{name}]" for name in fitting)
+        names = f"{', '.join(f'[{name}]' for name in fitting[:-1])} and [{fitting[-1]}]"
         hint = "write " + " or ".join(f'{field.name} = "@{name}"' for name in fitting)
-        node.fault("DL316", f"{field.name!r} needs one {port}, and {names} all are", hint)
+        all_of_them = "both" if len(fitting) == 2 else "all"
+        node.fault("DL316", f"{field.name!r} needs one {port}, and {names} {all_of_them} are", hint)
 
     def fits(self, spec: Spec, field: Field) -> bool:
         """Whether a component keeps the promises of any of a field's ports."""

@@ -7,7 +7,7 @@ import attrs
 from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.fit import misfits
 from drawloom.graph.node import Node, NodeView
-from drawloom.graph.problems import Problem, RecipeError, in_order
+from drawloom.graph.problems import Place, Problem, RecipeError, in_order
 from drawloom.graph.recipe import Recipe
 from drawloom.graph.sequence import check_sequence
 from drawloom.graph.wiring import Wiring
@@ -28,7 +28,7 @@ class Graph:
         wiring.run()
         graph = cls(recipe, wiring.nodes, [*recipe.problems, *wiring.problems()])
         graph.problems += graph._check()
-        graph.problems += graph._check_root(root)
+        graph.problems += graph._check_root(root) if root else []
         graph.problems = in_order(graph.problems)
         return graph
 
@@ -115,13 +115,12 @@ class Graph:
         return node.faulty or any(self.nodes[name].faulty for name in self.needs(node.name))
 
     def _check_root(self, root: str) -> Iterator[Problem]:
-        if not root:
-            return
-        if root not in self.nodes:
-            if root not in self.recipe.nodes:
-                yield Problem("DL321", f"there is no node [{root}], so there is nothing to run", f"write [{root}]")
-            return
-        needed = set(self.closure([root])) if not self.circle() else set(self.nodes)
+        if root not in self.recipe.nodes:
+            text, place = f"there is no node [{root}], so there is nothing to run", Place(self.recipe.source)
+            yield Problem("DL321", text, f"write [{root}]", place=place)
+        if self.faults:
+            return  # what is needed can't be told yet
+        needed = set(self.closure([root]))
         for name, node in self.nodes.items():
             if name not in needed and not node.owner:
                 text = f"nothing that [{root}] needs leads to this node, so it will not be built"

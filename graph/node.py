@@ -11,12 +11,16 @@ from drawloom.graph.spec import Spec
 
 @attrs.frozen
 class Edge:
-    """Where one field of a node leads: node names, in order. `keys` names them in a mapping."""
+    """
+    Where one field of a node leads: node names, in order. `keys` names them in a mapping, `items` says where each is
+    written, `unmade` that there would be more if all nodes could be made.
+    """
 
     targets: tuple[str, ...]
     keys: tuple[str, ...] = ()
     items: tuple[Path, ...] = ()
     written: bool = True
+    unmade: bool = False
 
 
 @attrs.define(eq=False)
@@ -36,9 +40,11 @@ class Node:
         """Whether anything is wrong with the node itself."""
         return any(not problem.warning for problem in self.problems)
 
-    def fault(self, code: str, text: str, hint: str = "", path: Path = (), *, key: bool = False) -> None:
+    def fault(
+        self, code: str, text: str, hint: str = "", path: Path = (), *, key: bool = False, place: Place | None = None
+    ) -> None:
         """Keep a problem with a setting or edge of this node, or with the node itself."""
-        self.problems.append(Problem(code, text, hint, self.name, self.place_of(path, key=key)))
+        self.problems.append(Problem(code, text, hint, self.name, place or self.place_of(path, key=key)))
 
     @property
     def place(self) -> Place:

@@ -126,6 +126,5 @@ class _Reader:
 
 
 def _shown(path: Path) -> str:
-    """A path as people should see it: relative if it lies below the current directory."""
-    real, here = path.resolve(), Path.cwd().resolve()
-    return str(real.relative_to(here)) if real.is_relative_to(here) else str(real)
+    """A path as people should see it: from where they stand."""
+    return os.path.relpath(path.resolve(), Path.cwd().resolve())

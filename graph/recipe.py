@@ -118,11 +118,19 @@ def _sort(source: str, top: Table) -> Recipe:
         elif "use" in item.items:
             recipe.nodes[name] = item
         elif all(isinstance(member, Table) and "use" in member.items for member in item.items.values()):
-            recipe.groups[name] = [f"{name}.{member}" for member in item.items]
-            recipe.nodes |= {f"{name}.{key}": member for key, member in item.items.items() if isinstance(member, Table)}
+            recipe.groups[name] = []
+            _take_group(recipe, name, item)
         else:
             recipe.problems += _nobody(name, item, top)
+            _take_group(recipe, name, item)
     return recipe
+
+
+def _take_group(recipe: Recipe, name: str, item: Table) -> None:
+    members = {f"{name}.{key}": part for key, part in item.items.items() if isinstance(part, Table) and part.use}
+    recipe.nodes |= members
+    if members:
+        recipe.groups[name] = list(members)
 
 
 def _take_vars(recipe: Recipe, item: Leaf | Table) -> None:

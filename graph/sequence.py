@@ -23,16 +23,16 @@ def check_sequence(node: Node, field: str, edge: Edge, nodes: dict[str, Node]) -
     members = [Member(name, number, nodes[name].spec.traits.flow) for number, name in enumerate(edge.targets)]
     for member in members:
         place = node.place_of(edge.items[member.number])
-        for text, hint in _faults(member, members):
+        for text, hint in _faults(member, members, edge.unmade):
             yield Problem("DL330", f"{field}: {text}", hint, node.name, place)
 
 
-def _faults(member: Member, members: list[Member]) -> Iterator[tuple[str, str]]:
+def _faults(member: Member, members: list[Member], unmade: bool) -> Iterator[tuple[str, str]]:
     for name in (*member.flow.reads, *member.flow.changes):
         value, verb = name.removesuffix("?"), "changes" if name in member.flow.changes else "reads"
         writers = [other for other in members if value in other.flow.writes]
-        if not writers and name != value:
-            continue
+        if not writers and (name != value or unmade):
+            continue  # it need not be written, or is by a member that is at fault itself
         if not writers:
             yield f"[{member.name}] {verb} {value}, which nothing in the sequence writes", "add a member that writes it"
         elif writers[0].number >= member.number:

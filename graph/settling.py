@@ -7,9 +7,10 @@ import attrs
 
 from drawloom.graph.layers import Leaf, Path, Table
 from drawloom.graph.node import Node, dotted
+from drawloom.graph.problems import Place
 from drawloom.graph.spec import Field
 from drawloom.graph.suggest import did_you_mean
-from drawloom.graph.values import Values
+from drawloom.graph.values import Fault, Values
 
 VARIABLE = "$vars."
 REFUSED = object()
@@ -50,14 +51,21 @@ class Settling:
         if plain is REFUSED:
             return
         value, faults = self.values.structure(plain, field.type)
+        if not faults and field.check and (reason := field.check(value)):
+            faults = [Fault((), reason)]
         for fault in faults:
             path = (field.name, *fault.path)
-            node.fault("DL303", f"{dotted(path)}: {fault.text}", fault.hint, path)
-        if faults:
-            return
-        if field.check and (reason := field.check(value)):
-            return node.fault("DL304", f"{field.name}: {reason}", "", (field.name,))
-        node.settings[field.name] = value
+            place = self._variable_place(item)
+            written = f" ({item.value})" if place and isinstance(item, Leaf) else ""
+            node.fault("DL303", f"{dotted(path)}{written}: {fault.text}", fault.hint, path, place=place)
+        if not faults:
+            node.settings[field.name] = value
+
+    def _variable_place(self, item: Leaf | Table) -> Place | None:
+        """Where a value stands that is a variable as a whole."""
+        name = item.value if isinstance(item, Leaf) and isinstance(item.value, str) else ""
+        found = self.vars.get(name.removeprefix(VARIABLE)) if name.startswith(VARIABLE) else None
+        return found.place if found else None
 
     def _set_default(self, node: Node, field: Field) -> None:
         if not field.required:

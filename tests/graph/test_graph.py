@@ -99,7 +99,7 @@ def test_a_required_edge_is_found_by_type_if_one_node_fits(shop: Shop, members: 
         assert graph.nodes["page"].edges["store"].targets == ("store",)
         return
     assert faults(graph) == [
-        f"[{node}] 'store' needs one Store, and [store] and [second] all are" for node in ("page", "trainer")
+        f"[{node}] 'store' needs one Store, and [store] and [second] both are" for node in ("page", "trainer")
     ]
     assert graph.faults[0].hint == 'write store = "@store" or store = "@second"'
 
