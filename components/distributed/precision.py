@@ -26,7 +26,7 @@ def _wide(name: str) -> str | None:
 class DtypeByPurpose:
     """One dtype for each kind of number."""
 
-    _parameter: Name = setting(default="float32", alias="parameter", change="structural", doc="dtype of parameters")
+    _parameter: Name = setting(default="float32", alias="parameter", doc="dtype of parameters")
     _compute: Name = setting(default="float32", alias="compute", doc="dtype of activations")
     _gradient: Name = setting(default="float32", alias="gradient", doc="dtype of accumulated gradients")
     _reduce: Name = setting(default="float32", alias="reduce", check=_wide, doc="least dtype of sums over ranks")

@@ -13,7 +13,7 @@ from drawloom.components.ports.run import Job
 from drawloom.graph import component
 
 
-@component(change="free")
+@component
 class ProcessRandomness:
     """Seeds every generator of the process for this rank, saves them all, and gives them back as they were."""
 

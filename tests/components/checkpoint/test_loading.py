@@ -1,4 +1,4 @@
-"""The checkpointer of several real processes."""
+"""What several real processes save together, and what each of them gets back."""
 
 import errno
 import os
