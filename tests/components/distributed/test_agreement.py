@@ -4,13 +4,13 @@ import os
 from typing import Any
 
 import pytest
-from support.processes import run_ranks
 
 from drawloom.components.distributed.agreement import on_main, together
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.groups import OneRank
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.graph import UserError
+from support.processes import run_ranks
 
 
 def _rank() -> int:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import RanksFailed, run_ranks
 
 from drawloom.components.distributed.groups import OneRank, ProcessGroup
 from drawloom.graph import UserError
+from support.processes import RanksFailed, run_ranks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
 

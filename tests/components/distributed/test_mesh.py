@@ -6,7 +6,6 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from support.processes import RanksFailed, run_ranks
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.groups import OneRank
@@ -14,6 +13,7 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.ports.distributed import Group
 from drawloom.graph import UserError
+from support.processes import RanksFailed, run_ranks
 
 
 @attrs.define

@@ -6,12 +6,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import run_ranks
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.groups import OneRank
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.graph import UserError
+from support.processes import run_ranks
 
 
 def _processes(timeout: float = 20.0) -> TorchProcesses:

@@ -5,7 +5,6 @@ from typing import Any
 
 import attrs
 import pytest
-from support.processes import run_ranks
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
@@ -15,6 +14,7 @@ from drawloom.components.run.folder_lock import FolderLock
 from drawloom.components.run.job import NamedJob
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.resolved import RecipeChange
+from support.processes import run_ranks
 
 HEAVY = RecipeChange("model", "layers", "2", "4", "structural")
 

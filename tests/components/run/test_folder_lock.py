@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import run_ranks
 
 from drawloom.components.run.folder_lock import FolderLock
 from drawloom.graph import UserError
+from support.processes import run_ranks
 
 
 def _try(folder: Path) -> str:
