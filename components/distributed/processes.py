@@ -23,6 +23,8 @@ class TorchProcesses:
 
     _launch: Launch = attrs.field(init=False, factory=Launch)
     _joined: bool = attrs.field(init=False, default=False)
+    _limit: timedelta = attrs.field(init=False)
+    _handles: list[Any] = attrs.field(init=False, factory=list)
 
     @property
     def rank(self) -> int:
@@ -47,6 +49,7 @@ class TorchProcesses:
     def open(self) -> None:
         """Find the other processes, if there are any; a UserError if they don't come."""
         self._launch = read_launch()
+        self._limit = timedelta(seconds=self.timeout)
         if dist.is_initialized():
             raise UserError(
                 "torch has a default process group already, and this run would change it; call "
@@ -59,6 +62,7 @@ class TorchProcesses:
         """Leave the other processes; torch is as it was."""
         if self._joined:
             self._joined = False
+            self._handles = []
             dist.destroy_process_group()
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
@@ -66,11 +70,16 @@ class TorchProcesses:
         groups = [(self.rank in ranks, self._make(name, ranks)) for ranks in sets]
         return next(group for own, group in groups if own)
 
+    def set_timeout(self, seconds: float) -> None:
+        """From now on a process waits this long for the others in any group, also in groups that are made later."""
+        self._limit = timedelta(seconds=seconds)
+        for handle in [dist.group.WORLD, *self._handles] if self._joined else []:
+            dist.distributed_c10d._set_pg_timeout(self._limit, handle)
+
     def _join(self) -> None:
-        limit = timedelta(seconds=self.timeout)
         bound = self.device.device if self.device.backend == "nccl" else None
         try:
-            dist.init_process_group(self.device.backend, timeout=limit, device_id=bound)
+            dist.init_process_group(self.device.backend, timeout=self._limit, device_id=bound)
         except RuntimeError as error:  # torch's own errors of the network and the store are RuntimeErrors too
             raise UserError(
                 f"process {self.rank} did not find the other {self.world_size - 1} within {self.timeout:g} s; is "
@@ -83,6 +92,7 @@ class TorchProcesses:
             return OneRank()
         handle: Any = dist.group.WORLD
         if len(ranks) < self.world_size:
-            handle = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
+            handle = dist.new_group(list(ranks), timeout=self._limit)
+            self._handles += [handle] if self.rank in ranks else []
         where = self.device.device if self.device.backend == "nccl" else torch.device("cpu")
         return ProcessGroup(name, ranks, handle, where)

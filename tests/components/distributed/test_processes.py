@@ -103,3 +103,23 @@ def test_close_without_open_does_nothing() -> None:
     """A run that failed before this node opened closes it all the same."""
     _processes().close()
     assert torch.distributed.is_available()
+
+
+def _slow_partner(limit: float) -> str:
+    processes = _processes()
+    processes.open()
+    pair = processes.group("pair", [[0, 1]])
+    processes.set_timeout(limit)
+    if processes.rank == 1:
+        time.sleep(2.5)
+        processes.close()
+        return "late"
+    began = time.monotonic()
+    with pytest.raises(UserError):
+        pair.sum(torch.zeros(1))
+    return "gave up" if time.monotonic() - began < 2 else "waited"
+
+
+def test_a_changed_timeout_holds_for_groups_that_exist() -> None:
+    """A rank gives up after the new time, not after the one that its group was made with."""
+    assert run_ranks(_slow_partner, 2, 0.5) == ["gave up", "late"]
