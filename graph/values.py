@@ -61,7 +61,7 @@ class Values:
         """
         A value in plain TOML types, which `structure` makes into an equal one; None stays None, to be left out.
 
-        Tables are without what is None, so that it comes back only where it is the default.
+        The table of an attrs class is without what is None, so that it comes back only where it is the default.
         """
         plain = Values.unstructure
         match value:
@@ -72,10 +72,11 @@ class Values:
             case list() | tuple():
                 return [plain(item) for item in value]
             case Mapping():
-                return {name: plain(item) for name, item in value.items() if item is not None}
+                return {name: plain(item) for name, item in value.items()}
             case _ if attrs.has(type(value)):
                 fields = [field for field in attrs.fields(type(value)) if field.init]
-                return plain({field.alias: getattr(value, field.name) for field in fields})
+                table = {field.alias: getattr(value, field.name) for field in fields}
+                return {name: plain(item) for name, item in table.items() if item is not None}
         return value
 
     def _structure(self, value: Any, kind: Any) -> Any:

@@ -77,7 +77,7 @@ def _alternatives(kind: Any) -> list[tuple[str, str]]:
         return [("", shorten(choice)) for choice in inner]
     if isinstance(kind, type) and issubclass(kind, Enum):
         return [("", shorten(member.value)) for member in kind]
-    if len(members(kind)) > 1 or members(kind) != [kind]:
+    if members(kind) != [kind]:
         return list(dict.fromkeys(words for member in members(kind) for words in _alternatives(member)))
     if origin in (list, tuple, Sequence):
         return [("array", _items(inner, origin is tuple and inner[-1:] != (...,)))]
