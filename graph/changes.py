@@ -73,7 +73,7 @@ class _Comparison:
         uses = [side[name]["use"] for name in names for side in (self.old, self.new) if name in side]
         found = [self.catalogue.find(use) for use in uses]
         weights = [spec.traits.change for spec in found if not isinstance(spec, Problem)]
-        heaviest = max(weights, key=WEIGHTS.index, default="semantic")
+        heaviest: Change = max(weights, key=WEIGHTS.index, default="semantic")
         return heaviest if len(weights) == len(found) else "semantic"
 
 

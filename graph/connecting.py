@@ -96,10 +96,8 @@ class Connecting:
                 yield name
 
     def _in_place(self, node: Node, field: Field, value: dict[str, Any] | Table, path: Path) -> list[str]:
-        table = value
-        if not isinstance(table, Table):
-            holder = node.table.items[field.name]
-            table = Table.of(value, holder.layer, (*holder.path, *path[1:]))
+        holder = node.table.items[field.name]
+        table = value if isinstance(value, Table) else Table.of(value, holder.layer, (*holder.path, *path[1:]))
         if "use" not in table.items:
             text = f"{dotted(path)} is a table without `use`, so it is no node"
             node.fault("DL312", text, 'write { use = "...", ... } or "@name"', path)

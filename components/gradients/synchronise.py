@@ -65,7 +65,7 @@ class Synchronise:
     def _sum(self, bucket: list[Tensor]) -> None:
         flat = torch.cat([gradient.flatten().to(self.precision.reduce) for gradient in bucket])
         self.mesh.replicas.sum(flat)
-        for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+        for gradient, part in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
 

@@ -17,7 +17,7 @@ def between(curve: Curve, start: float, end: float, progress: float, power: floa
         case "cosine":
             return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
         case "polynomial":
-            return start + (end - start) * progress**power
+            return start + (end - start) * math.pow(progress, power)
         case "exponential":
             low, high = math.log(max(start, SMALLEST)), math.log(max(end, SMALLEST))
             return math.exp(low + (high - low) * progress)

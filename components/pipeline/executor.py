@@ -89,7 +89,7 @@ class _Pass:
         output = self._outputs.pop((index, microbatch))
         behind = self._inputs.pop((index + 1, microbatch), None)
         if output.requires_grad:
-            output.backward(None if behind is None else behind.grad)
+            torch.autograd.backward(output, None if behind is None else behind.grad)
 
     def losses(self, device: torch.device) -> Losses:
         """The sums over microbatches, in their order; zero on a rank without the last stage."""

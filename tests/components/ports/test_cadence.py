@@ -17,4 +17,4 @@ def test_steps_of_a_cadence(cadence: Cadence, steps: list[int]) -> None:
 
 def test_a_cadence_of_no_steps_is_refused() -> None:
     """Zero and less are no cadence; one is."""
-    assert [cadence for cadence in (-1, 0, 1, "last", "never") if a_cadence(cadence)] == [-1, 0]  # type: ignore[arg-type]
+    assert [cadence for cadence in (-1, 0, 1, "last", "never") if a_cadence(cadence)] == [-1, 0]
