@@ -49,13 +49,11 @@ class ProgressBar:
             self._bar = None
 
     def hear(self, event: Event) -> None:
-        """Begin with the first step, go on with each, and end with the run."""
+        """Begin with the first step, go on with each, and end with the last."""
         if event.moment == "step_started" and event.step and self._bar is None:
             self._begin(event.step)
         elif event.moment == "step_ended" and event.step:
             self._go_on(event.step)
-        elif event.moment == "run_ended":
-            self.close()
 
     def _begin(self, step: Step) -> None:
         if self.console is None or not self.console.is_terminal or self.mesh.world.rank != 0:
@@ -75,9 +73,11 @@ class ProgressBar:
         now = self.clock()
         speed = f"{step.tokens / max(now - step.started - step.aside, 1e-9):,.0f}"
         self._bar.update(self._task, completed=step.index, loss=_loss(step), speed=speed)
-        if step.last or now - self._drawn >= BETWEEN:
+        if now - self._drawn >= BETWEEN:
             self._drawn = now
             self._bar.refresh()
+        if step.last:
+            self.close()
 
 
 def _loss(step: Step) -> str:

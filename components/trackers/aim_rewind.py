@@ -6,29 +6,31 @@ sequence is four arrays (value, epoch, time, step) under keys that Aim hashes fr
 that the next `Run` object reads.
 """
 
+from itertools import product
 from typing import Any
 
 COLUMNS = ("val", "epoch", "time", "step")
+NUMBERS = 2  # the version of Aim's layout that it gives to series of numbers
 
 
 def forget_after(run: Any, step: int) -> None:
     """Remove every metric's values after a step. The run is open for writing; close it before it tracks again."""
     for context, names in run.meta_run_tree.get("traces", {}).items():
-        for name, summary in names.items():
-            _cut(run, (context, name), summary["version"], step)
+        for name in names:
+            _cut(run, (context, name), step)
 
 
-def _cut(run: Any, metric: tuple[int, str], version: int, step: int) -> None:
-    series = run.series_run_trees[version].subtree(metric)
-    keys, steps = series.array("step", dtype="int64").sparse_list()
-    keys_by_step = dict(sorted(zip(steps, keys, strict=True)))
-    gone = [number for number in keys_by_step if number > step]
-    for number in gone:
-        key = keys_by_step.pop(number)
-        for column in COLUMNS:
-            del series[column, key]
+def _cut(run: Any, metric: tuple[int, str], step: int) -> None:
+    """Remove later steps, and those that a killed process left with some of their columns only."""
+    series = run.series_run_trees[NUMBERS].subtree(metric)
+    columns = {name: dict(zip(*series.array(name).sparse_list(), strict=True)) for name in COLUMNS}
+    whole = set.intersection(*map(set, columns.values()))
+    kept = {key: number for key, number in columns["step"].items() if number <= step and key in whole}
+    gone = set().union(*columns.values()) - kept.keys()
+    for name, key in product(COLUMNS, gone):
+        del series[name, key]
     if gone:
-        _summarise(run, metric, {number: series["val", key] for number, key in keys_by_step.items()})
+        _summarise(run, metric, {number: columns["val"][key] for key, number in kept.items()})
 
 
 def _summarise(run: Any, metric: tuple[int, str], values: dict[int, float]) -> None:

@@ -101,7 +101,7 @@ def test_quick_steps_are_not_all_drawn(bar: ProgressBar, screen: io.StringIO) ->
 def test_step_lines_are_hushed_while_the_bar_is_there(
     bar: ProgressBar, screen: io.StringIO, tmp_path: Path, one_rank: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other lines and warnings are still shown, above the bar; the log has all; after the run lines are back."""
+    """Other lines and warnings are still shown, above the bar; the log has all; after the last step lines are back."""
     logs = RunLogging(folder=Folder(tmp_path), mesh=one_rank)
     logs.open()
     log = logging.getLogger("drawloom.run")
@@ -109,7 +109,7 @@ def test_step_lines_are_hushed_while_the_bar_is_there(
     log.info("hushed", extra={"step_line": True})
     log.info("news")
     log.warning("mind")
-    bar.hear(Event("run_ended"))
+    bar.hear(Event("step_ended", Step(2, 2)))
     log.info("line", extra={"step_line": True})
     logs.close()
     assert "hushed" not in screen.getvalue() + "".join(capsys.readouterr())

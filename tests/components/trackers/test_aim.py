@@ -89,8 +89,9 @@ def _runs(folder: Path) -> list[str]:
 
 
 def test_finite_values_are_kept_by_step(make: Any, tmp_path: Path) -> None:
-    """Numbers of all kinds become floats under their names; what is no number is left out; the recipe is there."""
+    """Numbers of all kinds become floats under their names; what is no number is left out; the repository and the recipe are there."""
     tracker = make()
+    assert (tmp_path / ".aim" / "VERSION").exists()
     tracker.track(1, {"loss": 2.5, "tokens": 7, "refused": True})
     tracker.track(2, {"loss": None, "grad_norm": math.nan, "tokens": 14})
     run = tracker.state_dict()["run"]
@@ -162,7 +163,8 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew_in_the_same_run(ma
     assert _series(tmp_path, run) == {"loss": {1: 3.0}}
 
 
-def test_a_repository_that_was_removed_is_made_again(make: Any, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("with_repository")
+def test_a_run_that_was_removed_is_made_again(make: Any, tmp_path: Path) -> None:
     """Saved state may name a run that is gone: it comes back under its name, with what follows."""
     tracker = make()
     tracker.load_state_dict({"run": "a" * 24})
@@ -186,10 +188,11 @@ def test_closing_ends_the_run(make: Any, tmp_path: Path) -> None:
     assert container.subtree(("meta", "chunks", run))["end_time"] > 0
 
 
-def test_nothing_comes_to_be_before_the_first_step(make: Any, tmp_path: Path) -> None:
-    """A run that finds itself finished leaves no trace."""
+@pytest.mark.usefixtures("with_repository")
+def test_without_a_step_there_is_no_run(make: Any, tmp_path: Path) -> None:
+    """A run that finds itself finished adds nothing to the repository."""
     make().close()
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / ".aim" / "meta" / "chunks").exists()
 
 
 @pytest.mark.usefixtures("with_repository")

@@ -72,3 +72,17 @@ def test_closing_has_a_limit() -> None:
         assert not background.close(0.05)
         assert time.monotonic() - start < 5
     gate.set()
+
+
+def test_a_task_that_is_waited_for_is_done_or_the_wait_is_over() -> None:
+    """It comes after those that wait; one that raises is done; one that hangs is waited for only so long."""
+    gate = threading.Event()
+    done: list[int] = []
+    background = Background("test", 10, failed=lambda _: None, last=_nothing)
+    background.give(_append(done, 1))
+    assert background.do(_append(done, 2), 10)
+    assert done == [1, 2]
+    assert background.do(lambda: done.append(1 // 0), 10)
+    assert not background.do(lambda: done.append(gate.wait(10)), 0.05)
+    gate.set()
+    assert background.close(10)

@@ -1,0 +1,59 @@
+"""The Aim repository of a run folder."""
+
+from pathlib import Path
+
+import pytest
+
+from drawloom.components.trackers.aim_repository import free_run, has_run, open_repository, run_in
+
+
+class Repo:
+    """What Aim makes, as far as folders go."""
+
+    dies = False
+
+    @classmethod
+    def from_path(cls, path: str, init: bool = False) -> str:
+        if init:
+            (Path(path) / ".aim").mkdir()
+            if cls.dies:
+                raise KeyboardInterrupt
+            (Path(path) / ".aim" / "VERSION").write_text("1")
+        return path
+
+
+class Aim:
+    """The package."""
+
+    Repo = Repo
+
+
+def test_a_repository_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever dies while Aim makes one leaves none; the next time it is made, and what was left is gone."""
+    monkeypatch.setattr(Repo, "dies", True)
+    with pytest.raises(KeyboardInterrupt):
+        open_repository(Aim, tmp_path)
+    assert not (tmp_path / ".aim").exists()
+    monkeypatch.setattr(Repo, "dies", False)
+    assert open_repository(Aim, tmp_path) == str(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".aim"]
+    assert (tmp_path / ".aim" / "VERSION").exists()
+
+
+def test_a_repository_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
+    """Nothing is made aside."""
+    (tmp_path / ".aim").mkdir()
+    open_repository(Aim, tmp_path)
+    assert not list((tmp_path / ".aim").iterdir())
+
+
+def test_a_folder_has_the_run_that_was_made_ready(tmp_path: Path) -> None:
+    """None before, and afterwards that one, whose old lock is gone."""
+    assert (run_in(tmp_path), has_run(tmp_path, "abc")) == ("", False)
+    locks = tmp_path / ".aim" / "locks"
+    locks.mkdir(parents=True)
+    (locks / "abc.softlock").write_text("1-2-3")
+    for _ in range(2):
+        free_run(tmp_path, "abc")
+        assert (run_in(tmp_path), has_run(tmp_path, "abc"), has_run(tmp_path, "ab")) == ("abc", True, False)
+    assert not list(locks.iterdir())
