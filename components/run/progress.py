@@ -40,11 +40,12 @@ class ProgressBar:
         self.console = self.console or Console(force_terminal=sys.stdout.isatty())
 
     def close(self) -> None:
-        """Leave the bar as it is, and the terminal to others."""
+        """Leave the bar as it is now, and the terminal to others."""
         for handler in self._hushed:
             handler.removeFilter(_is_no_step_line)
         self._hushed = []
         if self._bar is not None:
+            self._bar.refresh()
             self._bar.stop()
             self._bar = None
 

@@ -98,6 +98,14 @@ def test_quick_steps_are_not_all_drawn(bar: ProgressBar, screen: io.StringIO) ->
     assert "step 1000/1000" in screen.getvalue()
 
 
+def test_a_run_that_is_stopped_leaves_the_step_where_it_was(bar: ProgressBar, screen: io.StringIO) -> None:
+    """Though that step was too quick to be drawn."""
+    for index in (1, 2):
+        _take(bar, Step(index, 9, started=0.0), seconds=0.001)
+    bar.close()
+    assert screen.getvalue().rsplit("\r", 1)[-1].startswith("\x1b[2Kstep 2/9")
+
+
 def test_step_lines_are_hushed_while_the_bar_is_there(
     bar: ProgressBar, screen: io.StringIO, tmp_path: Path, one_rank: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

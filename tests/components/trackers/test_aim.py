@@ -89,7 +89,7 @@ def _runs(folder: Path) -> list[str]:
 
 
 def test_finite_values_are_kept_by_step(make: Any, tmp_path: Path) -> None:
-    """Numbers of all kinds become floats under their names; what is no number is left out; the repository and the recipe are there."""
+    """Numbers of all kinds become floats under their names; what is no number is left out; the recipe is there."""
     tracker = make()
     assert (tmp_path / ".aim" / "VERSION").exists()
     tracker.track(1, {"loss": 2.5, "tokens": 7, "refused": True})
