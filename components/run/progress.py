@@ -45,7 +45,6 @@ class ProgressBar:
             handler.removeFilter(_is_no_step_line)
         self._hushed = []
         if self._bar is not None:
-            self._bar.refresh()
             self._bar.stop()
             self._bar = None
 
