@@ -15,7 +15,7 @@ test: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q
 
 bench: .venv/test
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/benchmarks $(ONLY)
 
 soak: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m soak
@@ -33,3 +33,7 @@ $(BIN)/python:
 .venv/test: pyproject.toml | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[aim,dev]'
 	touch $@
+
+.PHONY: golden
+golden: .venv/test
+	PYTHONPATH=tests $(BIN)/python tests/golden

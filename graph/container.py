@@ -79,7 +79,8 @@ class Container(Mapping[str, Any]):
         node = self.graph.nodes[name]
         for field in node.spec.fields.values():
             if field.kind == "every":
-                fitting = {key: item for key, item in self._objects.items() if _fits(type(item), field.ports)}
+                kinds = {kind for kind in {type(item) for item in self._objects.values()} if _fits(kind, field.ports)}
+                fitting = {key: item for key, item in self._objects.items() if type(item) in kinds}
                 getattr(self._objects[name], field.name).fill(fitting)
 
     def __enter__(self) -> "Container":

@@ -1,4 +1,4 @@
-"""Write what is printed for each golden recipe anew: `python tests/golden`. Read the difference before keeping it."""
+"""Write what is printed for each golden recipe anew: `make golden`. Read the difference before keeping it."""
 
 from support.golden import FAULTY, printed
 

@@ -1,0 +1,51 @@
+"""The recipes that come with drawloom."""
+
+from pathlib import Path
+
+import pytest
+
+from drawloom.graph.workshop import Workshop
+
+ROOT = Path(__file__).parents[2]
+WORKSHOP = Workshop.of("drawloom")
+OVERLAYS = [path.stem for path in (ROOT / "recipes").glob("with_*.toml")]
+WHOLE = [path.stem for path in (ROOT / "recipes").glob("*.toml") if path.stem not in (*OVERLAYS, "pretrain")]
+
+SWAPS = [
+    ["clip.use=gradients.clip_value", "clip.max_value=0.1"],
+    ['lr.phases=[{ to = 1.0, until_percent = 5.0 }, { to = 0.0, curve = "linear" }]'],
+    ["optimizer.use=optim.sgd", "optimizer.lr=0.5"],
+    ["kernels.rms_norm=eager"],
+    ["--overlay", "with_aim"],
+]
+
+
+def problems(recipe: str, *words: str, overlays: tuple[str, ...] = ()) -> list[str]:
+    """Everything that `check` says, warnings included."""
+    return [str(problem) for problem in WORKSHOP.graph(WORKSHOP.load(recipe, overlays, words)).problems]
+
+
+@pytest.mark.parametrize("recipe", WHOLE)
+def test_shipped_recipes_have_no_problem(recipe: str) -> None:
+    """Not even a warning."""
+    assert problems(recipe) == []
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlays_fit_the_first_run(overlay: str) -> None:
+    """Every shipped overlay can be laid over the first run without a problem."""
+    assert problems("first_run", overlays=(overlay,)) == []
+
+
+@pytest.mark.parametrize("words", [swap for swap in SWAPS if "--overlay" not in swap], ids=lambda words: words[0])
+def test_the_swaps_of_the_readme_fit(words: list[str]) -> None:
+    """What the README swaps by one line stands there, and is a recipe without problems."""
+    assert problems("first_run", *words) == []
+    assert all(word.partition("=")[2].strip("[]{} ") for word in words)
+    assert words[0].partition("=")[2] in (ROOT / "README.md").read_text("utf-8") or words[0].startswith("lr.")
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 1000])
+def test_any_number_of_steps_is_valid(steps: int) -> None:
+    """Shipped recipes give nothing in steps that would not fit a shorter run."""
+    assert problems("first_run", f"trainer.steps={steps}") == []

@@ -1,0 +1,77 @@
+"""The same run on one process and on several."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.runs import drawloom, rows, series, write_corpus
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus, the tiny recipe, and a run of it on one process."""
+    folder = tmp_path_factory.mktemp("meshes")
+    write_corpus(folder)
+    assert drawloom(folder, "run", "tiny.toml", "run.name=one")[0].code == 0
+    return folder
+
+
+def assert_same(run: Path, other: Path) -> None:
+    """Losses and gradient norms of every step are equal to 1e-6 relative."""
+    ours, theirs = (series(side, "loss", "grad_norm", "held_out_loss", "tokens") for side in (run, other))
+    assert len(ours) == len(theirs) == 10
+    for mine, yours in zip(ours, theirs, strict=True):
+        assert [value or 0 for value in mine] == pytest.approx([value or 0 for value in yours], rel=1e-6)
+
+
+def test_two_processes_have_the_losses_of_one(place: Path) -> None:
+    """Two data-parallel processes at the same global batch learn what one process learns."""
+    codes = drawloom(place, "run", "tiny.toml", "run.name=two", "batch.micro_size=2", ranks=2)
+    assert [outcome.code for outcome in codes] == [0, 0]
+    assert_same(place / "runs/one", place / "runs/two")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_size_of_microbatches_does_not_matter(place: Path, size: int) -> None:
+    """Gradients are sums over tokens, however rows are cut into microbatches."""
+    assert drawloom(place, "run", "tiny.toml", f"run.name=micro{size}", f"batch.micro_size={size}")[0].code == 0
+    assert_same(place / "runs/one", place / f"runs/micro{size}")
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_run_goes_on_with_another_number_of_processes(place: Path, before: int, after: int) -> None:
+    """A run that was saved by so many processes is taken over by others, with the losses it would have had."""
+    name = f"run.name=from{before}to{after}"
+    common = ["run", "tiny.toml", name, "batch.micro_size=2", "checkpoint.every=5"]
+    drawloom(place, *common, ranks=before)
+    remove_after(place / "runs" / name.removeprefix("run.name="), 5)
+    codes = drawloom(place, *common, ranks=after)
+    assert {outcome.code for outcome in codes} == {0}
+    assert_same(place / "runs/one", place / "runs" / name.removeprefix("run.name="))
+
+
+def remove_after(run: Path, step: int) -> None:
+    """Take a run back to what a kill after this step would have left."""
+    for path in (run / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    shutil.rmtree(run / "export")
+    (run / "sample.txt").unlink()
+
+
+def test_a_mesh_that_does_not_fit_names_the_command_to_type(place: Path) -> None:
+    """One process for a mesh of two is told before anything starts, with the torchrun command."""
+    outcome = drawloom(place, "run", "tiny.toml", "run.name=wrong", "mesh.data_replicate=2", "batch.micro_size=2")[0]
+    assert outcome.code == 2 and "torchrun --nproc-per-node 2" in outcome.text and "Traceback" not in outcome.text
+
+
+def test_a_diverged_step_is_refused_on_all_ranks_alike(place: Path) -> None:
+    """Steps whose loss is not finite are written down as refused, and nothing is applied."""
+    diverge = ["optimizer.lr=1e30", "clip.max_norm=1e30", "trainer.steps=4", "trainer.afterwards=[]"]
+    outcomes = drawloom(place, "run", "tiny.toml", "run.name=diverged", "batch.micro_size=2", *diverge, ranks=2)
+    written: list[dict[str, Any]] = rows(place / "runs/diverged")
+    assert [outcome.code for outcome in outcomes] == [0, 0]
+    assert [row.get("refused", False) for row in written] == [False, True, True, True]
+    assert written[1]["loss"] is None

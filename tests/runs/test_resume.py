@@ -1,0 +1,122 @@
+"""A run that is killed goes on as if nothing had happened."""
+
+import random
+import signal as signals
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from support.runs import drawloom, killed, rows, series, write_corpus
+
+LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "held_out_loss")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a corpus and the tiny recipe."""
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+def weights(run: Path) -> bytes:
+    """The exported weights."""
+    return (run / "export" / "model.safetensors").read_bytes()
+
+
+def wait_for_a_step(run: Path) -> None:
+    """Until a run has written down its first step."""
+    end = time.monotonic() + 60
+    while not ((run / "metrics.jsonl").exists() and rows(run)) and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_runs_end_with_the_same_bits(place: Path, workers: int) -> None:
+    """Losses and exported weights after kills at random moments equal those of the uninterrupted run, to the bit."""
+    common = ["run", "tiny.toml", f"data.workers={workers}", "trainer.steps=24"]
+    assert drawloom(place, *common, "run.name=straight")[0].code == 0
+    moments = random.Random(workers)
+    kills = sum(killed(place, *common, "run.name=killed", after=moments.uniform(0.3, 1.6)) for _ in range(4))
+    assert drawloom(place, *common, "run.name=killed")[0].code == 0
+    assert kills
+    assert series(place / "runs/killed", *LEARNED) == series(place / "runs/straight", *LEARNED)
+    assert weights(place / "runs/killed") == weights(place / "runs/straight")
+
+
+def test_the_runs_above_go_through_several_epochs(place: Path) -> None:
+    """24 steps of 4 rows of 32 tokens are more than the corpus has, so that resuming crosses the end of an epoch."""
+    assert sum(path.stat().st_size + 1 for path in (place / "corpus").glob("*.py")) < 24 * 4 * 32
+
+
+def test_a_finished_run_says_so_and_does_nothing(place: Path) -> None:
+    """The same command again leaves every file as it was."""
+    assert drawloom(place, "run", "tiny.toml")[0].code == 0
+    before = {path: path.stat().st_mtime_ns for path in (place / "runs/tiny").rglob("*") if path.suffix != ".log"}
+    again = drawloom(place, "run", "tiny.toml")[0]
+    after = {path: path.stat().st_mtime_ns for path in (place / "runs/tiny").rglob("*") if path.suffix != ".log"}
+    assert again.code == 0 and "finished" in again.text
+    assert {path for path in before | after if before.get(path) != after.get(path)} <= {place / "runs/tiny/run.lock"}
+
+
+def test_what_is_left_after_the_last_step_is_completed(place: Path) -> None:
+    """A run that ended between its last commit and its export or sample makes up for them when it starts again."""
+    assert drawloom(place, "run", "tiny.toml")[0].code == 0
+    run = place / "runs/tiny"
+    exported = weights(run)
+    for path in (run / "export").iterdir():
+        path.unlink()
+    (run / "export").rmdir()
+    (run / "sample.txt").unlink()
+    assert drawloom(place, "run", "tiny.toml")[0].code == 0
+    assert weights(run) == exported and (run / "sample.txt").exists() and len(rows(run)) == 10
+
+
+def test_a_changed_recipe_is_refused_unless_free_or_accepted(place: Path) -> None:
+    """A change that matters is named with its node and key; a free one, or any with --accept-changes, goes on."""
+    first = ["run", "tiny.toml", "trainer.afterwards=[]"]
+    assert drawloom(place, *first, "trainer.steps=4")[0].code == 0
+    refused = drawloom(place, *first, "trainer.steps=4", "optimizer.lr=1e-3", "evaluate.every=2")[0]
+    assert refused.code == 2 and "Traceback" not in refused.text
+    assert "[optimizer] lr: 0.004 -> 0.001 (semantic)" in refused.text and "--accept-changes" in refused.text
+    free = drawloom(place, *first, "trainer.steps=4", "evaluate.every=2", "batch.micro_size=2", "data.workers=1")[0]
+    assert free.code == 0
+    accepted = drawloom(place, *first, "trainer.steps=6", "optimizer.lr=1e-3", "--accept-changes")[0]
+    assert accepted.code == 0 and [row["step"] for row in rows(place / "runs/tiny")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_more_steps_are_free_when_nothing_derives_from_them(place: Path) -> None:
+    """With a rate that is given by steps, a run can be made longer; its first steps stay as they were."""
+    constant = ["run", "tiny.toml", "trainer.afterwards=[]", "lr.start=1.0", "lr.phases=[{ to = 1.0, steps = 1 }]"]
+    assert drawloom(place, *constant, "trainer.steps=4")[0].code == 0
+    short = series(place / "runs/tiny", "step", "loss")
+    assert drawloom(place, *constant, "trainer.steps=6")[0].code == 0
+    assert series(place / "runs/tiny", "step", "loss")[:4] == short
+
+
+def test_a_second_run_on_the_same_folder_is_refused(place: Path) -> None:
+    """While a run owns its folder, another one is told by which process on which host, and touches nothing."""
+    command = [sys.executable, "-m", "drawloom", "run", "tiny.toml", "trainer.steps=100000"]
+    source = str(Path(__file__).parents[2] / "src")
+    with subprocess.Popen(command, cwd=place, env={"PYTHONPATH": source}, stdout=subprocess.PIPE) as first:
+        try:
+            wait_for_a_step(place / "runs/tiny")
+            second = drawloom(place, "run", "tiny.toml", "trainer.steps=100000")[0]
+        finally:
+            first.kill()
+    assert second.code == 1 and f"process {first.pid}" in second.text and "Traceback" not in second.text
+
+
+@pytest.mark.parametrize(("signal", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_signal_ends_the_run_with_a_checkpoint(place: Path, signal: str, code: int) -> None:
+    """The step that is under way is finished and saved, the exit code says which signal, and the run goes on later."""
+    command = [sys.executable, "-m", "drawloom", "run", "tiny.toml", "trainer.steps=100000", "checkpoint.every='last'"]
+    source = str(Path(__file__).parents[2] / "src")
+    with subprocess.Popen(command, cwd=place, env={"PYTHONPATH": source}, stdout=subprocess.DEVNULL) as process:
+        wait_for_a_step(place / "runs/tiny")
+        process.send_signal(getattr(signals, signal))
+        assert process.wait(30) == code
+    saved = [path.name for path in (place / "runs/tiny/checkpoints").iterdir()]
+    assert saved == [f"step-{rows(place / 'runs/tiny')[-1]['step']}"]

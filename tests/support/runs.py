@@ -1,0 +1,123 @@
+"""Small runs of the first recipe, each in processes of its own, as a person would start them."""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from drawloom.graph.cli import main
+from support.processes import RanksFailed, run_ranks
+
+TINY = """
+extends = "first_run"
+
+[run]
+name = "tiny"
+
+[corpus]
+use = "data.text_files"
+paths = ["corpus/*.py"]
+held_out = 0.2
+
+[vars]
+length = 32
+
+[model]
+layers = 1
+width = 16
+heads = 2
+kv_heads = 1
+head_dim = 8
+feed_forward = 32
+
+[held_out]
+rows_used = 8
+
+[batch]
+global_size = 4
+micro_size = 4
+
+[evaluate]
+every = 5
+
+[checkpoint]
+every = 4
+keep = 2
+
+[trainer]
+steps = 10
+
+[sample]
+tokens = 8
+
+[watch.logging]
+use = "run.logging"
+"""
+
+
+def write_corpus(folder: Path, files: int = 12, lines: int = 5) -> None:
+    """A corpus of little programs, and the recipe `tiny.toml`."""
+    (folder / "corpus").mkdir()
+    for number in range(files):
+        text = "".join(f"def f{number}_{line}(x):\n    return x * {line} + {number}\n\n" for line in range(lines))
+        (folder / "corpus" / f"part{number}.py").write_text(text, "utf-8")
+    (folder / "tiny.toml").write_text(TINY, "utf-8")
+
+
+@attrs.frozen
+class Outcome:
+    """How a command ended: its exit code, and what it printed."""
+
+    code: int
+    text: str
+
+
+def drawloom(folder: Path, *arguments: str, ranks: int = 1, kill_after: float | None = None) -> list[Outcome]:
+    """Run a command in `folder` in this many processes; each kills itself by SIGKILL after so many seconds."""
+    found: list[Outcome] = run_ranks(command, ranks, folder, arguments, kill_after, timeout=120, variables=ranks > 1)
+    return found
+
+
+def killed(folder: Path, *arguments: str, after: float, ranks: int = 1) -> bool:
+    """Run a command that is killed by SIGKILL; whether that came before its end."""
+    try:
+        drawloom(folder, *arguments, ranks=ranks, kill_after=after)
+    except RanksFailed as failed:
+        assert all("-9" in text or "gone" in text for text in failed.failures.values()), failed
+        return True
+    return False
+
+
+def command(folder: Path, arguments: Sequence[str], kill_after: float | None) -> Outcome:
+    """One process of `drawloom`; for `run_ranks`."""
+    os.chdir(folder)
+    if kill_after is not None:
+        threading.Timer(kill_after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    with open(f"printed-{os.getpid()}", "w+", encoding="utf-8") as file:
+        with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            code = _code(list(arguments))
+        file.seek(0)
+        return Outcome(code, file.read())
+
+
+def _code(arguments: list[str]) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """What a run wrote into metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def series(run: Path, *names: str) -> list[tuple[Any, ...]]:
+    """Some values of every step."""
+    return [tuple(row.get(name) for name in names) for row in rows(run)]
