@@ -31,7 +31,7 @@ $(BIN)/python:
 	touch $@
 
 .venv/test: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[aim,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
 .PHONY: golden
