@@ -1,0 +1,127 @@
+"""A blueprint made real."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.pipeline.stages import RealStages
+from drawloom.components.ports.model import Span
+from drawloom.components.ports.pipeline import Program
+from drawloom.graph import UserError
+
+
+@attrs.define
+class Blueprint:
+    """A model of linear layers, named by their numbers; a parameter is filled with the length of its name."""
+
+    layers: int = 4
+    vocabulary: int = 3
+    built_on: list[str] = attrs.field(factory=list)
+
+    def build(self, span: Span) -> nn.Module:
+        module = nn.ModuleDict({str(layer): nn.Linear(2, 2, bias=False) for layer in range(span.first, span.last)})
+        self.built_on += [parameter.device.type for parameter in module.parameters()]
+        return module
+
+    def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
+        parameter.fill_(len(name) + seed)
+
+    def hugging_face_config(self) -> dict[str, Any]:
+        return {}
+
+    def hugging_face_names(self) -> dict[str, str]:
+        return {}
+
+
+@attrs.frozen
+class Loops:
+    """So many stages on each rank."""
+
+    stages_per_rank: int = 1
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        return []
+
+
+@attrs.frozen
+class Cpu:
+    """A device."""
+
+    device: torch.device = torch.device("cpu")
+    backend: str = "gloo"
+
+    def memory(self) -> int:
+        return 0
+
+
+@attrs.frozen
+class Half:
+    """Parameters in bfloat16."""
+
+    parameter: torch.dtype = torch.bfloat16
+    compute: torch.dtype = torch.bfloat16
+    gradient: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+
+
+class Freeze:
+    """A transform: nothing is trained but layer 0."""
+
+    def transform(self, module: nn.Module) -> nn.Module:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name.startswith("0."))
+        return module
+
+
+def made(mesh: Any, job: Any, model: Blueprint, **changes: Any) -> RealStages:
+    """Open stages."""
+    parts: dict[str, Any] = {"schedule": Loops(), "precision": Half(), "device": Cpu(), **changes}
+    stages = RealStages(model=model, mesh=mesh, job=job, **parts)
+    stages.open()
+    return stages
+
+
+def test_modules_are_built_on_meta_and_filled_by_name(one_rank: Any, job: Any) -> None:
+    """The blueprint builds on the meta device; real parameters have the precision's dtype and their initial values."""
+    model = Blueprint()
+    stages = made(one_rank, job, model)
+    assert set(model.built_on) == {"meta"}
+    assert [name for name, _ in stages.named()] == [f"{layer}.weight" for layer in range(4)]
+    assert all(p.dtype == torch.bfloat16 and bool((p == len(name) + job.seed).all()) for name, p in stages.named())
+
+
+@pytest.mark.parametrize(("rank", "per_rank", "names"), [(0, 1, "01"), (1, 1, "23"), (0, 2, "02"), (1, 2, "13")])
+def test_each_rank_owns_its_part(rank: int, per_rank: int, names: str, mesh_of: Any, job: Any) -> None:
+    """Stages are dealt out over ranks, and layers keep their numbers."""
+    mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
+    stages = made(mesh, job, Blueprint(), schedule=Loops(per_rank))
+    assert "".join(name[0] for name, _ in stages.named()) == names
+    assert [stage.count for stage in stages.local] == [2 * per_rank] * per_rank
+
+
+def test_transforms_come_before_the_parameters_are_real(one_rank: Any, job: Any) -> None:
+    """What a transform froze is no parameter to train, but is saved."""
+    stages = made(one_rank, job, Blueprint(), transforms=[Freeze()])
+    assert [name for name, _ in stages.named()] == ["0.weight"]
+    assert len(stages.state_dict()) == 4
+
+
+def test_state_goes_from_one_to_another(one_rank: Any, job: Any) -> None:
+    """Loaded parameters equal the saved ones; parameters that don't match are named."""
+    stages, other = made(one_rank, job, Blueprint()), made(one_rank, job, Blueprint())
+    with torch.no_grad():
+        stages.named()[0][1].fill_(5)
+    other.load_state_dict(stages.state_dict())
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(stages.named(), other.named(), strict=True))
+    with pytest.raises(KeyError, match=r"3\.weight"):
+        other.load_state_dict({name: value for name, value in stages.state_dict().items() if name != "3.weight"})
+
+
+def test_weights_that_are_not_there_are_told(one_rank: Any, job: Any, tmp_path: Path) -> None:
+    """A folder without weights is a person's mistake, said in a sentence."""
+    with pytest.raises(UserError, match="nowhere"):
+        made(one_rank, job, Blueprint(), weights=tmp_path / "nowhere")
