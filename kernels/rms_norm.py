@@ -28,15 +28,20 @@ class _RmsNorm(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
         grad, wide_weight = grad.to(inverse.dtype), weight.to(inverse.dtype)
         normed = x * inverse
         product = grad * normed
-        grad_weight = product.flatten(0, -2).sum(0) if x.ndim > 1 else product
+        grad_weight = _weight_gradient(product).to(weight.dtype) if ctx.needs_input_grad[1] else None
         along = product.matmul(wide_weight / -max(x.shape[-1], 1)).unsqueeze(-1)
         grad_x = normed.mul_(along).addcmul_(grad, wide_weight).mul_(inverse)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return grad_x.to(x.dtype), grad_weight, None
+
+
+def _weight_gradient(product: Tensor) -> Tensor:
+    """The sum over all vectors. A split backward can't gain by putting it off: what it sums would have to be kept."""
+    return product.flatten(0, -2).sum(0) if product.ndim > 1 else product
 
 
 def _inverse_root_mean_square(x: Tensor, eps: float) -> Tensor:

@@ -7,6 +7,8 @@ from torch import Tensor
 from drawloom.components.ports.data import IGNORED
 from drawloom.graph import component, setting
 from drawloom.kernels.attention import attention_eager
+from drawloom.kernels.embedding import embedding_eager
+from drawloom.kernels.linear import linear_eager
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
 from drawloom.kernels.rms_norm import rms_norm_eager
 from drawloom.kernels.rope import rope_eager
@@ -14,6 +16,8 @@ from drawloom.kernels.swiglu import swiglu_eager
 
 Choice = Literal["auto", "eager"]
 
+LINEAR = {"auto": linear_eager, "eager": linear_eager}
+EMBEDDING = {"auto": embedding_eager, "eager": embedding_eager}
 RMS_NORM = {"auto": rms_norm_eager, "eager": rms_norm_eager}
 SWIGLU = {"auto": swiglu_eager, "eager": swiglu_eager}
 ROPE = {"auto": rope_eager, "eager": rope_eager}
@@ -25,6 +29,8 @@ LINEAR_CROSS_ENTROPY = {"auto": linear_cross_entropy_eager, "eager": linear_cros
 class AutoKernels:
     """The operations that a model computes with: `eager` is plain torch, `auto` the best for the device."""
 
+    _linear: Choice = setting(default="auto", alias="linear", doc="implementation of linear layers")
+    _embedding: Choice = setting(default="auto", alias="embedding", doc="implementation of the embedding of tokens")
     _rms_norm: Choice = setting(default="auto", alias="rms_norm", doc="implementation of RMSNorm")
     _swiglu: Choice = setting(default="auto", alias="swiglu", doc="implementation of silu(gate) * up")
     _rope: Choice = setting(default="auto", alias="rope", doc="implementation of the rotary position embedding")
@@ -32,6 +38,12 @@ class AutoKernels:
     _linear_cross_entropy: Choice = setting(
         default="auto", alias="linear_cross_entropy", doc="implementation of the loss over the vocabulary"
     )
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return LINEAR[self._linear](x, weight)
+
+    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        return EMBEDDING[self._embedding](tokens, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return RMS_NORM[self._rms_norm](x, weight, eps)

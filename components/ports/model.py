@@ -74,6 +74,14 @@ class Model(Protocol):
 class Kernels(Protocol):
     """The operations that a model computes with; which implementation of each is the recipe's choice."""
 
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x @ weight.T: x (..., inputs), weight (outputs, inputs); gives (..., outputs)."""
+        ...
+
+    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """weight[tokens]: integer tokens (...), weight (vocabulary, width); gives (..., width)."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dimension of (..., width)."""
         ...

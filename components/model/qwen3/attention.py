@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from drawloom.components.model.qwen3.architecture import Architecture
+from drawloom.components.model.qwen3.linear import Linear
 from drawloom.components.model.qwen3.norm import Norm
 from drawloom.components.ports.model import Kernels
 
@@ -13,12 +14,12 @@ class Attention(nn.Module):
     def __init__(self, architecture: Architecture, kernels: Kernels) -> None:
         super().__init__()
         width, head_dim = architecture.width, architecture.head_dim
-        self.q = nn.Linear(width, architecture.heads * head_dim, bias=False)
-        self.k = nn.Linear(width, architecture.kv_heads * head_dim, bias=False)
-        self.v = nn.Linear(width, architecture.kv_heads * head_dim, bias=False)
+        self.q = Linear(width, architecture.heads * head_dim, kernels)
+        self.k = Linear(width, architecture.kv_heads * head_dim, kernels)
+        self.v = Linear(width, architecture.kv_heads * head_dim, kernels)
         self.q_norm = Norm(head_dim, architecture.norm_eps, kernels)
         self.k_norm = Norm(head_dim, architecture.norm_eps, kernels)
-        self.out = nn.Linear(architecture.heads * head_dim, width, bias=False)
+        self.out = Linear(architecture.heads * head_dim, width, kernels)
         self.head_dim = head_dim
         self.kernels = kernels
 

@@ -1,10 +1,11 @@
 """The module that a span of the model becomes."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.model.qwen3.architecture import Architecture
 from drawloom.components.model.qwen3.block import Block
+from drawloom.components.model.qwen3.embedding import Embedding
+from drawloom.components.model.qwen3.linear import Linear
 from drawloom.components.model.qwen3.norm import Norm
 from drawloom.components.model.qwen3.rotary import rotary_angles
 from drawloom.components.ports.model import Kernels, Shared, Span
@@ -25,12 +26,12 @@ class Decoder(nn.Module):
         self.kernels = kernels
         numbers = range(span.first, span.last)
         if span.embedding or (span.head and architecture.tied):
-            self.embedding = nn.Embedding(architecture.vocabulary, architecture.width)
+            self.embedding = Embedding(architecture.vocabulary, architecture.width, kernels)
         self.layers = nn.ModuleDict({str(number): Block(architecture, kernels) for number in numbers})
         if span.head:
             self.norm = Norm(architecture.width, architecture.norm_eps, kernels)
         if span.head and not architecture.tied:
-            self.head = nn.Linear(architecture.width, architecture.vocabulary, bias=False)
+            self.head = Linear(architecture.width, architecture.vocabulary, kernels)
 
     def forward(self, inputs: Tensor, shared: Shared) -> Tensor:
         hidden = self.embedding(inputs) if self.span.embedding else inputs
@@ -43,5 +44,5 @@ class Decoder(nn.Module):
         """Losses by token if there are targets, else logits."""
         weight = self.embedding.weight if self.architecture.tied else self.head.weight
         if targets is None:
-            return F.linear(hidden, weight)
+            return self.kernels.linear(hidden, weight)
         return self.kernels.linear_cross_entropy(hidden, weight, targets)

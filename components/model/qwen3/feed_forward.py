@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from drawloom.components.model.qwen3.architecture import Architecture
+from drawloom.components.model.qwen3.linear import Linear
 from drawloom.components.ports.model import Kernels
 
 
@@ -11,9 +12,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, architecture: Architecture, kernels: Kernels) -> None:
         super().__init__()
-        self.gate = nn.Linear(architecture.width, architecture.feed_forward, bias=False)
-        self.up = nn.Linear(architecture.width, architecture.feed_forward, bias=False)
-        self.down = nn.Linear(architecture.feed_forward, architecture.width, bias=False)
+        self.gate = Linear(architecture.width, architecture.feed_forward, kernels)
+        self.up = Linear(architecture.width, architecture.feed_forward, kernels)
+        self.down = Linear(architecture.feed_forward, architecture.width, kernels)
         self.kernels = kernels
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -11,12 +11,14 @@ from drawloom.components.ports.model import Kernels
 from drawloom.graph.fit import misfits
 from drawloom.graph.spec import read_spec
 from drawloom.kernels.attention import attention_eager
+from drawloom.kernels.embedding import embedding_eager
+from drawloom.kernels.linear import linear_eager
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
 from drawloom.kernels.rms_norm import rms_norm_eager
 from drawloom.kernels.rope import rope_eager
 from drawloom.kernels.swiglu import swiglu_eager
 
-OPERATIONS = ["rms_norm", "swiglu", "rope", "attention", "linear_cross_entropy"]
+OPERATIONS = ["linear", "embedding", "rms_norm", "swiglu", "rope", "attention", "linear_cross_entropy"]
 
 
 def test_fits_its_port() -> None:
@@ -37,6 +39,8 @@ def test_operations_are_the_eager_ones(choice: Any) -> None:
     x, weight = torch.randn(2, 3, 4, 8), torch.randn(8)
     cos, sin = torch.rand(2, 2, 3, 4)
     documents, targets = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([1, 0, IGNORED])
+    assert torch.equal(kernels.linear(x, x[0, 0]), linear_eager(x, x[0, 0]))
+    assert torch.equal(kernels.embedding(targets[:2], x[0, 0]), embedding_eager(targets[:2], x[0, 0]))
     assert torch.equal(kernels.rms_norm(x, weight, 0.1), rms_norm_eager(x, weight, 0.1))
     assert torch.equal(kernels.swiglu(x, -x), swiglu_eager(x, -x))
     assert torch.equal(kernels.rope(x, cos, sin), rope_eager(x, cos, sin))

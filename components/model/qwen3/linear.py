@@ -1,0 +1,16 @@
+"""A linear layer that computes with the recipe's kernels."""
+
+from torch import Tensor, nn
+
+from drawloom.components.ports.model import Kernels
+
+
+class Linear(nn.Linear):
+    """x @ weight.T for each token; (..., inputs) to (..., outputs)."""
+
+    def __init__(self, inputs: int, outputs: int, kernels: Kernels) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.linear(x, self.weight)
