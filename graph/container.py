@@ -10,6 +10,7 @@ from drawloom.graph.fit import misfits
 from drawloom.graph.graph import Graph
 from drawloom.graph.node import Edge, Node
 from drawloom.graph.port import Every, Ordered
+from drawloom.graph.problems import UserError
 from drawloom.graph.resolved import ResolvedRecipe
 from drawloom.graph.spec import Field
 
@@ -88,14 +89,21 @@ class Container(Mapping[str, Any]):
             self.build()
             for name, item in self._objects.items():
                 if name not in self.given and hasattr(item, "open"):
-                    self._open.append(name)
-                    item.open()
+                    self._open_one(name, item)
                 elif name not in self.given and hasattr(item, "close"):
                     self._open.append(name)
         except BaseException as error:
             self._close(error)
             raise
         return self
+
+    def _open_one(self, name: str, item: Any) -> None:
+        self._open.append(name)
+        try:
+            item.open()
+        except UserError as error:
+            error.stands_at(self.graph.nodes[name].place, name)
+            raise
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: TracebackType | None) -> None:
         self._close(error)

@@ -53,6 +53,14 @@ class UserError(Exception):
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.at = ""
+
+    def stands_at(self, place: Place, node: str) -> None:
+        """Say which node of the recipe it was."""
+        self.at = f"{place}: [{node}] "
+
+    def __str__(self) -> str:
+        return f"{self.at}{super().__str__()}"
 
 
 def in_order(problems: Iterable[Problem]) -> list[Problem]:

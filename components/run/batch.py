@@ -25,7 +25,7 @@ class GlobalBatch:
     def open(self) -> None:
         """A UserError if the rows of a step can't be shared evenly."""
         if fault := uneven(self.global_size, self.micro_size, self.replicas):
-            raise UserError(f"global_size: {fault[0]}; {fault[1]}")
+            raise UserError(f"global_size: {fault[0]}; {fault[1]}", exit_code=2)
 
     @property
     def replicas(self) -> int:

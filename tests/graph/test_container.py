@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from drawloom.graph.graph import Graph
+from drawloom.graph.problems import UserError
 from drawloom.graph.workshop import Workshop
 
 Shop = Callable[..., Graph]
@@ -97,6 +98,18 @@ def test_a_failure_while_opening_closes_what_is_open(shop: Shop, workshop: Works
     with pytest.raises(RuntimeError, match="second can't open"), container:
         pass
     assert container["store"].journal == container["second"].journal == ["open", "close"]
+
+
+def test_a_mistake_found_while_opening_says_where(shop: Shop, workshop: Workshop, monkeypatch: Any) -> None:
+    """What a person can mend is said with the node and its place in the recipe."""
+    graph = shop(disks())
+    monkeypatch.setattr(graph.nodes["second"].spec.cls, "open", _refuse)
+    with pytest.raises(UserError, match=r"^override: \[s[a-z]+\] there is no such folder$"), workshop.container(graph):
+        pass
+
+
+def _refuse(_disk: Any) -> None:
+    raise UserError("there is no such folder")
 
 
 def test_the_body_wins_and_failures_of_closing_are_notes(shop: Shop, workshop: Workshop) -> None:
