@@ -1,15 +1,11 @@
 """AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, algorithm 2."""
 
-from typing import Any
-
 import attrs
 import torch
 
 from drawloom.components.optim.groups import decay_groups
-from drawloom.components.optim.named_state import load_named_state, named_state
-from drawloom.components.optim.step import apply
+from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.model import Parameters
-from drawloom.components.ports.run import Step
 from drawloom.graph import above, at_least, between, component, setting
 
 
@@ -18,7 +14,7 @@ def _betas(value: tuple[float, float]) -> str | None:
 
 
 @component(reads=("gradients", "rate_factor?"), writes=("weights", "lr"))
-class AdamW:
+class AdamW(TorchOptimizer):
     """AdamW; norms and biases do not decay."""
 
     parameters: Parameters
@@ -32,15 +28,3 @@ class AdamW:
         """Take the parameters."""
         groups = decay_groups(self.parameters.named(), self.weight_decay)
         self._optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
-
-    def run_phase(self, step: Step) -> None:
-        """Apply the gradients and drop them."""
-        apply(self._optimizer, self.lr, step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Both running means and the step count of each parameter."""
-        return named_state(self._optimizer, self.parameters.named())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them over."""
-        load_named_state(self._optimizer, self.parameters.named(), state)

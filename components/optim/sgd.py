@@ -1,20 +1,16 @@
 """Stochastic gradient descent with momentum."""
 
-from typing import Any
-
 import attrs
 import torch
 
 from drawloom.components.optim.groups import decay_groups
-from drawloom.components.optim.named_state import load_named_state, named_state
-from drawloom.components.optim.step import apply
+from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.model import Parameters
-from drawloom.components.ports.run import Step
 from drawloom.graph import above, at_least, between, component, setting
 
 
 @component(reads=("gradients", "rate_factor?"), writes=("weights", "lr"))
-class SGD:
+class SGD(TorchOptimizer):
     """SGD with momentum; norms and biases do not decay."""
 
     parameters: Parameters
@@ -27,15 +23,3 @@ class SGD:
         """Take the parameters."""
         groups = decay_groups(self.parameters.named(), self.weight_decay)
         self._optimizer = torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, fused=True)
-
-    def run_phase(self, step: Step) -> None:
-        """Apply the gradients and drop them."""
-        apply(self._optimizer, self.lr, step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The running mean of each parameter."""
-        return named_state(self._optimizer, self.parameters.named())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them over."""
-        load_named_state(self._optimizer, self.parameters.named(), state)
