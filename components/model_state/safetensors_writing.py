@@ -1,32 +1,95 @@
-"""Tensors into safetensors files, split by size as Hugging Face does."""
+"""Tensors into safetensors files, split by size as Hugging Face does, written one at a time."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from safetensors.torch import save_file
+import attrs
+from torch import Tensor
 
+from drawloom.components.model_state.converting import kinds_given, stream
+from drawloom.components.model_state.listing import listed
+from drawloom.components.model_state.safetensors_file import new_safetensors_file
+from drawloom.components.model_state.safetensors_header import check_writable
 from drawloom.components.model_state.safetensors_reading import INDEX, SINGLE
 from drawloom.components.model_state.tensor_source import TensorKind, TensorSource
+from drawloom.components.ports.model_state import Mapper
+from drawloom.graph import UserError
 
 MAX_SHARD = 4 * 2**30
+MAX_NAMES = 30_000  # in a file: with names of any length, the header stays below what is read
 
 
-def write_safetensors(folder: Path, source: TensorSource, max_shard: int = MAX_SHARD) -> None:
+@attrs.frozen
+class PlannedFile:
+    """A file to write: which of the writers does it, and its tensors in the order in which they come."""
+
+    name: str
+    writer: int
+    kinds: Mapping[str, TensorKind]
+
+
+def write_safetensors(folder: Path, source: TensorSource, mapper: Mapper, max_shard: int = MAX_SHARD) -> None:
     """
-    Write `model.safetensors`, or numbered files of at most `max_shard` bytes of tensors and an index.
+    Write `model.safetensors`, or numbered files of at most `max_shard` bytes of tensors and, last, an index.
 
-    A tensor larger than that has a file to itself. One file's tensors are in memory at a time.
+    A tensor larger than that has a file to itself. One group of the mapper is in memory at a time.
     """
+    files = plan_files([all_kinds(source, mapper)], max_shard)
+    write_files(folder, files, stream(source, mapper))
+    write_index(folder, files)
+
+
+def all_kinds(source: TensorSource, mapper: Mapper) -> dict[str, TensorKind]:
+    """What a mapper will give, group by group; UserError if it can't."""
     kinds = source.kinds()
-    shards = split(kinds, max_shard)
-    names = [SINGLE] if len(shards) == 1 else [_shard_name(number, len(shards)) for number in range(len(shards))]
-    for file, members in zip(names, shards, strict=True):
-        tensors = {name: source.tensor(name).cpu().contiguous() for name in members}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        places = {name: file for file, members in zip(names, shards, strict=True) for name in members}
-        total = sum(kind.bytes for kind in kinds.values())
+    try:
+        return {name: kind for group in mapper.groups for name, kind in kinds_given(group, kinds).items()}
+    except ValueError as error:
+        raise UserError(f"the tensors to write are not those of the model: {error}") from error
+
+
+def plan_files(shares: Sequence[Mapping[str, TensorKind]], max_shard: int) -> list[PlannedFile]:
+    """The files for what each of several writers has; UserError if two have a tensor of one name."""
+    writers: dict[str, int] = {}
+    for writer, kinds in enumerate(shares):
+        if double := [name for name in kinds if name in writers]:
+            first = writers[double[0]]
+            raise UserError(f"{listed(double)} would be written twice, by rank {first} and by rank {writer}")
+        check_names(kinds)
+        writers |= dict.fromkeys(kinds, writer)
+    runs = [(writer, run) for writer, kinds in enumerate(shares) if kinds for run in split(kinds, max_shard)]
+    if len(runs) == 1:
+        return [PlannedFile(SINGLE, writer, _some(shares[writer], run)) for writer, run in runs]
+    count = len(runs)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    return [PlannedFile(name, w, _some(shares[w], run)) for name, (w, run) in zip(names, runs, strict=True)]
+
+
+def check_names(kinds: Mapping[str, TensorKind]) -> None:
+    """UserError if a tensor can't be written so that it can be read again."""
+    try:
+        check_writable(kinds)
+    except ValueError as error:
+        raise UserError(f"the tensors can't be written: {error}; give it another one") from error
+
+
+def write_files(folder: Path, files: Sequence[PlannedFile], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Write some of the planned files, down to the disk; the tensors come in the order of the plan."""
+    for file in files:
+        with new_safetensors_file(folder / file.name, file.kinds) as writer:
+            for wanted in file.kinds:
+                name, tensor = next(tensors)
+                if name != wanted:
+                    raise ValueError(f"{name} came where {wanted} was planned")
+                writer.write(name, tensor)
+
+
+def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
+    """Write which file holds which tensor, if there is more than one file."""
+    if len(files) > 1:
+        places = {name: file.name for file in files for name in file.kinds}
+        total = sum(kind.bytes for file in files for kind in file.kinds.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
@@ -36,7 +99,7 @@ def split(kinds: Mapping[str, TensorKind], max_shard: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     size = 0
     for name, kind in kinds.items():
-        if shards[-1] and size + kind.bytes > max_shard:
+        if shards[-1] and (size + kind.bytes > max_shard or len(shards[-1]) == MAX_NAMES):
             shards.append([])
             size = 0
         shards[-1].append(name)
@@ -44,5 +107,5 @@ def split(kinds: Mapping[str, TensorKind], max_shard: int) -> list[list[str]]:
     return shards
 
 
-def _shard_name(number: int, count: int) -> str:
-    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+def _some(kinds: Mapping[str, TensorKind], names: Sequence[str]) -> dict[str, TensorKind]:
+    return {name: kinds[name] for name in names}

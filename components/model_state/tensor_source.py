@@ -1,4 +1,4 @@
-"""Where named tensors come from: a folder, memory, or another source under other names."""
+"""Where named tensors come from: a folder, memory, or another source in another dtype."""
 
 import math
 from collections.abc import Mapping
@@ -24,6 +24,11 @@ class TensorKind:
 class TensorSource(Protocol):
     """Named tensors, each read when it is asked for. A source may stand on another, and change what it gives."""
 
+    @property
+    def gives_away(self) -> bool:
+        """Whether nobody else holds what `tensor` gives, so that it may be kept and changed."""
+        ...
+
     def kinds(self) -> Mapping[str, TensorKind]:
         """Every tensor's shape and dtype, in a stable order."""
         ...
@@ -38,6 +43,7 @@ class InMemory:
     """Tensors that are there already."""
 
     tensors: Mapping[str, Tensor]
+    gives_away: bool = attrs.field(init=False, default=False)
 
     def kinds(self) -> Mapping[str, TensorKind]:
         return {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
@@ -47,26 +53,15 @@ class InMemory:
 
 
 @attrs.frozen
-class Renamed:
-    """A source under other names: `names` leads from each new name to the old one; others are left out."""
-
-    source: TensorSource
-    names: Mapping[str, str]
-
-    def kinds(self) -> Mapping[str, TensorKind]:
-        old = self.source.kinds()
-        return {new: old[name] for new, name in self.names.items() if name in old}
-
-    def tensor(self, name: str) -> Tensor:
-        return self.source.tensor(self.names[name])
-
-
-@attrs.frozen
 class AsType:
     """A source with every floating-point tensor in one dtype."""
 
     source: TensorSource
     dtype: torch.dtype
+
+    @property
+    def gives_away(self) -> bool:
+        return self.source.gives_away
 
     def kinds(self) -> Mapping[str, TensorKind]:
         return {name: attrs.evolve(kind, dtype=self._to(kind.dtype)) for name, kind in self.source.kinds().items()}

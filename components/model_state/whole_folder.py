@@ -1,34 +1,63 @@
 """Folders that are whole or absent, whenever the power fails."""
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import attrs
+
 from drawloom.graph import UserError
+
+
+@attrs.frozen
+class Aside:
+    """A folder beside the target, in which everything is written before it takes the target's name."""
+
+    target: Path
+    folder: Path
+
+    def commit(self) -> None:
+        """Make it the target, with all files on disk before that."""
+        flush_tree(self.folder)
+        os.rename(self.folder, self.target)
+        flush(self.target.parent)
+
+    def discard(self) -> None:
+        """Remove it, if it is still there."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def begin(target: Path) -> Aside:
+    """
+    A new folder to write into, so near to the target that renaming is one step of the file system.
+
+    What other attempts left is removed, so that of two at once the first fails: files are never mixed. UserError if
+    the target holds something already.
+    """
+    refuse_if_taken(target)
+    target = target.absolute()
+    start = f".{target.name}.partial-"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for name in os.listdir(target.parent):
+        if name.startswith(start):
+            shutil.rmtree(target.parent / name, ignore_errors=True)
+    folder = target.parent / f"{start}{secrets.token_hex(4)}"
+    folder.mkdir()
+    return Aside(target, folder)
 
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """
-    A new folder to write into, which becomes `target` at the end of the block, or vanishes with an exception.
-
-    It stands beside the target, so that renaming is one step of the file system; all files are on disk before that.
-    What an earlier, killed attempt left is removed. UserError if the target holds something already.
-    """
-    refuse_if_taken(target)
-    target = target.absolute()
-    aside = target.parent / f".{target.name}.partial"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    """A new folder to write into, which becomes `target` at the end of the block, or vanishes with an exception."""
+    aside = begin(target)
     try:
-        yield aside
-        flush_tree(aside)
-        os.rename(aside, target)
-        flush(target.parent)
+        yield aside.folder
+        aside.commit()
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        aside.discard()
 
 
 def refuse_if_taken(target: Path) -> None:

@@ -1,13 +1,15 @@
 """A model's blueprint made real: the stages that this rank owns, with their parameters."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from drawloom.components.model_state.hugging_face import load_parameters
+from drawloom.components.distributed.agreement import together
+from drawloom.components.model_state.loading import load_folder
 from drawloom.components.pipeline.layer_split import split_layers
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.model import Model, Span, Stage, Transform
@@ -35,7 +37,9 @@ class RealStages:
         per_rank, ranks = self.schedule.stages_per_rank, self.mesh.size("pipeline")
         spans = split_layers(self.model.layers, per_rank * ranks)
         mine = range(self.mesh.index("pipeline"), len(spans), ranks)
-        self._local = [Stage(index, len(spans), spans[index], self._build(spans[index])) for index in mine]
+        modules = {index: self._build(spans[index]) for index in mine}
+        together(self.mesh.world, lambda: self._fill(modules.values()))
+        self._local = [Stage(index, len(spans), spans[index], module) for index, module in modules.items()]
 
     @property
     def local(self) -> list[Stage]:
@@ -67,14 +71,15 @@ class RealStages:
             module = self.model.build(span)
         for transform in self.transforms:
             module = transform.transform(module)
-        module = module.to(dtype=self.precision.parameter).to_empty(device=self.device.device)
-        self._fill(dict(module.named_parameters()))
-        return module
+        return module.to(dtype=self.precision.parameter)
 
-    def _fill(self, parameters: dict[str, nn.Parameter]) -> None:
-        tensors: dict[str, Tensor] = {name: parameter.data for name, parameter in parameters.items()}
-        if self.weights is not None:
-            load_parameters(self.weights, tensors, self.model.hugging_face_names())
-            return
-        for name, tensor in tensors.items():
-            self.model.initialise(name, tensor, self.job.seed)
+    def _fill(self, modules: Iterable[nn.Module]) -> None:
+        """Make parameters real, with the numbers that the run starts from."""
+        for module in modules:
+            if self.weights is not None:
+                mapper = self.model.hugging_face_mapper().inverse()
+                load_folder(self.weights, module, mapper, self.device.device)
+                continue
+            module.to_empty(device=self.device.device)
+            for name, parameter in module.named_parameters():
+                self.model.initialise(name, parameter.data, self.job.seed)

@@ -1,11 +1,11 @@
 """Models as blueprints, and the modules that they become."""
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import attrs
 from torch import Tensor, nn
 
+from drawloom.components.ports.model_state import Mapper
 from drawloom.graph import port
 
 
@@ -65,8 +65,8 @@ class Model(Protocol):
         """The `config.json` of the same model."""
         ...
 
-    def hugging_face_names(self) -> Mapping[str, str]:
-        """Our parameter names to Hugging Face's, for the whole model."""
+    def hugging_face_mapper(self) -> Mapper:
+        """From the whole model's parameters to Hugging Face's tensors; its inverse leads back."""
         ...
 
 

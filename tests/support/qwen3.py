@@ -9,6 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.model_state.converting import convert
 from drawloom.components.ports.model import Shared, Span
 
 SIZES: dict[str, Any] = {
@@ -39,8 +40,7 @@ def twin(model: Qwen3Dense, parameters: Mapping[str, Tensor]) -> Qwen3ForCausalL
     """The same model in transformers, with the same weights."""
     config = Qwen3Config(**model.hugging_face_config() | {"attn_implementation": "eager"})
     made = Qwen3ForCausalLM(config)
-    names = model.hugging_face_names()
-    state = {names[name]: tensor.detach() for name, tensor in parameters.items()}
+    state = {name: tensor.detach() for name, tensor in convert(model.hugging_face_mapper(), parameters).items()}
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     made.load_state_dict(state)

@@ -1,6 +1,6 @@
 """The component `model.qwen3.dense`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from drawloom.components.model.qwen3.initial_weights import fill_with_initial_we
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
 from drawloom.components.ports.data import Tokenizer
 from drawloom.components.ports.model import Kernels, Span
+from drawloom.components.ports.model_state import Mapper
 from drawloom.graph import Problem, above, at_least, component, setting
 
 
@@ -82,5 +83,5 @@ class Qwen3Dense:
     def hugging_face_config(self) -> dict[str, Any]:
         return hugging_face.config_of(self.architecture, None if self.tokenizer is None else self.tokenizer.end)
 
-    def hugging_face_names(self) -> Mapping[str, str]:
-        return hugging_face.names_of(self.architecture)
+    def hugging_face_mapper(self) -> Mapper:
+        return hugging_face.mapper_of(self.architecture)

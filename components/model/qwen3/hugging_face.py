@@ -1,4 +1,4 @@
-"""Qwen3 as Hugging Face describes it: `config.json` and parameter names, in both directions."""
+"""Qwen3 as Hugging Face describes it: `config.json` and parameters, in both directions."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,6 +8,9 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.qwen3.architecture import Architecture, head_faults
+from drawloom.components.model_state.composing import parallel, prefixed
+from drawloom.components.model_state.leaves import rename
+from drawloom.components.ports.model_state import Mapper
 from drawloom.graph import UserError
 
 KEYS = {
@@ -57,14 +60,16 @@ def config_of(architecture: Architecture, end: int | None) -> dict[str, Any]:
     return {"architectures": ["Qwen3ForCausalLM"], **FIXED, **numbers, **known_end, "use_cache": True}
 
 
-def names_of(architecture: Architecture) -> dict[str, str]:
-    """Our parameter names to Hugging Face's."""
-    names = {"embedding.weight": "model.embed_tokens.weight"}
-    for number in range(architecture.layers):
-        for ours, theirs in LAYER_NAMES.items():
-            names[f"layers.{number}.{ours}.weight"] = f"model.layers.{number}.{theirs}.weight"
-    names["norm.weight"] = "model.norm.weight"
-    return names if architecture.tied else names | {"head.weight": "lm_head.weight"}
+def mapper_of(architecture: Architecture) -> Mapper:
+    """Our parameters to Hugging Face's."""
+    layer = rename({f"{ours}.weight": f"{theirs}.weight" for ours, theirs in LAYER_NAMES.items()})
+    numbers = range(architecture.layers)
+    head = {} if architecture.tied else {"head.weight": "lm_head.weight"}
+    return parallel(
+        rename({"embedding.weight": "model.embed_tokens.weight"}),
+        *(prefixed(layer, source=f"layers.{n}.", target=f"model.layers.{n}.") for n in numbers),
+        rename({"norm.weight": "model.norm.weight"} | head),
+    )
 
 
 def read_config(path: Path) -> Architecture:

@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 
 from drawloom.components.export.folder import write_folder
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.model_state.hugging_face import load_parameters
+from drawloom.components.model_state.loading import load_folder
 from drawloom.components.ports.model import Span, Stage
 from drawloom.graph import UserError
 from support.qwen3 import dense, one_document, whole
@@ -65,7 +65,7 @@ def test_read_back_bit_by_bit(tmp_path: Path, max_shard: int) -> None:
     again = Qwen3Dense(kernels=model.kernels, config=tmp_path / "export")
     assert again.architecture == model.architecture
     read = whole(again)
-    load_parameters(tmp_path / "export", dict(read.named_parameters()), again.hugging_face_names())
+    load_folder(tmp_path / "export", read, again.hugging_face_mapper().inverse())
     written = dict(module.named_parameters())
     assert all(torch.equal(parameter, written[name]) for name, parameter in read.named_parameters())
 
@@ -79,7 +79,7 @@ def test_reads_what_transformers_saves(tmp_path: Path) -> None:
         theirs.save_pretrained(tmp_path / f"second{tied}", max_shard_size="5KB")
         again = Qwen3Dense(kernels=model.kernels, config=tmp_path / f"second{tied}")
         module = whole(again)
-        load_parameters(tmp_path / f"second{tied}", dict(module.named_parameters()), again.hugging_face_names())
+        load_folder(tmp_path / f"second{tied}", module, again.hugging_face_mapper().inverse())
         tokens = torch.randint(29, (1, 6))
         torch.testing.assert_close(module(tokens, one_document(1, 6)), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 

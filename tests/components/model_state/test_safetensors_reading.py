@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drawloom.components.model_state.safetensors_reading import DTYPES, open_safetensors_folder
+from drawloom.components.model_state.safetensors_header import DTYPES
+from drawloom.components.model_state.safetensors_reading import open_safetensors_folder
 from drawloom.components.model_state.tensor_source import TensorKind
 from drawloom.graph import UserError
 
@@ -65,7 +66,7 @@ def test_files_outside_the_folder_are_refused(tmp_path: Path, file: str) -> None
 def test_names_repeated_in_the_index_are_refused(tmp_path: Path) -> None:
     """JSON would let the last of two entries win."""
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "x", "b": "x", "a": "y"}}')
-    with pytest.raises(UserError, match="names a more than once"):
+    with pytest.raises(UserError, match="it has 'a' more than once"):
         open_safetensors_folder(tmp_path)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from drawloom.components.model_state.leaves import identity
 from drawloom.components.model_state.safetensors_writing import split, write_safetensors
 from drawloom.components.model_state.tensor_source import InMemory, TensorKind
 
@@ -28,7 +29,7 @@ def test_split_keeps_order_and_limit(sizes: list[int], limit: int) -> None:
 def test_one_file_has_no_index(tmp_path: Path) -> None:
     """What fits in one file is `model.safetensors`, marked as torch's."""
     tensors = {"b": torch.arange(6.0).view(2, 3).T, "a": torch.ones(2, dtype=torch.bfloat16)}
-    write_safetensors(tmp_path, InMemory(tensors), 100)
+    write_safetensors(tmp_path, InMemory(tensors), identity("b", "a"), 100)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     found = load_file(tmp_path / "model.safetensors")
     assert found.keys() == tensors.keys()
@@ -40,7 +41,7 @@ def test_one_file_has_no_index(tmp_path: Path) -> None:
 def test_several_files_have_an_index(tmp_path: Path) -> None:
     """Files are numbered from 1 of their count, the index places each tensor and counts all bytes."""
     tensors = {name: torch.full((4,), float(number)) for number, name in enumerate("abc")}
-    write_safetensors(tmp_path, InMemory(tensors), 32)
+    write_safetensors(tmp_path, InMemory(tensors), identity("a", "b", "c"), 32)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     assert index == {"metadata": {"total_size": 48}, "weight_map": {"a": first, "b": first, "c": second}}

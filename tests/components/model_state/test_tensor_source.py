@@ -2,7 +2,7 @@
 
 import torch
 
-from drawloom.components.model_state.tensor_source import AsType, InMemory, Renamed, TensorKind
+from drawloom.components.model_state.tensor_source import AsType, InMemory, TensorKind
 
 SOURCE = InMemory({"a": torch.ones(2, 3, requires_grad=True), "b": torch.tensor([1, 2])})
 
@@ -14,13 +14,6 @@ def test_in_memory_gives_detached_tensors() -> None:
     assert (SOURCE.kinds()["a"].bytes, SOURCE.kinds()["b"].bytes) == (24, 16)
 
 
-def test_renamed_gives_only_what_has_a_new_name() -> None:
-    """Names are new, numbers are old, and the rest is left out."""
-    renamed = Renamed(SOURCE, {"c": "a", "lost": "nowhere"})
-    assert list(renamed.kinds()) == ["c"]
-    assert torch.equal(renamed.tensor("c"), torch.ones(2, 3))
-
-
 def test_as_type_leaves_whole_numbers_alone() -> None:
     """Floating-point tensors change their dtype, and say so before they are read; others stay."""
     half = AsType(SOURCE, torch.bfloat16)
@@ -29,6 +22,13 @@ def test_as_type_leaves_whole_numbers_alone() -> None:
 
 
 def test_sources_stand_on_one_another() -> None:
-    """A renamed source in another dtype is both."""
-    both = AsType(Renamed(SOURCE, {"c": "a"}), torch.float16)
-    assert both.kinds() == {"c": TensorKind((2, 3), torch.float16)}
+    """The dtype is that of the last one."""
+    both = AsType(AsType(SOURCE, torch.bfloat16), torch.float16)
+    assert both.kinds()["a"] == TensorKind((2, 3), torch.float16)
+    assert both.tensor("a").dtype == torch.float16
+
+
+def test_what_others_hold_is_not_given_away() -> None:
+    """Tensors in memory belong to whoever put them there, in whatever dtype they are asked for."""
+    assert not SOURCE.gives_away
+    assert not AsType(SOURCE, torch.float16).gives_away

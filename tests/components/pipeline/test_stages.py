@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from drawloom.components.pipeline.stages import RealStages
 from drawloom.components.ports.model import Span
+from drawloom.components.ports.model_state import Mapper
 from drawloom.components.ports.pipeline import Program
 from drawloom.graph import UserError
 
@@ -33,8 +34,8 @@ class Blueprint:
     def hugging_face_config(self) -> dict[str, Any]:
         return {}
 
-    def hugging_face_names(self) -> dict[str, str]:
-        return {}
+    def hugging_face_mapper(self) -> Mapper:
+        return Mapper(())
 
 
 @attrs.frozen

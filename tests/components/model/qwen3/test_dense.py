@@ -89,7 +89,7 @@ def assert_gradients_equal(
 ) -> None:
     """The same parameters, under their two names, with the same gradients."""
     ours, others = dict(module.named_parameters()), dict(theirs.named_parameters())
-    names = model.hugging_face_names()
+    names = dict(zip(model.hugging_face_mapper().inputs, model.hugging_face_mapper().outputs, strict=True))
     assert sorted(names[name] for name in ours) == sorted(others)
     found = torch.autograd.grad(our_loss, list(ours.values()))
     expected = torch.autograd.grad(their_loss, [others[names[name]] for name in ours])
@@ -99,11 +99,11 @@ def assert_gradients_equal(
 
 
 def test_names_cover_the_model(model: Qwen3Dense) -> None:
-    """Every parameter has exactly one Hugging Face name."""
+    """Every parameter has exactly one Hugging Face name, and each group of the mapper is one parameter."""
     parameters = [name for name, _ in whole(model).named_parameters()]
-    names = model.hugging_face_names()
-    assert sorted(parameters) == sorted(names)
-    assert len(set(names.values())) == len(names)
+    mapper = model.hugging_face_mapper()
+    assert sorted(parameters) == sorted(mapper.inputs)
+    assert len(set(mapper.outputs)) == len(mapper.groups) == len(parameters)
 
 
 def test_builds_on_the_meta_device() -> None:

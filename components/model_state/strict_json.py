@@ -1,0 +1,43 @@
+"""JSON from strangers: bounded in what it costs to read, and with one meaning only."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+
+def parse(text: bytes, *, most: int, integer: Callable[[str], int] = int) -> Any:
+    """
+    The value of a JSON text.
+
+    Raises ValueError, with the reason, for what is no JSON, for names that an object holds twice, for NaN and
+    infinities, and for texts with more than `most` of the characters that begin and part values: each may cost some
+    hundred bytes of memory.
+    """
+    if (parts := sum(text.count(sign) for sign in b"{[,:")) > most:
+        raise ValueError(f"it has {parts} parts, and more than {most} are not read")
+    try:
+        return json.loads(
+            text.decode("utf-8"), object_pairs_hook=_object, parse_constant=_refuse_constant, parse_int=integer
+        )
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+
+
+def natural(digits: str) -> int:
+    """An integer without a sign; ValueError for -0 too, which other readers take for a fraction."""
+    if digits.startswith("-"):
+        raise ValueError(f"{digits[:20]} is negative")
+    return int(digits)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"it has {next(name for name in made if counts[name] > 1)!r:.99} more than once")
+    return made
+
+
+def _refuse_constant(word: str) -> Any:
+    raise ValueError(f"{word} is no number of JSON")
