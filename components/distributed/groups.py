@@ -29,6 +29,24 @@ class OneRank:
         return [json.loads(json.dumps(value))]
 
 
+class Message:
+    """A tensor on its way; it is held until then, and no longer."""
+
+    def __init__(self, group: "ProcessGroup", work: Any, tensor: Tensor | None) -> None:
+        self._group, self._work, self._tensor = group, work, tensor
+
+    def is_over(self) -> bool:
+        """Whether it has been sent or received."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Until it is over; a UserError if the other end is gone or takes too long."""
+        if self._work is not None:
+            with self._group._peers("a message"):
+                self._work.wait()
+            self._work = self._tensor = None  # a finished work keeps its tensor
+
+
 class ProcessGroup:
     """
     Several processes, over a group of torch.distributed.
@@ -70,6 +88,16 @@ class ProcessGroup:
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         texts = self._gather(padded.to(self._device))
         return [json.loads(each[:n].cpu().numpy().tobytes()) for each, n in zip(texts, lengths, strict=True)]
+
+    def send(self, tensor: Tensor, to: int) -> "Message":
+        """Begin to send a contiguous tensor to a place in the group."""
+        with self._peers("a message"):
+            return Message(self, dist.isend(tensor, self.ranks[to], group=self._handle), tensor)
+
+    def receive(self, tensor: Tensor, source: int) -> "Message":
+        """Begin to receive a tensor of this shape and dtype from a place in the group."""
+        with self._peers("a message"):
+            return Message(self, dist.irecv(tensor, self.ranks[source], group=self._handle), tensor)
 
     @torch.no_grad()
     def _reduce(self, tensor: Tensor, operation: Any) -> None:

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import attrs
 
 from drawloom.components.distributed.layout import BUILT, DIMENSIONS, Layout, settle
-from drawloom.components.ports.distributed import Group, Processes
+from drawloom.components.distributed.links import ring_links
+from drawloom.components.ports.distributed import Group, Link, Processes
 from drawloom.graph import UserError, at_least, component, setting
 from drawloom.graph.node import NodeView
 from drawloom.graph.problems import Problem
@@ -70,6 +71,10 @@ class RankMesh:
     def group(self, dimension: str) -> Group:
         """The ranks that differ from this one only in where they lie along a dimension."""
         return self._groups[dimension]
+
+    def links(self, dimension: str) -> Mapping[int, Link]:
+        """By their index along a dimension, the neighbours in the ring of that dimension. All ranks ask together."""
+        return ring_links(self.processes, dimension, self._layout.sets(dimension))
 
     def size(self, dimension: str) -> int:
         """How many ranks lie along a dimension."""

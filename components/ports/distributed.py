@@ -1,6 +1,6 @@
 """Ranks, groups of them, and what they compute on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,31 @@ class Group(Protocol):
     def gather_json(self, value: Any) -> list[Any]:
         """What each rank gave, as JSON carries it, by rank, on every rank."""
         ...
+
+
+class Pending(Protocol):
+    """A message on its way."""
+
+    def is_over(self) -> bool:
+        """Whether it has been sent or received."""
+        ...
+
+    def wait(self) -> None:
+        """Until it is over; a UserError if the peer is gone or takes too long."""
+        ...
+
+
+class Link(Protocol):
+    """
+    Two one-way channels between this rank and a neighbour, so that what goes one way never waits for the other.
+
+    Messages arrive in the order in which they were sent; tensors are contiguous, and of the shape and dtype that the
+    receiver gives. A tensor must stay as it is until its message is over.
+    """
+
+    def send(self, tensor: Tensor) -> Pending: ...
+
+    def receive(self, tensor: Tensor) -> Pending: ...
 
 
 @port
@@ -101,6 +126,15 @@ class Mesh(Protocol):
 
     def index(self, dimension: str) -> int:
         """Where this rank lies along a dimension."""
+        ...
+
+
+@port
+class Neighbours(Protocol):
+    """Who lies beside this rank in the mesh."""
+
+    def links(self, dimension: str) -> Mapping[int, Link]:
+        """By their index along a dimension, the neighbours in the ring of that dimension. All ranks ask together."""
         ...
 
 
