@@ -62,6 +62,11 @@ class Catalogue:
             module = importlib.import_module(f"{self.package}.{use}")
         except ModuleNotFoundError as error:
             return Problem("DL202", f"{use!r} needs the package {error.name!r}, which is not installed")
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            return Problem(
+                "DL205", f"{use!r} can't be imported: {why}", f"`python -c 'import {self.package}.{use}'` says where"
+            )
         found = [
             item
             for item in vars(module).values()

@@ -1,36 +1,42 @@
-"""What differs between an older resolved recipe and a graph, node by node and key by key, and how much each weighs."""
+"""What differs between two recipes, node by node and key by key, and how much each difference weighs."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
-import tomli
 
 from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.component import Change
 from drawloom.graph.graph import Graph
+from drawloom.graph.parsing import Unreadable, parse
+from drawloom.graph.plain import Plain, flatten, plain_graph, plain_recipe
 from drawloom.graph.problems import Problem
 from drawloom.graph.recipe import Recipe
 from drawloom.graph.resolved import RecipeChange
-from drawloom.graph.writing import value
+from drawloom.graph.writing import canonical, value
 
 WEIGHTS: tuple[Change, ...] = ("free", "semantic", "structural")
 
-Plain = Mapping[str, Mapping[str, Any]]
-"""A recipe as nodes of plain values."""
+ABSENT = "absent"
 
 
-def changes(older: str, graph: Graph, plain: Plain, catalogue: Catalogue) -> list[RecipeChange]:
-    """Differences from `older`, a resolved recipe, to `graph`, whose plain nodes are `plain`."""
-    recipe = Recipe.of(tomli.loads(older))
-    before = {name: _plain(table) for name, table in recipe.nodes.items()}
-    return list(_Comparison(before, plain, graph, catalogue).changes())
+def changes_since(older: str, graph: Graph, catalogue: Catalogue) -> list[RecipeChange]:
+    """Differences from `older`, the text of a resolved recipe, to `graph`; a ValueError if that can't be read."""
+    try:
+        recipe = Recipe.of(parse(older))
+    except Unreadable as error:
+        raise ValueError(f"line {error.line}: {error.text}") from error
+    return changes(plain_recipe(recipe), graph, catalogue)
 
 
-def _plain(item: Any) -> Any:
-    """A merged table or leaf as the plain value that it was read from."""
-    items = getattr(item, "items", None)
-    return {key: _plain(part) for key, part in items.items()} if isinstance(items, dict) else item.value
+def changes(old: Plain, graph: Graph, catalogue: Catalogue) -> list[RecipeChange]:
+    """
+    Differences from the nodes `old` to `graph`.
+
+    The components of `old` need not be what they were, nor be there at all: what was written then is compared with
+    what is written now.
+    """
+    return list(_Comparison(flatten(old), flatten(plain_graph(graph)), graph, catalogue).changes())
 
 
 @attrs.frozen
@@ -52,43 +58,54 @@ class _Comparison:
 
     def _keys(self, name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[RecipeChange]:
         for key in {**old, **new}:
-            if old.get(key) != new.get(key):
-                yield RecipeChange(name, key, _show(old.get(key)), _show(new.get(key)), self._key_weight(name, key))
+            before, after = old.get(key), new.get(key)
+            if before is None or after is None or canonical(before) != canonical(after):
+                moved = is_edge(before) or is_edge(after)
+                weight = self._own_weight(name, key) or (
+                    self._edge_weight(before, after) if moved else self._setting_weight(name, key)
+                )
+                yield RecipeChange(name, key, _show(before), _show(after), weight, edge=moved)
 
-    def _key_weight(self, name: str, key: str) -> Change:
-        node = self.graph.nodes[name]
-        weigh = getattr(node.spec.cls, "weigh_change", None)
-        weight: Change | None = weigh(self.graph.view(name), key) if weigh else None
-        field = node.spec.fields.get(key)
-        if weight is not None:
-            return weight
-        if field is None or not field.is_edge:
-            return field.change if field else "semantic"
-        old, new = _targets(self.old[name].get(key)), _targets(self.new[name].get(key))
-        moved = [target for target in old if target in new] != [target for target in new if target in old]
-        return "semantic" if moved else self._weight(set(old) ^ set(new))
+    def _own_weight(self, name: str, key: str) -> Change | None:
+        """What the component itself says of a change of one of its keys."""
+        weigh = getattr(self.graph.nodes[name].spec.cls, "weigh_change", None)
+        return weigh(self.graph.view(name), key) if weigh else None
+
+    def _setting_weight(self, name: str, key: str) -> Change:
+        field = self.graph.nodes[name].spec.fields.get(key)
+        return field.change if field else "semantic"
+
+    def _edge_weight(self, before: Any, after: Any) -> Change:
+        old, new = targets(before), targets(after)
+        reordered = [target for target in old if target in new] != [target for target in new if target in old]
+        return "semantic" if reordered else self._weight(set(old) ^ set(new))
 
     def _weight(self, names: Iterable[str]) -> Change:
         """The weight of adding, removing or swapping nodes: the heaviest of their components'."""
-        uses = [side[name]["use"] for name in names for side in (self.old, self.new) if name in side]
+        uses = [str(side[name]["use"]) for name in names for side in (self.old, self.new) if name in side]
         found = [self.catalogue.find(use) for use in uses]
         weights = [spec.traits.change for spec in found if not isinstance(spec, Problem)]
         heaviest: Change = max(weights, key=WEIGHTS.index, default="semantic")
         return heaviest if len(weights) == len(found) else "semantic"
 
 
-def _targets(edge: Any) -> list[str]:
-    """The nodes that a written edge leads to; those in place by their whole text."""
-    if isinstance(edge, dict) and "use" not in edge:
-        members = list(edge.values())
-    else:
-        members = edge if isinstance(edge, list) else [] if edge is None else [edge]
-    return [member.removeprefix("@") if isinstance(member, str) else _show(member) for member in members]
+def is_edge(part: Any) -> bool:
+    """Whether a plain value leads to nodes."""
+    if isinstance(part, str):
+        return part[:1] == "@" and part[:2] != "@@"
+    members = list(part.values()) if isinstance(part, dict) else part
+    return isinstance(members, list) and bool(members) and all(isinstance(m, str) and is_edge(m) for m in members)
+
+
+def targets(edge: Any) -> list[str]:
+    """The nodes that a plain edge leads to."""
+    members = list(edge.values()) if isinstance(edge, dict) else edge if isinstance(edge, list) else [edge]
+    return [member.removeprefix("@") for member in members if isinstance(member, str)]
 
 
 def _use(node: Mapping[str, Any] | None) -> str:
-    return "absent" if node is None else str(node["use"])
+    return ABSENT if node is None else str(node["use"])
 
 
 def _show(part: Any) -> str:
-    return "absent" if part is None else value(part)
+    return ABSENT if part is None else value(part)

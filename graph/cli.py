@@ -4,18 +4,14 @@ import argparse
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from drawloom.graph.explain import explain
-from drawloom.graph.listing import list_components
+from drawloom.graph.commands import COMMANDS
+from drawloom.graph.exits import FINE, INTERRUPTED, say
 from drawloom.graph.problems import Problem, RecipeError, UserError
-from drawloom.graph.resolving import resolve
-from drawloom.graph.tree import draw_tree
 from drawloom.graph.workshop import Workshop
-
-FINE, FAILED, FAULTY, INTERRUPTED = 0, 1, 2, 130
 
 OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)+=")
 FLAG = re.compile(r"--[\w-]+(\.[\w-]+)+(=|$)")
@@ -28,11 +24,11 @@ def main(arguments: Sequence[str] | None = None, workshop: Workshop | None = Non
     options = _parser(workshop, rest).parse_args(rest)
     options.words = words
     if words and not hasattr(options, "overlay"):
-        return _say([Problem("DL110", f"{options.command} takes no values like {words[0]!r}")])
+        return say([Problem("DL110", f"{options.command} takes no values like {words[0]!r}")])
     try:
         return int(options.main(options, workshop))
     except RecipeError as error:
-        return _say(error.problems)
+        return say(error.problems)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -81,80 +77,3 @@ def _add_module(commands: Any, workshop: Workshop, name: str, *, imported: bool)
         module = importlib.import_module(f"{workshop.catalogue.package}.commands.{name}")
         module.add_arguments(command)
         command.set_defaults(main=module.main)
-
-
-def _takes_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to lay over it")
-    parser.epilog = "Single values are set by node.key=value."
-
-
-def _takes_run(parser: argparse.ArgumentParser) -> None:
-    _takes_recipe(parser)
-    parser.add_argument("--accept-changes", action="store_true", help="resume although the recipe has changed")
-
-
-def _takes_target(parser: argparse.ArgumentParser) -> None:
-    _takes_recipe(parser)
-    parser.add_argument("target", nargs="?", metavar="NODE[.KEY]", help="what to explain; the whole recipe if left out")
-
-
-def _takes_subject(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("subject", nargs="?", default="", metavar="SUBJECT", help="such as data, or data.loader")
-
-
-def _graph(options: argparse.Namespace, workshop: Workshop) -> Any:
-    graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words))
-    _say(problem for problem in graph.problems if problem.warning)
-    return graph
-
-
-def _run(options: argparse.Namespace, workshop: Workshop) -> int:
-    graph = _graph(options, workshop)
-    with workshop.container(graph, accept_changes=options.accept_changes) as objects:
-        objects[workshop.root].run()
-    return FINE
-
-
-def _check(options: argparse.Namespace, workshop: Workshop) -> int:
-    graph = _graph(options, workshop).or_error()
-    print(f"{options.recipe}: {len(graph.nodes)} nodes, no problems")
-    return FINE
-
-
-def _show(options: argparse.Namespace, workshop: Workshop) -> int:
-    print(resolve(_graph(options, workshop).or_error(), workshop.catalogue).text, end="")
-    return FINE
-
-
-def _draw(options: argparse.Namespace, workshop: Workshop) -> int:
-    print(draw_tree(_graph(options, workshop).or_error(), workshop.root))
-    return FINE
-
-
-def _explain(options: argparse.Namespace, workshop: Workshop) -> int:
-    print(explain(_graph(options, workshop).or_error(), options.target or "", workshop.root))
-    return FINE
-
-
-def _list(options: argparse.Namespace, workshop: Workshop) -> int:
-    print(list_components(workshop.catalogue, options.subject))
-    return FINE
-
-
-def _say(problems: Iterable[Problem]) -> int:
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    return FAULTY
-
-
-Command = tuple[Callable[[argparse.Namespace, Workshop], int], str, Callable[[argparse.ArgumentParser], None]]
-
-COMMANDS: dict[str, Command] = {
-    "run": (_run, "run a recipe, or go on with its run", _takes_run),
-    "check": (_check, "check a recipe, and print every problem at once", _takes_recipe),
-    "explain": (_explain, "say where values come from and why nodes are connected as they are", _takes_target),
-    "show": (_show, "print the resolved recipe as TOML", _takes_recipe),
-    "draw": (_draw, "draw what is built for a run, as a tree", _takes_recipe),
-    "list": (_list, "list components with their settings", _takes_subject),
-}

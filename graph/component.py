@@ -42,19 +42,38 @@ def _as_validator(check: Check) -> Callable[[Any, Any, Any], None]:
     return validate
 
 
+@attrs.frozen
+class Bound:
+    """A check of a number, whose bounds others may read; None passes."""
+
+    at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def __call__(self, value: Any) -> str | None:
+        low = self.above if self.at_least is None else self.at_least
+        if value is None or low is None:
+            return None
+        if self.below is not None:
+            return None if low <= value < self.below else f"{value} is not in [{low}, {self.below})"
+        if self.at_least is not None:
+            return None if value >= low else f"{value} is less than {low}"
+        return None if value > low else f"{value} is not above {low}"
+
+
 def at_least(bound: float) -> Check:
     """A check: no less than `bound`."""
-    return lambda value: None if value is None or value >= bound else f"{value} is less than {bound}"
+    return Bound(at_least=bound)
 
 
 def above(bound: float) -> Check:
     """A check: more than `bound`."""
-    return lambda value: None if value is None or value > bound else f"{value} is not above {bound}"
+    return Bound(above=bound)
 
 
 def between(low: float, high: float) -> Check:
     """A check: from `low` to below `high`."""
-    return lambda value: None if value is None or low <= value < high else f"{value} is not in [{low}, {high})"
+    return Bound(at_least=low, below=high)
 
 
 @overload

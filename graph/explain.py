@@ -1,86 +1,142 @@
 """Where values come from, why nodes are connected as they are, and who uses whom."""
 
-from collections.abc import Iterator
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from drawloom.graph.graph import Graph
-from drawloom.graph.layers import Leaf, Table
+from drawloom.graph.layers import Leaf, Path, Table
 from drawloom.graph.listing import ports
-from drawloom.graph.node import Node
+from drawloom.graph.node import Node, dotted
+from drawloom.graph.origin import leaves, origin, variable
+from drawloom.graph.plain import escape
 from drawloom.graph.problems import UserError
-from drawloom.graph.resolving import escape
-from drawloom.graph.settling import VARIABLE
+from drawloom.graph.role import needed_ports, place_in_order, places_in_sequences
 from drawloom.graph.spec import Field
 from drawloom.graph.suggest import did_you_mean
 from drawloom.graph.values import Values
 from drawloom.graph.writing import value
 
+STEP = re.compile(r"\[(\d+)\]|\.?([^.\[\]]+)")
+
 
 def explain(graph: Graph, target: str, root: str) -> str:
-    """A whole recipe, a node, or one key of a node, in words."""
+    """A whole recipe, a node, a key of a node, or a part of its value, in words."""
     if not target:
-        return "\n".join(f"[{name}] {graph.nodes[name].spec.use}: {graph.nodes[name].spec.doc}" for name in graph.nodes)
+        return "\n".join(_explain_recipe(graph))
     if target in graph.nodes:
         return "\n".join(_explain_node(graph, graph.nodes[target], root))
-    name, _, key = target.rpartition(".")
-    if name in graph.nodes and key in graph.nodes[name].spec.fields:
-        return "\n".join(_explain_key(graph, graph.nodes[name], graph.nodes[name].spec.fields[key]))
-    known = [f"{name}.{field}" for field in graph.nodes[name].spec.fields] if name in graph.nodes else graph.nodes
-    raise UserError(f"there is no {target!r} to explain; {did_you_mean(target, known)}".rstrip("; "), 2)
+    for name in sorted(graph.nodes, key=len, reverse=True):
+        path = _path(target[len(name) :]) if target.startswith(f"{name}.") else ()
+        if path and str(path[0]) in graph.nodes[name].spec.fields:
+            return "\n".join(_explain_key(graph, graph.nodes[name], path))
+    raise UserError(f"there is no {target!r} to explain; {_near(graph, target)}".rstrip("; "), 2)
+
+
+def _near(graph: Graph, target: str) -> str:
+    name = target.rpartition(".")[0]
+    fields = graph.nodes[name].spec.fields if name in graph.nodes else ()
+    return did_you_mean(target, [f"{name}.{field}" for field in fields] or graph.nodes)
+
+
+def _path(text: str) -> Path:
+    return tuple(int(number) if number else key for number, key in STEP.findall(text))
+
+
+def _explain_recipe(graph: Graph) -> Iterator[str]:
+    yield f"{', then '.join(layer.source for layer in graph.recipe.layers if layer.data)}"
+    yield from (f"[{name}] {node.spec.use}: {node.spec.doc}" for name, node in graph.nodes.items())
 
 
 def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
     yield f"[{node.name}] {node.spec.use}, {node.place}"
-    yield f"  {node.spec.doc}"
-    for field in node.spec.fields.values():
-        if field.kind == "setting" or field.is_edge:
-            yield f"  {_line(graph, node, field)}"
-    users = graph.users(node.name)
-    yield f"  used by {', '.join(f'[{user}]' for user in users) or 'nobody'}"
-    order = graph.closure([root])
-    if node.name in order:
-        yield f"  built as number {order.index(node.name) + 1} of {len(order)}"
-    flow = node.spec.traits.flow
-    for verb, names in (("reads", flow.reads), ("writes", flow.writes), ("changes", flow.changes)):
-        if names:
-            yield f"  {verb} {', '.join(names)}"
+    yield from _indented(inspect.cleandoc(node.spec.cls.__doc__ or "").splitlines())
+    if provided := [port.__name__ for port in needed_ports(graph) if port in graph.provides(node.name)]:
+        yield f"  it is a {', a '.join(provided)}"
+    fields = node.spec.fields.values()
+    yield from _section("settings", [_setting_line(graph, node, f) for f in fields if f.kind == "setting"])
+    yield from _section("edges", [_edge_line(graph, node, f) for f in fields if f.is_edge])
+    yield from _section("filled in", [_filled_line(graph, f, root) for f in fields if f.kind in ("every", "recipe")])
+    used = [f"[{user}] {', '.join(keys)}" for user, keys in graph.uses_of(node.name)]
+    yield from _section("used by", used or ["nobody"])
+    yield from _section("place", [*place_in_order(graph, node.name, root), *places_in_sequences(graph, node.name)])
 
 
-def _line(graph: Graph, node: Node, field: Field) -> str:
-    if field.kind == "setting":
-        return f"{field.name} = {_shown(node, field)}  ({_origin(node, field)})"
+def _section(title: str, lines: list[str]) -> Iterator[str]:
+    if lines:
+        yield f"  {title}"
+        yield from _indented(f"  {line}" for line in lines)
+
+
+def _indented(lines: Iterable[str]) -> Iterator[str]:
+    return (f"  {line}".rstrip() for line in lines)
+
+
+def _setting_line(graph: Graph, node: Node, field: Field) -> str:
+    kind = Values.describe_type(field.type)
+    return f"{field.name} = {_shown(node, field)}  ({kind}; {origin(graph, node, field.name)})"
+
+
+def _edge_line(graph: Graph, node: Node, field: Field) -> str:
     edge = node.edges.get(field.name)
-    targets = ", ".join(f"[{target}]" for target in edge.targets) if edge else ""
-    if edge and not edge.written:
-        return f"{field.name} -> {targets}  (the only {ports(field)})"
-    return f"{field.name} -> {targets or 'none'}  ({_origin(node, field)})"
+    leads = ", ".join(f"[{target}]" for target in edge.targets) if edge and edge.targets else "none"
+    return f"{field.name} -> {leads}  ({ports(field)}; {origin(graph, node, field.name)})"
+
+
+def _filled_line(graph: Graph, field: Field, root: str) -> str:
+    if field.kind == "recipe":
+        return f"{field.name}: the resolved recipe"
+    fitting = [f"[{name}]" for name in graph.closure([root]) if graph.provides(name) & set(field.ports)]
+    return f"{field.name}: every {' or '.join(port.__name__ for port in field.ports)}: {', '.join(fitting) or 'none'}"
 
 
 def _shown(node: Node, field: Field) -> str:
-    plain = escape(Values().unstructure(node.settings[field.name]))
+    return _text(escape(Values.unstructure(node.settings[field.name])))
+
+
+def _text(plain: Any) -> str:
     return "none" if plain is None else value(plain)
 
 
-def _origin(node: Node, field: Field) -> str:
-    item = node.table.items.get(field.name)
-    return "default" if item is None else str(item.key_place if isinstance(item, Leaf) else item.place)
-
-
-def _explain_key(graph: Graph, node: Node, field: Field) -> Iterator[str]:
-    yield f"[{node.name}] {_line(graph, node, field)}"
+def _explain_key(graph: Graph, node: Node, path: Path) -> Iterator[str]:
+    field = node.spec.fields[str(path[0])]
+    if field.kind in ("every", "recipe"):
+        yield f"[{node.name}] {field.name} is filled in by the container"
+        return
+    line = _setting_line(graph, node, field) if field.kind == "setting" else _edge_line(graph, node, field)
+    yield f"[{node.name}] {line}"
     if field.doc:
         yield f"  {field.doc}"
-    item = node.table.items.get(field.name)
-    if isinstance(item, Leaf):
-        yield from (f"  {line}" for leaf in item.stack() for line in _layer(graph, leaf))
-    elif isinstance(item, Table):
-        yield f"  a table at {item.place}"
-    if not field.required:
-        default = Values().unstructure(field.default_value())
-        yield f"  {'none' if default is None else value(default)}  default"
+    if field.kind == "setting":
+        yield f"  for a run that resumes, another value is a {field.change} change"
+    item, rest = _descend(node.table.items.get(field.name), path[1:])
+    for leaf in leaves(item) if item else ():
+        yield from _indented(_stack(graph, leaf, rest))
+    if not field.required and field.kind == "setting" and not path[1:]:
+        yield f"  {_text(escape(Values.unstructure(field.default_value())))}  default"
 
 
-def _layer(graph: Graph, leaf: Leaf) -> Iterator[str]:
-    yield f"{value(leaf.value)}  {leaf.key_place}"
-    name = leaf.value.removeprefix(VARIABLE) if isinstance(leaf.value, str) else ""
-    if isinstance(leaf.value, str) and leaf.value.startswith(VARIABLE) and name in graph.recipe.vars:
-        yield from (f"  {value(under.value)}  {under.key_place}" for under in graph.recipe.vars[name].stack())
+def _descend(item: Leaf | Table | None, path: Path) -> tuple[Leaf | Table | None, Path]:
+    """As far down a path as tables go; the rest leads into the value of a leaf."""
+    while path and isinstance(item, Table):
+        item, path = item.items.get(str(path[0])), path[1:]
+    return item, path
+
+
+def _stack(graph: Graph, leaf: Leaf, rest: Path) -> Iterator[str]:
+    """Everything that set a value, newest first; under a variable, everything that set that."""
+    within = f"{dotted(leaf.path[-1:])}: " if rest else ""
+    for one in leaf.stack():
+        yield f"{within}{_part(one.value, rest)}  {one.layer.value((*one.path, *rest)) if rest else one.key_place}"
+        behind = variable(graph, one)
+        yield from (f"  {value(under.value)}  {under.key_place}" for under in (behind.stack() if behind else ()))
+
+
+def _part(plain: Any, path: Path) -> str:
+    for step in path:
+        try:
+            plain = plain[step]
+        except (LookupError, TypeError):
+            return "nothing"
+    return value(plain)

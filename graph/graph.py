@@ -56,6 +56,19 @@ class Graph:
         """The nodes whose edges lead to one node."""
         return [other for other in self.nodes if name in self.needs(other)]
 
+    def uses_of(self, name: str) -> list[tuple[str, list[str]]]:
+        """The nodes that lead to one node, each with the edges by which it does."""
+        by = {
+            user: [key for key, edge in node.edges.items() if name in edge.targets] for user, node in self.nodes.items()
+        }
+        return [(user, keys) for user, keys in by.items() if keys]
+
+    def provides(self, name: str) -> set[type]:
+        """The ports whose promises a node's component keeps, of those that some node asks for."""
+        fields = (field for node in self.nodes.values() for field in node.spec.fields.values())
+        ports = {port for field in fields for port in field.ports}
+        return {port for port in ports if not misfits(self.nodes[name].spec.cls, port)}
+
     def fitting(self, port: type) -> list[str]:
         """The nodes whose components keep the promises of a port."""
         return [name for name, node in self.nodes.items() if not misfits(node.spec.cls, port)]

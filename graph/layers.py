@@ -6,19 +6,24 @@ from typing import Any
 import attrs
 
 from drawloom.graph.places import Places
-from drawloom.graph.problems import COMMAND_LINE, Place
+from drawloom.graph.problems import Place
 
 Path = tuple[str | int, ...]
 
 
 @attrs.define(eq=False)
 class Layer:
-    """One source of values: a recipe file, or the command line (which has no text)."""
+    """
+    One source of values: a recipe file, or what has no text: the command line, and values made in Python.
+
+    `label` names it where it has come from, wherever it is installed: `pretrain.toml`.
+    """
 
     source: str
     data: dict[str, Any]
     text: str | None = None
-    _places: Places | None = None
+    label: str = attrs.field(default=attrs.Factory(lambda self: self.source, takes_self=True))
+    _places: Places | None = attrs.field(default=None, init=False)
 
     def key(self, path: Path) -> Place:
         """Where the key of a value stands."""
@@ -30,7 +35,7 @@ class Layer:
 
     def _place(self, path: Path, find: "Callable[[Places], Any]") -> Place:
         if self.text is None:
-            return COMMAND_LINE
+            return Place(self.source)
         if self._places is None:
             self._places = Places(self.text)
         span = find(self._places) or self._places.nearest(path)
@@ -39,7 +44,7 @@ class Layer:
 
 @attrs.define(eq=False)
 class Leaf:
-    """A value that is no table, with the layer and path that set it and the leaf that it replaced."""
+    """A value that is no table, with the layer and path that set it and what it replaced."""
 
     value: Any
     layer: Layer
@@ -107,6 +112,11 @@ class Table:
         for part in parents:
             table = table.items.get(str(part)) if isinstance(table, Table) else None
         return isinstance(table, Table) and table.items.pop(str(last), None) is not None
+
+    def copy(self) -> "Table":
+        """A table of its own; leaves never change, so they are shared."""
+        items = {key: item.copy() if isinstance(item, Table) else item for key, item in self.items.items()}
+        return Table(self.layer, self.path, items, dict(self.dropped))
 
     @classmethod
     def of(cls, data: Mapping[str, Any], layer: Layer, path: Path) -> "Table":

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import tomli
 
 from drawloom.graph.layers import Layer
+from drawloom.graph.parsing import LARGEST, Unreadable, decode, parse
 from drawloom.graph.problems import COMMAND_LINE, Place, Problem, RecipeError
+from drawloom.graph.resolved import LOCK
 from drawloom.graph.suggest import did_you_mean
-
-LARGEST = 1 << 20
-"""Bytes of a recipe file; one that is larger is no recipe."""
 
 
 @attrs.frozen
@@ -30,6 +28,10 @@ class Shelf:
         """The file of a name."""
         return self.folder / f"{name}.toml" if name in self.names() else None
 
+    def holds(self, path: Path) -> bool:
+        """Whether a file stands there."""
+        return path.resolve().parent == self.folder.resolve()
+
 
 def read_layers(recipe: str, overlays: Sequence[str], overrides: dict[str, Any], shelf: Shelf) -> list[Layer]:
     """All layers of a recipe, lowest first; a RecipeError with every file that can't be read."""
@@ -38,37 +40,45 @@ def read_layers(recipe: str, overlays: Sequence[str], overrides: dict[str, Any],
         reader.read_named(name)
     if reader.problems:
         raise RecipeError(reader.problems)
-    return [*reader.layers, Layer("command line", overrides)]
+    return [*reader.layers, Layer(str(COMMAND_LINE), overrides)]
 
 
 @attrs.define
 class _Reader:
+    """Reads each base once, below all that extend it, so that it can't undo what another base of it has changed."""
+
     shelf: Shelf
     layers: list[Layer] = attrs.field(factory=list)
     problems: list[Problem] = attrs.field(factory=list)
+    _done: set[Path] = attrs.field(factory=set)
 
     def read_named(self, name: str) -> None:
-        """A recipe as a person names it: a path, or a shipped name."""
+        """A recipe as a person names it: a path, a run folder, or a shipped name."""
         shipped = self.shelf.find(name)
-        if name.endswith(".toml") or Path(name).is_file():
+        if os.path.isfile(os.path.join(name, LOCK)):
+            self._read(Path(name, LOCK), os.path.join(name, LOCK), COMMAND_LINE, ())
+        elif name.endswith(".toml") or os.path.isfile(name):
             self._read(Path(name), name, COMMAND_LINE, ())
         elif shipped:
             self._read(shipped, _shown(shipped), COMMAND_LINE, ())
         else:
             hint = did_you_mean(name, self.shelf.names())
-            self._problem("DL101", f"there is no recipe {name!r}, neither a file nor shipped", hint, COMMAND_LINE)
+            text = f"there is no recipe {name!r}: it is no file, no run folder and no shipped name"
+            self._problem("DL101", text, hint, COMMAND_LINE)
 
     def _read(self, path: Path, shown: str, asked: Place, above: tuple[Path, ...]) -> None:
         text = self._text(path, shown, asked)
         data = None if text is None else self._parse(text, shown)
         if text is None or data is None:
             return
-        layer = Layer(shown, data, text)
+        layer = Layer(shown, data, text, label=path.name if self.shelf.holds(path) else shown)
+        within = (*above, path.resolve())
         for base, base_shown, place in self._bases(layer, path):
-            if base.resolve() in (*above, path.resolve()):
+            if base.resolve() in within:
                 self._problem("DL104", f"{base_shown} extends itself, by way of {shown}", "", place)
-            else:
-                self._read(base, base_shown, place, (*above, path.resolve()))
+            elif base.resolve() not in self._done:
+                self._read(base, base_shown, place, within)
+        self._done.add(path.resolve())
         self.layers.append(layer)
 
     def _bases(self, layer: Layer, path: Path) -> Iterator[tuple[Path, str, Place]]:
@@ -89,7 +99,7 @@ class _Reader:
                 self._problem("DL101", f"extends {name!r}, which is no shipped recipe", hint, place)
 
     def _beside(self, layer: Layer, path: Path, name: str, place: Place) -> Iterator[tuple[Path, str, Place]]:
-        target = path.parent / name
+        target = path.parent / name.replace("\0", "")
         rooms = (Path.cwd().resolve(), path.parent.resolve())
         if Path(name).is_absolute() or not any(target.resolve().is_relative_to(room) for room in rooms):
             text = f"extends {name!r}, which leads out of the current directory and of the recipe's own folder"
@@ -100,25 +110,21 @@ class _Reader:
     def _text(self, path: Path, shown: str, asked: Place) -> str | None:
         try:
             if not path.is_file():
-                raise FileNotFoundError("it is a folder" if path.is_dir() else "there is no such file")
-            if path.stat().st_size > LARGEST:
-                raise OSError("it is larger than 1 MiB, so it is no recipe")
-            return path.read_bytes().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            self._problem("DL102", f"{shown} can't be read: it is not UTF-8 (byte {error.start})", "", asked)
+                there = "it is no regular file" if path.exists() else "there is no such file"
+                raise FileNotFoundError("it is a folder" if path.is_dir() else there)
+            with open(path, "rb") as file:
+                return decode(file.read(LARGEST + 1))
+        except Unreadable as error:
+            self._problem("DL102", f"{shown} can't be read: {error.text}", error.hint, asked)
         except OSError as error:
             self._problem("DL102", f"{shown} can't be read: {error.strerror or error}", "", asked)
         return None
 
     def _parse(self, text: str, shown: str) -> dict[str, Any] | None:
         try:
-            return tomli.loads(text)
-        except tomli.TOMLDecodeError as error:
-            self._problem("DL103", f"this is not TOML: {error.msg}", "", Place(shown, error.lineno, error.colno))
-        except RecursionError:
-            self._problem("DL103", "tables and arrays are nested too deeply", "", Place(shown, 1, 1))
-        except ValueError as error:
-            self._problem("DL103", f"this is not TOML: {error}", "", Place(shown, 1, 1))
+            return parse(text)
+        except Unreadable as error:
+            self._problem("DL103", error.text, error.hint, Place(shown, error.line, error.column))
         return None
 
     def _problem(self, code: str, text: str, hint: str, place: Place) -> None:

@@ -24,10 +24,19 @@ class Recipe:
     """Named tables with `use` (nodes), named sets of them (groups), `[vars]`, and what is wrong with all that."""
 
     source: str
+    tree: Table
     nodes: dict[str, Table] = attrs.field(factory=dict)
     groups: dict[str, list[str]] = attrs.field(factory=dict)
     vars: dict[str, Leaf] = attrs.field(factory=dict)
     problems: list[Problem] = attrs.field(factory=list)
+    layers: list[Layer] = attrs.field(factory=list)
+    _laying: list[Problem] = attrs.field(factory=list)
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether it says everything itself: it was written by `show`, or belongs to a run."""
+        written = [layer for layer in self.layers if layer.data]
+        return len(written) == 1 and "format" in written[0].data and "extends" not in written[0].data
 
     @classmethod
     def load(
@@ -45,38 +54,25 @@ class Recipe:
         """A recipe from plain values."""
         return merge(source, [Layer(source, dict(data))])
 
-    def with_values(self, data: Mapping[str, Any]) -> "Recipe":
+    def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Recipe":
         """Another recipe, with values laid over this one."""
-        top = Table(Layer(self.source, {}), ())
-        for name, table in self.nodes.items():
-            _insert(top, name, table)
-        top.items["vars"] = Table(top.layer, ("vars",), dict(self.vars))
-        top.lay(data, Layer("override", dict(data)), ())
-        return _sort(self.source, top)
-
-
-def _insert(top: Table, name: str, table: Table) -> None:
-    copy = Table(table.layer, table.path, dict(table.items), dict(table.dropped))
-    group, _, member = name.rpartition(".")
-    if not group:
-        top.items[member] = copy
-        return
-    holder = top.items.setdefault(group, Table(table.layer, (group,)))
-    if isinstance(holder, Table):
-        holder.items[member] = copy
+        other = _merge(self.source, self.tree.copy(), [Layer(source, dict(data))])
+        return attrs.evolve(other, layers=self.layers + other.layers, problems=self._laying + other.problems)
 
 
 def merge(source: str, layers: Sequence[Layer]) -> Recipe:
     """Lay the layers over one another, lowest first."""
-    top = Table(layers[0], ())
+    return _merge(source, Table(layers[0], ()), layers)
+
+
+def _merge(source: str, tree: Table, layers: Sequence[Layer]) -> Recipe:
     problems: list[Problem] = []
     for layer in layers:
-        problems += _remove_unset(top, layer)
+        problems += _remove_unset(tree, layer)
         problems += _check_format(layer)
-        top.lay({key: value for key, value in layer.data.items() if key not in DIRECTIVES}, layer, ())
-    recipe = _sort(source, top)
-    recipe.problems += problems
-    return recipe
+        tree.lay({key: value for key, value in layer.data.items() if key not in DIRECTIVES}, layer, ())
+    recipe = _sort(source, tree)
+    return attrs.evolve(recipe, layers=list(layers), laying=problems, problems=recipe.problems + problems)
 
 
 def _check_format(layer: Layer) -> Iterator[Problem]:
@@ -107,7 +103,7 @@ def _names(top: Table) -> Iterator[str]:
 
 def _sort(source: str, top: Table) -> Recipe:
     """What each top-level table is: a node, a group, or a fault."""
-    recipe = Recipe(source)
+    recipe = Recipe(source, top)
     for name, item in top.items.items():
         if name == "vars":
             _take_vars(recipe, item)

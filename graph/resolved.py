@@ -1,25 +1,43 @@
 """The recipe that a graph was built from, as data that a component can be given."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import attrs
 
 from drawloom.graph.component import Change
 
+LOCK = "recipe.lock.toml"
+"""The file in a run folder that holds the resolved recipe of the run."""
+
+
+Weight = Change | Literal["cosmetic"]
+"""How much a difference matters to a run that goes on; a cosmetic one is in how a recipe is written."""
+
 
 @attrs.frozen
 class RecipeChange:
-    """One difference between two recipes: a node, a key of it (empty: the node itself), and how much it weighs."""
+    """
+    One difference between two recipes: a node, a key of it (empty: the node itself), and how much it weighs.
+
+    `edge` says that the key leads to nodes. What is not there is "absent". Without a node it is about the whole.
+    """
 
     node: str
     key: str
     old: str
     new: str
-    kind: Change
+    kind: Weight
+    edge: bool = False
 
     def __str__(self) -> str:
-        what = f"[{self.node}] {self.key}".rstrip()
-        return f"{what}: {self.old} -> {self.new} ({self.kind})"
+        return f"{f'[{self.node}] {self._what()}' if self.node else f'{self.old}: {self.new}'} ({self.kind})"
+
+    def _what(self) -> str:
+        if not self.key:
+            return f"added: {self.new}" if self.old == "absent" else f"removed: {self.old}"
+        verb = "swapped" if self.key == "use" else f"{self.key} moved" if self.edge else self.key
+        return f"{verb}: {self.old} -> {self.new}"
 
 
 def _no_changes(_older: str) -> list[RecipeChange]:

@@ -8,6 +8,8 @@ import attrs
 from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.container import Container
 from drawloom.graph.graph import Graph
+from drawloom.graph.plain import plain_recipe
+from drawloom.graph.reading import Shelf
 from drawloom.graph.recipe import Recipe
 from drawloom.graph.resolving import resolve
 
@@ -29,6 +31,15 @@ class Workshop:
     def load(self, recipe: str, overlays: Sequence[str] = (), words: Sequence[str] = ()) -> Recipe:
         """A recipe with overlays and command-line words laid over it; a RecipeError if it can't be read."""
         return Recipe.load(recipe, overlays, words, recipes=self.recipes)
+
+    def usual(self) -> dict[str, list[str]]:
+        """The names of nodes in the recipes that stand here, with the components that they use."""
+        found: dict[str, list[str]] = {}
+        for name in Shelf(self.recipes).names():
+            for node, table in plain_recipe(self.load(name)).items():
+                uses = found.setdefault(node, [])
+                uses += [] if table["use"] in uses else [table["use"]]
+        return {node: uses for node, uses in found.items() if "." not in node}
 
     def graph(self, recipe: Recipe, root: str | None = None) -> Graph:
         """The graph of a recipe, checked; its problems are in it."""

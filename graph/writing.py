@@ -35,6 +35,15 @@ def value(plain: Any) -> str:
     raise TypeError(f"TOML has no form for {plain!r}")
 
 
+def canonical(plain: Any) -> str:
+    """A value as text that is equal exactly for equal values: true is not 1, 1 is not 1.0, and keys have no order."""
+    if isinstance(plain, dict):
+        return f"{{{', '.join(f'{key(name)} = {canonical(plain[name])}' for name in sorted(plain))}}}"
+    if isinstance(plain, list | tuple):
+        return f"[{', '.join(map(canonical, plain))}]"
+    return value(plain)
+
+
 def key(name: str) -> str:
     """A key, in quotes if it needs them."""
     return name if _BARE.fullmatch(name) else _string(name)

@@ -19,13 +19,13 @@ Shop = Callable[..., Graph]
         ('[page]\ntitle = "Other"', ['[page] title: "Shop" -> "Other" (semantic)']),
         (
             '[store]\nuse = "stores.disk"\nfolder = "x"',
-            ["[store] use: stores.memory -> stores.disk (semantic)"],
+            ["[store] swapped: stores.memory -> stores.disk (semantic)"],
         ),
         (
             '[second]\nuse = "pages.plain"\ntitle = "2"\n[trainer]\npages = ["@page", "@second"]',
             [
-                '[trainer] pages: ["@page"] -> ["@page", "@second"] (semantic)',
-                "[second]: absent -> pages.plain (semantic)",
+                '[trainer] pages moved: ["@page"] -> ["@page", "@second"] (semantic)',
+                "[second] added: pages.plain (semantic)",
             ],
         ),
     ],

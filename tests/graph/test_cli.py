@@ -1,6 +1,10 @@
 """The command line."""
 
+import json
+from pathlib import Path
+
 import pytest
+import tomli
 
 from drawloom.graph.cli import main, split_words
 from drawloom.graph.overrides import read_overrides
@@ -63,29 +67,48 @@ def test_what_is_not_recognised_is_refused(workshop: Workshop, arguments: list[s
 
 
 def test_show_can_be_checked_again(workshop: Workshop, tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
-    """What `show` prints is a recipe with the same resolved form."""
+    """What `show` prints is a recipe with the same resolved form, but for where each line has come from."""
     main(["show", "small"], workshop)
     text = capsys.readouterr().out
     path = f"{tmp_path}/shown.toml"
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
     main(["show", path], workshop)
-    assert capsys.readouterr().out == text
+    again = capsys.readouterr().out
+    assert tomli.loads(again) == tomli.loads(text) and "shown.toml" in again
 
 
-def test_explain_says_where_a_value_came_from(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
-    """The stack of a value goes from the command line through the file and its variable."""
+def test_explain_takes_nodes_keys_and_nothing(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """The target may be left out, and values from the command line are seen."""
     main(["explain", "small", "page.title", "page.title=Kiosk"], workshop)
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == '[page] title = "Kiosk"  (command line)'
-    assert lines[2].startswith('"Kiosk"') and lines[3].startswith('"$vars.title"') and lines[4].startswith('"Shop"')
+    assert capsys.readouterr().out.startswith('[page] title = "Kiosk"  (string; command line)')
+    main(["explain", "small"], workshop)
+    assert "[store] stores.memory: Keeps values in memory." in capsys.readouterr().out
 
 
-def test_explain_says_why_nodes_are_connected(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
-    """An edge that was found by type is told apart from one that was written."""
-    main(["explain", "small", "page"], workshop)
-    out = capsys.readouterr().out
-    assert "store -> [store]  (the only Store)" in out and "used by [trainer]" in out
+def test_diff_lays_values_over_the_second(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe is compared with itself and what the command line says."""
+    assert main(["diff", "small", "small", "store.size=11"], workshop) == 0
+    assert capsys.readouterr().out == "[store] size: 10 -> 11 (free)\n"
+    main(["diff", "small", "small"], workshop)
+    assert capsys.readouterr().out == "no differences\n"
+
+
+def test_diff_takes_run_folders(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder of a run stands for its resolved recipe."""
+    main(["show", "small"], workshop)
+    (tmp_path / "recipe.lock.toml").write_text(capsys.readouterr().out, "utf-8")
+    main(["diff", str(tmp_path), "small", 'page.title="Kiosk"'], workshop)
+    assert capsys.readouterr().out == '[page] title: "Shop" -> "Kiosk" (semantic)\n'
+
+
+def test_schema_is_json(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is printed, or written to a file."""
+    main(["schema"], workshop)
+    text = capsys.readouterr().out
+    main(["schema", "--output", str(tmp_path / "schema.json")], workshop)
+    assert (tmp_path / "schema.json").read_text("utf-8") == text
+    assert "stores.memory" in json.loads(text)["definitions"]
 
 
 def test_draw_and_list_show_what_there_is(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:

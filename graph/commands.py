@@ -1,0 +1,117 @@
+"""The commands that any graph has."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from drawloom.graph.diff import diff
+from drawloom.graph.exits import FINE, say
+from drawloom.graph.explain import explain
+from drawloom.graph.listing import list_components
+from drawloom.graph.resolving import resolve
+from drawloom.graph.schema.recipes import recipe_schema
+from drawloom.graph.tree import draw_tree
+from drawloom.graph.workshop import Workshop
+
+
+def _takes_recipe(parser: argparse.ArgumentParser, name: str = "RECIPE", what: str = "") -> None:
+    help = what or "a path, the name of a shipped recipe, or a run folder"
+    parser.add_argument("recipe", metavar=name, help=help)
+    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to lay over it")
+    parser.epilog = "Single values are set by node.key=value."
+
+
+def _takes_run(parser: argparse.ArgumentParser) -> None:
+    _takes_recipe(parser)
+    parser.add_argument("--accept-changes", action="store_true", help="resume although the recipe has changed")
+
+
+def _takes_two(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("old", metavar="A", help="a recipe, a shipped name, or a run folder")
+    _takes_recipe(parser, "B", "what it is compared with")
+    parser.epilog = "Overlays and values are laid over B."
+
+
+def _takes_target(parser: argparse.ArgumentParser) -> None:
+    _takes_recipe(parser)
+    parser.add_argument("target", nargs="?", metavar="NODE[.KEY]", help="what to explain; the whole recipe if left out")
+
+
+def _takes_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write it there")
+
+
+def _takes_subject(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("subject", nargs="?", default="", metavar="SUBJECT", help="such as data, or data.loader")
+
+
+def _graph(options: argparse.Namespace, workshop: Workshop) -> Any:
+    graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words))
+    say(problem for problem in graph.problems if problem.warning)
+    return graph
+
+
+def _run(options: argparse.Namespace, workshop: Workshop) -> int:
+    graph = _graph(options, workshop)
+    with workshop.container(graph, accept_changes=options.accept_changes) as objects:
+        objects[workshop.root].run()
+    return FINE
+
+
+def _check(options: argparse.Namespace, workshop: Workshop) -> int:
+    graph = _graph(options, workshop).or_error()
+    print(f"{options.recipe}: {len(graph.nodes)} nodes, no problems")
+    return FINE
+
+
+def _show(options: argparse.Namespace, workshop: Workshop) -> int:
+    print(resolve(_graph(options, workshop).or_error(), workshop.catalogue).text, end="")
+    return FINE
+
+
+def _draw(options: argparse.Namespace, workshop: Workshop) -> int:
+    print(draw_tree(_graph(options, workshop).or_error(), workshop.root))
+    return FINE
+
+
+def _explain(options: argparse.Namespace, workshop: Workshop) -> int:
+    print(explain(_graph(options, workshop).or_error(), options.target or "", workshop.root))
+    return FINE
+
+
+def _diff(options: argparse.Namespace, workshop: Workshop) -> int:
+    new = workshop.graph(workshop.load(options.recipe, options.overlay, options.words), root="")
+    found = diff(workshop.load(options.old), new, workshop.catalogue)
+    print("\n".join(map(str, found)) or "no differences")
+    return FINE
+
+
+def _schema(options: argparse.Namespace, workshop: Workshop) -> int:
+    schema = recipe_schema(workshop.catalogue, workshop.usual())
+    text = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+    if options.output is None:
+        print(text, end="")
+    else:
+        options.output.write_text(text, "utf-8")
+    return FINE
+
+
+def _list(options: argparse.Namespace, workshop: Workshop) -> int:
+    print(list_components(workshop.catalogue, options.subject))
+    return FINE
+
+
+Command = tuple[Callable[[argparse.Namespace, Workshop], int], str, Callable[[argparse.ArgumentParser], None]]
+
+COMMANDS: dict[str, Command] = {
+    "run": (_run, "run a recipe, or go on with its run", _takes_run),
+    "check": (_check, "check a recipe, and print every problem at once", _takes_recipe),
+    "explain": (_explain, "say where values come from and why nodes are connected as they are", _takes_target),
+    "show": (_show, "print the resolved recipe as TOML", _takes_recipe),
+    "draw": (_draw, "draw what is built for a run, as a tree", _takes_recipe),
+    "diff": (_diff, "say what differs between two recipes or runs, and how much it weighs", _takes_two),
+    "schema": (_schema, "print the JSON Schema of recipes, for editors", _takes_output),
+    "list": (_list, "list components with their settings", _takes_subject),
+}
