@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from drawloom.components.gradients.norm import total_norm
 from drawloom.components.ports.distributed import Mesh, Precision, Reduce
-from drawloom.components.ports.model import Parameters
+from drawloom.components.ports.model import SpreadParameters
 from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.run import Step
 from drawloom.graph import above, component, setting
@@ -22,7 +22,7 @@ from drawloom.graph import above, component, setting
 class Synchronise:
     """Sums gradients and losses over replicas, divides by the total weight, and refuses what is not finite."""
 
-    parameters: Parameters
+    parameters: SpreadParameters
     mesh: Mesh
     precision: Precision
     reduce: Reduce
@@ -34,17 +34,21 @@ class Synchronise:
         """Leave `loss` (mean by token, in nats) and `grad_norm`; refuse the step if either is not finite."""
         losses: Losses = step.values["losses"]
         total, weight, step.tokens = self._sums(losses, step.tokens)
+        self.parameters.sum_shared()
         gradients = [_gradient(parameter) for _, parameter in self.parameters.named()]
         for bucket in self._buckets(gradients):
             self._sum(bucket)
         if weight > 0:
             torch._foreach_mul_(gradients, 1 / weight)
         step.values["loss"] = total / weight if weight > 0 else math.nan
-        step.values["grad_norm"] = total_norm(gradients, self.reduce)
+        counted = [_gradient(parameter) for _, parameter in self.parameters.counted()]
+        step.values["grad_norm"] = total_norm(counted, self.reduce)
         step.refused = step.refused or _refusal(step, weight)
 
     def _sums(self, losses: Losses, tokens: int) -> tuple[float, float, int]:
-        sums = torch.stack([losses.total, losses.weight, torch.full_like(losses.total, tokens)])
+        sums = torch.stack([losses.total, losses.weight])
+        self.mesh.group("pipeline").sum(sums)
+        sums = torch.cat([sums, sums.new_tensor([tokens])])
         self.mesh.replicas.sum(sums)
         total, weight, tokens_of_all = sums.tolist()
         return total, weight, int(tokens_of_all)

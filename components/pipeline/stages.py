@@ -1,6 +1,7 @@
 """A model's blueprint made real: the stages that this rank owns, with their parameters."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ class RealStages:
     transforms: list[Transform] = attrs.field(factory=list)
     weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
     _local: list[Stage] = attrs.field(init=False, factory=list)
+    _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
+    _elsewhere: set[str] = attrs.field(init=False, factory=set)
 
     def open(self) -> None:
         """Make the modules real."""
@@ -39,7 +42,9 @@ class RealStages:
         mine = range(self.mesh.index("pipeline"), len(spans), ranks)
         modules = {index: self._build(spans[index]) for index in mine}
         together(self.mesh.world, lambda: self._fill(modules.values()))
+        tie(list(modules.values()))
         self._local = [Stage(index, len(spans), spans[index], module) for index, module in modules.items()]
+        self._find_shared()
 
     @property
     def local(self) -> list[Stage]:
@@ -49,6 +54,22 @@ class RealStages:
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters of all local stages that are trained, each once."""
         return [(name, parameter) for name, parameter in self._all().items() if parameter.requires_grad]
+
+    def counted(self) -> list[tuple[str, nn.Parameter]]:
+        """Those that no earlier pipeline rank holds as well."""
+        return [(name, parameter) for name, parameter in self.named() if name not in self._elsewhere]
+
+    def sum_shared(self) -> None:
+        """Add up gradients of parameters that several pipeline ranks hold; a rank without one adds nothing."""
+        mine = dict(self.named())
+        for name, shape in self._shared.items():
+            parameter = mine.get(name)
+            if parameter is None:
+                gradient = torch.zeros(shape, dtype=self.precision.gradient, device=self.device.device)
+            else:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = gradient
+            self.mesh.group("pipeline").sum(gradient)
 
     def state_dict(self) -> dict[str, Any]:
         """Every parameter by its name."""
@@ -62,6 +83,15 @@ class RealStages:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(state[name])
+
+    def _find_shared(self) -> None:
+        """Which parameters stand on several pipeline ranks: a tied embedding, on the first and the last."""
+        group = self.mesh.group("pipeline")
+        shapes: list[dict[str, list[int]]] = group.gather_json({name: [*part.shape] for name, part in self.named()})
+        times = Counter(name for names in shapes for name in names)
+        everywhere = {name: shape for names in shapes for name, shape in names.items()}
+        self._shared = {name: everywhere[name] for name in sorted(times) if times[name] > 1}
+        self._elsewhere = {name for names in shapes[: group.rank] for name in names}
 
     def _all(self) -> dict[str, nn.Parameter]:
         return {name: parameter for stage in self._local for name, parameter in stage.module.named_parameters()}
@@ -83,3 +113,12 @@ class RealStages:
             module.to_empty(device=self.device.device)
             for name, parameter in module.named_parameters():
                 self.model.initialise(name, parameter.data, self.job.seed)
+
+
+def tie(modules: Sequence[nn.Module]) -> None:
+    """Let parameters of one name, in modules that stand on one rank, be one parameter."""
+    first: dict[str, nn.Parameter] = {}
+    for module in modules:
+        for name, parameter in list(module.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, first.setdefault(name, parameter))

@@ -138,6 +138,19 @@ class Parameters(Protocol):
 
 
 @port
+class SpreadParameters(Parameters, Protocol):
+    """The parameters of a model that is spread over pipeline ranks, some of which may stand on several."""
+
+    def counted(self) -> list[tuple[str, nn.Parameter]]:
+        """Those of `named` that this rank counts for the whole model, so that each is counted by one rank."""
+        ...
+
+    def sum_shared(self) -> None:
+        """Add up, over the ranks that hold it, the gradient of each parameter that several hold."""
+        ...
+
+
+@port
 class Transform(Protocol):
     """Changes a stage's module while it is on the meta device: adapters, sharding, recomputation, compilation."""
 

@@ -28,6 +28,7 @@ class Evaluate:
         began = time.monotonic()
         losses = self.executor.evaluate(self.data.batches())
         sums = torch.stack([losses.total, losses.weight])
+        self.mesh.group("pipeline").sum(sums)
         self.mesh.replicas.sum(sums)
         total, weight = sums.tolist()
         if weight > 0:

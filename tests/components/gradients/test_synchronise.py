@@ -40,6 +40,11 @@ class Weights:
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return [("first", self.first), ("second", self.second)]
 
+    def counted(self) -> list[tuple[str, nn.Parameter]]:
+        return self.named()
+
+    def sum_shared(self) -> None: ...
+
 
 @attrs.frozen
 class Twins:
