@@ -9,16 +9,17 @@ Which deferral a forward pass belongs to is the only ambient state, and it is th
 pass, which on an accelerator runs in autograd's threads, finds it on `ctx`, and a recomputed forward needs none.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from functools import partial
 from typing import Protocol
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 Compute = Callable[..., Tensor]
-"""Gives a weight's gradient from the tensors that are handed to it."""
+"""Gives a weight's gradient, or a part of it, from the tensors that are handed to it."""
 
 
 class WeightGradient(Protocol):
@@ -27,46 +28,81 @@ class WeightGradient(Protocol):
     def __call__(self, compute: Compute, *tensors: Tensor) -> Tensor | None: ...
 
 
+class PutOff:
+    """The parts of one weight's gradient that wait, in the order in which they came."""
+
+    __slots__ = ("_waiting", "spared", "weight")
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.spared = False
+        self._waiting: list[tuple[Compute, list[Tensor]]] = []
+
+    def add(self, compute: Compute, *tensors: Tensor) -> None:
+        """Let a part wait; attached tensors would keep the graph that the pass has just gone through."""
+        self._waiting.append((compute, [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]))
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def compute(self) -> Tensor:
+        """The sum of what waited, each part of which is let go as soon as it has been added."""
+        waiting, self._waiting = self._waiting, []
+        waiting.reverse()
+        compute, held = waiting.pop()
+        total = compute(*held)
+        while waiting:
+            compute, held = waiting.pop()
+            total = total + compute(*held)
+        return total
+
+
 class Deferral:
-    """
-    The weight gradients that one forward pass put off.
+    """The weight gradients that one forward pass can put off, and that one backward pass did."""
 
-    Queued gradients hold the tensors that they are computed from (detached), until `take` hands them out.
-    """
-
-    __slots__ = ("_queued", "_spared", "known")
+    __slots__ = ("_put_off", "active")
 
     def __init__(self) -> None:
-        self.known: set[Tensor] = set()
-        """The weights whose operations know how to put their gradients off."""
-        self._queued: dict[Tensor, list[Callable[[], Tensor]]] = {}
-        self._spared: Collection[Tensor] | None = None
+        self._put_off: dict[int, PutOff] = {}  # by the weight's id: the hash of a tensor is slow
+        self.active = False
 
     def recording(self) -> "_Recording":
         """A context: what runs in it belongs to this deferral."""
         return _Recording(self)
 
     @contextmanager
-    def putting_off(self, spared: Collection[Tensor]) -> Iterator[None]:
-        """While this lasts, backward passes queue the gradients of known weights, but not of the spared ones."""
-        self._spared = spared
+    def putting_off(self, spared: Iterable[Tensor] = ()) -> Iterator[None]:
+        """While this lasts, backward passes put off the gradients of known weights, but not of the spared ones."""
+        for tensor in spared:
+            if (found := self._put_off.get(id(tensor))) is not None:
+                found.spared = True
+        self.active = True
         try:
             yield
         finally:
-            self._spared = None
+            self.active = False
 
-    def puts_off(self, weight: Tensor) -> bool:
-        """Whether the gradient of a weight is to be queued at this moment."""
-        return self._spared is not None and weight not in self._spared
+    def of(self, weight: Tensor) -> PutOff:
+        """Where the gradient of a weight waits; from now on the weight is known."""
+        if (found := self._put_off.get(id(weight))) is None:
+            found = self._put_off[id(weight)] = PutOff(weight)
+        return found
 
-    def queue(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Add a contribution to the gradient of a weight."""
-        self._queued.setdefault(weight, []).append(compute)
+    def knows(self, weight: Tensor) -> bool:
+        """Whether an operation of the forward pass can put off its part of a weight's gradient."""
+        return id(weight) in self._put_off
 
-    def take(self) -> dict[Tensor, list[Callable[[], Tensor]]]:
-        """The contributions to each weight's gradient, in the order in which they came; they are held here no more."""
-        queued, self._queued = self._queued, {}
-        return queued
+    def weight_of(self, node: Node) -> Tensor | None:
+        """The weight whose gradient this node of an autograd graph can put off for this deferral, if it is one such."""
+        if not isinstance(node, BackwardCFunction):
+            return None
+        answer = getattr(node, "weight_gradient", None)
+        return answer.put_off.weight if isinstance(answer, _NowOrLater) and answer.deferral is self else None
+
+    def take(self) -> list[PutOff]:
+        """What waits, by weight; it is held here no more."""
+        put_off, self._put_off = self._put_off, {}
+        return [each for each in put_off.values() if each]
 
 
 _deferral: ContextVar[Deferral | None] = ContextVar("deferral", default=None)
@@ -92,8 +128,7 @@ def weight_gradient_of(weight: Tensor) -> WeightGradient:
     deferral = _deferral.get()
     if deferral is None or not (weight.requires_grad and weight.is_leaf):
         return _now
-    deferral.known.add(weight)
-    return _NowOrLater(deferral, weight)
+    return _NowOrLater(deferral, deferral.of(weight))
 
 
 def _now(compute: Compute, *tensors: Tensor) -> Tensor:
@@ -101,17 +136,16 @@ def _now(compute: Compute, *tensors: Tensor) -> Tensor:
 
 
 class _NowOrLater:
-    """Computes or queues, as the deferral says when the backward pass comes."""
+    """Computes or lets wait, as the deferral says when the backward pass comes."""
 
-    __slots__ = ("_deferral", "_weight")
+    __slots__ = ("deferral", "put_off")
 
-    def __init__(self, deferral: Deferral, weight: Tensor) -> None:
-        self._deferral = deferral
-        self._weight = weight
+    def __init__(self, deferral: Deferral, put_off: PutOff) -> None:
+        self.deferral = deferral
+        self.put_off = put_off
 
     def __call__(self, compute: Compute, *tensors: Tensor) -> Tensor | None:
-        if not self._deferral.puts_off(self._weight):
+        if not self.deferral.active or self.put_off.spared:
             return compute(*tensors)
-        # Attached, they would keep the graph that the pass has just gone through.
-        self._deferral.queue(self._weight, partial(compute, *(tensor.detach() for tensor in tensors)))
+        self.put_off.add(compute, *tensors)
         return None

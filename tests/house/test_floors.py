@@ -26,6 +26,8 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.model_state": ({"graph", "components.ports"}, {"attrs", "torch", "safetensors"}),
     "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
+    # The mechanism by which operations put weight gradients off is shared with who goes backward in two passes.
+    "components.pipeline": (BELOW | {"kernels.deferral"}, {"attrs", "numpy", "torch"}),
     "components.checkpoint": (BELOW, {"attrs", "torch", "safetensors"}),
     "components.trackers": (BELOW, {"attrs", "aim"}),
     "components.data": (BELOW, {"attrs", "numpy", "torch", "tokenizers"}),

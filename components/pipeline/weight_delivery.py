@@ -1,0 +1,73 @@
+"""Gradients that waited, computed and added to their weights by autograd itself, so that every hook of theirs fires."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from drawloom.kernels.deferral import PutOff
+
+AT_ONCE = 2**26
+"""Bytes of gradients that may exist before they are added to their weights: 64 MiB."""
+
+Roots = list[tuple[Any, Tensor | None]]
+"""Tensors or edges to go backward from, with their gradients; without one, a loss has 1."""
+
+
+@attrs.define(eq=False)
+class Rest:
+    """
+    What the pass for the weights has to do.
+
+    `put_off`: weights whose gradients are still to be computed. `ready`: vectors with their gradients, and outputs of
+    the stage that depend on weights alone, with theirs. `cuts`: where to enter the graph again, for which weights.
+    """
+
+    put_off: list[PutOff] = attrs.field(factory=list)
+    ready: Roots = attrs.field(factory=list)
+    cuts: list[tuple[Roots, list[Tensor]]] = attrs.field(factory=list)
+
+    def deliver(self) -> None:
+        """Compute what is left to compute, and add each gradient to its weight's `.grad`."""
+        waiting = [each for each in self.put_off if each.weight.requires_grad]
+        _go_backward([*_deliveries(waiting), *self.ready])
+        while self.cuts:
+            roots, weights = self.cuts.pop()
+            _go_backward(roots, inputs=weights, retain_graph=True)  # two cuts may enter the graph at one node
+
+
+def _go_backward(roots: Roots, **settings: Any) -> None:
+    if roots:
+        tensors, grads = zip(*roots, strict=True)
+        torch.autograd.backward(tensors, grads, **settings)
+
+
+def _deliveries(put_off: Sequence[PutOff]) -> Roots:
+    """
+    A root for each share of the weights: going backward from it computes and adds the gradients of that share.
+
+    Autograd takes a gradient over as a weight's `.grad` without a copy only if nobody else holds it. So it is computed
+    within a node of the graph, and not beforehand.
+    """
+    shares: dict[int, list[PutOff]] = {}
+    for each, end in zip(put_off, accumulate(each.weight.nbytes for each in put_off), strict=True):
+        shares.setdefault(end // AT_ONCE, []).append(each)
+    roots: list[Tensor] = [_Delivery.apply(share, *(each.weight for each in share)) for share in shares.values()]  # type: ignore[no-untyped-call]
+    return [(root, root.detach()) for root in roots]  # what a root is given as its own gradient does not matter
+
+
+class _Delivery(Function):
+    """Its output is on the weights' device, and so their gradients are computed in the stream that is current there."""
+
+    @staticmethod
+    def forward(ctx: Any, put_off: list[PutOff], *weights: Tensor) -> Tensor:
+        ctx.put_off = put_off
+        return weights[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(each.compute() for each in ctx.put_off)

@@ -1,0 +1,133 @@
+"""How the gradients of each weight of a stage are put off, by what the stage's graph allows."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Self
+
+import attrs
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+
+from drawloom.components.pipeline.weight_delivery import Rest, Roots
+from drawloom.components.pipeline.weight_paths import Edges, Group, edges_of, slots_of, weight_groups
+from drawloom.components.pipeline.weight_products import Product, product_of
+from drawloom.kernels.deferral import Deferral
+
+
+@attrs.frozen(eq=False)
+class Cut:
+    """A node from which the graph is gone through again, for these weights alone, with what came in over its edges."""
+
+    edges: list[GradientEdge]
+    weights: list[Tensor]
+
+
+@attrs.define(eq=False)
+class Plan:
+    """
+    What the pass for the inputs collects for the weights that no operation of ours puts off.
+
+    `at_once`: their gradients, because they are cheap, or can't be had without the whole graph. `products` and `cuts`:
+    what comes in over their edges. `apart`: nothing, for these outputs (by position) depend on weights alone.
+    """
+
+    at_once: list[Tensor] = attrs.field(factory=list)
+    products: list[Product] = attrs.field(factory=list)
+    cuts: list[Cut] = attrs.field(factory=list)
+    apart: list[int] = attrs.field(factory=list)
+
+    def asked(self) -> list[Tensor | GradientEdge]:
+        """Whose gradients the pass for the inputs shall give, beside the inputs'."""
+        edges = [product.edge for product in self.products]
+        return [*self.at_once, *edges, *(edge for cut in self.cuts for edge in cut.edges)]
+
+    def rest(self, found: Iterator[Tensor | None], outputs: Roots, deferral: Deferral) -> Rest:
+        """What remains to be done with the gradients that were found, given in the order of `asked`."""
+        rest = Rest(ready=[outputs[position] for position in self.apart])
+        for weight, grad in zip(self.at_once, found, strict=False):
+            if grad is not None and is_vector(weight) and not deferral.knows(weight):
+                rest.ready.append((weight, grad))
+            elif grad is not None:
+                deferral.of(weight).add(_itself, grad)
+        for product, grad in zip(self.products, found, strict=False):
+            if grad is not None:
+                deferral.of(product.weight).add(product.gradient, grad, product.factor)
+        for cut in self.cuts:
+            came = zip(cut.edges, found, strict=False)
+            roots: Roots = [(edge, grad) for edge, grad in came if grad is not None]
+            rest.cuts += [(roots, cut.weights)]
+        rest.put_off = deferral.take()
+        return rest
+
+
+def _itself(grad: Tensor) -> Tensor:
+    return grad
+
+
+@attrs.frozen(eq=False)
+class StageWeights:
+    """
+    The parameters of a stage, sorted once for all its microbatches.
+
+    A vector's gradient is but a sum: to put it off would cost as much as to find it.
+    """
+
+    all: list[Tensor]
+    matrices: list[Tensor]
+
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor]) -> Self:
+        """Sort parameters, each given once, whether they are trained or not."""
+        found = list(parameters)
+        return cls(found, [weight for weight in found if not is_vector(weight)])
+
+    def plan(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deferral: Deferral) -> Plan:
+        """How to put the gradients of what is trained off in the graph between outputs and inputs."""
+        trained = [weight for weight in self.all if weight.requires_grad]
+        if all(deferral.knows(weight) for weight in self.matrices if weight.requires_grad):
+            return Plan(at_once=trained)
+        plan = Plan(at_once=[weight for weight in trained if deferral.knows(weight)])
+        edges, sources = edges_of(outputs, inputs)
+        for group in weight_groups(outputs, edges, sources, deferral):
+            _place(group, plan, outputs, edges, deferral)
+        return plan
+
+
+def is_vector(weight: Tensor) -> bool:
+    """Whether a weight has no more than one dimension that counts."""
+    return weight.numel() == max(weight.shape, default=1)
+
+
+def _place(group: Group, plan: Plan, outputs: Sequence[Tensor], edges: Edges, deferral: Deferral) -> None:
+    """Put a group where it is cheapest to serve; a weight that an operation of ours knows is in `at_once` already."""
+    unknown = [weight for weight in group.weights if not deferral.knows(weight)]
+    nodes = {join.node for join in group.joins}
+    alone = len(nodes) == 1 and len(unknown) == len(group.weights)
+    node = next(iter(nodes))
+    if alone and node is None:
+        plan.apart += [join.position for join in group.joins]
+    elif all(map(is_vector, group.weights)):
+        plan.at_once += unknown
+    elif products := _products(group):
+        plan.products += products
+    elif alone and node is not None and _goes_twice([node, *group.nodes]):
+        plan.cuts.append(Cut(slots_of(node, outputs, edges), group.weights))
+    else:
+        plan.at_once += unknown
+
+
+def _products(group: Group) -> list[Product]:
+    """The group as matrix products, if it is nothing else."""
+    found = [product_of(join) for join in group.joins]
+    products = [product for product in found if product is not None]
+    return products if len(products) == len(found) else []
+
+
+def _goes_twice(nodes: Sequence[Node]) -> bool:
+    """Whether nodes can be asked for one gradient at a time, and hold what they saved rather than recompute it."""
+    return not any(isinstance(node, BackwardCFunction) or _unpacks(node) for node in nodes)
+
+
+def _unpacks(node: Node) -> bool:
+    saved = (getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_"))
+    return any(getattr(each, "unpack_hook", None) is not None for each in saved)
