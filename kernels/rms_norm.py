@@ -8,35 +8,52 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 
-def rms_norm_eager(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_eager(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
     """
     x / sqrt(mean(x^2) + eps) * weight over the last dimension of (..., width), in the dtype of x.
 
-    Computed in at least float32 and rounded once.
+    A zero-centred weight is what the factor differs from 1 by. Computed in at least float32 and rounded once.
     """
-    return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
+    return _RmsNorm.apply(x, weight, eps, zero_centred)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def add_rms_norm_eager(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
+) -> tuple[Tensor, Tensor]:
+    """
+    The norm of x + residual, and the sum itself, both of shape (..., width).
+
+    The sum is rounded to the dtype of x before it is normed, as it is where it is computed by itself.
+    """
+    summed = (x + residual).to(x.dtype)
+    return rms_norm_eager(summed, weight, eps, zero_centred), summed
 
 
 class _RmsNorm(Function):
     """Saves x and one number per vector; autograd's own graph would keep three tensors like x and take 3x as long."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
         inverse = _inverse_root_mean_square(x, eps)
         ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse).mul_(weight).to(x.dtype)
+        ctx.zero_centred = zero_centred
+        return (x * inverse).mul_(_factor(weight, inverse.dtype, zero_centred)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, inverse = ctx.saved_tensors
-        grad, wide_weight = grad.to(inverse.dtype), weight.to(inverse.dtype)
+        grad, factor = grad.to(inverse.dtype), _factor(weight, inverse.dtype, ctx.zero_centred)
         normed = x * inverse
         product = grad * normed
         grad_weight = _weight_gradient(product).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        along = product.matmul(wide_weight / -max(x.shape[-1], 1)).unsqueeze(-1)
-        grad_x = normed.mul_(along).addcmul_(grad, wide_weight).mul_(inverse)
-        return grad_x.to(x.dtype), grad_weight, None
+        along = product.matmul(factor / -max(x.shape[-1], 1)).unsqueeze(-1)
+        grad_x = normed.mul_(along).addcmul_(grad, factor).mul_(inverse)
+        return grad_x.to(x.dtype), grad_weight, None, None
+
+
+def _factor(weight: Tensor, wide: torch.dtype, zero_centred: bool) -> Tensor:
+    return weight.to(wide) + 1 if zero_centred else weight.to(wide)
 
 
 def _weight_gradient(product: Tensor) -> Tensor:

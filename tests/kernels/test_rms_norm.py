@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.rms_norm import rms_norm_eager
+from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 
 
 def formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -60,3 +60,24 @@ def test_strided_input() -> None:
     grads = torch.autograd.grad(found.sum(), (x, weight))
     expected = torch.autograd.grad(formula(view, weight, 1e-6).sum(), (x, weight))
     torch.testing.assert_close(grads, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_zero_centred_weight() -> None:
+    """A zero-centred weight is 1 less than the factor, and has the same gradient."""
+    x, weight = torch.randn(3, 5, dtype=torch.float64), torch.randn(5, dtype=torch.float64, requires_grad=True)
+    centred = (weight - 1).detach().requires_grad_()
+    found, expected = rms_norm_eager(x, centred, 1e-3, zero_centred=True), rms_norm_eager(x, weight, 1e-3)
+    torch.testing.assert_close(found, expected)
+    grads = torch.autograd.grad(found.sum(), centred), torch.autograd.grad(expected.sum(), weight)
+    torch.testing.assert_close(*grads)
+
+
+def test_adds_what_comes_before() -> None:
+    """The sum is rounded as by itself, and its norm is that of the rounded sum; gradients reach both summands."""
+    x, residual = (torch.randn(7, 16, dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn(16)
+    normed, summed = add_rms_norm_eager(x, residual, weight, 1e-3)
+    assert torch.equal(summed, x + residual)
+    assert torch.equal(normed, rms_norm_eager(summed, weight, 1e-3))
+    wide = [t.double().requires_grad_() for t in (x, residual, weight)]
+    assert torch.autograd.gradcheck(lambda x, residual, weight: add_rms_norm_eager(x, residual, weight, 0.1), wide)

@@ -1,0 +1,57 @@
+"""What Triton kernels need around them: operations of torch, rows of tensors, sizes of grids."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What the Triton kernels take; they compute in float32."""
+
+Launch = Callable[..., Any]
+
+
+def operation(schema: str, like: Launch) -> Callable[[Launch], Launch]:
+    """
+    Make a function that launches kernels an operation of torch, which torch.compile takes as it is.
+
+    `like` gives empty results for the same arguments. What comes back is the operation.
+    """
+
+    def register(launch: Launch) -> Launch:
+        name = schema.partition("(")[0]
+        torch.library.define(f"drawloom::{name}", schema.removeprefix(name))
+        torch.library.impl(f"drawloom::{name}", ("CPU", "CUDA"), launch)
+        torch.library.register_fake(f"drawloom::{name}", like)
+        made: Launch = getattr(torch.ops.drawloom, name).default
+        return made
+
+    return register
+
+
+def check_floats(name: str, *tensors: Tensor) -> None:
+    """TypeError if a kernel is given what it does not compute with."""
+    for tensor in tensors:
+        if tensor.dtype not in FLOATS:
+            raise TypeError(
+                f"{name} takes float32, bfloat16 or float16, and this is {tensor.dtype}; use its eager twin"
+            )
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """(..., width) as (rows, width) whose last stride is 1: a view where the strides allow it."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has; 4 stand for a CPU, where programs run one after another."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is no less than a positive number."""
+    return 1 << (number - 1).bit_length()

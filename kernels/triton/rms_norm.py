@@ -1,0 +1,262 @@
+"""
+RMSNorm in Triton, alone or with the addition that comes before it.
+
+A program takes whole rows into registers, so each pass reads and writes every element once. The weight's gradient is a
+sum over all rows: each program adds up its own rows, and a second pass adds up programs in a fixed order, so that it
+is the same to the bit each time.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from drawloom.kernels.triton.launching import as_rows, check_floats, operation, power_of_two, processors
+
+FORWARD_TILE = 4096
+BACKWARD_TILE = 2048
+"""Elements that a program holds at once, where a row has no more: 16 or 32 a thread."""
+
+PROGRAMS = 2
+"""Programs of the backward pass on each multiprocessor: while one waits for its rows, the other computes."""
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
+    """What rms_norm_eager gives, for float32, bfloat16 and float16."""
+    check_floats("rms_norm_triton", x, weight)
+    normed: Tensor = _RmsNorm.apply(x, weight, eps, zero_centred)  # type: ignore[no-untyped-call]
+    return normed
+
+
+def add_rms_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
+) -> tuple[Tensor, Tensor]:
+    """What add_rms_norm_eager gives, for float32, bfloat16 and float16."""
+    check_floats("add_rms_norm_triton", x, residual, weight)
+    both: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, residual, weight, eps, zero_centred)  # type: ignore[no-untyped-call]
+    return both
+
+
+class _RmsNorm(Function):
+    """Saves x and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
+        normed, _, inverse = _forward(x, None, weight, eps, zero_centred)
+        ctx.save_for_backward(x, weight, inverse)
+        ctx.zero_centred = zero_centred
+        return normed  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        grad_x, grad_weight = _backward(grad, None, *ctx.saved_tensors, ctx.zero_centred, ctx.needs_input_grad[1])
+        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None
+
+
+class _AddRmsNorm(Function):
+    """Saves the sum, which is a result, and one number per row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool
+    ) -> tuple[Tensor, Tensor]:
+        normed, summed, inverse = _forward(x, residual, weight, eps, zero_centred)
+        ctx.save_for_backward(summed, weight, inverse)
+        ctx.zero_centred = zero_centred
+        return normed, summed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_summed: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        needs = ctx.needs_input_grad[2]
+        grad_x, grad_weight = _backward(grad, grad_summed, *ctx.saved_tensors, ctx.zero_centred, needs)
+        return grad_x, grad_x, grad_weight if needs else None, None, None
+
+
+def _like_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normed, the sum if there is a residual, and 1 / rms of each row."""
+    normed = x.new_empty(x.shape)
+    summed = x.new_empty(x.shape if residual is not None else 0)
+    return normed, summed, x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@operation(
+    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool zero_centred) -> (Tensor, Tensor, Tensor)",
+    like=_like_forward,
+)
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    normed, summed, inverse = _like_forward(x, residual, weight, eps, zero_centred)
+    if not x.numel():
+        return normed, summed, inverse
+    rows, added = as_rows(x), None if residual is None else as_rows(residual)
+    count, width = rows.shape
+    block = power_of_two(width)
+    at_once = max(1, min(FORWARD_TILE // block, power_of_two(count)))
+    _forward_kernel[(triton.cdiv(count, at_once),)](
+        rows,
+        added,
+        weight.contiguous(),
+        normed,
+        None if added is None else summed,
+        inverse,
+        count,
+        width,
+        rows.stride(0),
+        0 if added is None else added.stride(0),
+        eps,
+        ZERO_CENTRED=zero_centred,
+        ROWS=at_once,
+        BLOCK=block,
+        num_warps=_warps(at_once * block),
+        enable_fp_fusion=True,
+    )
+    return normed, summed, inverse
+
+
+def _like_backward(
+    grad: Tensor,
+    grad_summed: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    inverse: Tensor,
+    zero_centred: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the weight (empty if it is not needed)."""
+    return x.new_empty(x.shape), weight.new_empty(weight.shape if needs_weight else 0)
+
+
+@operation(
+    "rms_norm_backward(Tensor grad, Tensor? grad_summed, Tensor x, Tensor weight, Tensor inverse, bool zero_centred, "
+    "bool needs_weight) -> (Tensor, Tensor)",
+    like=_like_backward,
+)
+def _backward(
+    grad: Tensor,
+    grad_summed: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    inverse: Tensor,
+    zero_centred: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    if not x.numel():
+        return x.new_empty(x.shape), weight.new_zeros(weight.shape if needs_weight else 0)
+    rows, grads, more = as_rows(x), as_rows(grad), None if grad_summed is None else as_rows(grad_summed)
+    count, width = rows.shape
+    block = power_of_two(width)
+    at_once = max(1, min(BACKWARD_TILE // block, power_of_two(count)))
+    programs = min(triton.cdiv(count, at_once), PROGRAMS * processors(x.device))
+    grad_x = x.new_empty(x.shape)
+    parts = x.new_empty(programs, width, dtype=torch.float32) if needs_weight else None
+    _backward_kernel[(programs,)](
+        grads,
+        more,
+        rows,
+        weight.contiguous(),
+        inverse,
+        grad_x,
+        parts,
+        count,
+        width,
+        grads.stride(0),
+        0 if more is None else more.stride(0),
+        rows.stride(0),
+        ZERO_CENTRED=zero_centred,
+        ROWS=at_once,
+        BLOCK=block,
+        num_warps=_warps(at_once * block),
+        enable_fp_fusion=True,
+    )
+    return grad_x, weight.new_empty(0) if parts is None else parts.sum(0).to(weight.dtype)
+
+
+def _warps(elements: int) -> int:
+    """8 to 16 elements a thread: two loads of 16 bytes are under way at once."""
+    return max(1, min(elements // 512, 32))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _forward_kernel(
+    x,
+    residual,
+    weight,
+    normed,
+    summed,
+    inverse,
+    count,
+    width,
+    x_stride,
+    residual_stride,
+    eps,
+    ZERO_CENTRED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < count) & (column < width)
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    if residual is not None:
+        values = values.to(tl.float32) + tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
+        values = values.to(summed.dtype.element_ty)
+        tl.store(summed + row * width + column, values, mask=inside)
+    values = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 1, keep_dims=True) / width + eps)
+    factors = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    if ZERO_CENTRED:
+        factors += 1.0
+    tl.store(inverse + row, scale, mask=row < count)
+    tl.store(normed + row * width + column, (values * scale * factors).to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _backward_kernel(
+    grad,
+    grad_summed,
+    x,
+    weight,
+    inverse,
+    grad_x,
+    parts,
+    count,
+    width,
+    grad_stride,
+    grad_summed_stride,
+    x_stride,
+    ZERO_CENTRED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    within = column < width
+    factors = tl.load(weight + column, mask=within, other=0.0).to(tl.float32)
+    if ZERO_CENTRED:
+        factors += 1.0
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in tl.range(program * ROWS, count, tl.num_programs(0) * ROWS, num_stages=3):
+        row = first + tl.arange(0, ROWS)[:, None]
+        inside = (row < count) & within
+        values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        grads = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(inverse + row, mask=row < count, other=0.0)
+        unit = values * scale
+        total += grads * unit
+        grads *= factors
+        along = tl.sum(grads * unit, 1, keep_dims=True) / width
+        result = (grads - unit * along) * scale
+        if grad_summed is not None:
+            result += tl.load(grad_summed + row * grad_summed_stride + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_x + row * width + column, result.to(grad_x.dtype.element_ty), mask=inside)
+    if parts is not None:
+        tl.store(parts + program * width + tl.arange(0, BLOCK), tl.sum(total, 0), mask=tl.arange(0, BLOCK) < width)

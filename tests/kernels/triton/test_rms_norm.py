@@ -1,0 +1,92 @@
+"""rms_norm in Triton against the eager one in float64, which is tested against its formula."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
+from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_triton
+from support.kernels import DEVICE, assert_all_close, assert_close, drawn, dtypes, exact, few, layouts
+
+shapes = st.lists(st.integers(0, 9), max_size=2).flatmap(
+    lambda most: st.integers(1, 70).map(lambda width: (*most, width))
+)
+
+
+@few
+@given(shapes, dtypes, dtypes, layouts, layouts, st.booleans())
+def test_equals_eager(
+    shape: tuple[int, ...], dtype: torch.dtype, of_weight: torch.dtype, layout: str, of_grad: str, zero_centred: bool
+) -> None:
+    """Any shape, zero rows included, any strides and dtypes give result and gradients of float64, rounded."""
+    x, weight = drawn(layout, *shape, dtype=dtype), drawn("contiguous", shape[-1], dtype=of_weight)
+    grad = drawn(of_grad, *shape, dtype=dtype).detach()
+    found = rms_norm_triton(x, weight, 1e-3, zero_centred)
+    wide = exact(x, weight)
+    expected = rms_norm_eager(wide[0], wide[1], 1e-3, zero_centred)
+    assert found.dtype == dtype
+    assert_close(found, expected)
+    grads = torch.autograd.grad(found, (x, weight), grad)
+    assert [g.dtype for g in grads] == [dtype, of_weight]
+    assert_all_close(grads, torch.autograd.grad(expected, wide, grad.double()), 2)
+
+
+@few
+@given(shapes, dtypes, layouts, layouts)
+def test_adds_what_comes_before(shape: tuple[int, ...], dtype: torch.dtype, layout: str, of_residual: str) -> None:
+    """The fused sum is bitwise the sum, its norm bitwise the norm of the sum, and the gradient bitwise both added."""
+    x, residual = drawn(layout, *shape, dtype=dtype), drawn(of_residual, *shape, dtype=dtype)
+    weight, grads = drawn("contiguous", shape[-1]), [drawn("contiguous", *shape, dtype=dtype).detach() for _ in "ab"]
+    normed, summed = add_rms_norm_triton(x, residual, weight, 1e-3)
+    assert torch.equal(summed, x + residual)
+    assert torch.equal(normed, rms_norm_triton(summed, weight, 1e-3))
+    of_x, of_residual_, of_weight = torch.autograd.grad((normed, summed), (x, residual, weight), grads)
+    wide = exact(x, residual, weight)
+    wide[0].data = summed.detach().double() - wide[1].data  # what was rounded stays rounded
+    expected = torch.autograd.grad(
+        add_rms_norm_eager(wide[0], wide[1], wide[2], 1e-3), wide, [grad.double() for grad in grads]
+    )
+    assert torch.equal(of_x, of_residual_)
+    assert_all_close((of_x, of_weight), (expected[0], expected[2]), 2)
+
+
+def test_many_rows_for_each_program() -> None:
+    """More rows than programs hold at once, in rows wide and narrow, give what few rows give."""
+    for rows, width in ((300, 8), (37, 700)):
+        x, weight = drawn("contiguous", rows, width), drawn("contiguous", width)
+        wide = exact(x, weight)
+        found, expected = rms_norm_triton(x, weight, 1e-6), rms_norm_eager(wide[0], wide[1], 1e-6)
+        assert_close(found, expected, 4)
+        grads = torch.autograd.grad(found.sum(), (x, weight))
+        assert_all_close(grads, torch.autograd.grad(expected.sum(), wide), 8)
+
+
+def test_only_what_is_needed() -> None:
+    """A frozen weight gets no gradient, and that of x stays the same."""
+    x, weight = drawn("contiguous", 5, 12), drawn("contiguous", 12)
+    (both, _) = torch.autograd.grad(rms_norm_triton(x, weight, 1e-6).sum(), (x, weight))
+    (alone,) = torch.autograd.grad(rms_norm_triton(x, weight.detach(), 1e-6).sum(), (x,))
+    assert torch.equal(both, alone)
+
+
+def test_same_gradients_each_time() -> None:
+    """Gradients are bitwise the same in a second run."""
+    x, weight = drawn("contiguous", 50, 33, dtype=torch.bfloat16), drawn("contiguous", 33)
+    runs = [torch.autograd.grad(rms_norm_triton(x, weight, 1e-6).float().sum(), (x, weight)) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_refuses_float64() -> None:
+    """A dtype that the kernel would round is refused in a sentence."""
+    with pytest.raises(TypeError, match="float64; use its eager twin"):
+        rms_norm_triton(torch.ones(2, 2, dtype=torch.float64, device=DEVICE), torch.ones(2, device=DEVICE), 1e-6)
+
+
+def test_is_an_operation_of_torch() -> None:
+    """Both directions keep the promises that torch.compile relies on."""
+    x, weight = torch.randn(3, 8, device=DEVICE), torch.randn(8, device=DEVICE)
+    inverse = torch.rand(3, device=DEVICE)
+    torch.library.opcheck(torch.ops.drawloom.rms_norm.default, (x, None, weight, 1e-6, False))
+    torch.library.opcheck(torch.ops.drawloom.rms_norm.default, (x, x + 1, weight, 1e-6, True))
+    torch.library.opcheck(torch.ops.drawloom.rms_norm_backward.default, (x, None, x, weight, inverse, False, True))
