@@ -23,7 +23,6 @@ class Connecting:
     nodes: dict[str, Node]
     settling: Settling
     make: Callable[[str, Table, str], Node | None]
-    _fits: dict[tuple[type, type], list[str]] = attrs.field(factory=dict)
 
     def connect_all(self, node: Node) -> None:
         """Follow or find every edge of a node, and of the nodes that stand in place in it."""
@@ -132,7 +131,7 @@ class Connecting:
         target = self.nodes[name]
         if not self.fits(target.spec, field):
             ports = " or ".join(port.__name__ for port in field.ports)
-            why = " and ".join(reason for port in field.ports for reason in self._misfits(target.spec.cls, port)[:2])
+            why = " and ".join(reason for port in field.ports for reason in misfits(target.spec.cls, port)[:2])
             text = f"{dotted(path)} needs a {ports}, but [{name}] is {target.spec.use!r}: it {why}"
             node.fault("DL314", text, "", path)
             return False
@@ -165,18 +164,13 @@ class Connecting:
 
     def fits(self, spec: Spec, field: Field) -> bool:
         """Whether a component keeps the promises of any of a field's ports."""
-        return any(not self._misfits(spec.cls, port) for port in field.ports)
-
-    def _misfits(self, cls: type, port: type) -> list[str]:
-        if (cls, port) not in self._fits:
-            self._fits[cls, port] = misfits(cls, port)
-        return self._fits[cls, port]
+        return any(not misfits(spec.cls, port) for port in field.ports)
 
     def refuse_unnamed(self) -> None:
         """Refuse nodes in place whose port wants them to have names."""
         ports = {port for node in self.nodes.values() for field in node.spec.fields.values() for port in field.ports}
         for node in self.nodes.values():
             for port in ports:
-                if node.owner and is_named(port) and not self._misfits(node.spec.cls, port):
+                if node.owner and is_named(port) and not misfits(node.spec.cls, port):
                     text = f"{node.spec.use!r} is {port.__name__}, so it is known by its name and can't stand in place"
                     node.fault("DL317", text, f'give it a table of its own and write "@name" in [{node.owner}]')

@@ -1,14 +1,15 @@
-"""Whether a class keeps the promises of a port: the same members, callable in the same way."""
+"""Whether a class keeps the promises of a port: the same members, of the same types, callable in the same way."""
 
 import functools
 import inspect
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
 
-from drawloom.graph.assignable import assignable
+from drawloom.graph.assignable import Fits, assignable, bindings, substitute
+from drawloom.graph.signatures import uncallable
 
 OWN_OF_PROTOCOLS = frozenset(dir(typing.Protocol)) | {
     "__abstractmethods__",
@@ -27,16 +28,24 @@ OWN_OF_PROTOCOLS = frozenset(dir(typing.Protocol)) | {
     "_is_runtime_protocol",
 }
 
-NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+@functools.cache  # of classes, which do not change: the same pair is asked for by every edge
+def misfits(cls: type, port: Any) -> tuple[str, ...]:
+    """Why a class does not fit a port, which may be a generic one with its parameters; nothing if it does."""
+    return _misfits(frozenset(), cls, port)
 
 
-def misfits(cls: type, port: type) -> list[str]:
-    """Why `cls` does not fit `port`; nothing if it does."""
-    if port in cls.__mro__:
-        return []
-    if not getattr(port, "_is_protocol", False):
-        return [f"is no {port.__name__}"]
-    return [reason for name in members(port) for reason in _misfit(cls, port, name)]
+def _misfits(asked: frozenset[tuple[type, Any]], cls: type, port: Any) -> tuple[str, ...]:
+    """The same, for classes that promise things of one another: what is `asked` already is taken to fit."""
+    if (cls, port) in asked:
+        return ()
+    plain, wanted = typing.get_origin(port) or port, bindings(port, port)
+    look = _Look(cls, plain, wanted, lambda inner, kind: not _misfits(asked | {(cls, port)}, inner, kind))
+    if plain in cls.__mro__:
+        return tuple(look.parameters())
+    if not getattr(plain, "_is_protocol", False):
+        return (f"is no {plain.__name__}",)
+    return tuple(reason for member in members(plain) for reason in look.member(member))
 
 
 def members(port: type) -> list[str]:
@@ -49,37 +58,71 @@ def members(port: type) -> list[str]:
     return list(found)
 
 
-def _misfit(cls: type, port: type, name: str) -> Iterator[str]:
-    promised = inspect.getattr_static(port, name, None)
-    if inspect.isfunction(promised):
-        yield from _misfit_method(cls, promised, name)
-    elif not _has(cls, name):
-        yield f"has no {name}"
-    elif not assignable(given := _value_type(cls, name), wanted := _value_type(port, name)):
-        yield f"has a {name} that is {_shown(given)}, not {_shown(wanted)}"
+@attrs.frozen
+class _Look:
+    """One class beside one port, whose type variables are as `wanted`."""
+
+    cls: type
+    port: type
+    wanted: Mapping[Any, Any]
+    fits: Fits
+
+    def parameters(self) -> Iterator[str]:
+        """How a class that derives from the port fills its variables in otherwise."""
+        ours = bindings(self.cls, self.port)
+        for variable, kind in self.wanted.items():
+            if variable in ours and not assignable(ours[variable], kind, self.fits):
+                yield f"is a {name(self.port)} of {name(ours[variable])}, not of {name(kind)}"
+
+    def member(self, member: str) -> Iterator[str]:
+        """How one member breaks its promise."""
+        promised = inspect.getattr_static(self.port, member, None)
+        if inspect.isfunction(promised):
+            yield from self._method(promised, member)
+        elif not _has(self.cls, member):
+            yield f"has no {member}"
+        elif inspect.isfunction(inspect.getattr_static(self.cls, member, None)):
+            yield f"has a method {member}(), where a value is promised"
+        else:
+            given, kind = _value_type(self.cls, member), substitute(_value_type(self.port, member), self.wanted)
+            if not assignable(given, kind, self.fits):
+                yield f"has a {member} that is {name(given)}, not {name(kind)}"
+
+    def _method(self, promised: Any, member: str) -> Iterator[str]:
+        given = inspect.getattr_static(self.cls, member, None)
+        if isinstance(given, property | functools.cached_property):
+            yield f"has a value {member}, where a method is promised"
+        elif given is None:
+            if not _has(self.cls, member):
+                yield f"has no {member}()"
+        elif inspect.isfunction(given) and (reason := uncallable(given, promised) or self._mistyped(given, promised)):
+            yield reason
+
+    def _mistyped(self, given: Any, promised: Any) -> str:
+        """How the types of a method break its port's promise, or nothing."""
+        ours, theirs = _hints(given), _hints(promised)
+        for parameter, open_kind in theirs.items():
+            kind = substitute(open_kind, self.wanted)
+            if parameter == "return" and not assignable(ours.get(parameter, Any), kind, self.fits):
+                return f"gives {name(ours[parameter])} from {given.__name__}(), not {name(kind)}"
+            if parameter != "return" and not assignable(kind, ours.get(parameter, Any), self.fits):
+                return f"takes {name(ours[parameter])} as {parameter} of {given.__name__}(), not {name(kind)}"
+        return ""
 
 
-def _misfit_method(cls: type, promised: Any, name: str) -> Iterator[str]:
-    given = inspect.getattr_static(cls, name, None)
-    if given is None:
-        yield f"has no {name}()"
-    elif inspect.isfunction(given) and (reason := _mismatch(given, promised) or _mistyped(given, promised)):
-        yield reason
-
-
-def _has(cls: type, name: str) -> bool:
+def _has(cls: type, member: str) -> bool:
     fields = {field.name for field in attrs.fields(cls)} if attrs.has(cls) else set()
-    return name in fields or hasattr(cls, name) or any(name in inspect.get_annotations(base) for base in cls.__mro__)
+    return member in fields or hasattr(cls, member) or any(member in inspect.get_annotations(b) for b in cls.__mro__)
 
 
-def _value_type(cls: type, name: str) -> Any:
+def _value_type(cls: type, member: str) -> Any:
     """What reading a member gives, as far as it is annotated."""
-    found = inspect.getattr_static(cls, name, None)
+    found = inspect.getattr_static(cls, member, None)
     if isinstance(found, property):
         return _hints(found.fget).get("return", Any)
     if isinstance(found, functools.cached_property):
         return _hints(found.func).get("return", Any)
-    return _hints(cls).get(name, Any)
+    return _hints(cls).get(member, Any)
 
 
 def _hints(thing: Any) -> dict[str, Any]:
@@ -89,35 +132,6 @@ def _hints(thing: Any) -> dict[str, Any]:
         return {}
 
 
-def _mistyped(given: Any, promised: Any) -> str:
-    """How the types of a method break its port's promise, or nothing."""
-    ours, theirs = _hints(given), _hints(promised)
-    for name, kind in theirs.items():
-        if name == "return" and not assignable(ours.get(name, Any), kind):
-            return f"gives {_shown(ours[name])} from {given.__name__}(), not {_shown(kind)}"
-        if name != "return" and not assignable(kind, ours.get(name, Any)):
-            return f"takes {_shown(ours[name])} as {name} of {given.__name__}(), not {_shown(kind)}"
-    return ""
-
-
-def _mismatch(given: Any, promised: Any) -> str:
-    """How a method can't be called as its port says, or nothing."""
-    ours, theirs = (list(inspect.signature(function).parameters.values())[1:] for function in (given, promised))
-    by_name = {parameter.name: parameter for parameter in ours}
-    starred = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in ours)
-    missing = any(parameter.name not in by_name and not starred for parameter in theirs)
-    known = {parameter.name for parameter in theirs}
-    extra = any(p.name not in known and p.kind in NAMED and p.default is inspect.Parameter.empty for p in ours)
-    positional = [p.name for p in theirs if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    order = [p.name for p in ours if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD][: len(positional)]
-    if missing or extra or (not starred and order != positional):
-        return f"has a {given.__name__}({_names(ours)}) that can't be called as {given.__name__}({_names(theirs)})"
-    return ""
-
-
-def _names(parameters: list[inspect.Parameter]) -> str:
-    return ", ".join(str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters)
-
-
-def _shown(kind: Any) -> str:
+def name(kind: Any) -> str:
+    """A type as messages show it."""
     return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
