@@ -1,0 +1,1 @@
+"""What a step knows, in two views: the whole batch, and one microbatch."""
