@@ -144,10 +144,7 @@ TEXTS = {
     "too many": (json.dumps({"weight_map": {f"t{n}": "x" for n in range(10**6)}}), "parts, and more than 750000"),
     "too long": (" " * (33 * 2**20), "more than 33554432 are not read"),
     "negative size": ('{"metadata": {"total_size": -1}, "weight_map": {"a": "x"}}', "total_size = -1"),
-    "vast size": (
-        '{"metadata": {"total_size": %d}, "weight_map": {"a": "x"}}'.replace("%d", str(2**70)),
-        "total_size = 1180591",
-    ),
+    "vast size": ('{"metadata": {"total_size": 1180591620717411303424}, "weight_map": {"a": "x"}}', "total_size = 118"),
     "broken size": ('{"metadata": {"total_size": 1.5}, "weight_map": {"a": "x"}}', "total_size = 1.5"),
     "size no number": ('{"metadata": {"total_size": "8"}, "weight_map": {"a": "x"}}', "total_size = '8'"),
     "many files": (json.dumps({"weight_map": {f"t{n}": f"x{n}" for n in range(10_001)}}), "names 10001 files"),
