@@ -1,18 +1,24 @@
-"""Whether one function can be called in every way in which another can."""
+"""Whether one function can be called in every way in which another can: by trying the calls on paper."""
 
 import inspect
 from collections.abc import Callable, Iterator
-from inspect import Parameter
+from inspect import Parameter, Signature
 from typing import Any
 
+Call = tuple[list[str], dict[str, str]]
+"""What is given by place and what by name; each value is the name of what it is meant for."""
+
 BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+MANY = ("",) * 20
+"""What is given where any number may be."""
+
+STARRED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def uncallable(given: Callable[..., Any], promised: Callable[..., Any]) -> str:
     """How `given` can't be called as `promised` says, both without their first parameter; nothing if it can."""
-    ours, theirs = ([*inspect.signature(function).parameters.values()][1:] for function in (given, promised))
-    if any(_breaks(ours, theirs)):
+    ours, theirs = (_signature(function) for function in (given, promised))
+    if not all(_takes(ours, call, theirs) for call in _calls(theirs)):
         name = promised.__name__
         return f"has a {name}({_shown(ours)}) that can't be called as {name}({_shown(theirs)})"
     if inspect.iscoroutinefunction(given) != inspect.iscoroutinefunction(promised):
@@ -20,43 +26,40 @@ def uncallable(given: Callable[..., Any], promised: Callable[..., Any]) -> str:
     return ""
 
 
-def _breaks(ours: list[Parameter], theirs: list[Parameter]) -> Iterator[bool]:
-    """For each promise of a call, whether it is broken."""
-    places = [parameter for parameter in ours if parameter.kind in BY_PLACE]
-    names = {parameter.name: parameter for parameter in ours if parameter.kind in BY_NAME}
-    any_place, any_name = (_has(ours, kind) for kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD))
-    promised = [parameter for parameter in theirs if parameter.kind in BY_PLACE]
-    used: set[str] = set()
-    for number, parameter in enumerate(promised):
-        place = places[number] if number < len(places) else None
-        used |= {place.name} if place else set()
-        yield place is None and not any_place
-        if parameter.kind is Parameter.POSITIONAL_OR_KEYWORD:
-            named = names.get(parameter.name)
-            yield named is None and not any_name
-            yield named is not None and place is not None and named is not place
-        yield place is not None and _demands(place, parameter)
-    for parameter in theirs:
-        if parameter.kind is Parameter.KEYWORD_ONLY:
-            named = names.get(parameter.name)
-            used |= {parameter.name} if named else set()
-            yield named is None and not any_name
-            yield named is not None and _demands(named, parameter)
-    yield _has(theirs, Parameter.VAR_POSITIONAL) and not any_place
-    yield _has(theirs, Parameter.VAR_KEYWORD) and not any_name
-    yield any(p.default is Parameter.empty and p.name not in used for p in ours if p.kind in (*BY_PLACE, *BY_NAME))
+def _signature(function: Callable[..., Any]) -> Signature:
+    return Signature([*inspect.signature(function).parameters.values()][1:])
 
 
-def _demands(ours: Parameter, theirs: Parameter) -> bool:
-    """Whether we must be given what a caller may leave out."""
-    return ours.default is Parameter.empty and theirs.default is not Parameter.empty
+def _calls(signature: Signature) -> Iterator[Call]:
+    """The ways to call: so many by place, the others by name, with and without what may be left out."""
+    parameters = signature.parameters.values()
+    places = [parameter for parameter in parameters if parameter.kind in BY_PLACE]
+    for number in range(len(places) + 1):
+        if any(p.kind is Parameter.POSITIONAL_ONLY and p.default is Parameter.empty for p in places[number:]):
+            continue
+        names = [p for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
+        names += [p for p in places[number:] if p.kind is not Parameter.POSITIONAL_ONLY]
+        needed = {p.name: p.name for p in names if p.default is Parameter.empty}
+        by_place = [p.name for p in places[:number]]
+        yield by_place, needed
+        yield by_place, {p.name: p.name for p in names}
+    if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters):
+        yield [*(p.name for p in places), *MANY], needed
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        yield by_place, needed | {"a name that nobody else has": ""}
 
 
-def _has(parameters: list[Parameter], kind: Any) -> bool:
-    return any(parameter.kind is kind for parameter in parameters)
+def _takes(ours: Signature, call: Call, theirs: Signature) -> bool:
+    """Whether a call is taken, and what is given by name reaches no other parameter by place."""
+    try:
+        bound = ours.bind(*call[0], **call[1]).arguments
+    except TypeError:
+        return False
+    renamed = {p.name for p in theirs.parameters.values() if p.kind is Parameter.POSITIONAL_ONLY}
+    starred = {p.name for p in ours.parameters.values() if p.kind in STARRED}
+    return all(value in (name, "") or value in renamed for name, value in bound.items() if name not in starred)
 
 
-def _shown(parameters: list[Parameter]) -> str:
-    bare = [parameter.replace(annotation=Parameter.empty) for parameter in parameters]
-    text = str(inspect.Signature(bare))
-    return text[1:-1]
+def _shown(signature: Signature) -> str:
+    bare = [parameter.replace(annotation=Parameter.empty) for parameter in signature.parameters.values()]
+    return str(Signature(bare))[1:-1]
