@@ -1,0 +1,24 @@
+"""Work in a thread of its own, whose outcome waits until somebody asks."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_background(name: str, work: Callable[[], T]) -> Future[T]:
+    """Begin; what the work gives or raises is in the future. A thread that hangs keeps no process alive."""
+    future: Future[T] = Future()
+    threading.Thread(target=_work, args=(future, work), name=name, daemon=True).start()
+    return future
+
+
+def _work(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        result = work()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

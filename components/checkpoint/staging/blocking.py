@@ -1,0 +1,53 @@
+"""Copies made while training waits."""
+
+from typing import Any, ClassVar
+
+import attrs
+import torch
+
+from drawloom.components.checkpoint.staging.buffers import KEPT, Pool
+from drawloom.components.checkpoint.staging.copying import with_room
+from drawloom.graph import component, setting
+
+
+@component(change="free")
+class Blocking:
+    """Copies the state into memory of the CPU before training goes on; training does not wait for the disk."""
+
+    copies: ClassVar[bool] = True
+
+    keep: bool = setting(
+        default=True, doc="whether memory is kept for the next copy, which is then several times faster"
+    )
+    type_check: bool = setting(
+        default=True, doc="whether values of unknown types are refused; if not, Python copies them"
+    )
+
+    _synchronize_after_execute: bool = attrs.field(init=False, default=False)
+    _pool: Pool | None = attrs.field(init=False, default=None)
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """No: there is nothing to wait for."""
+        return self._synchronize_after_execute
+
+    @torch.no_grad()
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The copy. Its memory is used for nothing else as long as anybody holds a part of it."""
+        if self._pool is None:
+            self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())
+        staged, copies = with_room(state_dict, self._pool, type_check=self.type_check)
+        for copy in copies:
+            copy.make(non_blocking=True)
+        for device in {copy.source.device for copy in copies if copy.source.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Nothing: the state may change as soon as `stage` has returned."""
+
+    def close(self) -> None:
+        """Give memory back, that of copies in use when they are not any more."""
+        if self._pool is not None:
+            self._pool.clear()
+            self._pool = None

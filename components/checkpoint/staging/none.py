@@ -1,0 +1,31 @@
+"""No copies: what is written is the state itself."""
+
+from typing import Any, ClassVar
+
+import attrs
+
+from drawloom.graph import component
+
+
+@component(change="free")
+class NoStaging:
+    """Copies nothing: training waits until the state is on the disk, and needs no memory for it."""
+
+    copies: ClassVar[bool] = False
+
+    _synchronize_after_execute: bool = attrs.field(init=False, default=True)
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Yes, though it can't help: whoever uses this with torch waits for the upload before the state changes."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state itself."""
+        return state_dict
+
+    def synchronize_staging(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""

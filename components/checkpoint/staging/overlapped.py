@@ -1,0 +1,120 @@
+"""Copies made while the next step's gradients are computed."""
+
+import time
+from concurrent.futures import Future
+from typing import Any, ClassVar
+
+import attrs
+import torch
+
+from drawloom.components.checkpoint.background import in_background
+from drawloom.components.checkpoint.staging.buffers import KEPT, Pool
+from drawloom.components.checkpoint.staging.copying import Copy, with_room
+from drawloom.graph import component, setting
+
+SMALL = 2**16  # bytes; what is this small is copied at once, for counters and sums may change before the weights do
+
+
+@attrs.frozen
+class Underway:
+    """A copy that has begun: what it will be, and the events of GPUs after which their part of it is done."""
+
+    future: Future[dict[str, Any]]
+    events: list[torch.cuda.Event]
+    on_cpu: bool
+
+
+@component(change="free")
+class Overlapped:
+    """
+    Copies the state while training goes on, until the weights are about to change: the next optimizer step waits for
+    the copy if it is not done, and not for the disk.
+
+    From a GPU it is copied by a stream of its own, elsewhere by a thread. Tensors of at most 64 KiB that are on the
+    CPU are copied at once.
+    """
+
+    copies: ClassVar[bool] = True
+
+    keep: bool = setting(
+        default=True, doc="whether memory is kept for the next copy, which is then several times faster"
+    )
+    type_check: bool = setting(
+        default=True, doc="whether values of unknown types are refused; if not, Python copies them"
+    )
+
+    _synchronize_after_execute: bool = attrs.field(init=False, default=True)
+    _pool: Pool | None = attrs.field(init=False, default=None)
+    _streams: dict[torch.device, torch.cuda.Stream] = attrs.field(init=False, factory=dict)
+    _underway: list[Underway] = attrs.field(init=False, factory=list)
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Yes, unless whoever saves calls `synchronize_staging` before the state changes."""
+        return self._synchronize_after_execute
+
+    @torch.no_grad()
+    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+        """What will be the copy. Its memory is used for nothing else as long as anybody holds a part of it."""
+        if self._pool is None:
+            self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())
+        staged, copies = with_room(state_dict, self._pool, type_check=self.type_check)
+        events = self._copy_by_streams([copy for copy in copies if copy.source.is_cuda])
+        later = [copy for copy in copies if not copy.source.is_cuda and not _copied_at_once(copy)]
+        future = in_background("staging", lambda: _finish(staged, copies, later, events))
+        self._underway = [each for each in self._underway if not each.future.done() or each.future.exception()]
+        self._underway.append(Underway(future, events, on_cpu=bool(later)))
+        return future
+
+    def synchronize_staging(self) -> None:
+        """
+        Return when the state may change. For what is on a GPU that is at once: work that is given to its current
+        stream from now on is done after the copy.
+        """
+        underway, self._underway = self._underway, []
+        for each in underway:
+            for event in each.events:
+                event.wait()
+            if each.on_cpu or each.future.done():
+                each.future.result()
+
+    def close(self) -> None:
+        """Give memory back, that of copies in use when they are not any more."""
+        self._underway = []
+        self._streams = {}
+        if self._pool is not None:
+            self._pool.clear()
+            self._pool = None
+
+    def _copy_by_streams(self, copies: list[Copy]) -> list[torch.cuda.Event]:
+        events = []
+        for device in {copy.source.device for copy in copies}:
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for copy in copies:
+                    if copy.source.device == device:
+                        copy.make(non_blocking=True)
+            events.append(stream.record_event())
+        return events
+
+
+def _copied_at_once(copy: Copy) -> bool:
+    if copy.bytes <= SMALL:
+        copy.make()
+        return True
+    return False
+
+
+def _finish(
+    staged: dict[str, Any], copies: list[Copy], later: list[Copy], events: list[torch.cuda.Event]
+) -> dict[str, Any]:
+    """In a thread; it holds all sources until their copies are done, lest their memory is used for something else."""
+    with torch.no_grad():
+        for copy in later:
+            copy.make()
+    for event in events:
+        while not event.query():  # type: ignore[no-untyped-call]
+            time.sleep(0.001)  # event.synchronize() may spin, and takes a processor from training
+    copies.clear()
+    return staged

@@ -1,0 +1,45 @@
+"""States to stage, and threads that copy slowly."""
+
+import threading
+from collections.abc import Iterator
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.components.checkpoint.staging.copying import Copy
+
+
+@attrs.define
+class Gate:
+    """Holds back every large copy that another thread makes, until it is opened."""
+
+    opened: threading.Event = attrs.field(factory=threading.Event)
+    reached: threading.Event = attrs.field(factory=threading.Event)
+    fault: Exception | None = None
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """A gate, which opens at the end in any case."""
+    gate = Gate()
+    make = Copy.make
+
+    def watched(copy: Copy, *, non_blocking: bool = False) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            gate.reached.set()
+            gate.opened.wait(20)
+            if gate.fault is not None:
+                raise gate.fault
+        make(copy, non_blocking=non_blocking)
+
+    monkeypatch.setattr(Copy, "make", watched)
+    yield gate
+    gate.opened.set()
+
+
+@pytest.fixture
+def state() -> dict[str, Tensor]:
+    """Two large tensors and a small one."""
+    return {"a": torch.arange(100_000.0), "b": torch.ones(50_000, dtype=torch.float64), "step": torch.tensor(3)}

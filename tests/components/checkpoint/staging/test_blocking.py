@@ -1,0 +1,86 @@
+"""Copies made while training waits."""
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from drawloom.components.checkpoint.staging.blocking import Blocking
+from support.dcp import begin_save, loaded
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what torch says to a single process
+
+
+def test_it_is_what_torch_asks_for() -> None:
+    """The runtime check of torch's protocol passes, and it says that nothing has to be waited for."""
+    stager = Blocking()
+    assert isinstance(stager, AsyncStager)
+    assert stager.should_synchronize_after_execute is False
+    assert stager.copies
+
+
+def test_the_copy_stays_when_the_state_changes(state: dict[str, Tensor]) -> None:
+    """As soon as `stage` has returned."""
+    stager = Blocking()
+    staged = stager.stage(state)
+    for tensor in state.values():
+        tensor.zero_()
+    assert torch.equal(staged["a"], torch.arange(100_000.0))
+    assert staged["b"].sum() == 50_000 and staged["step"] == 3
+
+
+def test_two_copies_at_once_are_two(state: dict[str, Tensor]) -> None:
+    """The second does not change the first, although buffers are kept."""
+    stager = Blocking()
+    first = stager.stage(state)
+    state["a"].zero_()
+    second = stager.stage(state)
+    assert first["a"].sum() > 0 and second["a"].sum() == 0
+
+
+def test_kept_memory_does_not_grow(state: dict[str, Tensor]) -> None:
+    """A hundred copies need the memory of one."""
+    stager = Blocking()
+    large = {"a": torch.ones(2_000_000)}
+    stager.stage(large)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(100):
+        stager.stage(large)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB; one copy has 8,000
+
+
+def test_unknown_values_are_refused_unless_one_asks() -> None:
+    """The type check can be turned off, as in torch."""
+    with pytest.raises(TypeError, match="a is a set"):
+        Blocking().stage({"a": {1}})
+    assert Blocking(type_check=False).stage({"a": {1}}) == {"a": {1}}
+
+
+def test_it_works_after_it_was_closed(state: dict[str, Tensor]) -> None:
+    """Closing gives memory back, and breaks nothing: neither copies that are in use nor later ones."""
+    stager = Blocking()
+    staged = stager.stage(state)
+    stager.close()
+    assert torch.equal(stager.stage(state)["a"], staged["a"])
+    stager.close()
+    stager.close()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_overlapping_saves_of_torch_are_each_of_their_own_step(tmp_path: Path, keep: bool) -> None:
+    """Two `async_save` with one stager, and training goes on meanwhile: each file is of its step."""
+    stager = Blocking(keep=keep)
+    weight = torch.zeros(1000, 1000)
+    futures: list[Any] = []
+    for step in (1, 2, 3):
+        weight.fill_(step)
+        futures.append(begin_save({"weight": weight}, tmp_path / str(step), stager))
+    weight.fill_(-1)
+    for step, future in enumerate(futures, 1):
+        future.result()
+        found = loaded({"weight": torch.empty(1000, 1000)}, tmp_path / str(step))
+        assert set(found["weight"].flatten().tolist()) == {step}

@@ -1,0 +1,32 @@
+"""No copies."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from drawloom.components.checkpoint.staging.none import NoStaging
+from support.dcp import begin_save, loaded
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what torch says to a single process
+
+
+def test_nothing_is_copied() -> None:
+    """What is staged is the state itself, and it says so."""
+    state = {"a": torch.ones(3)}
+    stager = NoStaging()
+    assert stager.stage(state) is state
+    assert not stager.copies
+    stager.synchronize_staging()
+    stager.close()
+
+
+def test_torch_saves_with_it(tmp_path: Path) -> None:
+    """If one waits for the upload before the state changes."""
+    stager = NoStaging()
+    assert isinstance(stager, AsyncStager)
+    state = {"a": torch.arange(9.0)}
+    future = begin_save(state, tmp_path / "x", stager)
+    future.result()
+    assert torch.equal(loaded({"a": torch.empty(9)}, tmp_path / "x")["a"], state["a"])

@@ -1,0 +1,116 @@
+"""Copies made while the next step's gradients are computed."""
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from drawloom.components.checkpoint.staging.overlapped import SMALL, Overlapped
+from support.dcp import begin_save, loaded
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what torch says to a single process
+
+
+def test_it_is_what_torch_asks_for() -> None:
+    """The runtime check of torch's protocol passes; whoever saves has to wait before the state changes."""
+    stager = Overlapped()
+    assert isinstance(stager, AsyncStager)
+    assert stager.should_synchronize_after_execute is True
+    assert stager.copies
+
+
+def test_training_waits_for_the_copy_only_before_the_state_changes(state: dict[str, Tensor], gate: Any) -> None:
+    """`stage` returns while the copy is under way, `synchronize_staging` when it is done, and then it is right."""
+    stager = Overlapped()
+    future = stager.stage(state)
+    assert gate.reached.wait(10) and not future.done()
+    waiting = threading.Thread(target=stager.synchronize_staging)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    gate.opened.set()
+    waiting.join(10)
+    for tensor in state.values():
+        tensor.zero_()
+    assert torch.equal(future.result()["a"], torch.arange(100_000.0))
+
+
+def test_small_tensors_are_copied_at_once(gate: Any) -> None:
+    """Counters and sums may change before the weights do."""
+    state = {"large": torch.ones(SMALL), "small": torch.ones(SMALL // 4)}
+    future = Overlapped().stage(state)
+    state["small"].zero_()
+    gate.opened.set()
+    assert future.result()["small"].sum() == SMALL // 4
+
+
+def test_waiting_twice_is_waiting_once(state: dict[str, Tensor]) -> None:
+    """With nothing under way there is nothing to wait for."""
+    stager = Overlapped()
+    stager.synchronize_staging()
+    stager.stage(state)
+    stager.synchronize_staging()
+    stager.synchronize_staging()
+
+
+def test_a_failed_copy_is_raised_where_one_waits(state: dict[str, Tensor], gate: Any) -> None:
+    """Before the state changes, and where the copy is wanted; not again at the next copy."""
+    stager = Overlapped()
+    gate.fault = MemoryError("no memory left")
+    gate.opened.set()
+    future = stager.stage(state)
+    with pytest.raises(MemoryError, match="no memory left"):
+        stager.synchronize_staging()
+    assert isinstance(future.exception(), MemoryError)
+    gate.fault = None
+    later = stager.stage(state)
+    stager.synchronize_staging()
+    assert torch.equal(later.result()["a"], state["a"])
+
+
+def test_a_failed_copy_is_not_forgotten_by_the_next(state: dict[str, Tensor], gate: Any) -> None:
+    """Whoever never waited in between is told when he does."""
+    stager = Overlapped()
+    gate.fault = MemoryError("no memory left")
+    gate.opened.set()
+    stager.stage(state).exception()
+    gate.fault = None
+    stager.stage(state).result()
+    with pytest.raises(MemoryError):
+        stager.synchronize_staging()
+
+
+def test_what_can_t_be_copied_is_refused_at_once() -> None:
+    """torch takes a future that has failed already for one that succeeded."""
+    with pytest.raises(TypeError, match="a is a set"):
+        Overlapped().stage({"a": {1}})
+
+
+def test_it_works_after_it_was_closed(state: dict[str, Tensor]) -> None:
+    """Closing gives memory back, and breaks nothing."""
+    stager = Overlapped()
+    staged = stager.stage(state).result()
+    stager.close()
+    assert torch.equal(stager.stage(state).result()["a"], staged["a"])
+
+
+def test_overlapping_saves_of_torch_are_each_of_their_own_step(tmp_path: Path) -> None:
+    """Two `async_save` with one stager, the state changed when staging is complete: each file is of its step."""
+    stager = Overlapped()
+    weight = torch.zeros(1000, 1000)
+    responses: list[Any] = []
+    for step in (1, 2, 3):
+        weight.fill_(step)
+        responses.append(begin_save({"weight": weight}, tmp_path / str(step), stager))
+        assert isinstance(responses[-1].staging_completion, Future)
+        stager.synchronize_staging()
+    weight.fill_(-1)
+    for step, response in enumerate(responses, 1):
+        response.upload_completion.result()
+        found = loaded({"weight": torch.empty(1000, 1000)}, tmp_path / str(step))
+        assert set(found["weight"].flatten().tolist()) == {step}
