@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.swiglu import swiglu_eager
+from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
 
 
 def formula(gate: Tensor, up: Tensor) -> Tensor:
@@ -47,3 +47,16 @@ def test_strided_input() -> None:
     (grad,) = torch.autograd.grad(found.sum(), both)
     (expected,) = torch.autograd.grad(formula(gate, up).sum(), both)
     torch.testing.assert_close(grad, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_scales_vectors() -> None:
+    """A factor for each vector is in the result, and gets the gradient of finite differences."""
+    gate, up, scale = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3), (2, 3), (2,)))
+    torch.testing.assert_close(swiglu_eager(gate, up, scale), formula(gate, up) * scale[:, None])
+    assert torch.autograd.gradcheck(swiglu_eager, (gate, up, scale))
+
+
+def test_halves_of_one_tensor() -> None:
+    """Gate and up beside each other give what they give as two tensors."""
+    both = torch.randn(4, 6, requires_grad=True)
+    torch.testing.assert_close(swiglu_halves_eager(both), swiglu_eager(both[:, :3], both[:, 3:]))

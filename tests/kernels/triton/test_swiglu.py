@@ -1,0 +1,85 @@
+"""swiglu in Triton against the eager one in float64, which is tested against its formula."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
+from drawloom.kernels.triton.swiglu import swiglu_halves_triton, swiglu_triton
+from support.kernels import DEVICE, assert_all_close, assert_close, drawn, dtypes, exact, few, layouts
+
+shapes = st.lists(st.integers(0, 6), max_size=2).flatmap(
+    lambda most: st.integers(0, 60).map(lambda last: (*most, last))
+)
+
+
+@few
+@given(shapes, dtypes, layouts, layouts, layouts)
+def test_equals_eager(shape: tuple[int, ...], dtype: torch.dtype, of_gate: str, of_up: str, of_grad: str) -> None:
+    """Any shape and strides, zero rows included, give result and gradients of float64, rounded."""
+    gate, up = drawn(of_gate, *shape, dtype=dtype, scale=3), drawn(of_up, *shape, dtype=dtype)
+    grad, wide = drawn(of_grad, *shape, dtype=dtype).detach(), exact(gate, up)
+    found, expected = swiglu_triton(gate, up), swiglu_eager(*wide)
+    assert found.dtype == dtype
+    assert_close(found, expected, 4)
+    grads = torch.autograd.grad(found, (gate, up), grad)
+    assert_all_close(grads, torch.autograd.grad(expected, wide, grad.double()), 8)
+
+
+@few
+@given(shapes, dtypes, dtypes, layouts)
+def test_scales_vectors(shape: tuple[int, ...], dtype: torch.dtype, of_scale: torch.dtype, layout: str) -> None:
+    """A factor for each vector is in the result, in the gradients, and gets one itself."""
+    gate, up = drawn(layout, *shape, dtype=dtype), drawn("contiguous", *shape, dtype=dtype)
+    scale, grad = drawn("contiguous", *shape[:-1], dtype=of_scale), drawn("contiguous", *shape, dtype=dtype).detach()
+    wide = exact(gate, up, scale)
+    found, expected = swiglu_triton(gate, up, scale), swiglu_eager(*wide)
+    assert_close(found, expected, 4)
+    grads = torch.autograd.grad(found, (gate, up, scale), grad)
+    assert grads[2].dtype == of_scale
+    assert_all_close(grads, torch.autograd.grad(expected, wide, grad.double()), 8)
+
+
+@few
+@given(shapes, dtypes, layouts, st.booleans())
+def test_halves_of_one_tensor(shape: tuple[int, ...], dtype: torch.dtype, layout: str, scaled: bool) -> None:
+    """Gate and up beside each other give what they give as two tensors."""
+    both = drawn(layout, *shape[:-1], 2 * shape[-1], dtype=dtype)
+    inputs = (both, drawn("contiguous", *shape[:-1])) if scaled else (both,)
+    wide = exact(*inputs)
+    found, expected = swiglu_halves_triton(*inputs), swiglu_halves_eager(*wide)
+    assert_close(found, expected, 4)
+    grad = drawn("contiguous", *shape, dtype=dtype).detach()
+    grads = torch.autograd.grad(found, inputs, grad)
+    assert_all_close(grads, torch.autograd.grad(expected, wide, grad.double()), 8)
+
+
+def test_rows_wider_than_a_program() -> None:
+    """Rows of several tiles, the last one part of one, are whole, their factors' gradients too."""
+    gate, up, scale = drawn("sliced", 3, 5000), drawn("contiguous", 3, 5000), drawn("contiguous", 3)
+    wide = exact(gate, up, scale)
+    for inputs, wide_inputs in (((gate, up), wide[:2]), ((gate, up, scale), wide)):
+        found, expected = swiglu_triton(*inputs), swiglu_eager(*wide_inputs)
+        assert_close(found, expected, 4)
+        grads = torch.autograd.grad(found.sum(), inputs)
+        assert_all_close(grads, torch.autograd.grad(expected.sum(), wide_inputs), 4)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy, in the interpreter
+def test_keeps_to_finite_numbers() -> None:
+    """Gates of any size give finite results and gradients."""
+    gate = torch.tensor([-1e30, -200.0, -89.0, 0.0, 89.0, 200.0, 1e30], device=DEVICE, requires_grad=True)
+    up = torch.ones_like(gate, requires_grad=True)
+    found = swiglu_triton(gate, up)
+    grads = torch.autograd.grad(found.sum(), (gate, up))
+    assert all(x.isfinite().all() for x in (found, *grads))
+
+
+def test_is_an_operation_of_torch() -> None:
+    """Both directions keep the promises that torch.compile relies on."""
+    x, both, scale = (torch.randn(*shape, device=DEVICE) for shape in ((3, 8), (3, 16), (3,)))
+    torch.library.opcheck(torch.ops.drawloom.swiglu.default, (x, x + 1, None))
+    torch.library.opcheck(torch.ops.drawloom.swiglu.default, (x, x + 1, scale))
+    torch.library.opcheck(torch.ops.drawloom.swiglu_backward.default, (x, x, x + 1, scale))
+    torch.library.opcheck(torch.ops.drawloom.swiglu_halves_backward.default, (x, both, None))
