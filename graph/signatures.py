@@ -35,18 +35,23 @@ def _calls(signature: Signature) -> Iterator[Call]:
     parameters = signature.parameters.values()
     places = [parameter for parameter in parameters if parameter.kind in BY_PLACE]
     for number in range(len(places) + 1):
-        if any(p.kind is Parameter.POSITIONAL_ONLY and p.default is Parameter.empty for p in places[number:]):
+        if any(p.kind is Parameter.POSITIONAL_ONLY and _is_needed(p) for p in places[number:]):
             continue
         names = [p for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
         names += [p for p in places[number:] if p.kind is not Parameter.POSITIONAL_ONLY]
-        needed = {p.name: p.name for p in names if p.default is Parameter.empty}
+        needed, all_names = ({p.name: p.name for p in names if whole or _is_needed(p)} for whole in (False, True))
         by_place = [p.name for p in places[:number]]
         yield by_place, needed
-        yield by_place, {p.name: p.name for p in names}
+        yield by_place, all_names
     if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters):
-        yield [*(p.name for p in places), *MANY], needed
+        yield [*by_place, *MANY], needed
+        yield [*by_place, *MANY], all_names
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
         yield by_place, needed | {"a name that nobody else has": ""}
+
+
+def _is_needed(parameter: Parameter) -> bool:
+    return parameter.default is Parameter.empty
 
 
 def _takes(ours: Signature, call: Call, theirs: Signature) -> bool:
