@@ -9,7 +9,7 @@ import numpy as np
 from drawloom.graph import UserError
 
 DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
-BUILT = ("data_replicate",)
+BUILT = ("pipeline", "data_replicate")
 """What may be larger than 1 today."""
 
 

@@ -7,13 +7,15 @@ from typing import Any
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drawloom.components.distributed.agreement import together
 from drawloom.components.model_state.loading import load_folder
+from drawloom.components.pipeline.boundaries import Boundaries
 from drawloom.components.pipeline.layer_split import split_layers
+from drawloom.components.pipeline.placement import stages_of
 from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.model import Model, Span, Stage, Transform
+from drawloom.components.ports.model import Model, Shared, Span, Stage, Transform
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Job
 from drawloom.graph import component, setting
@@ -32,14 +34,16 @@ class RealStages:
     transforms: list[Transform] = attrs.field(factory=list)
     weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
     _local: list[Stage] = attrs.field(init=False, factory=list)
+    _boundaries: Boundaries = attrs.field(init=False, default=None)
     _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
     _elsewhere: set[str] = attrs.field(init=False, factory=set)
 
     def open(self) -> None:
         """Make the modules real."""
-        per_rank, ranks = self.schedule.stages_per_rank, self.mesh.size("pipeline")
-        spans = split_layers(self.model.layers, per_rank * ranks)
-        mine = range(self.mesh.index("pipeline"), len(spans), ranks)
+        owners = self.schedule.owners(self.mesh.size("pipeline"))
+        spans = split_layers(self.model.layers, len(owners))
+        mine = stages_of(self.mesh.index("pipeline"), owners)
+        self._boundaries = Boundaries(spans, self._build)
         modules = {index: self._build(spans[index]) for index in mine}
         together(self.mesh.world, lambda: self._fill(modules.values()))
         tie(list(modules.values()))
@@ -50,6 +54,10 @@ class RealStages:
     def local(self) -> list[Stage]:
         """This rank's stages, in order."""
         return self._local
+
+    def boundary(self, stage: int, tokens: Tensor, shared: Shared) -> Any:
+        """The tree that a stage takes for a microbatch, its tensors on the meta device."""
+        return self._boundaries.of(stage, tokens, shared)
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters of all local stages that are trained, each once."""

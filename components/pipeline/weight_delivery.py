@@ -56,7 +56,8 @@ def _deliveries(put_off: Sequence[PutOff]) -> Roots:
     shares: dict[int, list[PutOff]] = {}
     for each, end in zip(put_off, accumulate(each.weight.nbytes for each in put_off), strict=True):
         shares.setdefault(end // AT_ONCE, []).append(each)
-    roots: list[Tensor] = [_Delivery.apply(share, *(each.weight for each in share)) for share in shares.values()]  # type: ignore[no-untyped-call]
+    # Autograd starts at the root that was made last; what the pass for the inputs found last is still in the caches.
+    roots: list[Tensor] = [_Delivery.apply(each, *(one.weight for one in each)) for each in reversed(shares.values())]  # type: ignore[no-untyped-call]
     return [(root, root.detach()) for root in roots]  # what a root is given as its own gradient does not matter
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from drawloom.kernels.deferral import Deferral
@@ -47,34 +48,37 @@ class Group:
 def edges_of(outputs: Sequence[Tensor], inputs: Iterable[Tensor]) -> tuple[Edges, set[Node]]:
     """The graph between outputs and inputs, every node after those that it leads to, and the nodes of the inputs."""
     sources = {get_gradient_edge(tensor).node for tensor in inputs}
+    met: dict[Node, Any] = {}
     edges: dict[Node, Any] = {}
-    sorted_edges: dict[Node, Any] = {}
     stack = [get_gradient_edge(output).node for output in outputs]
     while stack:
         node = stack[-1]
-        if (found := edges.get(node)) is None:
-            edges[node] = found = () if node in sources else node.next_functions
-            stack.extend(child for child, _ in found if child is not None and child not in edges)
-        else:
+        if node in edges:
             stack.pop()
-            sorted_edges.setdefault(node, found)
-    return sorted_edges, sources
+        elif node in met:
+            edges[node] = met[node]
+            stack.pop()
+        else:
+            met[node] = found = () if node in sources else node.next_functions
+            stack += [child for child, _ in found if child is not None and child not in met]
+    return edges, sources
 
 
 def weight_groups(outputs: Sequence[Tensor], edges: Edges, sources: set[Node], deferral: Deferral) -> list[Group]:
     """The groups of weights that hang off the trunk, or off an output that is not part of it."""
-    trunk: set[Node] = set()
+    trunk: set[Node | None] = set(sources)
     groups = _Groups()
     for node, found in edges.items():
-        children = [(position, child) for position, (child, _) in enumerate(found) if child is not None]
-        own = deferral.weight_of(node)
-        if own is not None or node in sources or any(child in trunk for _, child in children):
-            trunk.add(node)
-            for position, child in children:
-                if child not in trunk and (own is None or leaf_of(child) is not own):
+        children = [child for child, _ in found]
+        own = deferral.weight_of(node) if isinstance(node, BackwardCFunction) else None
+        if trunk.isdisjoint(children) and own is None and node not in trunk:
+            groups.add(node, children)
+            continue
+        trunk.add(node)
+        if not trunk.issuperset(children):
+            for position, child in enumerate(children):
+                if child is not None and child not in trunk and (own is None or leaf_of(child) is not own):
                     groups.of(child).joins.append(Join(node, position, child))
-        else:
-            groups.add(node, [child for _, child in children])
     for position, output in enumerate(outputs):
         if (node := get_gradient_edge(output).node) not in trunk:
             groups.of(node).joins.append(Join(None, position, node))
@@ -100,15 +104,15 @@ class _Groups:
     def __init__(self) -> None:
         self._group: dict[Node, Group] = {}
 
-    def add(self, node: Node, children: Sequence[Node]) -> None:
-        """A node off the trunk, and those that it leads to."""
-        group = Group(nodes=[node])
+    def add(self, node: Node, children: Sequence[Node | None]) -> None:
+        """A node off the trunk, and those that it leads to, which have been added."""
+        found = {id(group): group for child in children if child is not None if (group := self._group[child])}
+        group = Group()
+        for other in found.values():
+            group = self._merged(group, other)
+        group.nodes.append(node)
         if (leaf := leaf_of(node)) is not None:
             group.weights.append(leaf)
-        for child in children:
-            found = self.of(child)
-            if found is not group:
-                group = self._merged(group, found)
         self._group[node] = group
 
     def of(self, node: Node) -> Group:

@@ -95,7 +95,7 @@ class StageWeights:
 
 def is_vector(weight: Tensor) -> bool:
     """Whether a weight has no more than one dimension that counts."""
-    return weight.numel() == max(weight.shape, default=1)
+    return weight.ndim < 2 or weight.numel() == max(weight.shape)
 
 
 def _place(group: Group, plan: Plan, outputs: Sequence[Tensor], edges: Edges, deferral: Deferral) -> None:

@@ -129,6 +129,15 @@ class Stages(Protocol):
 
 
 @port
+class StageInputs(Protocol):
+    """What passes between stages."""
+
+    def boundary(self, stage: int, tokens: Tensor, shared: Shared) -> Any:
+        """The tree that a stage takes for a microbatch, its tensors on the meta device."""
+        ...
+
+
+@port
 class Parameters(Protocol):
     """The parameters that this rank trains."""
 

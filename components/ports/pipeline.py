@@ -1,43 +1,32 @@
 """Schedules, programs and their executor."""
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import attrs
 from torch import Tensor
 
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import Shared
+from drawloom.components.ports.program import Program
 from drawloom.graph import port
-
-Work = Literal["F", "B"]
-
-
-@attrs.frozen
-class Action:
-    """One piece of a rank's work: forward (F) or backward (B) of a stage for a microbatch. Written `3F7`."""
-
-    stage: int
-    work: Work
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.work}{self.microbatch}"
-
-
-Program = list[list[Action]]
-"""For each rank its actions, in order."""
 
 
 @port
 class Schedule(Protocol):
-    """A pure function from (ranks, microbatches) to a program."""
+    """A pure function from (ranks, microbatches) to a program, for any number of either."""
 
     @property
-    def stages_per_rank(self) -> int: ...
+    def stages_per_rank(self) -> int:
+        """How many stages each rank holds."""
+        ...
+
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        """For each stage the rank that holds it."""
+        ...
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """What each rank does, in order, before sends and receives are put in."""
+        """What each rank computes, in order."""
         ...
 
 
@@ -72,4 +61,8 @@ class Executor(Protocol):
 
     def evaluate(self, microbatches: Iterator[Batch]) -> Losses:
         """Forward only, nothing kept."""
+        ...
+
+    def infer(self, tokens: Tensor, shared: Shared) -> Tensor | None:
+        """The model's output for one microbatch, on the rank that holds the last stage; None on others."""
         ...

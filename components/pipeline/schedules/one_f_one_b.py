@@ -5,7 +5,8 @@ Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training"
 that flushes each step ("PipeDream-Flush", Narayanan et al., ICML 2021). Rank r of p holds at most p - r microbatches.
 """
 
-from drawloom.components.ports.pipeline import Action, Program
+from drawloom.components.pipeline.placement import loop
+from drawloom.components.ports.program import Action, Program
 from drawloom.graph import component
 
 
@@ -18,9 +19,13 @@ class OneFOneB:
         """One stage on each rank."""
         return 1
 
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        """For each stage the rank that holds it."""
+        return loop(ranks)
+
     def program(self, ranks: int, microbatches: int) -> Program:
         """What each rank does, in order."""
-        return [_rank(rank, ranks, microbatches) for rank in range(ranks)]
+        return Program.of([_rank(rank, ranks, microbatches) for rank in range(ranks)], self.owners(ranks))
 
 
 def _rank(rank: int, ranks: int, microbatches: int) -> list[Action]:

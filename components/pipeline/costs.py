@@ -1,0 +1,29 @@
+"""What work and messages cost, in any unit of time."""
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+
+@attrs.frozen
+class Costs:
+    """How long a stage takes for one microbatch, by kind of work, and how long a message takes."""
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    backward: float = attrs.field()
+    message: float = 0.0
+
+    @backward.default
+    def _whole(self) -> float:
+        return self.backward_input + self.backward_weight
+
+    def of(self, work: NDArray[np.int64]) -> NDArray[np.float64]:
+        """What each action costs, by the number of its work."""
+        return np.array([self.forward, self.backward, self.backward_input, self.backward_weight])[work]
+
+    def length(self, work: str) -> float:
+        """What one action costs, message or work."""
+        lengths = {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}
+        return lengths.get(work, self.message)

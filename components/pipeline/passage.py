@@ -1,0 +1,139 @@
+"""One pass of a step's microbatches through this rank's stages, as its line says."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.pipeline.mail import Mail
+from drawloom.components.pipeline.stage_work import StageWork, as_input, floating
+from drawloom.components.pipeline.tree import leaves
+from drawloom.components.ports.data import Batch
+from drawloom.components.ports.model import Shared, StageInputs
+from drawloom.components.ports.pipeline import Losses
+from drawloom.components.ports.program import Action, Line, Overlap
+from drawloom.graph import UserError
+
+Place = tuple[int, int]
+"""A stage and a microbatch."""
+
+
+@attrs.frozen
+class Load:
+    """A microbatch as the stages see it."""
+
+    tokens: Tensor
+    shared: Shared
+    batch: Batch | None = None
+
+
+@attrs.define(eq=False)
+class Passage:
+    """
+    Carries a line out. It is made for one pass and dropped with all that lives in it, also when the pass fails.
+
+    `works` are this rank's stages by their numbers. What one stage makes for another waits here until it is taken by
+    the other, if that stands on this rank too, or is sent.
+    """
+
+    works: Mapping[int, StageWork]
+    loads: Sequence[Load]
+    boundaries: StageInputs
+    mail: Mail
+    outputs: dict[int, Any] = attrs.field(factory=dict)
+    _forward: dict[Place, Any] = attrs.field(factory=dict)
+    _backward: dict[Place, list[Tensor]] = attrs.field(factory=dict)
+
+    def run(self, line: Line) -> None:
+        """Do everything in the line, in order; parts of an overlap one after another, each sending as soon as it can."""
+        verbs: dict[str, Callable[[Action], None]] = {
+            "F": self._run_forward,
+            "B": self._run_backward,
+            "I": self._run_backward_input,
+            "W": self._run_backward_weight,
+            "SEND_F": self._send_forward,
+            "RECV_F": self._receive_forward,
+            "SEND_B": self._send_backward,
+            "RECV_B": self._receive_backward,
+        }
+        for item in line:
+            for action in item.parts if isinstance(item, Overlap) else (item,):
+                try:
+                    verbs[action.work](action)
+                except UserError as error:
+                    raise UserError(f"{error} (at {action}: stage {action.stage})", error.exit_code) from error
+                except Exception as error:
+                    error.add_note(f"in the pipeline at {action}: stage {action.stage}, microbatch {action.microbatch}")
+                    raise
+        self.mail.finish()
+
+    def losses(self, device: torch.device) -> Losses:
+        """The sums over microbatches, in their order; zero on a rank without the last stage."""
+        total, weight = torch.zeros(2, dtype=torch.float64, device=device)
+        for work in self.works.values():
+            for _, (loss, share) in sorted(work.losses.items()):
+                total, weight = total + loss.double(), weight + share.double()
+        return Losses(total, weight)
+
+    def _run_forward(self, action: Action) -> None:
+        work, load = self.works[action.stage], self.loads[action.microbatch]
+        output = work.forward(action.microbatch, self._taken(action, load), load.shared, load.batch)
+        if work.last:
+            self.outputs[action.microbatch] = output
+        else:
+            self._forward[action.stage + 1, action.microbatch] = output
+
+    def _taken(self, action: Action, load: Load) -> Any:
+        if action.stage == 0:
+            return load.tokens
+        place = action.stage, action.microbatch
+        given = self._forward.pop(place) if place in self._forward else self.mail.take(("RECV_F", *place))
+        return as_input(given) if torch.is_grad_enabled() else given
+
+    def _send_forward(self, action: Action) -> None:
+        output = self._forward.pop((action.stage + 1, action.microbatch))
+        self.mail.send(_peer(action), [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)])
+
+    def _receive_forward(self, action: Action) -> None:
+        load = self.loads[action.microbatch]
+        like = self.boundaries.boundary(action.stage, load.tokens, load.shared)
+        self.mail.receive(("RECV_F", action.stage, action.microbatch), _peer(action), like)
+
+    def _run_backward(self, action: Action) -> None:
+        self._keep(action, self.works[action.stage].backward(action.microbatch, self._grads(action)))
+
+    def _run_backward_input(self, action: Action) -> None:
+        self._keep(action, self.works[action.stage].backward_input(action.microbatch, self._grads(action)))
+
+    def _run_backward_weight(self, action: Action) -> None:
+        self.works[action.stage].backward_weight(action.microbatch)
+
+    def _grads(self, action: Action) -> list[Tensor] | None:
+        """The gradients of what a stage gave; None of a loss."""
+        place = action.stage, action.microbatch
+        if self.works[action.stage].last:
+            return None
+        if place in self._backward:
+            return self._backward.pop(place)
+        found: list[Tensor] = self.mail.take(("RECV_B", *place))
+        return found
+
+    def _keep(self, action: Action, grads: list[Tensor]) -> None:
+        if action.stage > 0:
+            self._backward[action.stage - 1, action.microbatch] = grads
+
+    def _send_backward(self, action: Action) -> None:
+        self.mail.send(_peer(action), self._backward.pop((action.stage - 1, action.microbatch)))
+
+    def _receive_backward(self, action: Action) -> None:
+        load = self.loads[action.microbatch]
+        like = floating(leaves(self.boundaries.boundary(action.stage + 1, load.tokens, load.shared)))
+        self.mail.receive(("RECV_B", action.stage, action.microbatch), _peer(action), like)
+
+
+def _peer(action: Action) -> int:
+    if action.peer is None:
+        raise ValueError(f"{action} goes to nobody")
+    return action.peer
