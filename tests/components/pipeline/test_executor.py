@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import Shared, Span, Stage
-from drawloom.components.ports.pipeline import Action, Program
+from drawloom.components.ports.program import Action, Program, Work
 
 
 @attrs.frozen
@@ -43,8 +43,11 @@ class Scale(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(weight, dtype=torch.float64))
         self.seen: list[Any] = []
+        self.fail_on = -1
 
     def forward(self, inputs: Tensor, shared: Shared) -> Tensor:
+        if len(self.seen) == self.fail_on:
+            raise RuntimeError("broken")
         output = inputs * self.weight
         self.seen.append(ref(output))
         return output
@@ -52,22 +55,34 @@ class Scale(nn.Module):
 
 @attrs.frozen
 class Local:
-    """Stages of this rank."""
+    """Stages of this rank, and no neighbours."""
 
     local: list[Stage]
 
+    def boundary(self, stage: int, tokens: Tensor, shared: Shared) -> Any:
+        raise AssertionError("nothing travels on one rank")
+
+    def links(self, dimension: str) -> dict[int, Any]:
+        return {}
+
 
 class BreadthFirst:
-    """All forwards stage by stage, then all backwards."""
+    """All forwards stage by stage, then all backwards, as a whole or in two parts; on one rank."""
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self, stages: int, split: bool) -> None:
         self.stages_per_rank = stages
+        self.split = split
+
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        return (0,) * self.stages_per_rank
 
     def program(self, ranks: int, microbatches: int) -> Program:
         stages = range(self.stages_per_rank)
         forwards = [Action(stage, "F", number) for stage in stages for number in range(microbatches)]
-        backwards = [Action(stage, "B", number) for stage in reversed(stages) for number in range(microbatches)]
-        return [[*forwards, *backwards]]
+        order = [(stage, number) for stage in reversed(stages) for number in range(microbatches)]
+        works: list[Work] = ["I", "W"] if self.split else ["B"]
+        backwards = [Action(stage, work, number) for work in works for stage, number in order]
+        return Program.of([[*forwards, *backwards]], self.owners(ranks))
 
 
 def batches(count: int) -> list[Batch]:
@@ -76,20 +91,25 @@ def batches(count: int) -> list[Batch]:
     return [Batch(part, part, part, torch.zeros_like(part)) for part in tokens]
 
 
-def made(modules: Sequence[Scale], mesh: Any) -> Executor:
-    """An executor of one rank that owns all stages."""
+def made(modules: Sequence[Scale], mesh: Any, split: bool = False) -> Executor:
+    """An open executor of one rank that owns all stages."""
     spans = [Span(number, number + 1, number == 0, number == len(modules) - 1) for number in range(len(modules))]
-    stages = [Stage(number, len(modules), spans[number], module) for number, module in enumerate(modules)]
-    return Executor(
-        stages=Local(stages), schedule=BreadthFirst(len(modules)), objective=Squares(), mesh=mesh, device=Cpu()
-    )
+    local = Local([Stage(number, len(modules), spans[number], module) for number, module in enumerate(modules)])
+    schedule = BreadthFirst(len(modules), split)
+    parts: dict[str, Any] = {"stages": local, "boundaries": local, "neighbours": local, "schedule": schedule}
+    executor = Executor(objective=Squares(), mesh=mesh, device=Cpu(), **parts)
+    executor.open()
+    return executor
 
 
-@pytest.mark.parametrize("weights", [(3.0,), (2.0, 1.5)])
-def test_gradients_and_losses_are_those_of_the_whole_model(weights: tuple[float, ...], one_rank: Any) -> None:
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("weights", [(3.0,), (2.0, 1.5), (2.0, 1.5, 0.5)])
+def test_gradients_and_losses_are_those_of_the_whole_model(
+    weights: tuple[float, ...], split: bool, one_rank: Any
+) -> None:
     """However many stages a rank owns, losses and gradients are sums over the microbatches of the chained model."""
     modules = [Scale(weight) for weight in weights]
-    losses = made(modules, one_rank).train(batches(3))
+    losses = made(modules, one_rank, split).train(batches(3))
     squares = sum(float(batch.tokens.square().sum()) for batch in batches(3))
     whole = torch.tensor(weights).prod().item()
     assert float(losses.total) == pytest.approx(squares * whole**2)
@@ -99,10 +119,11 @@ def test_gradients_and_losses_are_those_of_the_whole_model(weights: tuple[float,
         assert float(module.weight.grad) == pytest.approx(2 * squares * whole**2 / weight)
 
 
-def test_nothing_outlives_the_pass(one_rank: Any) -> None:
+@pytest.mark.parametrize("split", [False, True])
+def test_nothing_outlives_the_pass(split: bool, one_rank: Any) -> None:
     """No output of a stage is alive once the pass is over."""
     modules = [Scale(2.0), Scale(1.5)]
-    made(modules, one_rank).train(batches(2))
+    made(modules, one_rank, split).train(batches(2))
     assert [output() for module in modules for output in module.seen] == [None] * 4
 
 
@@ -115,3 +136,24 @@ def test_evaluation_leaves_no_gradient_and_adds_up_in_float64(one_rank: Any) -> 
     trained = executor.train(batches(3))
     assert evaluated.total.dtype == torch.float64
     assert float(evaluated.total) == float(trained.total) and float(evaluated.weight) == float(trained.weight)
+
+
+def test_inference_gives_the_output_itself(one_rank: Any) -> None:
+    """The output of the last stage comes back as it is, without a loss."""
+    tokens = torch.ones(1, 3, dtype=torch.float64)
+    output = made([Scale(2.0), Scale(1.5)], one_rank).infer(tokens, Shared(tokens, tokens))
+    assert output is not None and output.tolist() == [[3.0, 3.0, 3.0]]
+
+
+def test_a_failing_stage_is_named_and_the_next_step_works(one_rank: Any) -> None:
+    """The exception says which stage and microbatch it was, and nothing of the failed step is left."""
+    modules = [Scale(2.0), Scale(1.5)]
+    executor = made(modules, one_rank)
+    modules[1].fail_on = 1
+    with pytest.raises(RuntimeError, match="broken") as caught:
+        executor.train(batches(3))
+    assert "at 1F1: stage 1, microbatch 1" in caught.value.__notes__[0]
+    modules[1].fail_on = -1
+    for module in modules:
+        module.weight.grad = None
+    assert float(executor.train(batches(1)).weight) == 2

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from drawloom.components.pipeline.stages import RealStages
 from drawloom.components.ports.model import Span
 from drawloom.components.ports.model_state import Mapper
-from drawloom.components.ports.pipeline import Program
+from drawloom.components.ports.program import Program
 from drawloom.graph import UserError
 
 
@@ -44,8 +44,11 @@ class Loops:
 
     stages_per_rank: int = 1
 
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        return tuple(range(ranks)) * self.stages_per_rank
+
     def program(self, ranks: int, microbatches: int) -> Program:
-        return []
+        return Program.of([], self.owners(ranks))
 
 
 @attrs.frozen
