@@ -27,8 +27,7 @@ class Underway:
 @component(change="free")
 class Overlapped:
     """
-    Copies the state while training goes on, until the weights are about to change: the next optimizer step waits for
-    the copy if it is not done, and not for the disk.
+    Copies the state while training goes on; the next optimizer step waits for the copy, and not for the disk.
 
     From a GPU it is copied by a stream of its own, elsewhere by a thread. Tensors of at most 64 KiB that are on the
     CPU are copied at once.
