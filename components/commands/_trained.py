@@ -5,35 +5,56 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 import tomli
-from drawloom.components.checkpoint.reading import load_node, newest
 
+from drawloom.components.checkpoint.reading import load_node, newest
 from drawloom.components.ports.data import Tokenizer
+from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Model, Stages
+from drawloom.components.ports.pipeline import Executor
 from drawloom.graph import UserError
 from drawloom.graph.graph import Graph
 from drawloom.graph.recipe import Recipe
 from drawloom.graph.workshop import Workshop
 
 
+@attrs.frozen
+class Trained:
+    """The parts of a run that commands use, open."""
+
+    model: Model
+    stages: Stages
+    tokenizer: Tokenizer
+    executor: Executor
+    mesh: Mesh
+
+
 @contextmanager
-def trained(workshop: Workshop, folder: Path) -> Iterator[tuple[Model, Stages, Tokenizer]]:
-    """The model, its stages and its tokenizer, open. The run itself is not touched, and may go on meanwhile."""
+def trained(workshop: Workshop, folder: Path) -> Iterator[Trained]:
+    """A run's newest weights, whole in this process. The run itself is not touched, and may go on meanwhile."""
     checkpoint = newest(folder)
     if checkpoint is None:
         raise UserError(f"{folder} holds no finished checkpoint; give the folder of a run, such as runs/first_run", 2)
     graph = _graph(workshop, checkpoint / "recipe.lock.toml")
-    model, stages, tokenizer = (_only(graph, port, checkpoint) for port in (Model, Stages, Tokenizer))
-    with workshop.container(graph, model, stages, tokenizer) as objects:
-        objects[stages].load_state_dict(load_node(checkpoint, stages))
-        yield objects[model], objects[stages], objects[tokenizer]
+    names = {
+        field.name: _only(graph, port, checkpoint)
+        for field, port in zip(attrs.fields(Trained), (Model, Stages, Tokenizer, Executor, Mesh), strict=True)
+    }
+    with workshop.container(graph, *names.values()) as objects:
+        objects[names["stages"]].load_state_dict(load_node(checkpoint, names["stages"]))
+        yield Trained(**{field: objects[name] for field, name in names.items()})
 
 
 def _graph(workshop: Workshop, lock: Path) -> Graph:
     data: dict[str, Any] = tomli.loads(lock.read_text("utf-8"))
-    for node in data.values():
+    for name, node in data.items():
         if isinstance(node, dict) and node.get("use") == "pipeline.stages":
             node.pop("weights", None)  # what the run started from may be gone, and is not needed
+        if isinstance(node, dict) and node.get("use") == "distributed.mesh":
+            data[name] = {"use": "distributed.mesh", "processes": node["processes"]}  # one process holds all
+        if isinstance(node, dict) and str(node.get("use")).startswith("pipeline.schedules."):
+            data[name] = {"use": "pipeline.schedules.one_f_one_b"}
     return workshop.graph(Recipe.of(data, str(lock)), root="").or_error()
 
 

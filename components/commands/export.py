@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from drawloom.components.export.folder import write_folder
-
 from drawloom.components.commands._trained import trained
+from drawloom.components.export.folder import write_folder
 from drawloom.graph.workshop import Workshop
 
 
@@ -17,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, workshop: Workshop) -> int:
     """Export, and say where to."""
-    with trained(workshop, options.run_folder) as (model, stages, tokenizer):
-        write_folder(options.to, model, stages, tokenizer)
+    with trained(workshop, options.run_folder) as run:
+        write_folder(options.to, run.model, run.stages, run.tokenizer)
     print(f"exported to {options.to}")
     return 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from drawloom.components.commands._trained import trained
 from drawloom.components.distributed.streams import stream
-from drawloom.components.sampling.generate import generate
+from drawloom.components.sampling.generate import Sampler
 from drawloom.graph.workshop import Workshop
 
 
@@ -22,17 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, workshop: Workshop) -> int:
     """Print the prompt and its continuation."""
-    with trained(workshop, options.run_folder) as (_, stages, tokenizer):
-        prompt = [int(token) for token in tokenizer.encode(options.prompt)] or [tokenizer.end]
-        drawn = generate(
-            stages.local[0].module,
-            prompt,
-            tokens=options.tokens,
+    with trained(workshop, options.run_folder) as run:
+        sampler = Sampler(
+            executor=run.executor,
+            pipeline=run.mesh.group("pipeline"),
+            generator=stream(options.seed, "sample"),
+            end=run.tokenizer.end,
             context=options.context,
-            end=tokenizer.end,
             temperature=options.temperature,
             top_k=options.top_k,
-            generator=stream(options.seed, "sample"),
         )
-        print(options.prompt + tokenizer.decode(list(drawn)))
+        prompt = [int(token) for token in run.tokenizer.encode(options.prompt)] or [run.tokenizer.end]
+        print(options.prompt + run.tokenizer.decode(list(sampler.continued(prompt, options.tokens))))
     return 0

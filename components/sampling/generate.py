@@ -2,45 +2,49 @@
 
 from collections.abc import Iterator, Sequence
 
+import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import Shared
+from drawloom.components.ports.pipeline import Executor
 
 
-def generate(
-    module: nn.Module,
-    prompt: Sequence[int],
-    *,
-    tokens: int,
-    context: int,
-    end: int,
-    temperature: float,
-    top_k: int | None,
-    generator: torch.Generator,
-) -> Iterator[int]:
+@attrs.frozen
+class Sampler:
     """
-    Up to `tokens` ids after `prompt`, until `end`; the model sees the last `context` ids of what there is.
+    Continues prompts; all ranks of a pipeline take part, and all learn what was drawn.
 
-    `temperature` 0 takes the likeliest token; `top_k` leaves only that many to draw from.
+    The model sees the last `context` ids of what there is. `temperature` 0 takes the likeliest token, `top_k` leaves
+    only that many to draw from, and `end` ends a text.
     """
-    device = next(module.parameters()).device
-    ids = list(prompt)
-    for _ in range(tokens):
-        window = torch.tensor([ids[-context:]], device=device)
-        token = draw(_logits(module, window), temperature, top_k, generator)
-        if token == end:
-            return
-        ids.append(token)
-        yield token
 
+    executor: Executor
+    pipeline: Group
+    generator: torch.Generator
+    end: int
+    context: int = 256
+    temperature: float = 0.8
+    top_k: int | None = None
 
-def _logits(module: nn.Module, window: Tensor) -> Tensor:
-    """What a whole model expects after a window of ids (1, length): (vocabulary,), float32 on the CPU."""
-    positions = torch.arange(window.shape[1], device=window.device).unsqueeze(0)
-    with torch.inference_mode():
-        logits: Tensor = module(window, Shared(positions, torch.zeros_like(window)))
-    return logits[0, -1].float().cpu()
+    def continued(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
+        """Up to so many ids after a prompt of at least one, without the end."""
+        ids = list(prompt)
+        for _ in range(tokens):
+            token = self._next(torch.tensor([ids[-self.context :]]))
+            if token == self.end:
+                return
+            ids.append(token)
+            yield token
+
+    def _next(self, window: Tensor) -> int:
+        positions = torch.arange(window.shape[1]).unsqueeze(0)
+        logits = self.executor.infer(window, Shared(positions, torch.zeros_like(window)))
+        drawn = 0 if logits is None else draw(logits[0, -1].float().cpu(), self.temperature, self.top_k, self.generator)
+        agreed = torch.tensor([drawn])
+        self.pipeline.sum(agreed)  # the other ranks have 0
+        return int(agreed)
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

@@ -2,12 +2,13 @@
 
 import logging
 import os
+from pathlib import Path
 
 from drawloom.components.ports.data import Tokenizer
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import Stages
+from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import Randomness, RunFolder
-from drawloom.components.sampling.generate import generate
+from drawloom.components.sampling.generate import Sampler
 from drawloom.graph import above, at_least, component, setting
 
 log = logging.getLogger("drawloom.run")
@@ -17,7 +18,7 @@ log = logging.getLogger("drawloom.run")
 class Sample:
     """Continues a prompt, prints the text and writes it to `sample.txt` in the run folder."""
 
-    stages: Stages
+    executor: Executor
     tokenizer: Tokenizer
     folder: RunFolder
     randomness: Randomness
@@ -29,26 +30,35 @@ class Sample:
     top_k: int | None = setting(default=None, check=above(0), doc="draw from this many likeliest tokens only")
 
     def is_finished(self) -> bool:
-        """Whether the text is there."""
-        return (self.folder.folder / "sample.txt").exists()
+        """Whether the text is there, as the main rank sees it."""
+        return bool(self.mesh.world.gather_json(self._target.exists())[0])
 
     def finish(self) -> None:
-        """Draw the text on the main rank."""
-        if self.mesh.world.rank != 0:
+        """Draw the text on the ranks of the first replica, and write it on the main one."""
+        if self.mesh.replicas.rank != 0:
             return
         prompt = [int(token) for token in self.tokenizer.encode(self.prompt)] or [self.tokenizer.end]
-        drawn = generate(
-            self.stages.local[0].module,
-            prompt,
-            tokens=self.tokens,
-            context=self.context,
+        text = self.prompt + self.tokenizer.decode(list(self._sampler().continued(prompt, self.tokens)))
+        if self.mesh.world.rank == 0:
+            log.info("a sample:\n%s", text)
+            self._write(text)
+
+    def _sampler(self) -> Sampler:
+        return Sampler(
+            executor=self.executor,
+            pipeline=self.mesh.group("pipeline"),
+            generator=self.randomness.stream("sample"),
             end=self.tokenizer.end,
+            context=self.context,
             temperature=self.temperature,
             top_k=self.top_k,
-            generator=self.randomness.stream("sample"),
         )
-        text = self.prompt + self.tokenizer.decode(list(drawn))
-        log.info("a sample:\n%s", text)
-        aside = self.folder.folder / "sample.txt.tmp"
+
+    @property
+    def _target(self) -> Path:
+        return self.folder.folder / "sample.txt"
+
+    def _write(self, text: str) -> None:
+        aside = self._target.with_suffix(".tmp")
         aside.write_text(text, "utf-8")
-        os.replace(aside, self.folder.folder / "sample.txt")
+        os.replace(aside, self._target)

@@ -1,12 +1,11 @@
 """The same run on one process and on several."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.runs import drawloom, rows, series, write_corpus
+from support.runs import drawloom, rows, series, take_back, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +45,10 @@ def test_a_run_goes_on_with_another_number_of_processes(place: Path, before: int
     name = f"run.name=from{before}to{after}"
     common = ["run", "tiny.toml", name, "batch.micro_size=2", "checkpoint.every=5"]
     drawloom(place, *common, ranks=before)
-    remove_after(place / "runs" / name.removeprefix("run.name="), 5)
+    take_back(place / "runs" / name.removeprefix("run.name="), 5)
     codes = drawloom(place, *common, ranks=after)
     assert {outcome.code for outcome in codes} == {0}
     assert_same(place / "runs/one", place / "runs" / name.removeprefix("run.name="))
-
-
-def remove_after(run: Path, step: int) -> None:
-    """Take a run back to what a kill after this step would have left."""
-    for path in (run / "checkpoints").iterdir():
-        if int(path.name.removeprefix("step-")) > step:
-            shutil.rmtree(path)
-    shutil.rmtree(run / "export")
-    (run / "sample.txt").unlink()
 
 
 def test_a_mesh_that_does_not_fit_names_the_command_to_type(place: Path) -> None:

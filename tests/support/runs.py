@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Sequence
@@ -121,3 +122,12 @@ def rows(run: Path) -> list[dict[str, Any]]:
 def series(run: Path, *names: str) -> list[tuple[Any, ...]]:
     """Some values of every step."""
     return [tuple(row.get(name) for name in names) for row in rows(run)]
+
+
+def take_back(run: Path, step: int) -> None:
+    """Take a finished run back to what a kill after this step would have left."""
+    for path in (run / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    shutil.rmtree(run / "export")
+    (run / "sample.txt").unlink()

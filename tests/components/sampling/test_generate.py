@@ -1,40 +1,49 @@
 """Tokens one after another."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.model import Shared
-from drawloom.components.sampling.generate import draw, generate
+from drawloom.components.ports.pipeline import Losses
+from drawloom.components.sampling.generate import Sampler, draw
 
 
-class Successor(nn.Module):
-    """Expects the number after the last one, of five."""
+class Successor:
+    """An executor that expects the number after the last one, of five."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
         self.longest = 0
 
-    def forward(self, inputs: Tensor, shared: Shared) -> Tensor:
-        self.longest = max(self.longest, inputs.shape[1])
-        return nn.functional.one_hot((inputs + 1) % 5, 5).float() * 10
+    def infer(self, tokens: Tensor, shared: Shared) -> Tensor:
+        self.longest = max(self.longest, tokens.shape[1])
+        return nn.functional.one_hot((tokens + 1) % 5, 5).float() * 10
+
+    def train(self, microbatches: Any) -> Losses:
+        raise AssertionError("drawing must not train")
+
+    def evaluate(self, microbatches: Any) -> Losses:
+        raise AssertionError("drawing must not evaluate")
 
 
-def drawn(module: Successor, **changes: float) -> list[int]:
+def drawn(executor: Any, mesh: Any, **changes: Any) -> list[int]:
     """What the model says after 0."""
-    options = {"tokens": 6, "context": 3, "end": 4, "temperature": 0.0, "top_k": None, **changes}
-    return list(generate(module, [0], generator=torch.Generator().manual_seed(0), **options))  # type: ignore[arg-type]
+    options: dict[str, Any] = {"context": 3, "end": 4, "temperature": 0.0, **changes}
+    generator = torch.Generator().manual_seed(0)
+    sampler = Sampler(executor=executor, pipeline=mesh.group("pipeline"), generator=generator, **options)
+    return list(sampler.continued([0], 6))
 
 
-def test_the_likeliest_tokens_until_the_end() -> None:
+def test_the_likeliest_tokens_until_the_end(one_rank: Any) -> None:
     """At temperature 0 each token is the likeliest one, and the end token ends the text without being in it."""
-    assert drawn(Successor()) == [1, 2, 3]
+    assert drawn(Successor(), one_rank) == [1, 2, 3]
 
 
-def test_the_model_sees_no_more_than_the_context() -> None:
+def test_the_model_sees_no_more_than_the_context(one_rank: Any) -> None:
     """A long text is cut to its last tokens before the model sees it."""
-    module = Successor()
-    assert len(drawn(module, end=9)) == 6 and module.longest == 3
+    executor = Successor()
+    assert len(drawn(executor, one_rank, end=9)) == 6 and executor.longest == 3
 
 
 def test_draws_follow_the_distribution() -> None:

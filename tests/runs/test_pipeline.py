@@ -1,0 +1,54 @@
+"""The same run in one process and over pipeline ranks."""
+
+from pathlib import Path
+
+import pytest
+
+from drawloom.graph.catalogue import Catalogue
+from support.runs import drawloom, series, take_back, write_corpus
+
+SCHEDULES = [name for name in Catalogue.of("drawloom.components").names() if name.startswith("pipeline.schedules.")]
+TRAINING = [name for name in SCHEDULES if not name.endswith(".inference")]
+COMMON = ("run", "tiny.toml", "model.layers=4", "batch.global_size=8", "batch.micro_size=1", "trainer.steps=6")
+LEARNED = ("loss", "grad_norm", "held_out_loss", "tokens")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus, the tiny recipe, and a run of it on one process."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    write_corpus(folder)
+    assert drawloom(folder, *COMMON, "run.name=one")[0].code == 0
+    return folder
+
+
+def assert_same(run: Path, other: Path) -> None:
+    """Losses and gradient norms of every step are equal to 1e-6 relative."""
+    ours, theirs = series(run, *LEARNED), series(other, *LEARNED)
+    assert len(ours) == len(theirs) == 6
+    for mine, yours in zip(ours, theirs, strict=True):
+        assert [value or 0 for value in mine] == pytest.approx([value or 0 for value in yours], rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_every_schedule_has_the_losses_of_one_process(place: Path, schedule: str) -> None:
+    """Two ranks learn what one learns, with a tied embedding on both, whatever the schedule; export and sample too."""
+    name = schedule.rpartition(".")[2]
+    words = [*COMMON, f"run.name={name}", "mesh.pipeline=2", f"schedule.use={schedule}"]
+    outcomes = drawloom(place, *words, ranks=2)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert_same(place / "runs/one", place / "runs" / name)
+    assert (place / "runs" / name / "sample.txt").read_bytes() == (place / "runs/one/sample.txt").read_bytes()
+    assert (place / "runs" / name / "export/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_run_moves_between_layouts(place: Path, before: int, after: int) -> None:
+    """A run that was saved on so many pipeline ranks goes on with others, with the losses that it would have had."""
+    name = f"moved{before}{after}"
+    halfway = [*COMMON, f"run.name={name}", "checkpoint.every=3", "checkpoint.keep=5"]
+    drawloom(place, *halfway, f"mesh.pipeline={before}", ranks=before)
+    take_back(place / "runs" / name, 3)
+    outcomes = drawloom(place, *halfway, f"mesh.pipeline={after}", ranks=after)
+    assert {outcome.code for outcome in outcomes} == {0}, outcomes
+    assert_same(place / "runs/one", place / "runs" / name)
