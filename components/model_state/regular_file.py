@@ -41,13 +41,18 @@ class RegularFile:
 
 
 @contextmanager
-def open_regular_file(path: Path) -> Iterator[RegularFile]:
-    """A file, open to be read; UserError for what is not there, for links, and for all that is no regular file."""
+def open_regular_file(path: Path, remedy: str = "copy the folder again") -> Iterator[RegularFile]:
+    """
+    A file, open to be read.
+
+    UserError, with what to do, for what is not there (its cause is the OSError then), for links, and for all that is
+    no regular file.
+    """
     try:
         _refuse_others(path, os.lstat(path))
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise UserError(f"{path} can't be read ({error.strerror}); copy the folder again") from error
+        raise UserError(f"{path} can't be read ({error.strerror}); {remedy}") from error
     except ValueError as error:
         raise UserError(f"{str(path)!r} can't be read ({error}); write another path") from error
     try:
@@ -62,4 +67,4 @@ def _refuse_others(path: Path, found: os.stat_result) -> None:
     if stat.S_ISLNK(found.st_mode):
         raise UserError(f"{path} is a symbolic link, which may lead anywhere; copy the folder with `cp -rL`")
     if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{path} is no regular file, and reading it could wait for ever; copy the folder again")
+        raise UserError(f"{path} is no regular file, and reading it could wait for ever; put a plain file there")

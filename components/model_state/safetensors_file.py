@@ -9,7 +9,14 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.model_state.listing import listed
-from drawloom.components.model_state.safetensors_header import BadHeader, Entry, header_length, layout, parse_header
+from drawloom.components.model_state.safetensors_header import (
+    BadHeader,
+    Entry,
+    check_writable,
+    header_length,
+    layout,
+    parse_header,
+)
 from drawloom.components.model_state.tensor_bytes import bytes_of, from_memory, view
 from drawloom.components.model_state.tensor_source import TensorKind
 
@@ -54,7 +61,12 @@ class SafetensorsWriter:
 
 
 def writer_into(descriptor: int, where: str, kinds: Mapping[str, TensorKind]) -> SafetensorsWriter:
-    """Writes these tensors into an open, empty file. Its bytes will be those that the safetensors library writes."""
+    """
+    Writes these tensors into an open, empty file. Its bytes will be those that the safetensors library writes.
+
+    ValueError if a tensor can't be written so that it can be read again.
+    """
+    check_writable(kinds)
     head, entries = layout(kinds)
     return SafetensorsWriter(where, descriptor, head, entries)
 
@@ -62,6 +74,7 @@ def writer_into(descriptor: int, where: str, kinds: Mapping[str, TensorKind]) ->
 @contextmanager
 def new_safetensors_file(path: Path, kinds: Mapping[str, TensorKind]) -> Iterator[SafetensorsWriter]:
     """A new file of these tensors, which is on disk at the end of the block; OSError if it is there already."""
+    check_writable(kinds)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         writer = writer_into(descriptor, str(path), kinds)

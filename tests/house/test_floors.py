@@ -22,8 +22,9 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
     "components": (set(), set()),
     "components.ports": ({"graph"}, {"attrs", "numpy", "torch"}),
-    "components.distributed": ({"graph", "components.ports"}, {"attrs", "numpy", "torch"}),
     "components.model_state": ({"graph", "components.ports"}, {"attrs", "torch", "safetensors"}),
+    # Ranks hand each other tensors as files of model_state.
+    "components.distributed": ({"graph", "components.ports", "components.model_state"}, {"attrs", "numpy", "torch"}),
     "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
     # The mechanism by which operations put weight gradients off is shared with who goes backward in two passes.
