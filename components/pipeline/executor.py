@@ -1,6 +1,6 @@
 """Carries a rank's line of the schedule's program out, on this rank's stages; on one rank, the plain training loop."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import attrs
@@ -18,7 +18,7 @@ from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Device, Link, Mesh, Neighbours
 from drawloom.components.ports.model import Shared, StageInputs, Stages
 from drawloom.components.ports.pipeline import Losses, Objective, Schedule
-from drawloom.components.ports.program import Line
+from drawloom.components.ports.program import Line, flat
 from drawloom.graph import component
 
 
@@ -45,8 +45,9 @@ class Executor:
 
     def train(self, microbatches: Sequence[Batch]) -> Losses:
         """Forward and backward of every microbatch; gradients of the sum of losses are added to the parameters'."""
-        passage = self._passage([self._load(batch) for batch in microbatches])
-        passage.run(self._training_line(len(microbatches)))
+        line = self._training_line(len(microbatches))
+        passage = self._passage([self._load(batch) for batch in microbatches], split_stages(line))
+        passage.run(line)
         return passage.losses(self.device.device)
 
     def evaluate(self, microbatches: Iterator[Batch]) -> Losses:
@@ -63,9 +64,10 @@ class Executor:
             passage.run(self._forward_line(1))
         return passage.outputs.get(0)
 
-    def _passage(self, loads: Sequence[Load]) -> Passage:
+    def _passage(self, loads: Sequence[Load], split: Set[int] = frozenset()) -> Passage:
         works = {
-            stage.index: StageWork(stage, self.objective, self._weights[stage.index]) for stage in self.stages.local
+            stage.index: StageWork(stage, self.objective, self._weights[stage.index] if stage.index in split else None)
+            for stage in self.stages.local
         }
         return Passage(works, loads, self.boundaries, Mail(self._links, self.device.device))
 
@@ -75,6 +77,8 @@ class Executor:
 
     def _moved(self, tree: Any) -> Any:
         where = self.device.device
+        if where.type == "cpu":
+            return tree  # where everything is already
         return transform(lambda leaf: leaf.to(where, non_blocking=True) if isinstance(leaf, Tensor) else leaf, tree)
 
     def _training_line(self, microbatches: int) -> Line:
@@ -88,3 +92,8 @@ class Executor:
             program = forward_wave(self.schedule.owners(self.mesh.size("pipeline")), microbatches)
             self._forward[microbatches] = lower(program, self.mesh.index("pipeline"))
         return self._forward[microbatches]
+
+
+def split_stages(line: Line) -> set[int]:
+    """The stages that a line takes backward in two parts."""
+    return {action.stage for action in flat(line) if action.work == "I"}

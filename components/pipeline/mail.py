@@ -32,10 +32,11 @@ class Mail:
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
         """Begin to send tensors, in order."""
-        link = self.links[peer]
-        self._going += [link.send(tensor.contiguous()) for tensor in tensors]
-        while self._going and self._going[0].is_over():
-            self._going.popleft()
+        link, going = self.links[peer], self._going
+        for tensor in tensors:
+            going.append(link.send(tensor.contiguous()))
+        while going and going[0].is_over():
+            going.popleft()
 
     def receive(self, address: Address, peer: int, like: Any) -> None:
         """Begin to receive a tree of tensors like this one, which may be on the meta device."""

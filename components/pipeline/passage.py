@@ -13,7 +13,7 @@ from drawloom.components.pipeline.tree import leaves
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import Shared, StageInputs
 from drawloom.components.ports.pipeline import Losses
-from drawloom.components.ports.program import Action, Line, Overlap
+from drawloom.components.ports.program import Action, Line, flat
 from drawloom.graph import UserError
 
 Place = tuple[int, int]
@@ -47,7 +47,7 @@ class Passage:
     _backward: dict[Place, list[Tensor]] = attrs.field(factory=dict)
 
     def run(self, line: Line) -> None:
-        """Do everything in the line, in order; parts of an overlap one after another, each sending as soon as it can."""
+        """Do everything in the line, in order; parts of an overlap one after another, each sending when it can."""
         verbs: dict[str, Callable[[Action], None]] = {
             "F": self._run_forward,
             "B": self._run_backward,
@@ -58,15 +58,14 @@ class Passage:
             "SEND_B": self._send_backward,
             "RECV_B": self._receive_backward,
         }
-        for item in line:
-            for action in item.parts if isinstance(item, Overlap) else (item,):
-                try:
-                    verbs[action.work](action)
-                except UserError as error:
-                    raise UserError(f"{error} (at {action}: stage {action.stage})", error.exit_code) from error
-                except Exception as error:
-                    error.add_note(f"in the pipeline at {action}: stage {action.stage}, microbatch {action.microbatch}")
-                    raise
+        for action in flat(line):
+            try:
+                verbs[action.work](action)
+            except UserError as error:
+                raise UserError(f"{error} (at {action}: stage {action.stage})", error.exit_code) from error
+            except Exception as error:
+                error.add_note(f"in the pipeline at {action}: stage {action.stage}, microbatch {action.microbatch}")
+                raise
         self.mail.finish()
 
     def losses(self, device: torch.device) -> Losses:

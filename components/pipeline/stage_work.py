@@ -14,19 +14,19 @@ from drawloom.components.ports.model import Shared, Stage
 from drawloom.components.ports.pipeline import Objective
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Live:
-    """What lives between a forward and its backward: what the stage took and gave, leaf by leaf."""
+    """What lives between a forward and its backward: the floating leaves that the stage took and gave."""
 
-    taken: list[Any]
-    given: list[Any]
-    split: SplitBackward
+    taken: list[Tensor]
+    given: list[Tensor]
+    split: SplitBackward | None
 
 
 @attrs.define(eq=False)
 class StageWork:
     """
-    One stage at work on the microbatches of a step.
+    One stage at work on the microbatches of a step. With its `weights` it can go backward in two parts.
 
     Every floating leaf of what passes between stages is differentiable: a gradient goes back for each, zeros where
     nobody asked for it, so that both sides know what travels without asking.
@@ -34,7 +34,7 @@ class StageWork:
 
     stage: Stage
     objective: Objective
-    weights: StageWeights
+    weights: StageWeights | None = None
     losses: dict[int, tuple[Tensor, Tensor]] = attrs.field(factory=dict)
     _live: dict[int, Live] = attrs.field(factory=dict)
 
@@ -44,15 +44,20 @@ class StageWork:
         return self.stage.index == self.stage.count - 1
 
     def forward(self, microbatch: int, taken: Any, shared: Shared, batch: Batch | None) -> Any:
-        """Run the stage; what it gave, cut from its graph. Without a batch there is no loss: the output is what it gave."""
-        split = SplitBackward(self.weights)
-        with split.forward():
-            given = self.stage.module(taken, shared)
-            if self.last and batch is not None:
-                given = self._loss(microbatch, given, batch)
+        """Run the stage; what it gave, cut from its graph. Without a batch there is no loss."""
+        if self.weights is None:
+            split, given = None, self._run(microbatch, taken, shared, batch)
+        else:
+            split = SplitBackward(self.weights)
+            with split.forward():
+                given = self._run(microbatch, taken, shared, batch)
         if torch.is_grad_enabled():
-            self._live[microbatch] = Live(leaves(taken), leaves(given), split)
+            self._live[microbatch] = Live(floating(leaves(taken)), floating(leaves(given)), split)
         return transform(cut, given)
+
+    def _run(self, microbatch: int, taken: Any, shared: Shared, batch: Batch | None) -> Any:
+        given = self.stage.module(taken, shared)
+        return self._loss(microbatch, given, batch) if self.last and batch is not None else given
 
     def _loss(self, microbatch: int, output: Any, batch: Batch) -> Tensor:
         loss, weight = self.objective.loss(output, batch)
@@ -62,28 +67,33 @@ class StageWork:
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         """Both parts at once; the gradient of each floating leaf that the stage took. No `grads` mean a loss."""
         live = self._live.pop(microbatch)
-        pairs = [(leaf, grad) for leaf, grad in self._roots(live, grads) if leaf.requires_grad]
+        pairs = [pair for pair in zip(live.given, grads or _ones(live.given), strict=True) if pair[0].requires_grad]
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
-        return [_or_zeros(leaf, leaf.grad) for leaf in floating(live.taken)]
+        return [_or_zeros(leaf, leaf.grad) for leaf in live.taken]
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         """The part that the stage before waits for."""
         live = self._live[microbatch]
-        roots = self._roots(live, grads)
-        taken = floating(live.taken)
-        found = live.split.backward_input([leaf for leaf, _ in roots], [grad for _, grad in roots], taken)
-        self._live[microbatch] = Live([], [], live.split)
-        return [_or_zeros(leaf, grad) for leaf, grad in zip(taken, found, strict=True)]
+        found = _split(live).backward_input(live.given, grads or _ones(live.given), live.taken)
+        back = [_or_zeros(leaf, grad) for leaf, grad in zip(live.taken, found, strict=True)]
+        live.taken, live.given = [], []
+        return back
 
     def backward_weight(self, microbatch: int) -> None:
         """The part that nobody waits for."""
-        self._live.pop(microbatch).split.backward_weight()
+        _split(self._live.pop(microbatch)).backward_weight()
 
-    def _roots(self, live: Live, grads: list[Tensor] | None) -> list[tuple[Tensor, Tensor]]:
-        """Each floating leaf of the output with its gradient; a loss's is 1."""
-        given = floating(live.given)
-        return [*zip(given, [torch.ones_like(leaf) for leaf in given] if grads is None else grads, strict=True)]
+
+def _split(live: Live) -> SplitBackward:
+    if live.split is None:
+        raise ValueError("this stage goes backward as a whole")
+    return live.split
+
+
+def _ones(losses: list[Tensor]) -> list[Tensor]:
+    """The gradients of losses."""
+    return [torch.ones_like(loss) for loss in losses]
 
 
 def floating(tree_leaves: list[Any]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 Branch = tuple[str, Any]
 """The way to a child as one would write it behind its parent (`['x']`, `[0]`, `.x`), and the child."""
@@ -18,6 +19,8 @@ Branch = tuple[str, Any]
 
 def branches(node: Any) -> list[Branch] | None:
     """The children of a node in their order; None if it is a leaf."""
+    if isinstance(node, Tensor):
+        return None  # at once: most leaves are, and pipelines take trees apart for each action
     if isinstance(node, dict):
         return [(f"[{key!r}]", child) for key, child in node.items()]
     if type(node) in (list, tuple) or _is_named_tuple(node):
@@ -44,12 +47,16 @@ def rebuild(node: Any, children: Sequence[Any]) -> Any:
 
 def transform(function: Callable[[Any], Any], tree: Any) -> Any:
     """The tree with each leaf replaced; every node is new."""
+    if isinstance(tree, Tensor):
+        return function(tree)
     found = branches(tree)
     return function(tree) if found is None else rebuild(tree, [transform(function, child) for _, child in found])
 
 
 def leaves(tree: Any) -> list[Any]:
     """All leaves, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
     found = branches(tree)
     return [tree] if found is None else [leaf for _, child in found for leaf in leaves(child)]
 

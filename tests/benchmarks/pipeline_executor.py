@@ -1,0 +1,201 @@
+"""
+What an executor costs for each action, beside the stage's own forward, autograd's engine, the loss and the sending.
+
+One process plays rank 3 of 8 with neighbours that answer at once, a residual linear layer of 16 x 32 as its stage, and
+CPU time of its thread. torch.distributed.pipelining runs over torch's fake process group in the same way.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.lowering import lower
+from drawloom.components.ports.data import Batch
+from drawloom.components.ports.model import Shared, Span, Stage
+from drawloom.components.ports.program import flat
+from drawloom.graph.catalogue import Catalogue
+from drawloom.graph.problems import Problem
+
+RANKS, RANK, MICROBATCHES, ROUNDS = 8, 3, 32, 15
+
+
+class Clock:
+    """Adds up the time that is not the executor's."""
+
+    def __init__(self) -> None:
+        self.outside = 0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, timed."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time_ns()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.outside += time.thread_time_ns() - began
+
+        return timed
+
+    def measure(self, step: Callable[[], Any], actions: int) -> tuple[float, float]:
+        """Microseconds of an action: the least of some steps, and their median."""
+        found = []
+        for _ in range(ROUNDS):
+            self.outside = 0
+            began = time.thread_time_ns()
+            step()
+            found.append((time.thread_time_ns() - began - self.outside) / actions / 1e3)
+        return min(found), statistics.median(found)
+
+
+class Residual(nn.Module):
+    """A small stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, inputs: Tensor, shared: Any = None) -> Tensor:
+        return inputs + self.linear(inputs)
+
+
+class AtOnce:
+    """A message that is over at once, and the link that it goes through."""
+
+    def is_over(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+    def send(self, tensor: Tensor) -> "AtOnce":
+        return self
+
+    def receive(self, tensor: Tensor) -> "AtOnce":
+        return self
+
+
+@attrs.define
+class World:
+    """Everything that the executor takes, of one rank of eight."""
+
+    local: list[Stage]
+    owners: tuple[int, ...]
+    device: torch.device = attrs.field(factory=lambda: torch.device("cpu"))
+    backend: str = "gloo"
+    between: Tensor = attrs.field(factory=lambda: torch.empty(16, 32, device="meta"))
+
+    def memory(self) -> int:
+        return 0
+
+    def size(self, dimension: str) -> int:
+        return RANKS
+
+    def index(self, dimension: str) -> int:
+        return RANK
+
+    def links(self, dimension: str) -> dict[int, AtOnce]:
+        return {peer: AtOnce() for peer in range(RANKS)}
+
+    def boundary(self, stage: int, tokens: Tensor, shared: Shared) -> Tensor:
+        return self.between
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, Shared]:
+        return batch.tokens, Shared(batch.positions, batch.documents)
+
+    def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        return output.square().sum(), torch.ones(())
+
+
+def ours(name: str) -> tuple[int, float, float]:
+    """How many actions a step has, and microseconds of each."""
+    spec = Catalogue.of("drawloom.components").find(f"pipeline.schedules.{name}")
+    if isinstance(spec, Problem):
+        raise LookupError(spec)
+    schedule = spec.cls()
+    owners = schedule.owners(RANKS)
+    clock = Clock()
+    stages = [index for index, owner in enumerate(owners) if owner == RANK]
+    local = []
+    for index in stages:
+        module = Residual()
+        module.forward = clock.around(module.forward)  # type: ignore[method-assign]
+        local.append(Stage(index, len(owners), Span(index, index + 1, index == 0, index == len(owners) - 1), module))
+    world: Any = World(local, owners)
+    executor = Executor(
+        stages=world, boundaries=world, schedule=schedule, objective=world, mesh=world, neighbours=world, device=world
+    )
+    executor.open()
+    row = torch.zeros(16, 32)
+    batches = [Batch(row, row, row, row)] * MICROBATCHES
+    actions = len([*flat(lower(schedule.program(RANKS, MICROBATCHES), RANK))])
+    executor.train(batches)
+    with _autograd_timed(clock):
+        return actions, *clock.measure(lambda: executor.train(batches), actions)
+
+
+class _autograd_timed:
+    """Autograd's passes count as outside while this lasts."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def __enter__(self) -> None:
+        self.before = torch.autograd.backward, torch.autograd.grad
+        torch.autograd.backward, torch.autograd.grad = map(self.clock.around, self.before)
+
+    def __exit__(self, *_: Any) -> None:
+        torch.autograd.backward, torch.autograd.grad = self.before
+
+
+def torchs(name: str) -> tuple[int, float, float]:
+    """The same of torch.distributed.pipelining."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
+    from torch.distributed.pipelining.stage import InferenceMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=RANK, world_size=RANKS, store=FakeStore())
+    clock = Clock()
+    try:
+        module = Residual()
+        module.forward = clock.around(module.forward)  # type: ignore[method-assign]
+        rows = torch.zeros(16, 32, requires_grad=True)
+        stage = PipelineStage(module, RANK, RANKS, torch.device("cpu"), rows, rows, rows, rows)
+        loss = clock.around(lambda output, target: output.square().sum())
+        schedule: Any
+        if name == "one_f_one_b":
+            schedule, actions = Schedule1F1B(stage, MICROBATCHES, loss), 6 * MICROBATCHES
+        else:
+            schedule, actions = ScheduleInterleavedZeroBubble([stage], MICROBATCHES, loss), 7 * MICROBATCHES
+        stage._inference_mode = InferenceMode.STATIC  # what the ranks would agree on, if there were any
+        schedule._warmup_p2p = lambda *_: None
+        before = dist.batch_isend_irecv
+        schedule.step()
+        dist.batch_isend_irecv = clock.around(before)
+        try:
+            with _autograd_timed(clock):
+                return actions, *clock.measure(schedule.step, actions)
+        finally:
+            dist.batch_isend_irecv = before
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """Print a row for each schedule and executor."""
+    torch.set_num_threads(1)
+    print(f"{'schedule':16} {'executor':8} {'actions':>8} {'us/action: least':>17} {'median':>7}")
+    for name in ("one_f_one_b", "zero_bubble_1p"):
+        for who, measure in (("drawloom", ours), ("torch", torchs)):
+            try:
+                actions, least, median = measure(name)
+            except LookupError as error:
+                print(f"{name:16} {who:8} not there: {error}")
+                continue
+            print(f"{name:16} {who:8} {actions:>8} {least:>17.1f} {median:>7.1f}")
