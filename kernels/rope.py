@@ -7,35 +7,50 @@ from torch import Tensor
 from torch.autograd import Function
 
 
-def rope_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope_eager(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, in_place: bool = False) -> Tensor:
     """
-    Turn (rows, length, heads, head_dim) by angles given as cosines and sines, (rows, length, head_dim // 2).
+    Turn (rows, length, heads, head_dim) by angles given as cosines and sines, (rows, length, turned // 2).
 
-    Channel i is paired with channel i + head_dim // 2. Computed in the wider of the two dtypes and rounded once to that
-    of x; the angles get no gradient.
+    The first `turned` channels turn, and the others stay as they are. Channel i is paired with channel
+    i + turned // 2, or, interleaved, channel 2 i with 2 i + 1. Computed in the wider of the two dtypes and rounded
+    once to that of x; the angles get no gradient. In place, x itself is changed and given back: autograd objects if
+    somebody still needs what it was.
     """
-    return _Rope.apply(x, cos, sin)  # type: ignore[no-untyped-call, no-any-return]
+    return _Rope.apply(x, cos, sin, interleaved, in_place)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Rope(Function):
     """The transpose of a rotation is the rotation back, so nothing but the angles is saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, in_place: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
+        ctx.interleaved = interleaved
+        if not in_place:
+            return _turn(x, cos, sin, interleaved)
+        ctx.mark_dirty(x)
+        return x.copy_(_turn(x, cos, sin, interleaved))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return rope_eager(grad, cos, -sin), None, None
+        return rope_eager(grad, cos, -sin, ctx.interleaved), None, None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Written into halves of one new tensor: joining two results would cost another pass."""
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Written into parts of one new tensor: joining results would cost another pass."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     turned = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype), device=x.device)
-    (a, b), (turned_a, turned_b) = x.chunk(2, -1), turned.chunk(2, -1)
+    (a, b, rest), (turned_a, turned_b, turned_rest) = (_parts(t, cos.shape[-1], interleaved) for t in (x, turned))
     torch.mul(a, cos, out=turned_a).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=turned_b).addcmul_(a, sin)
+    turned_rest.copy_(rest)
     return turned.to(x.dtype)
+
+
+def _parts(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The first and the second channel of each pair, and the channels that don't turn."""
+    rest = x[..., 2 * pairs :]
+    if interleaved:
+        return x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2], rest
+    return x[..., :pairs], x[..., pairs : 2 * pairs], rest

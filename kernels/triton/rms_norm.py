@@ -185,23 +185,13 @@ def _warps(elements: int) -> int:
     return max(1, min(elements // 512, 32))
 
 
+# fmt: off
 @triton.jit(do_not_specialize=["count"])
 def _forward_kernel(
-    x,
-    residual,
-    weight,
-    normed,
-    summed,
-    inverse,
-    count,
-    width,
-    x_stride,
-    residual_stride,
-    eps,
-    ZERO_CENTRED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, residual, weight, normed, summed, inverse, count, width, x_stride, residual_stride, eps,
+    ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
+    # fmt: on
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < count) & (column < width)
@@ -219,24 +209,13 @@ def _forward_kernel(
     tl.store(normed + row * width + column, (values * scale * factors).to(normed.dtype.element_ty), mask=inside)
 
 
+# fmt: off
 @triton.jit(do_not_specialize=["count"])
 def _backward_kernel(
-    grad,
-    grad_summed,
-    x,
-    weight,
-    inverse,
-    grad_x,
-    parts,
-    count,
-    width,
-    grad_stride,
-    grad_summed_stride,
-    x_stride,
-    ZERO_CENTRED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    grad, grad_summed, x, weight, inverse, grad_x, parts, count, width, grad_stride, grad_summed_stride, x_stride,
+    ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
+    # fmt: on
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     within = column < width

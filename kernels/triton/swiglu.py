@@ -165,24 +165,13 @@ def _forward_kernel(gate, up, result, scale, width, tiles, gate_stride, up_strid
     tl.store(result + row * result_stride + column, values.to(result.dtype.element_ty), mask=inside)
 
 
+# fmt: off
 @triton.jit(do_not_specialize=["tiles"])
 def _backward_kernel(
-    grad,
-    gate,
-    up,
-    grad_gate,
-    grad_up,
-    scale,
-    grad_scale,
-    width,
-    tiles,
-    grad_stride,
-    gate_stride,
-    up_stride,
-    grad_gate_stride,
-    grad_up_stride,
-    BLOCK: tl.constexpr,
+    grad, gate, up, grad_gate, grad_up, scale, grad_scale, width, tiles, grad_stride, gate_stride, up_stride,
+    grad_gate_stride, grad_up_stride, BLOCK: tl.constexpr,
 ):
+    # fmt: on
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK
     last = first + BLOCK

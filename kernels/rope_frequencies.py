@@ -1,0 +1,96 @@
+"""
+How fast each pair of channels turns, and the ways to stretch that over longer texts than a model was trained on.
+
+Linear: Chen et al. 2023, arXiv 2306.15595. NTK: bloc97 2023, "NTK-aware scaled RoPE". YaRN: Peng et al. 2023,
+arXiv 2309.00071: pairs that turn often within the trained length keep their speed, those that hardly turn are slowed
+down by the whole factor, those between in part; and attention becomes a little sharper.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Every pair turns `factor` times slower."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Ntk:
+    """
+    The base grows so that the slowest pair turns `factor` times slower, and the fastest as before.
+
+    Hugging Face's dynamic scaling by f, at s tokens of a model trained on m, is that of factor f s / m - f + 1.
+    """
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """
+    Between `fast` and `slow` turns within the trained `length` (in tokens), pairs go over from their speed to a slower.
+
+    `whole` rounds the range of these pairs outwards. `sharpening` multiplies cosines and sines; 0.1 ln(factor) + 1 if
+    left out.
+    """
+
+    factor: float
+    length: int
+    fast: float = 32.0
+    slow: float = 1.0
+    whole: bool = True
+    sharpening: float | None = None
+
+
+Scaling = Linear | Ntk | Yarn | None
+
+
+def rope_frequencies(channels: int, base: float, scaling: Scaling = None) -> Tensor:
+    """Radians that each pair of channels turns by from one position to the next: float32 (channels // 2,)."""
+    if isinstance(scaling, Ntk):
+        base *= scaling.factor ** (channels / (channels - 2))
+    exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
+    frequencies = 1.0 / base**exponents
+    if isinstance(scaling, Linear):
+        return frequencies / scaling.factor
+    if isinstance(scaling, Yarn):
+        return frequencies.lerp(frequencies / scaling.factor, _slowed(channels, base, scaling))
+    return frequencies
+
+
+def rope_sharpening(scaling: Scaling) -> float:
+    """What cosines and sines are multiplied by."""
+    if not isinstance(scaling, Yarn):
+        return 1.0
+    if scaling.sharpening is not None:
+        return scaling.sharpening
+    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+
+def rope_angles(positions: Tensor, channels: int, base: float, scaling: Scaling = None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines by position and pair of channels: float32 (..., channels // 2) from integers (...)."""
+    frequencies = rope_frequencies(channels, base, scaling).to(positions.device)
+    angles = positions.unsqueeze(-1).to(torch.float32) * frequencies
+    sharpening = rope_sharpening(scaling)
+    return angles.cos() * sharpening, angles.sin() * sharpening
+
+
+def _slowed(channels: int, base: float, yarn: Yarn) -> Tensor:
+    """How far each pair has gone over to the slower speed, 0 to 1."""
+    first, last = (_pair_that_turns(times, channels, base, yarn.length) for times in (yarn.fast, yarn.slow))
+    if yarn.whole:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, channels - 1)
+    pairs = torch.arange(channels // 2, dtype=torch.float32)
+    return ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
+
+
+def _pair_that_turns(times: float, channels: int, base: float, length: int) -> float:
+    """The number of the pair that turns so many times within a length, between whole ones."""
+    return channels * math.log(length / (times * 2 * math.pi)) / (2 * math.log(base))

@@ -1,0 +1,195 @@
+"""
+RMSNorm and rotary position embedding of queries and keys in one launch: half the bytes of two, and one rounding.
+
+The first programs take queries, the others keys. The weights' gradients are added up first by program, then over
+programs in a fixed order, so that they are the same to the bit each time.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from drawloom.kernels.triton.launching import (
+    angle_tables,
+    check_floats,
+    operation,
+    power_of_two,
+    processors,
+    with_channels_together,
+)
+from drawloom.kernels.triton.qk_norm_rope_kernels import backward_kernel, forward_kernel
+
+TILE = 4096
+"""Elements that a program of the forward pass takes; half of it at a time in the backward pass, which holds more."""
+
+PROGRAMS = 2
+"""Programs of the backward pass on each multiprocessor."""
+
+
+def qk_norm_rope_triton(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What qk_norm_rope_eager gives, for float32, bfloat16 and float16, without a rounding between the two."""
+    check_floats("qk_norm_rope_triton", q, k, q_weight, k_weight, cos, sin)
+    both: tuple[Tensor, Tensor] = _QkNormRope.apply(q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-untyped-call]
+    return both
+
+
+class _QkNormRope(Function):
+    """Saves queries, keys and one number for each of their vectors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        turned_q, turned_k, q_inverse, k_inverse = _forward(q, k, q_weight, k_weight, eps, cos, sin)
+        ctx.save_for_backward(q, k, q_weight, k_weight, q_inverse, k_inverse, cos, sin)
+        return turned_q, turned_k
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_backward(q_grad, k_grad, *ctx.saved_tensors), None, None, None
+
+
+def _like_forward(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both turned, and 1 / rms of each vector of both."""
+    q_inverse, k_inverse = (x.new_empty(x.shape[:-1], dtype=torch.float32) for x in (q, k))
+    return q.new_empty(q.shape), k.new_empty(k.shape), q_inverse, k_inverse
+
+
+@operation(
+    "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, Tensor cos, Tensor sin)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    like=_like_forward,
+)
+def _forward(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    results = _like_forward(q, k, q_weight, k_weight, eps, cos, sin)
+    if not q.numel():
+        return results
+    q, k, (cos, sin) = with_channels_together(q), with_channels_together(k), angle_tables(cos, sin)
+    rows, length, _, channels = q.shape
+    block = power_of_two(channels // 2)
+    vectors = max(1, TILE // (2 * block))
+    q_tiles, k_tiles = (triton.cdiv(length * x.shape[2], vectors) for x in (q, k))
+    forward_kernel[(rows * (q_tiles + k_tiles),)](
+        q,
+        k,
+        q_weight.contiguous(),
+        k_weight.contiguous(),
+        cos,
+        sin,
+        *results,
+        rows * q_tiles,
+        q_tiles,
+        k_tiles,
+        length,
+        eps,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *cos.stride()[:2],
+        Q_HEADS=q.shape[2],
+        K_HEADS=k.shape[2],
+        PAIRS=channels // 2,
+        VECTORS=vectors,
+        BLOCK=block,
+        num_warps=8,
+        enable_fp_fusion=True,
+    )
+    return results
+
+
+def _like_backward(
+    q_grad: Tensor,
+    k_grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    q_inverse: Tensor,
+    k_inverse: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and both weights."""
+    q_result, k_result, of_q_weight, of_k_weight = (x.new_empty(x.shape) for x in (q, k, q_weight, k_weight))
+    return q_result, k_result, of_q_weight, of_k_weight
+
+
+@operation(
+    "qk_norm_rope_backward(Tensor q_grad, Tensor k_grad, Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, "
+    "Tensor q_inverse, Tensor k_inverse, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor, Tensor)",
+    like=_like_backward,
+)
+def _backward(
+    q_grad: Tensor,
+    k_grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    q_inverse: Tensor,
+    k_inverse: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not q.numel():
+        return q.new_empty(q.shape), k.new_empty(k.shape), torch.zeros_like(q_weight), torch.zeros_like(k_weight)
+    q_grad, k_grad, q, k = (with_channels_together(x) for x in (q_grad, k_grad, q, k))
+    cos, sin = angle_tables(cos, sin)
+    rows, length, _, channels = q.shape
+    block = power_of_two(channels // 2)
+    vectors = max(1, TILE // (4 * block))
+    q_tiles, k_tiles = (triton.cdiv(length * x.shape[2], vectors) for x in (q, k))
+    q_programs, k_programs = _shares(rows * q_tiles, rows * k_tiles, PROGRAMS * processors(q.device))
+    q_result, k_result = q.new_empty(q.shape), k.new_empty(k.shape)
+    parts = q.new_empty(q_programs + k_programs, channels, dtype=torch.float32)
+    backward_kernel[(q_programs + k_programs,)](
+        q_grad,
+        k_grad,
+        q,
+        k,
+        q_weight.contiguous(),
+        k_weight.contiguous(),
+        q_inverse,
+        k_inverse,
+        cos,
+        sin,
+        q_result,
+        k_result,
+        parts,
+        q_programs,
+        rows * q_tiles,
+        rows * k_tiles,
+        q_tiles,
+        k_tiles,
+        length,
+        *q_grad.stride()[:3],
+        *k_grad.stride()[:3],
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *cos.stride()[:2],
+        Q_HEADS=q.shape[2],
+        K_HEADS=k.shape[2],
+        PAIRS=channels // 2,
+        VECTORS=vectors,
+        BLOCK=block,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    of_q_weight = parts[:q_programs].sum(0).to(q_weight.dtype)
+    return q_result, k_result, of_q_weight, parts[q_programs:].sum(0).to(k_weight.dtype)
+
+
+def _shares(q_tiles: int, k_tiles: int, programs: int) -> tuple[int, int]:
+    """How many programs take queries and how many keys, in proportion to their tiles."""
+    of_keys = max(1, programs * k_tiles // (q_tiles + k_tiles))
+    return min(q_tiles, max(1, programs - of_keys)), min(k_tiles, of_keys)

@@ -1,0 +1,134 @@
+"""The kernels of the norm and rotation of queries and keys: tiles of vectors in, the same tiles out."""
+
+import triton
+import triton.language as tl
+
+from drawloom.kernels.triton.rope import turn
+
+# fmt: off
+
+
+@triton.jit
+def _vectors(tile, tiles, length, HEADS: tl.constexpr, VECTORS: tl.constexpr):
+    """The row of a tile, the positions and heads of its vectors, and which of them exist."""
+    row = (tile // tiles).to(tl.int64)
+    first = (tile % tiles).to(tl.int64) * VECTORS
+    head = (first % HEADS).to(tl.int32) + tl.arange(0, VECTORS)[:, None]
+    position = first // HEADS + head // HEADS
+    return row, position, head % HEADS, position < length
+
+
+@triton.jit
+def _load_pairs(at, mask, pair, PAIRS: tl.constexpr):
+    """Both channels of each pair, in float32."""
+    a = tl.load(at + pair, mask=mask, other=0.0).to(tl.float32)
+    return a, tl.load(at + PAIRS + pair, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_pairs(at, a, b, mask, pair, PAIRS: tl.constexpr):
+    tl.store(at + pair, a.to(at.dtype.element_ty), mask=mask)
+    tl.store(at + PAIRS + pair, b.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _norm_and_turn(
+    x, weight, cos, sin, result, inverse, tile, tiles, length, eps, x_row, x_position, x_head, angle_row,
+    angle_position, HEADS: tl.constexpr, PAIRS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    row, position, head, inside = _vectors(tile, tiles, length, HEADS, VECTORS)
+    pair = tl.arange(0, BLOCK)[None, :]
+    within = pair < PAIRS
+    mask = inside & within
+    a, b = _load_pairs(x + row * x_row + position * x_position + head * x_head, mask, pair, PAIRS)
+    scale = tl.rsqrt(tl.sum(a * a + b * b, 1, keep_dims=True) / (2 * PAIRS) + eps)
+    vector = (row * length + position) * HEADS + head
+    tl.store(inverse + vector, scale, mask=inside)
+    of_a, of_b = _load_pairs(weight, within, pair, PAIRS)
+    cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
+    sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
+    a, b = turn(a * scale * of_a, b * scale * of_b, cosines, sines, False)
+    _store_pairs(result + vector * (2 * PAIRS), a, b, mask, pair, PAIRS)
+
+
+@triton.jit(do_not_specialize=["q_programs", "q_tiles", "k_tiles", "length"])
+def forward_kernel(
+    q, k, q_weight, k_weight, cos, sin, q_result, k_result, q_inverse, k_inverse, q_programs, q_tiles, k_tiles,
+    length, eps, q_row, q_position, q_head, k_row, k_position, k_head, angle_row, angle_position,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, PAIRS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < q_programs:
+        _norm_and_turn(
+            q, q_weight, cos, sin, q_result, q_inverse, program, q_tiles, length, eps,
+            q_row, q_position, q_head, angle_row, angle_position,
+            Q_HEADS, PAIRS, VECTORS, BLOCK,
+        )
+    else:
+        _norm_and_turn(
+            k, k_weight, cos, sin, k_result, k_inverse, program - q_programs, k_tiles, length, eps,
+            k_row, k_position, k_head, angle_row, angle_position,
+            K_HEADS, PAIRS, VECTORS, BLOCK,
+        )
+
+
+@triton.jit
+def _turn_back_and_norm(
+    grad, x, weight, inverse, cos, sin, result, parts, program, programs, count, tiles, length, grad_row,
+    grad_position, grad_head, x_row, x_position, x_head, angle_row, angle_position, HEADS: tl.constexpr,
+    PAIRS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Every tile of this program, and its part of the weight's gradient."""
+    pair = tl.arange(0, BLOCK)[None, :]
+    within = pair < PAIRS
+    of_a, of_b = _load_pairs(weight, within, pair, PAIRS)
+    total_a, total_b = tl.zeros((VECTORS, BLOCK), tl.float32), tl.zeros((VECTORS, BLOCK), tl.float32)
+    for tile in tl.range(program, count, programs, num_stages=3):
+        row, position, head, inside = _vectors(tile, tiles, length, HEADS, VECTORS)
+        mask = inside & within
+        vector = (row * length + position) * HEADS + head
+        a, b = _load_pairs(x + row * x_row + position * x_position + head * x_head, mask, pair, PAIRS)
+        grad_at = grad + row * grad_row + position * grad_position + head * grad_head
+        grad_a, grad_b = _load_pairs(grad_at, mask, pair, PAIRS)
+        cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
+        sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(inverse + vector, mask=inside, other=0.0)
+        grad_a, grad_b = turn(grad_a, grad_b, cosines, sines, True)
+        a *= scale
+        b *= scale
+        total_a += grad_a * a
+        total_b += grad_b * b
+        grad_a *= of_a
+        grad_b *= of_b
+        along = tl.sum(grad_a * a + grad_b * b, 1, keep_dims=True) / (2 * PAIRS)
+        grad_a, grad_b = (grad_a - a * along) * scale, (grad_b - b * along) * scale
+        _store_pairs(result + vector * (2 * PAIRS), grad_a, grad_b, mask, pair, PAIRS)
+    pair = tl.arange(0, BLOCK)
+    _store_pairs(parts, tl.sum(total_a, 0), tl.sum(total_b, 0), pair < PAIRS, pair, PAIRS)
+
+
+@triton.jit(do_not_specialize=["q_programs", "q_count", "k_count", "q_tiles", "k_tiles", "length"])
+def backward_kernel(
+    q_grad, k_grad, q, k, q_weight, k_weight, q_inverse, k_inverse, cos, sin, q_result, k_result, parts, q_programs,
+    q_count, k_count, q_tiles, k_tiles, length, q_grad_row, q_grad_position, q_grad_head, k_grad_row, k_grad_position,
+    k_grad_head, q_row, q_position, q_head, k_row, k_position, k_head, angle_row, angle_position,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, PAIRS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    parts += program * 2 * PAIRS
+    if program < q_programs:
+        _turn_back_and_norm(
+            q_grad, q, q_weight, q_inverse, cos, sin, q_result, parts,
+            program, q_programs, q_count, q_tiles, length,
+            q_grad_row, q_grad_position, q_grad_head, q_row, q_position, q_head,
+            angle_row, angle_position,
+            Q_HEADS, PAIRS, VECTORS, BLOCK,
+        )
+    else:
+        _turn_back_and_norm(
+            k_grad, k, k_weight, k_inverse, cos, sin, k_result, parts,
+            program - q_programs, tl.num_programs(0) - q_programs, k_count, k_tiles, length,
+            k_grad_row, k_grad_position, k_grad_head, k_row, k_position, k_head,
+            angle_row, angle_position,
+            K_HEADS, PAIRS, VECTORS, BLOCK,
+        )

@@ -1,0 +1,156 @@
+"""
+Rotary position embedding in Triton: each element is read and written once, from any strides of rows, positions, heads.
+
+A program turns a tile of vectors, which lie beside one another in the heads of one or more positions of a row.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd import Function
+
+from drawloom.kernels.triton.launching import (
+    angle_tables,
+    check_floats,
+    operation,
+    power_of_two,
+    with_channels_together,
+)
+
+TILE = 4096
+"""Elements that a program turns."""
+
+
+def rope_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, in_place: bool = False) -> Tensor:
+    """What rope_eager gives, for float32, bfloat16 and float16."""
+    check_floats("rope_triton", x, cos, sin)
+    turned: Tensor = _Rope.apply(x, cos, sin, interleaved, False, in_place)  # type: ignore[no-untyped-call]
+    return turned
+
+
+class _Rope(Function):
+    """Saves the angles alone; the way back is the same kernel, with sines of the other sign."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, in_place: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.back = interleaved, back
+        if not in_place:
+            return _turned(x, cos, sin, interleaved, back)  # type: ignore[no-any-return]
+        ctx.mark_dirty(x)
+        _turn(x, cos, sin, interleaved, back)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        turned = _Rope.apply(grad, cos, sin, ctx.interleaved, not ctx.back, False)  # type: ignore[no-untyped-call]
+        return turned, None, None, None, None, None
+
+
+def _like(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@operation("rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor", like=_like)
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    result = _like(x, cos, sin, interleaved, back)
+    _launch(with_channels_together(x), cos, sin, result, interleaved, back)
+    return result
+
+
+def _nothing(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> None:
+    pass
+
+
+@operation("rope_(Tensor(a!) x, Tensor cos, Tensor sin, bool interleaved, bool back) -> ()", like=_nothing)
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> None:
+    together = with_channels_together(x)
+    _launch(together, cos, sin, together, interleaved, back)
+    if together is not x:
+        x.copy_(together)
+
+
+def _launch(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interleaved: bool, back: bool) -> None:
+    """Fill the result, which may be x itself."""
+    if not x.numel():
+        return
+    cos, sin = angle_tables(cos, sin)
+    rows, length, heads, channels = x.shape
+    pairs = cos.shape[-1]
+    block = power_of_two(max(pairs, 1))
+    vectors = max(1, min(TILE // (2 * block), power_of_two(length * heads)))
+    tiles = triton.cdiv(length * heads, vectors)
+    rest = 0 if result is x else channels - 2 * pairs
+    _kernel[(rows * tiles,)](
+        x,
+        cos,
+        sin,
+        result,
+        length,
+        tiles,
+        *x.stride()[:3],
+        *cos.stride()[:2],
+        *result.stride()[:3],
+        HEADS=heads,
+        PAIRS=pairs,
+        REST=rest,
+        INTERLEAVED=interleaved,
+        BACK=back,
+        VECTORS=vectors,
+        BLOCK=block,
+        REST_BLOCK=power_of_two(max(rest, 1)),
+        num_warps=max(1, min(vectors * block // 256, 8)),
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit
+def turn(a, b, cos, sin, BACK: tl.constexpr):
+    """Both channels of pairs, turned by angles, or turned back."""
+    if BACK:
+        sin = -sin
+    return a * cos - b * sin, b * cos + a * sin
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["length", "tiles"])
+def _kernel(
+    x, cos, sin, result, length, tiles, x_row, x_position, x_head, angle_row, angle_position, result_row,
+    result_position, result_head, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+):
+    # fmt: on
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    first = (tl.program_id(0) % tiles).to(tl.int64) * VECTORS
+    head = (first % HEADS).to(tl.int32) + tl.arange(0, VECTORS)[:, None]
+    position = first // HEADS + head // HEADS
+    head %= HEADS
+    inside = position < length
+    pair = tl.arange(0, BLOCK)[None, :]
+    turning = inside & (pair < PAIRS)
+    x += row * x_row + position * x_position + head * x_head
+    result += row * result_row + position * result_position + head * result_head
+    cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=turning, other=0.0).to(tl.float32)
+    sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=turning, other=0.0).to(tl.float32)
+    if INTERLEAVED:
+        channel = tl.arange(0, 2 * BLOCK)[None, :]
+        both = inside & (channel < 2 * PAIRS)
+        values = tl.load(x + channel, mask=both, other=0.0).to(tl.float32)
+        a, b = tl.split(values.reshape(VECTORS, BLOCK, 2))
+        a, b = turn(a, b, cosines, sines, BACK)
+        values = tl.join(a, b).reshape(VECTORS, 2 * BLOCK).to(result.dtype.element_ty)
+        tl.store(result + channel, values, mask=both)
+    else:
+        a = tl.load(x + pair, mask=turning, other=0.0).to(tl.float32)
+        b = tl.load(x + PAIRS + pair, mask=turning, other=0.0).to(tl.float32)
+        a, b = turn(a, b, cosines, sines, BACK)
+        tl.store(result + pair, a.to(result.dtype.element_ty), mask=turning)
+        tl.store(result + PAIRS + pair, b.to(result.dtype.element_ty), mask=turning)
+    if REST:
+        channel = 2 * PAIRS + tl.arange(0, REST_BLOCK)[None, :]
+        staying = inside & (channel < 2 * PAIRS + REST)
+        tl.store(result + channel, tl.load(x + channel, mask=staying), mask=staying)

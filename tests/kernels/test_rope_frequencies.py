@@ -1,0 +1,85 @@
+"""Frequencies of rotary positions against transformers."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from drawloom.kernels.rope_frequencies import Linear, Ntk, Scaling, Yarn, rope_angles, rope_frequencies, rope_sharpening
+
+
+def theirs(kind: str, channels: int, base: float, length: int | None = None, **parameters: Any) -> tuple[Any, float]:
+    """Inverse frequencies and attention factor of transformers."""
+    config = Qwen3Config(
+        head_dim=channels,
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": kind, "rope_theta": base, **parameters},
+    )
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), length)
+
+
+channels = st.integers(2, 64).map(lambda half: 2 * half)
+bases = st.sampled_from([1e4, 5e5, 1e6])
+factors = st.sampled_from([1.0, 2.0, 4.0, 8.5])
+
+
+@settings(max_examples=40, deadline=None)
+@given(channels, bases, factors, st.sampled_from([2048, 32768]))
+def test_yarn_is_that_of_transformers(channels: int, base: float, factor: float, length: int) -> None:
+    """Frequencies and sharpening are those of transformers with its own defaults."""
+    found = rope_frequencies(channels, base, Yarn(factor, length))
+    expected, attention = theirs("yarn", channels, base, factor=factor, original_max_position_embeddings=length)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
+    assert rope_sharpening(Yarn(factor, length)) == pytest.approx(attention)
+
+
+def test_yarn_with_settings_of_its_own() -> None:
+    """Range, rounding and sharpening mean what transformers means by them."""
+    yarn = Yarn(4.0, 4096, fast=16, slow=2, whole=False, sharpening=1.25)
+    own: dict[str, Any] = {"beta_fast": 16, "beta_slow": 2, "truncate": False, "attention_factor": 1.25}
+    expected, attention = theirs("yarn", 64, 1e4, factor=4.0, original_max_position_embeddings=4096, **own)
+    torch.testing.assert_close(rope_frequencies(64, 1e4, yarn), expected, rtol=2e-6, atol=0)
+    assert rope_sharpening(yarn) == attention
+
+
+@settings(max_examples=20, deadline=None)
+@given(channels, bases, factors)
+def test_linear_is_that_of_transformers(channels: int, base: float, factor: float) -> None:
+    """Linear scaling is that of transformers."""
+    expected, attention = theirs("linear", channels, base, factor=factor)
+    torch.testing.assert_close(rope_frequencies(channels, base, Linear(factor)), expected, rtol=2e-6, atol=0)
+    assert rope_sharpening(Linear(factor)) == attention
+
+
+@settings(max_examples=20, deadline=None)
+@given(channels, bases, factors, st.sampled_from([32768, 50000, 131072]))
+def test_ntk_is_that_of_transformers_at_a_length(channels: int, base: float, factor: float, length: int) -> None:
+    """Dynamic scaling of transformers, at a length, is NTK scaling by a factor of its own."""
+    expected, attention = theirs("dynamic", channels, base, length, factor=factor)
+    found = rope_frequencies(channels, base, Ntk(factor * length / 32768 - factor + 1))
+    torch.testing.assert_close(found, expected, rtol=4e-6, atol=0)
+    assert rope_sharpening(Ntk(factor)) == attention
+
+
+def test_ntk_slows_the_slowest_pair_by_the_factor() -> None:
+    """The first pair turns as before, the last `factor` times slower."""
+    plain, slowed = rope_frequencies(64, 1e4), rope_frequencies(64, 1e4, Ntk(4.0))
+    assert slowed[0] == plain[0]
+    assert slowed[-1] == pytest.approx(plain[-1].item() / 4)
+
+
+@pytest.mark.parametrize("scaling", [None, Linear(2.0), Yarn(4.0, 64)])
+def test_angles_are_positions_times_frequencies(scaling: Scaling) -> None:
+    """Cosines and sines are those of position times frequency, sharpened, for positions in any order."""
+    positions = torch.tensor([[0, 1, 2, 0, 1], [5, 3, 900, 1, 0]])
+    cos, sin = rope_angles(positions, 8, 1e4, scaling)
+    assert cos.shape == sin.shape == (2, 5, 4)
+    assert cos.dtype == torch.float32
+    frequency, sharpening = rope_frequencies(8, 1e4, scaling)[1].item(), rope_sharpening(scaling)
+    assert cos[1, 2, 1].item() == pytest.approx(sharpening * math.cos(900 * frequency), abs=1e-4)
+    assert sin[1, 1, 1].item() == pytest.approx(sharpening * math.sin(3 * frequency), abs=1e-4)

@@ -1,0 +1,71 @@
+"""Norm and rotation in one launch against the eager ones in float64."""
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from drawloom.kernels.qk_norm_rope import qk_norm_rope_eager
+from drawloom.kernels.rope_frequencies import rope_angles
+from drawloom.kernels.triton.qk_norm_rope import qk_norm_rope_triton
+from support.kernels import DEVICE, assert_all_close, drawn, dtypes, exact, few, layouts
+
+
+@few
+@given(
+    st.tuples(st.integers(0, 2), st.integers(0, 4)),
+    st.tuples(st.integers(1, 5), st.integers(1, 3)),
+    st.integers(1, 9),
+    dtypes,
+    layouts,
+    layouts,
+)
+def test_equals_eager(
+    tokens: tuple[int, int], heads: tuple[int, int], pairs: int, dtype: torch.dtype, layout: str, of_grad: str
+) -> None:
+    """Any shape and strides, with other heads for keys than for queries, give results and gradients of float64."""
+    inputs: Any = [drawn(layout, *tokens, count, 2 * pairs, dtype=dtype) for count in heads]
+    inputs += [drawn("contiguous", 2 * pairs) for _ in "qk"]
+    cos, sin = rope_angles(torch.randint(0, 5000, tokens, device=DEVICE), 2 * pairs, 1e4)
+    grads = [drawn(of_grad, *tokens, count, 2 * pairs, dtype=dtype).detach() for count in heads]
+    q, k, q_weight, k_weight = wide = exact(*inputs)
+    found = qk_norm_rope_triton(inputs[0], inputs[1], inputs[2], inputs[3], 0.1, cos, sin)
+    expected = qk_norm_rope_eager(q, k, q_weight, k_weight, 0.1, cos.double(), sin.double())
+    assert [x.dtype for x in found] == [dtype, dtype]
+    assert_all_close(found, expected, 4)
+    ours = torch.autograd.grad(found, inputs, grads)
+    assert_all_close(ours, torch.autograd.grad(expected, wide, [grad.double() for grad in grads]), 8)
+
+
+def cubed(results: tuple[Tensor, Tensor]) -> Tensor:
+    """A number whose gradients differ by element."""
+    return torch.stack([(x * x * x).sum() for x in results]).sum()
+
+
+def test_many_tiles_for_each_program() -> None:
+    """More vectors than programs hold at once give the same, the weights' gradients bitwise the same twice."""
+    inputs: Any = [drawn("contiguous", 2, 60, heads, 64) for heads in (6, 2)]
+    inputs += [drawn("contiguous", 64) for _ in "qk"]
+    cos, sin = rope_angles(torch.randint(0, 5000, (2, 60), device=DEVICE), 64, 1e4)
+    q, k, q_weight, k_weight = wide = exact(*inputs)
+    expected = qk_norm_rope_eager(q, k, q_weight, k_weight, 1e-6, cos.double(), sin.double())
+    exact_grads = torch.autograd.grad(cubed(expected), wide)
+    runs = []
+    for _ in range(2):
+        found = qk_norm_rope_triton(inputs[0], inputs[1], inputs[2], inputs[3], 1e-6, cos, sin)
+        runs.append(torch.autograd.grad(cubed(found), inputs))
+    assert_all_close(found, expected, 4)
+    assert_all_close(runs[0], exact_grads, 16)
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_is_an_operation_of_torch() -> None:
+    """Both directions keep the promises that torch.compile relies on."""
+    q, k = (torch.randn(2, 3, heads, 8, device=DEVICE) for heads in (4, 2))
+    cos, sin = rope_angles(torch.arange(3, device=DEVICE).expand(2, 3), 8, 1e4)
+    weights, inverses = torch.randn(2, 8, device=DEVICE), [torch.rand(2, 3, heads, device=DEVICE) for heads in (4, 2)]
+    torch.library.opcheck(torch.ops.drawloom.qk_norm_rope.default, (q, k, *weights.clone(), 1e-6, cos, sin))
+    arguments = (q, k, q, k, weights[0].clone(), weights[1].clone(), *inverses, cos, sin)
+    torch.library.opcheck(torch.ops.drawloom.qk_norm_rope_backward.default, arguments)

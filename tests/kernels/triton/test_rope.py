@@ -1,0 +1,97 @@
+"""rope in Triton against the eager one in float64, which is tested against complex numbers."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from drawloom.kernels.rope import rope_eager
+from drawloom.kernels.rope_frequencies import rope_angles
+from drawloom.kernels.triton.rope import rope_triton
+from support.kernels import DEVICE, assert_close, drawn, dtypes, exact, few, layouts
+
+shapes = st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(1, 5))
+channels = st.integers(1, 9).flatmap(lambda pairs: st.tuples(st.just(pairs), st.integers(0, 5)))
+
+
+def angles_of(rows: int, length: int, pairs: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions of packed documents: they start again and again."""
+    positions = torch.randint(0, 5000, (rows, length), device=DEVICE)
+    return rope_angles(positions, 2 * pairs, 1e4)
+
+
+@few
+@given(shapes, channels, dtypes, layouts, layouts, st.booleans())
+def test_equals_eager(
+    shape: tuple[int, int, int],
+    channels: tuple[int, int],
+    dtype: torch.dtype,
+    layout: str,
+    of_grad: str,
+    interleaved: bool,
+) -> None:
+    """Any shape and strides, with channels that stay, give result and gradient of float64, rounded once."""
+    pairs, rest = channels
+    full = (*shape, 2 * pairs + rest)
+    x, (cos, sin) = drawn(layout, *full, dtype=dtype), angles_of(*shape[:2], pairs)
+    (wide,) = exact(x)
+    found = rope_triton(x, cos, sin, interleaved)
+    expected = rope_eager(wide, cos.double(), sin.double(), interleaved)
+    assert found.dtype == dtype
+    assert_close(found, expected)
+    grad = drawn(of_grad, *full, dtype=dtype).detach()
+    (ours,), (theirs,) = torch.autograd.grad(found, x, grad), torch.autograd.grad(expected, wide, grad.double())
+    assert_close(ours, theirs)
+
+
+@few
+@given(shapes, dtypes, layouts)
+def test_in_place(shape: tuple[int, int, int], dtype: torch.dtype, layout: str) -> None:
+    """In place, the tensor itself changes to the same bits, and its gradient is the same."""
+    x, (cos, sin) = drawn(layout, *shape, 10, dtype=dtype), angles_of(*shape[:2], 3)
+    expected = rope_triton(x, cos, sin)
+    held = x * 1
+    found = rope_triton(held, cos, sin, in_place=True)
+    assert found is held or found._base is held
+    assert torch.equal(found, expected)
+    grads = [torch.autograd.grad(turned.float().sum(), x)[0] for turned in (found, expected)]
+    assert torch.equal(*grads)
+
+
+def test_autograd_guards_what_is_changed_in_place() -> None:
+    """Changing in place what an earlier operation still needs is an error, not a wrong gradient."""
+    x, (cos, sin) = drawn("contiguous", 1, 2, 1, 4), angles_of(1, 2, 2)
+    needed = x.exp()
+    turned = rope_triton(needed, cos, sin, in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(turned.sum(), x)
+
+
+def test_many_vectors() -> None:
+    """More vectors than a program turns, with heads that divide no tile, are all turned."""
+    x, (cos, sin) = drawn("contiguous", 2, 50, 6, 64, dtype=torch.bfloat16), angles_of(2, 50, 32)
+    assert_close(rope_triton(x, cos, sin), rope_eager(x.double(), cos.double(), sin.double()))
+
+
+def test_angles_of_one_row_for_all() -> None:
+    """Angles may be expanded over rows."""
+    x, (cos, sin) = drawn("contiguous", 3, 4, 2, 8), angles_of(1, 4, 4)
+    found = rope_triton(x, cos.expand(3, -1, -1), sin.expand(3, -1, -1))
+    assert_close(found, rope_eager(x.double(), cos.double(), sin.double()))
+
+
+def test_gradients_of_gradients() -> None:
+    """The way back can be gone back again."""
+    x, (cos, sin) = drawn("contiguous", 1, 3, 2, 4), angles_of(1, 3, 2)
+    grad = drawn("contiguous", 1, 3, 2, 4)
+    (first,) = torch.autograd.grad(rope_triton(x, cos, sin), x, grad, create_graph=True)
+    (second,) = torch.autograd.grad(first, grad, x.detach())
+    assert_close(second, rope_triton(x, cos, sin).detach().double())
+
+
+def test_is_an_operation_of_torch() -> None:
+    """Out of place and in place keep the promises that torch.compile relies on."""
+    x, (cos, sin) = torch.randn(2, 3, 2, 8, device=DEVICE), angles_of(2, 3, 3)
+    torch.library.opcheck(torch.ops.drawloom.rope.default, (x, cos, sin, False, False))
+    torch.library.opcheck(torch.ops.drawloom.rope_.default, (x.clone(), cos, sin, True, True))
