@@ -42,7 +42,7 @@ def carry_out(lines: Sequence[Line], costs: Costs, channels: Channels = "free") 
     events: dict[Name, Event] = {}
     for rank, line in enumerate(lines):
         _add_line(events, rank, line, costs, channels)
-    _time(events.values())
+    _time(list(events.values()))
     return events
 
 

@@ -34,7 +34,7 @@ def lower(program: Program, rank: int, costs: Costs | None = None) -> Line:
 
 
 def with_whole_backwards(program: Program) -> Program:
-    """The same program with one B for each I that its own W follows at once, if no other rank waits for what I gives."""
+    """The same program with a B for each I that its own W follows at once, if no other rank waits for what I gives."""
     together = np.zeros(len(program.stage), dtype=bool)
     together[:-1] = (program.work[:-1] == BACKWARD_INPUT) & (program.work[1:] == BACKWARD_WEIGHT)
     for column in (program.stage, program.microbatch, program.rank):
@@ -46,7 +46,7 @@ def with_whole_backwards(program: Program) -> Program:
 
 
 def peers(program: Program) -> NDArray[np.int64]:
-    """For each action, the rank that its result goes to: its own if the result stays, or if there is none to pass on."""
+    """For each action, the rank that its result goes to, which is its own if there is none to pass on."""
     owners, whose = np.array(program.owners), program.rank
     goal = program.stage + np.where(program.work == FORWARD, 1, -1)
     passed_on = (program.work != BACKWARD_WEIGHT) & (goal >= 0) & (goal < program.stages)
@@ -75,7 +75,11 @@ def _action(stage: int, work: int, microbatch: int, kind: int, peer: int) -> Act
     if kind == _WORK:
         return Action(stage, WORKS[work], microbatch)
     if work == FORWARD:
-        return Action(stage, "SEND_F", microbatch, peer) if kind == _SEND else Action(stage + 1, "RECV_F", microbatch, peer)
+        return (
+            Action(stage, "SEND_F", microbatch, peer)
+            if kind == _SEND
+            else Action(stage + 1, "RECV_F", microbatch, peer)
+        )
     return Action(stage, "SEND_B", microbatch, peer) if kind == _SEND else Action(stage - 1, "RECV_B", microbatch, peer)
 
 

@@ -34,43 +34,37 @@ class Timing:
 
 def time(program: Program, costs: Costs) -> Timing:
     """Times of each action with messages that take `costs.message` each, any number of them at once; or Stuck."""
-    made, takes, delay = _dependencies(program, costs)
+    made, takes, delay = dependencies(program, costs)
     ends = np.full(made.max(initial=0) + 1, np.inf)
     ends[_NOTHING] = 0.0
-    length = costs.of(program.work)
-    count = len(length)
-    start, end = np.zeros(count), np.zeros(count)
-    sweep = np.zeros(count, dtype=np.int64)
-    place, last = program.bounds[:-1].copy(), program.bounds[1:]
-    free = np.zeros(program.ranks)
-    ranks = np.flatnonzero(place < last)
+    length, place, free = costs.of(program.work), program.bounds[:-1].copy(), np.zeros(program.ranks)
+    timing = Timing(np.zeros(len(made)), np.zeros(len(made)), np.zeros(len(made), dtype=np.int64))
     number = 0
-    while len(ranks):
-        now = place[ranks]
-        ready = ends[takes[now]] + delay[now]
+    while len(ranks := np.flatnonzero(place < program.bounds[1:])):
+        ready = ends[takes[place[ranks]]] + delay[place[ranks]]
         able = ready < np.inf
-        if not able.all():
-            if not able.any():
-                raise Stuck(_stuck(program, place[ranks]))
-            going, now, ready = ranks[able], now[able], ready[able]
-        else:
-            going = ranks
-        begins = np.maximum(free[going], ready)
-        finishes = begins + length[now]
-        start[now], end[now], sweep[now] = begins, finishes, number
-        free[going] = ends[made[now]] = finishes
-        place[going] = now + 1
-        ranks = ranks[place[ranks] < last[ranks]]
+        if not able.any():
+            raise Stuck(_stuck(program, place[ranks]))
+        ranks = ranks[able]
+        now = place[ranks]
+        start = np.maximum(free[ranks], ready[able])
+        end = start + length[now]
+        timing.start[now], timing.end[now], timing.sweep[now] = start, end, number
+        free[ranks] = ends[made[now]] = end
+        place[ranks] += 1
         number += 1
-    return Timing(start, end, sweep)
+    return timing
 
 
 _NOTHING = 0
 """Where the end of what needs no waiting for is kept."""
 
 
-def _dependencies(program: Program, costs: Costs) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """For each action, in which cell it leaves its end, in which cell what it takes left its own, and how far that is."""
+def dependencies(program: Program, costs: Costs) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """
+    For each action the cell in which it leaves its end, the cell with the end of what it takes, and how long that
+    travels. Cell 0 is for actions that take nothing, the last one for ends that nobody asks for.
+    """
     stage, work, last = program.stage, program.work, program.stages - 1
     forward, weight = work == FORWARD, work == BACKWARD_WEIGHT
     direction = np.where(forward, 1, -1)

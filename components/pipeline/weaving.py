@@ -71,7 +71,9 @@ def weave(rows: Sequence[Row], owners: tuple[int, ...], microbatches: int, *, ne
     return woven if (microbatch < microbatches).all() else woven.select(microbatch < microbatches)
 
 
-def _count(letters: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+def _count(
+    letters: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """Own stage, work, microbatch and whether it is joined to the one before, of each action in a row."""
     letters, joined = _split(letters)
     own, work = letters // 4 - 1, letters % 4
@@ -80,7 +82,9 @@ def _count(letters: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.in
         for kind in (work == FORWARD, (work == BACKWARD) | (work == BACKWARD_INPUT)):
             places = np.flatnonzero(kind & (own == number))
             microbatch[places] = np.arange(len(places))
-        _settle(own, microbatch, (work == BACKWARD_INPUT) & (own == number), (work == BACKWARD_WEIGHT) & (own == number))
+        _settle(
+            own, microbatch, (work == BACKWARD_INPUT) & (own == number), (work == BACKWARD_WEIGHT) & (own == number)
+        )
     _settle(own, microbatch, work == BACKWARD_INPUT, own == -1)
     return own, work, microbatch, joined
 

@@ -100,16 +100,18 @@ class Program:
 
     def line(self, rank: int) -> Line:
         """What one rank does, in order."""
-        rows = self.rows(rank)
-        columns = (column[rows].tolist() for column in (self.stage, self.work, self.microbatch, self.joined))
-        return joined_up((Action(stage, WORKS[work], number), joined) for stage, work, number, joined in zip(*columns))
+        return joined_up((self.action(row), bool(self.joined[row])) for row in range(*self.bounds[rank : rank + 2]))
+
+    def action(self, row: int) -> Action:
+        """One row of the columns."""
+        return Action(int(self.stage[row]), WORKS[self.work[row]], int(self.microbatch[row]))
 
     def select(self, kept: NDArray[np.bool_]) -> "Program":
         """The same program with some of its actions only."""
         before = np.concatenate([[False], kept[:-1]])
         bounds = np.concatenate([[0], np.cumsum(kept)])[self.bounds]
-        columns = (column[kept] for column in (self.stage, self.work, self.microbatch, self.joined & before))
-        return Program(self.owners, self.microbatches, bounds, *columns)
+        stage, work, microbatch = self.stage[kept], self.work[kept], self.microbatch[kept]
+        return Program(self.owners, self.microbatches, bounds, stage, work, microbatch, (self.joined & before)[kept])
 
 
 def flat(line: Line) -> Iterator[Action]:

@@ -3,16 +3,21 @@
 
 Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, section 3.2, in the form
 that flushes each step ("PipeDream-Flush", Narayanan et al., ICML 2021). Rank r of p holds at most p - r microbatches.
+Warming up with twice as many forwards, rank r holds 2 (p - r) - 1, and a message may take as long as a forward before
+anyone waits for it.
 """
 
 from drawloom.components.pipeline.placement import loop
-from drawloom.components.ports.program import Action, Program
-from drawloom.graph import component
+from drawloom.components.pipeline.weaving import B0, F0, Row, weave
+from drawloom.components.ports.program import Program
+from drawloom.graph import component, setting
 
 
 @component(change="free")
 class OneFOneB:
     """One forward, one backward (PipeDream-Flush); on one rank, the plain training loop."""
+
+    hide_latency: bool = setting(default=False, doc="twice the warm-up, so that messages have time on their way")
 
     @property
     def stages_per_rank(self) -> int:
@@ -24,13 +29,11 @@ class OneFOneB:
         return loop(ranks)
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """What each rank does, in order."""
-        return Program.of([_rank(rank, ranks, microbatches) for rank in range(ranks)], self.owners(ranks))
+        """What each rank computes, in order."""
+        lead = 2 if self.hide_latency else 1
+        rows = [_row(min(lead * (ranks - 1 - rank), microbatches), microbatches) for rank in range(ranks)]
+        return weave(rows, self.owners(ranks), microbatches)
 
 
-def _rank(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    warmup = min(ranks - 1 - rank, microbatches)
-    forwards = [Action(rank, "F", number) for number in range(microbatches)]
-    backwards = [Action(rank, "B", number) for number in range(microbatches)]
-    steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
-    return [*forwards[:warmup], *steady, *backwards[microbatches - warmup :]]
+def _row(warmup: int, microbatches: int) -> Row:
+    return [F0] * warmup + [F0, B0] * (microbatches - warmup) + [B0] * warmup

@@ -1,0 +1,28 @@
+"""
+The circular pipeline: microbatches run round and round through all ranks, one repeat after the other.
+
+MaxText (Google, github.com/AI-Hypercomputer/maxtext), `layers/pipeline.py`. Its one program for all ranks steps through
+`repeats * microbatches + ranks - 1` iterations and goes back through them in reverse, which makes it the looped
+breadth-first pipeline with a stage on each rank for every repeat. Unlike the single program, this one takes any number
+of microbatches.
+"""
+
+from drawloom.components.pipeline.breadth_first import breadth_first
+from drawloom.components.pipeline.placement import loop
+from drawloom.components.ports.program import Program
+from drawloom.graph import at_least, component, setting
+
+
+@component(change="free")
+class Circular:
+    """MaxText's circular pipeline: each repeat takes all microbatches round once."""
+
+    stages_per_rank: int = setting(default=2, check=at_least(1), doc="repeats, each a stage on every rank")
+
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        """For each stage the rank that holds it."""
+        return loop(ranks, self.stages_per_rank)
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        """What each rank computes, in order."""
+        return breadth_first(self.owners(ranks), ranks, microbatches)

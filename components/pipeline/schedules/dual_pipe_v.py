@@ -1,0 +1,50 @@
+"""
+DualPipeV: two stages on each rank, laid in a V, where the forward of one overlaps the backward of the other.
+
+DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1 and figure 5 (DualPipe); cut in half at its axis of
+symmetry by Sea AI Lab, as in DeepSeek's `dualpipev.py`, whose eight steps are the eight lines below.
+"""
+
+from drawloom.components.pipeline.placement import vee
+from drawloom.components.pipeline.weaving import B0, B1, F0, F1, I0, I1, Row, W, overlap, weave
+from drawloom.components.ports.program import Program
+from drawloom.graph import component
+
+
+@component(change="free")
+class DualPipeV:
+    """Forwards overlap backwards, on a V (DualPipeV)."""
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Down the V and up again."""
+        return 2
+
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        """For each stage the rank that holds it."""
+        return vee(ranks)
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        """What each rank computes, in order."""
+        enough = max(microbatches, 2 * ranks)
+        rows = [_row(rank, ranks, enough) for rank in range(ranks)]
+        return weave(rows, self.owners(ranks), microbatches)
+
+
+def _row(r: int, p: int, m: int) -> Row:
+    """Rank r of p, for m microbatches, 2 p at least."""
+    half = r + 1
+    steady = [overlap(F0, B1), overlap(F1, B0)] * (m - 2 * p + half)
+    if r == p - 1:
+        steady[:1] = [F0, B1]  # apart they leave a smaller bubble
+    return (
+        [F0] * (2 * (p - r - 1))
+        + [F0, F1] * (r + 1)
+        + [I1, W, F1] * (p - r - 1)
+        + steady
+        + [B1, overlap(F1, B0)] * (p - r - 1)
+        + ([B1, B0] * half)[:half]
+        + ([I1, I0] * half)[half:]
+        + [W, I0] * (p - r - 1)
+        + [W] * (r + 1)
+    )

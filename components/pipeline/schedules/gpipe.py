@@ -1,0 +1,30 @@
+"""
+GPipe: all microbatches forward, then all backward, the newest first.
+
+Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, figure 2c.
+Every rank holds all microbatches.
+"""
+
+from drawloom.components.pipeline.placement import loop
+from drawloom.components.pipeline.weaving import B0, F0, weave
+from drawloom.components.ports.program import Program
+from drawloom.graph import component
+
+
+@component(change="free")
+class GPipe:
+    """All forwards, then all backwards."""
+
+    @property
+    def stages_per_rank(self) -> int:
+        """One stage on each rank."""
+        return 1
+
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        """For each stage the rank that holds it."""
+        return loop(ranks)
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        """What each rank computes, in order."""
+        row = [F0] * microbatches + [B0] * microbatches
+        return weave([row] * ranks, self.owners(ranks), microbatches, newest_first=True)

@@ -1,0 +1,28 @@
+"""
+Inference: forwards alone, all microbatches through one stage after another.
+
+The forward half of the breadth-first pipeline (Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023), and
+with one stage on each rank that of GPipe. Nothing is kept for a backward.
+"""
+
+from drawloom.components.pipeline.breadth_first import breadth_first
+from drawloom.components.pipeline.placement import loop
+from drawloom.components.ports.program import Program
+from drawloom.graph import at_least, component, setting
+
+
+@component(change="free")
+class Inference:
+    """Forwards alone."""
+
+    trains = False
+
+    stages_per_rank: int = setting(default=1, check=at_least(1), doc="stages on each rank")
+
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        """For each stage the rank that holds it."""
+        return loop(ranks, self.stages_per_rank)
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        """What each rank computes, in order."""
+        return breadth_first(self.owners(ranks), ranks, microbatches, train=False)

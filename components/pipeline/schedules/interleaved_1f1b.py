@@ -1,0 +1,29 @@
+"""
+Interleaved 1F1B: several stages on each rank, one forward, one backward.
+
+Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021, section
+2.2.2 and figure 4. The bubble is that of 1F1B divided by the number of stages on a rank. Rounds of microbatches need
+not be equal: any number of microbatches will do.
+"""
+
+from drawloom.components.pipeline.interleaving import interleaved
+from drawloom.components.pipeline.placement import loop
+from drawloom.components.pipeline.weaving import backward, weave
+from drawloom.components.ports.program import Program
+from drawloom.graph import at_least, component, setting
+
+
+@component(change="free")
+class Interleaved1F1B:
+    """One forward, one backward, over several stages on each rank."""
+
+    stages_per_rank: int = setting(default=2, check=at_least(1), doc="stages on each rank")
+
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        """For each stage the rank that holds it."""
+        return loop(ranks, self.stages_per_rank)
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        """What each rank computes, in order."""
+        rows = [interleaved(rank, ranks, self.stages_per_rank, microbatches, backward, lead=2) for rank in range(ranks)]
+        return weave(rows, self.owners(ranks), microbatches)

@@ -1,0 +1,26 @@
+"""
+Looped breadth-first: as GPipe, but with several stages on each rank, through which all microbatches go one by one.
+
+Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023. The bubble is that of GPipe divided by the number of
+stages on a rank; every rank holds all microbatches.
+"""
+
+from drawloom.components.pipeline.breadth_first import breadth_first
+from drawloom.components.pipeline.placement import loop
+from drawloom.components.ports.program import Program
+from drawloom.graph import at_least, component, setting
+
+
+@component(change="free")
+class LoopedBreadthFirst:
+    """All microbatches through one stage after another, then all backward."""
+
+    stages_per_rank: int = setting(default=2, check=at_least(1), doc="stages on each rank")
+
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        """For each stage the rank that holds it."""
+        return loop(ranks, self.stages_per_rank)
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        """What each rank computes, in order."""
+        return breadth_first(self.owners(ranks), ranks, microbatches)

@@ -1,0 +1,31 @@
+"""
+V-Half: half the memory of 1F1B, at a bubble between its own and none.
+
+Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, section 3, allows p + 2 stages' activations on
+each rank. The building block repeated leaves gaps of 3 p - 5 slots at the ends; filled greedily in the same memory, for
+work that all costs the same, the gaps are 3 p - 7 (3 p - 6 if p is odd).
+"""
+
+from drawloom.components.pipeline.costs import Costs
+from drawloom.components.pipeline.filling import fill_freely
+from drawloom.components.pipeline.placement import vee
+from drawloom.components.ports.program import Program
+from drawloom.graph import component
+
+
+@component(change="free")
+class VHalf:
+    """Half the memory of 1F1B, for a small bubble (V-Half)."""
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Down the V and up again."""
+        return 2
+
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        """For each stage the rank that holds it."""
+        return vee(ranks)
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        """What each rank computes, in order."""
+        return fill_freely(ranks, microbatches, limit=ranks + 2, costs=Costs())

@@ -1,0 +1,66 @@
+"""
+V-Min: the shortest lives of activations on a V, and so the least memory, a third of that of 1F1B.
+
+Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, section 3. A *building block* says in which
+slot each rank does each of the six pieces of work for one microbatch; the schedule is the same block again every six
+slots, with the gaps taken out. Here each piece of work follows at once on the neighbour's, so that no activation waits:
+
+    rank 0   F0 .  .  .  .  .  .  F1 I1 .  .  .  .  .  .  I0        (p = 4; weight gradients, in
+    rank 1   .  F0 .  .  .  .  F1 .  .  I1 .  .  .  .  I0 .          the slots left, are not shown)
+    rank 2   .  .  F0 .  .  F1 .  .  .  .  I1 .  .  I0 .  .
+    rank 3   .  .  .  F0 F1 .  .  .  .  .  .  I1 I0 .  .  .
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from drawloom.components.pipeline.placement import vee
+from drawloom.components.pipeline.weaving import F0, F1, I0, I1, W0, W1, Row, weave
+from drawloom.components.ports.program import Program
+from drawloom.graph import component
+
+PERIOD = 6
+"""Slots from one microbatch to the next: two stages, each with a forward and the two parts of a backward."""
+
+
+@component(change="free")
+class VMin:
+    """A third of the memory of 1F1B, and about its bubble (V-Min)."""
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Down the V and up again."""
+        return 2
+
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        """For each stage the rank that holds it."""
+        return vee(ranks)
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        """What each rank computes, in order."""
+        return weave(
+            [_row(_block(rank, ranks), microbatches) for rank in range(ranks)], self.owners(ranks), microbatches
+        )
+
+
+def _block(r: int, p: int) -> dict[int, int]:
+    """The slot of each letter for the first microbatch. No two letters may fall on one slot when blocks repeat."""
+    late = 2 if p % PERIOD in (0, 3) else 0  # or F0 and I1 would be 2 p slots apart, a multiple of the period
+    block = {F0: r, F1: late + 2 * p - 1 - r, I1: late + 2 * p + r, I0: 2 * late + 4 * p - 1 - r}
+    for weight, after in ((W1, block[I1]), (W0, block[I0])):
+        block[weight] = _next_free(after, block.values())
+    return block
+
+
+def _next_free(slot: int, taken: Iterable[int]) -> int:
+    residues = {slot % PERIOD for slot in taken}
+    return next(later for later in range(slot + 1, slot + PERIOD) if later % PERIOD not in residues)
+
+
+def _row(block: dict[int, int], microbatches: int) -> Row:
+    """A rank's letters by slot, the block again for each microbatch."""
+    slots = np.add.outer(list(block.values()), PERIOD * np.arange(microbatches)).ravel()
+    letters = np.repeat(list(block), microbatches)
+    row: Row = letters[np.argsort(slots)].tolist()
+    return row

@@ -1,0 +1,31 @@
+"""
+ZB1P, also ZB-H1: 1F1B whose backward is split, with weight gradients where 1F1B waits.
+
+Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2; with several stages on each rank, its
+interleaved form. Rank r lets r weight gradients be owed, so that every rank holds what rank 0 of 1F1B holds.
+"""
+
+from drawloom.components.pipeline.interleaving import interleaved
+from drawloom.components.pipeline.placement import loop
+from drawloom.components.pipeline.weaving import backward_input, weave
+from drawloom.components.ports.program import Program
+from drawloom.graph import at_least, component, setting
+
+
+@component(change="free")
+class ZeroBubble1P:
+    """1F1B with split backwards (ZB-H1), plain or interleaved; as much memory, a third of the bubble."""
+
+    stages_per_rank: int = setting(default=1, check=at_least(1), doc="stages on each rank")
+
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        """For each stage the rank that holds it."""
+        return loop(ranks, self.stages_per_rank)
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        """What each rank computes, in order."""
+        rows = [
+            interleaved(rank, ranks, self.stages_per_rank, microbatches, backward_input, lead=1, lag=rank)
+            for rank in range(ranks)
+        ]
+        return weave(rows, self.owners(ranks), microbatches)

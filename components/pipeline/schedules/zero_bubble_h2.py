@@ -1,0 +1,34 @@
+"""
+ZB-H2: ZB-H1 with twice the warm-up, which fills the bubble at the front; ranks start and end one after another.
+
+Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2. Rank r warms up with 2 (p - 1 - r)
+forwards and lets 2 r weight gradients be owed, so that every rank holds 2 p - 1 microbatches. From its own first action
+to its own last one, no rank waits.
+"""
+
+from drawloom.components.pipeline.interleaving import interleaved
+from drawloom.components.pipeline.placement import loop
+from drawloom.components.pipeline.weaving import backward_input, weave
+from drawloom.components.ports.program import Program
+from drawloom.graph import component
+
+
+@component(change="free")
+class ZeroBubbleH2:
+    """No bubble but the skew of starts and ends (ZB-H2), for nearly twice the memory of 1F1B."""
+
+    @property
+    def stages_per_rank(self) -> int:
+        """One stage on each rank."""
+        return 1
+
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        """For each stage the rank that holds it."""
+        return loop(ranks)
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        """What each rank computes, in order."""
+        rows = [
+            interleaved(rank, ranks, 1, microbatches, backward_input, lead=2, lag=2 * rank) for rank in range(ranks)
+        ]
+        return weave(rows, self.owners(ranks), microbatches)

@@ -1,0 +1,45 @@
+"""
+ZBV: two stages on each rank, laid in a V, with split backwards; no bubble, in the memory of 1F1B.
+
+Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6. If forward, input gradients and weight
+gradients cost the same and there are 2 p - 1 microbatches or more, no rank waits between its first action and its last.
+"""
+
+from drawloom.components.pipeline.placement import vee
+from drawloom.components.pipeline.weaving import F0, F1, I0, I1, W0, W1, Row, weave
+from drawloom.components.ports.program import Program
+from drawloom.graph import component
+
+
+@component(change="free")
+class ZeroBubbleV:
+    """Zero bubble on a V (ZBV)."""
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Down the V and up again."""
+        return 2
+
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        """For each stage the rank that holds it."""
+        return vee(ranks)
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        """What each rank computes, in order."""
+        enough = max(microbatches, 2 * ranks - 1)
+        return weave([_row(rank, ranks, enough) for rank in range(ranks)], self.owners(ranks), microbatches)
+
+
+def _row(r: int, p: int, m: int) -> Row:
+    """Rank r of p, for m microbatches, 2 p - 1 at least."""
+    return (
+        [F0] * (2 * (p - r) - 1)
+        + [F1, F0] * r
+        + [F1, I1, W1] * (p - r)
+        + [F0, I0, W0, F1, I1, W1] * (m - (2 * p - 1 - r))
+        + [I0, W0, F1, I1, W1] * (p - 1 - r)
+        + [I0, I1] * r
+        + [I0, W0] * (p - r)
+        + [W1] * r
+        + [W0] * r
+    )
