@@ -1,0 +1,139 @@
+"""The circular pipeline beside the same blocks one after another."""
+
+import gc
+import weakref
+from typing import Any, get_args
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from drawloom.components.pipeline.circular.pipeline import CircularPipeline, blocks_of, own_stages
+from drawloom.components.pipeline.circular.remat import Remat
+from drawloom.components.pipeline.circular.ring import Ring
+from drawloom.components.ports.model import Span
+from support.circular import (
+    EXACT,
+    Block,
+    Setup,
+    SharingBlock,
+    assert_same,
+    gradient,
+    loss_of,
+    pipelined,
+    sequential,
+    split,
+)
+from support.qwen3 import dense, one_document, whole
+
+SETUPS = [
+    Setup(stages, rounds * stages, repeats, delayed)
+    for stages in (1, 2, 3, 4)
+    for delayed in (False, True)
+    for rounds in range(1 + delayed, 5)
+    for repeats in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=repr)
+def test_outputs_and_gradients_are_those_of_the_blocks_in_order(setup: Setup) -> None:
+    """A pipeline of any shape computes what its blocks compute one after another."""
+    assert_same(pipelined(setup), sequential(setup))
+
+
+@given(
+    st.sampled_from(SETUPS),
+    st.sampled_from(["nothing", "everything", "all_but_products"]),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_how_it_runs_changes_nothing(setup: Setup, remat: Remat, batched: bool, sharing: bool) -> None:
+    """Batched or in turn, recomputed or not, with shared values and side outputs or not: the numbers are the same."""
+    setup = attrs.evolve(setup, remat=remat, batched=batched, sharing=sharing)
+    assert_same(pipelined(setup), sequential(setup))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("remat", get_args(Remat))
+def test_without_gradients_the_outputs_are_the_same(mode: Any, remat: Remat) -> None:
+    """A pass for evaluation keeps no graph."""
+    setup = Setup(2, 4, 2, remat=remat)
+    with mode():
+        outputs = setup.pipeline(setup.blocks())(setup.inputs())
+    assert not outputs.requires_grad
+    torch.testing.assert_close(outputs, sequential(setup).outputs, **EXACT)
+
+
+def test_frozen_blocks_pass_gradients_on() -> None:
+    """Without a parameter to train, inputs still get their gradients."""
+    setup = Setup(2, 4, 2)
+    inputs = setup.inputs().requires_grad_()
+    pipeline = setup.pipeline([block.requires_grad_(False) for block in setup.blocks()])
+    torch.autograd.backward(loss_of(pipeline(inputs), {}))
+    torch.testing.assert_close(gradient(inputs), sequential(setup).inputs, **EXACT)
+    assert all(parameter.grad is None for parameter in pipeline.parameters())
+
+
+def test_nothing_outlives_the_outputs() -> None:
+    """When outputs are gone, so is all that was computed, without a collection of garbage."""
+    setup = Setup(3, 6, 2, delayed=True, sharing=True)
+    inputs = setup.inputs().requires_grad_()
+    outputs, sides = split(setup.pipeline(setup.blocks())(inputs, setup.shared()))
+    node = outputs.grad_fn
+    assert node is not None
+    alive = weakref.ref(node.next_functions[0][0])
+    gc.disable()
+    try:
+        del outputs, sides, node
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """Numbers of ranks, of microbatches and of shared rows that don't fit are told with what they should be."""
+    with pytest.raises(ValueError, match="5 stages can't be dealt out evenly to 2 ranks; write 4"):
+        own_stages(5, Ring(0, 2))
+    with pytest.raises(ValueError, match="1 stages can't be dealt out evenly to 2 ranks; write 2"):
+        own_stages(1, Ring(0, 2))
+    with pytest.raises(ValueError, match="3 blocks are no whole number for each of 2 stages; give 2 or 4"):
+        CircularPipeline([Block(), Block(), Block()], 2)
+    pipeline = CircularPipeline([SharingBlock(), SharingBlock()], 2, delayed=True)
+    with pytest.raises(ValueError, match="write 4, or no delay"):
+        pipeline(Setup(2, 2).inputs(), Setup(2, 2, sharing=True).shared())
+    with pytest.raises(ValueError, match=r"a row for each of 4 microbatches, not \(6, 2, 3\)"):
+        pipeline(Setup(2, 4).inputs(), Setup(2, 6, sharing=True).shared())
+
+
+def test_blocks_are_dealt_out_by_stage() -> None:
+    """With 4 stages on 2 ranks, each rank holds 2 neighbouring ones in every repeat."""
+    assert [blocks_of(4, 2, Ring(rank, 2)) for rank in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_a_language_model_runs_in_it() -> None:
+    """The layers of a Qwen3 as a pipeline, between its embedding and its head, give its losses and its gradients."""
+    model = dense(layers=4)
+    decoder = whole(model).double()
+    tokens = torch.randint(0, 29, (4, 2, 5), generator=torch.Generator().manual_seed(3))
+    shared = one_document(8, 5, tokens.roll(-1, 2).flatten(0, 1))
+    decoder(tokens.flatten(0, 1), shared).sum().backward()
+    parts = [model.build(Span(n, n + 1, embedding=False, head=False)).double() for n in range(4)]
+    for number, part in enumerate(parts):
+        part.load_state_dict(decoder.state_dict(), strict=False)
+        part.layers = nn.ModuleDict({"0": part.layers[str(number)]})  # type: ignore[dict-item, index]
+    pipeline = CircularPipeline(parts, 2, batched=False)
+    rows = attrs.evolve(
+        shared, positions=shared.positions.view(4, 2, 5), documents=shared.documents.view(4, 2, 5), targets=None
+    )
+    hidden = pipeline(decoder.embedding(tokens.flatten(0, 1)).unflatten(0, (4, 2)), rows)
+    head = model.build(Span(4, 4, embedding=False, head=True)).double()
+    head.load_state_dict(decoder.state_dict(), strict=False)
+    head(hidden.flatten(0, 1), shared).sum().backward()
+    stacked = gradient(pipeline.get_parameter("block.layers.0.attention.q.weight")).flatten(0, 1)
+    for number in range(4):
+        expected = gradient(decoder.get_parameter(f"layers.{number}.attention.q.weight"))
+        torch.testing.assert_close(stacked[number], expected, rtol=1e-9, atol=1e-9)
