@@ -33,6 +33,7 @@ class RankMesh:
     expert: int = setting(default=1, check=at_least(1), doc="ranks that each hold some experts; none of their own")
 
     _layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
+    _links: dict[str, Mapping[int, Link]] = attrs.field(init=False, factory=dict)
     _groups: dict[str, Group] = attrs.field(init=False, factory=dict)
 
     @classmethod
@@ -74,7 +75,9 @@ class RankMesh:
 
     def links(self, dimension: str) -> Mapping[int, Link]:
         """By their index along a dimension, the neighbours in the ring of that dimension. All ranks ask together."""
-        return ring_links(self.processes, dimension, self._layout.sets(dimension))
+        if dimension not in self._links:
+            self._links[dimension] = ring_links(self.processes, dimension, self._layout.sets(dimension))
+        return self._links[dimension]
 
     def size(self, dimension: str) -> int:
         """How many ranks lie along a dimension."""

@@ -13,6 +13,9 @@ from drawloom.components.pipeline.executor import Executor
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import Shared, Span, Stage
 from drawloom.components.ports.program import Action, Program, Work
+from drawloom.graph.catalogue import Catalogue
+from support import pipelines
+from support.processes import run_ranks
 
 
 @attrs.frozen
@@ -157,3 +160,42 @@ def test_a_failing_stage_is_named_and_the_next_step_works(one_rank: Any) -> None
     for module in modules:
         module.weight.grad = None
     assert float(executor.train(batches(1)).weight) == 2
+
+
+TRAINING = [
+    name.rpartition(".")[2]
+    for name in Catalogue.of("drawloom.components").names()
+    if name.startswith("pipeline.schedules.") and not name.endswith(".inference")
+]
+
+
+CASES: dict[int, list[pipelines.Case]] = {
+    2: [(name, microbatches, True, False) for name in TRAINING for microbatches in (1, 5, 8)],
+    4: [(name, 8, False, True) for name in TRAINING],
+}
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[int, list[list[dict[str, Any]]]]:
+    """For each number of ranks what every rank had after a step of each case."""
+    return {ranks: run_ranks(pipelines.steps, ranks, cases, timeout=120) for ranks, cases in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def wholes() -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The same steps in one process."""
+    cases = sorted({("gpipe", *case[1:]) for case in CASES[2] + CASES[4]})
+    return {case[1:]: found for case, found in zip(cases, pipelines.steps(cases), strict=True)}
+
+
+@pytest.mark.parametrize(("ranks", "place"), [(ranks, n) for ranks in CASES for n in range(len(CASES[ranks]))])
+def test_ranks_have_the_gradients_and_losses_of_one_process(ranks: int, place: int, parts: Any, wholes: Any) -> None:
+    """Whatever the schedule, the number of microbatches and their lengths: with tied and frozen weights, to 1e-12."""
+    case = CASES[ranks][place]
+    whole, mine = wholes[case[1:]], [found[place] for found in parts[ranks]]
+    assert sum(part["loss"] for part in mine) == pytest.approx(whole["loss"], rel=1e-12), case
+    assert sum(part["held_out"] for part in mine) == pytest.approx(whole["held_out"], rel=1e-12), case
+    assert {name for part in mine for name in part["grads"]} == whole["grads"].keys()
+    for part in mine:
+        for parameter, grad in part["grads"].items():
+            assert grad == pytest.approx(whole["grads"][parameter], rel=1e-10, abs=1e-12), (case, parameter)

@@ -1,0 +1,110 @@
+"""A small model over pipeline ranks, and what a step of it leaves behind."""
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.precision import DtypeByPurpose
+from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.kernels.auto import AutoKernels
+from drawloom.components.loss.next_token import NextToken
+from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.stages import RealStages
+from drawloom.components.ports.data import IGNORED, Batch
+from drawloom.graph.catalogue import Catalogue
+from drawloom.graph.problems import Problem
+
+
+@attrs.frozen
+class Job:
+    """A run."""
+
+    name: str = "test"
+    seed: int = 3
+    path: Any = None
+
+
+class FreezeFirstLayer:
+    """A transform: layer 0 is not trained."""
+
+    def transform(self, module: Any) -> Any:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not name.startswith("layers.0."))
+        return module
+
+
+def schedule(name: str, **settings: Any) -> Any:
+    """A schedule by the last part of its name."""
+    spec = Catalogue.of("drawloom.components").find(f"pipeline.schedules.{name}")
+    assert not isinstance(spec, Problem), spec
+    return spec.cls(**settings)
+
+
+def batches(count: int) -> list[Batch]:
+    """Microbatches whose lengths differ, with documents and ignored targets."""
+    made = []
+    for number in range(count):
+        generator = torch.Generator().manual_seed(number)
+        length = 4 + number % 3
+        tokens = torch.randint(0, 20, (2, length), generator=generator)
+        targets = torch.randint(0, 20, (2, length), generator=generator)
+        targets[:, 1] = IGNORED
+        positions = torch.arange(length).expand(2, length).contiguous()
+        made.append(Batch(tokens, targets, positions, torch.zeros_like(tokens)))
+    return made
+
+
+Case = tuple[str, int, bool, bool]
+"""A schedule, how many microbatches, whether embedding and head are tied, and whether the first layer is frozen."""
+
+
+def steps(cases: list[Case]) -> list[dict[str, Any]]:
+    """What a step of each case leaves on this rank, in all processes that were started together, or in this one."""
+    device = ComputeDevice(kind="cpu")
+    processes = TorchProcesses(device=device, timeout=30.0)
+    processes.open()
+    try:
+        mesh = RankMesh(processes=processes, pipeline=processes.world_size, data_replicate=1)
+        mesh.open()
+        return [_step(*case, mesh, device) for case in cases]
+    finally:
+        processes.close()
+
+
+def _step(name: str, microbatches: int, tied: bool, frozen: bool, mesh: RankMesh, device: Any) -> dict[str, Any]:
+    """Gradients by name (summed over ranks that share one), this rank's part of the loss, and the held-out loss."""
+    sizes = {"layers": 8, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "feed_forward": 24, "vocabulary": 20}
+    stages = RealStages(
+        model=Qwen3Dense(kernels=AutoKernels(), tied=tied, **sizes),
+        schedule=schedule(name),
+        mesh=mesh,
+        device=device,
+        precision=DtypeByPurpose(parameter="float64", compute="float64", gradient="float64", reduce="float64"),
+        job=Job(),
+        transforms=[FreezeFirstLayer()] if frozen else [],
+    )
+    stages.open()
+    executor = Executor(
+        stages=stages,
+        boundaries=stages,
+        schedule=stages.schedule,
+        objective=NextToken(),
+        mesh=mesh,
+        neighbours=mesh,
+        device=device,
+    )
+    executor.open()
+    losses = executor.train(batches(microbatches))
+    stages.sum_shared()
+    held_out = executor.evaluate(iter(batches(3)))
+    grads = {name: _plain(parameter.grad) for name, parameter in stages.named()}
+    return {"grads": grads, "loss": float(losses.total), "held_out": float(held_out.total)}
+
+
+def _plain(grad: Tensor | None) -> list[float] | None:
+    return None if grad is None else grad.flatten().tolist()
