@@ -1,10 +1,12 @@
 """The trained model as a folder that Hugging Face's libraries load."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from drawloom.components.distributed.agreement import on_main
 from drawloom.components.export.folder import write_folder
 from drawloom.components.model_state.safetensors_writing import MAX_SHARD
 from drawloom.components.ports.data import Tokenizer
@@ -31,14 +33,27 @@ class HuggingFaceExport:
     )
 
     def is_finished(self) -> bool:
-        """Whether the folder is there; it is never there in part."""
-        return (self._target / "config.json").is_file()
+        """Whether the folder is there; it is never there in part. All ranks call it, and learn the same."""
+        return bool(on_main(self.mesh.world, (self._target / "config.json").is_file))
 
     def finish(self) -> None:
-        """Write the folder, on the main rank."""
-        if self.mesh.world.rank == 0 and not self.is_finished():
-            dtype = None if self.dtype is None else DTYPES[self.dtype]
-            write_folder(self._target, self.model, self.stages, self.tokenizer, max_shard=self.max_shard, dtype=dtype)
+        """Write the folder, each rank what it holds; all ranks call it."""
+        if self.is_finished():
+            return
+        workspace = self.folder.folder / "export.workspace" if self.mesh.world.size > 1 else None
+        write_folder(
+            self._target,
+            self.model,
+            self.stages,
+            self.tokenizer,
+            group=self.mesh.world,
+            workspace=workspace,
+            max_shard=self.max_shard,
+            dtype=None if self.dtype is None else DTYPES[self.dtype],
+        )
+        if workspace is not None and self.mesh.world.rank == 0:
+            with suppress(OSError):  # an empty folder does no harm
+                workspace.rmdir()
 
     @property
     def _target(self) -> Path:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.model.qwen3.dense import Qwen3Dense
@@ -36,8 +35,10 @@ def whole(model: Qwen3Dense) -> nn.Module:
     return module
 
 
-def twin(model: Qwen3Dense, parameters: Mapping[str, Tensor]) -> Qwen3ForCausalLM:
+def twin(model: Qwen3Dense, parameters: Mapping[str, Tensor]) -> Any:
     """The same model in transformers, with the same weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # takes seconds, which ranks of other tests can do without
+
     config = Qwen3Config(**model.hugging_face_config() | {"attn_implementation": "eager"})
     made = Qwen3ForCausalLM(config)
     state = {name: tensor.detach() for name, tensor in convert(model.hugging_face_mapper(), parameters).items()}

@@ -8,14 +8,17 @@ from typing import Any
 import attrs
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from transformers import Qwen3ForCausalLM
 
+from drawloom.components.distributed.groups import ProcessGroup
 from drawloom.components.export.folder import write_folder
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model_state.loading import load_folder
+from drawloom.components.model_state.safetensors_reading import open_safetensors_folder
 from drawloom.components.ports.model import Span, Stage
 from drawloom.graph import UserError
+from support.processes import run_ranks
 from support.qwen3 import dense, one_document, whole
 
 
@@ -46,8 +49,7 @@ def test_transformers_loads_it_as_is(tmp_path: Path, tied: bool, max_shard: int)
     model = dense(tied=tied)
     module = whole(model)
     write_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
-    loaded: Any = Qwen3ForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
-    theirs, report = loaded
+    theirs, report = load_in_transformers(tmp_path / "export")
     assert not any(report.values()), report
     assert theirs.dtype == torch.float32
     tokens = torch.randint(29, (2, 11))
@@ -75,7 +77,7 @@ def test_reads_what_transformers_saves(tmp_path: Path) -> None:
     for tied in (False, True):
         model = dense(tied=tied)
         write_folder(tmp_path / f"first{tied}", model, FakeStages([whole(model)]))
-        theirs = Qwen3ForCausalLM.from_pretrained(tmp_path / f"first{tied}")
+        theirs, _ = load_in_transformers(tmp_path / f"first{tied}")
         theirs.save_pretrained(tmp_path / f"second{tied}", max_shard_size="5KB")
         again = Qwen3Dense(kernels=model.kernels, config=tmp_path / f"second{tied}")
         module = whole(again)
@@ -89,7 +91,7 @@ def test_another_dtype(tmp_path: Path) -> None:
     model = dense()
     module = whole(model)
     write_folder(tmp_path / "export", model, FakeStages([module]), dtype=torch.bfloat16)
-    theirs = Qwen3ForCausalLM.from_pretrained(tmp_path / "export")
+    theirs, _ = load_in_transformers(tmp_path / "export")
     assert theirs.dtype == torch.bfloat16
     assert torch.equal(theirs.lm_head.weight, dict(module.named_parameters())["head.weight"].bfloat16())
 
@@ -107,8 +109,51 @@ def test_stages_of_one_rank_are_joined(tmp_path: Path) -> None:
     assert first == second
 
 
+def _stage_of_two(folder: Path, tied: bool, max_shard: int) -> None:
+    """Each of two ranks holds one layer, and exports it with the other."""
+    dist.init_process_group("gloo")
+    world = ProcessGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
+    torch.manual_seed(0)
+    model = dense(tied=tied)
+    complete = whole(model).state_dict()
+    part = model.build(Span(world.rank, world.rank + 1, world.rank == 0, world.rank == 1))
+    part.load_state_dict({name: complete[name] for name in part.state_dict()})
+    stages = FakeStages([part])
+    write_folder(folder / "parts", model, stages, group=world, workspace=folder / "talk", max_shard=max_shard)
+    write_folder(folder / "again", model, stages, group=world, max_shard=max_shard)
+
+
+@pytest.mark.parametrize(("tied", "max_shard"), [(True, 2**30), (False, 5000)])
+def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shard: int) -> None:
+    """Two ranks with a stage each write, each its own files, what one process with all of it does, tied or not."""
+    run_ranks(_stage_of_two, 2, tmp_path, tied, max_shard)
+    torch.manual_seed(0)
+    model = dense(tied=tied)
+    module = whole(model)
+    write_folder(tmp_path / "whole", model, FakeStages([module]), max_shard=max_shard)
+    expected = open_safetensors_folder(tmp_path / "whole")
+    for name in ("parts", "again"):
+        found = open_safetensors_folder(tmp_path / name)
+        assert found.kinds().keys() == expected.kinds().keys()
+        assert all(torch.equal(found.tensor(each), expected.tensor(each)) for each in found.kinds())
+        files = {file.path.name for file in found.places.values()} | {"model.safetensors.index.json", "config.json"}
+        assert {*os.listdir(tmp_path / name)} == files
+        assert (tmp_path / name / "config.json").read_text() == (tmp_path / "whole" / "config.json").read_text()
+        theirs, report = load_in_transformers(tmp_path / name)
+        assert not any(report.values()), report
+        assert torch.equal(theirs.model.norm.weight, dict(module.named_parameters())["norm.weight"])
+    assert os.listdir(tmp_path / "talk") == []
+
+
+def load_in_transformers(folder: Path) -> Any:
+    """The model, and what was missing or too much."""
+    from transformers import Qwen3ForCausalLM  # takes seconds, which ranks can do without
+
+    return Qwen3ForCausalLM.from_pretrained(folder, output_loading_info=True)
+
+
 def test_part_of_a_model_is_refused(tmp_path: Path) -> None:
-    """A rank that holds a part of the model is told what it lacks, and nothing is written."""
+    """A group that holds a part of the model is told what it lacks, and nothing is written."""
     model = dense()
     stages = FakeStages([model.build(Span(0, 2, True, False))])
     with pytest.raises(UserError, match=r"missing norm\.weight, head\.weight"):
@@ -133,6 +178,6 @@ def test_failure_leaves_nothing(tmp_path: Path) -> None:
 
     tokenizer: Any = Broken()
     model = dense()
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UserError, match="disk full"):
         write_folder(tmp_path / "export", model, FakeStages([whole(model)]), tokenizer)
     assert os.listdir(tmp_path) == []

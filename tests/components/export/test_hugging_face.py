@@ -1,18 +1,23 @@
 """Exporting at the end of a run."""
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
+from drawloom.components.distributed.groups import ProcessGroup
 from drawloom.components.export.hugging_face import HuggingFaceExport
 from drawloom.components.ports.model import Span, Stage
 from drawloom.components.ports.run import Finisher
 from drawloom.graph.fit import misfits
+from support.processes import run_ranks
 from support.qwen3 import dense, whole
 
 
@@ -34,14 +39,6 @@ class OneStage:
         return [Stage(0, 1, Span(0, 2, True, True), self.module)]
 
 
-@attrs.frozen
-class RankOfTwo:
-    """A group of two."""
-
-    rank: int
-    size: int = 2
-
-
 def export_of(folder: Path, mesh: Any, **settings: Any) -> HuggingFaceExport:
     model = dense()
     stages: Any = OneStage(whole(model))
@@ -50,7 +47,7 @@ def export_of(folder: Path, mesh: Any, **settings: Any) -> HuggingFaceExport:
 
 def test_fits_its_port() -> None:
     """The component keeps the promises of a Finisher."""
-    assert misfits(HuggingFaceExport, Finisher) == []
+    assert not misfits(HuggingFaceExport, Finisher)
 
 
 def test_writes_export_once(tmp_path: Path, one_rank: Any) -> None:
@@ -65,12 +62,32 @@ def test_writes_export_once(tmp_path: Path, one_rank: Any) -> None:
     assert before.keys() == {"config.json", "model.safetensors"}
 
 
-def test_main_rank_writes(tmp_path: Path, mesh_of: Any) -> None:
-    """Of two ranks only the first writes."""
-    export_of(tmp_path, mesh_of(world=RankOfTwo(1))).finish()
-    assert not (tmp_path / "export").exists()
-    export_of(tmp_path, mesh_of(world=RankOfTwo(0))).finish()
-    assert (tmp_path / "export").exists()
+@attrs.frozen
+class WorldMesh:
+    """A mesh of which only the world matters here."""
+
+    world: Any
+
+
+def _replicas(folder: Path, late: bool) -> list[str]:
+    """Two ranks that hold the same model finish; what lies in the run folder then."""
+    dist.init_process_group("gloo")
+    world = ProcessGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
+    torch.manual_seed(0)
+    mesh: Any = WorldMesh(world)
+    export = export_of(folder, mesh)
+    assert not export.is_finished()
+    if late and world.rank == 0:
+        time.sleep(0.3)
+    export.finish()
+    assert export.is_finished()
+    return sorted(os.listdir(folder))
+
+
+def test_replicas_write_one_folder(tmp_path: Path) -> None:
+    """Ranks that hold the same model write it once, and leave nothing of what they told each other."""
+    assert run_ranks(_replicas, 2, tmp_path, True) == [["export"], ["export"]]
+    assert sorted(os.listdir(tmp_path / "export")) == ["config.json", "model.safetensors"]
 
 
 def test_settings_reach_the_files(tmp_path: Path, one_rank: Any) -> None:
