@@ -129,7 +129,7 @@ def test_a_language_model_runs_in_it() -> None:
     rows = attrs.evolve(
         shared, positions=shared.positions.view(4, 2, 5), documents=shared.documents.view(4, 2, 5), targets=None
     )
-    hidden = pipeline(decoder.embedding(tokens.flatten(0, 1)).unflatten(0, (4, 2)), rows)
+    hidden = pipeline(decoder.embedding(tokens.flatten(0, 1)).unflatten(0, (4, 2)), rows)  # type: ignore[operator]
     head = model.build(Span(4, 4, embedding=False, head=True)).double()
     head.load_state_dict(decoder.state_dict(), strict=False)
     head(hidden.flatten(0, 1), shared).sum().backward()
