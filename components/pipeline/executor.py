@@ -12,14 +12,17 @@ from drawloom.components.pipeline.lowering import lower
 from drawloom.components.pipeline.mail import Mail
 from drawloom.components.pipeline.passage import Load, Passage
 from drawloom.components.pipeline.stage_work import StageWork
+from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.pipeline.tree import transform
 from drawloom.components.pipeline.weight_plan import StageWeights
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Device, Link, Mesh, Neighbours
 from drawloom.components.ports.model import Shared, StageInputs, Stages
 from drawloom.components.ports.pipeline import Losses, Objective, Schedule
+from drawloom.components.ports.pipeline_state import Stack
 from drawloom.components.ports.program import Line, flat
-from drawloom.graph import component
+from drawloom.graph import Problem, component
+from drawloom.graph.node import NodeView
 
 
 @component
@@ -37,6 +40,19 @@ class Executor:
     _weights: dict[int, StageWeights] = attrs.field(init=False, factory=dict)
     _training: dict[int, Line] = attrs.field(init=False, factory=dict)
     _forward: dict[int, Line] = attrs.field(init=False, factory=dict)
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Every stage of the schedule has a layer to hold."""
+        for mesh, schedule, stages in zip(*map(node.neighbours, ("mesh", "schedule", "stages")), strict=True):
+            ranks = mesh.settings.get("pipeline", 1)
+            count = len(schedule.component(**schedule.settings).owners(ranks))
+            layers = next((model.settings.get("layers") for model in stages.neighbours("model")), None)
+            if layers is not None and layers < count:
+                text = (
+                    f"{ranks} ranks with {count // ranks} stages each need {count} layers, and the model has {layers}"
+                )
+                yield mesh.fault("pipeline", text, f"write at most {max(1, layers * ranks // count)}, or more layers")
 
     def open(self) -> None:
         """Find the neighbours, and sort the weights of each stage."""
@@ -65,11 +81,14 @@ class Executor:
         return passage.outputs.get(0)
 
     def _passage(self, loads: Sequence[Load], split: Set[int] = frozenset()) -> Passage:
+        state = PipelineStateHandler({"loss": Stack(), "weight": Stack()}, max(1, len(loads)))
         works = {
-            stage.index: StageWork(stage, self.objective, self._weights[stage.index] if stage.index in split else None)
+            stage.index: StageWork(
+                stage, self.objective, state, self._weights[stage.index] if stage.index in split else None
+            )
             for stage in self.stages.local
         }
-        return Passage(works, loads, self.boundaries, Mail(self._links, self.device.device))
+        return Passage(works, loads, self.boundaries, Mail(self._links, self.device.device), state)
 
     def _load(self, batch: Batch) -> Load:
         moved: Batch = self._moved(batch)

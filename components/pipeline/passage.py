@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drawloom.components.pipeline.mail import Mail
 from drawloom.components.pipeline.stage_work import StageWork, as_input, floating
+from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.pipeline.tree import leaves
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import Shared, StageInputs
@@ -42,6 +43,7 @@ class Passage:
     loads: Sequence[Load]
     boundaries: StageInputs
     mail: Mail
+    state: PipelineStateHandler
     outputs: dict[int, Any] = attrs.field(factory=dict)
     _forward: dict[Place, Any] = attrs.field(factory=dict)
     _backward: dict[Place, list[Tensor]] = attrs.field(factory=dict)
@@ -69,12 +71,11 @@ class Passage:
         self.mail.finish()
 
     def losses(self, device: torch.device) -> Losses:
-        """The sums over microbatches, in their order; zero on a rank without the last stage."""
-        total, weight = torch.zeros(2, dtype=torch.float64, device=device)
-        for work in self.works.values():
-            for _, (loss, share) in sorted(work.losses.items()):
-                total, weight = total + loss.double(), weight + share.double()
-        return Losses(total, weight)
+        """The sums over microbatches; zero on a rank without the last stage."""
+        whole = self.state.global_state()
+        if "loss" not in whole:
+            return Losses(*torch.zeros(2, dtype=torch.float64, device=device))
+        return Losses(whole["loss"].double().sum(), whole["weight"].double().sum(), whole)
 
     def _run_forward(self, action: Action) -> None:
         work, load = self.works[action.stage], self.loads[action.microbatch]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.pipeline.split_backward import SplitBackward
+from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.pipeline.tree import leaves, transform
 from drawloom.components.pipeline.weight_plan import StageWeights
 from drawloom.components.ports.data import Batch
@@ -34,8 +35,8 @@ class StageWork:
 
     stage: Stage
     objective: Objective
+    state: PipelineStateHandler
     weights: StageWeights | None = None
-    losses: dict[int, tuple[Tensor, Tensor]] = attrs.field(factory=dict)
     _live: dict[int, Live] = attrs.field(factory=dict)
 
     @property
@@ -61,7 +62,8 @@ class StageWork:
 
     def _loss(self, microbatch: int, output: Any, batch: Batch) -> Tensor:
         loss, weight = self.objective.loss(output, batch)
-        self.losses[microbatch] = loss.detach(), weight.detach()
+        mine = self.state.sharded_state(microbatch)
+        mine["loss"], mine["weight"] = loss, weight
         return loss
 
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:

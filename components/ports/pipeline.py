@@ -8,6 +8,7 @@ from torch import Tensor
 
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import Shared
+from drawloom.components.ports.pipeline_state import PipelineState
 from drawloom.components.ports.program import Program
 from drawloom.graph import port
 
@@ -32,10 +33,15 @@ class Schedule(Protocol):
 
 @attrs.frozen
 class Losses:
-    """What a pass over microbatches gave on this rank: float64 sums of weighted losses and of their weights."""
+    """
+    What a pass over microbatches gave on this rank: float64 sums of weighted losses and of their weights.
+
+    On the rank of the last stage `state` holds them by microbatch too, as `loss` and `weight` of shape (microbatches,).
+    """
 
     total: Tensor
     weight: Tensor
+    state: PipelineState | None = None
 
 
 @port
