@@ -50,7 +50,7 @@ class Executor:
             layers = next((model.settings.get("layers") for model in stages.neighbours("model")), None)
             if layers is not None and layers < count:
                 text = (
-                    f"{ranks} ranks with {count // ranks} stages each need {count} layers, and the model has {layers}"
+                    f"{ranks} ranks with {count // ranks} stages each want {count} layers, and the model has {layers}"
                 )
                 yield mesh.fault("pipeline", text, f"write at most {max(1, layers * ranks // count)}, or more layers")
 
