@@ -15,6 +15,13 @@ def in_background(name: str, work: Callable[[], T]) -> Future[T]:
     return future
 
 
+def at_once(name: str, work: Callable[[], T]) -> Future[T]:
+    """The same without a thread: it is done when this returns."""
+    future: Future[T] = Future()
+    _work(future, work)
+    return future
+
+
 def _work(future: Future[T], work: Callable[[], T]) -> None:
     try:
         result = work()

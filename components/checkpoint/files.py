@@ -1,15 +1,18 @@
 """Every effect that checkpoints have on the file system: the one place where it is made to last, and can fail."""
 
-import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
 
-CHUNK = 2**20  # bytes that are hashed and written at a time
+from drawloom.components.checkpoint.digest import Digest
+
+CHUNK = 2**22  # bytes that are read or written at a time
+SMALL = 2**16  # bytes; smaller parts are written together
 
 
 @attrs.frozen
@@ -27,31 +30,105 @@ def make_folder(path: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> Content:
     """Write a new file down to the disk."""
-    digest = hashlib.sha256()
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    return write_parts(path, [memoryview(data)])
+
+
+def write_parts(path: Path, parts: Iterable[memoryview]) -> Content:
+    """Write a new file of these parts down to the disk. No part is changed before all are written."""
+    size = 0
+    with Digest() as digest:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            for chunk in _chunks(parts):
+                size += len(chunk)
+                digest.update(chunk)
+                _write_all(file, chunk, path)
+            _sync(file, path)
+        finally:
+            os.close(file)
+        return Content(size, digest.hex())
+
+
+class Reading:
+    """A file that is read once from its beginning to its end, and digested meanwhile."""
+
+    def __init__(self, path: Path, file: int, digest: Digest) -> None:
+        self.size = os.fstat(file).st_size
+        self.done = 0
+        self._path = path
+        self._file = file
+        self._digest = digest
+
+    def fill(self, buffer: memoryview) -> None:
+        """Read the next bytes into memory that stays as it is; OSError if the file ends before."""
+        while buffer:
+            count = self._take(buffer[:CHUNK])
+            buffer = buffer[count:]
+
+    def read(self, count: int) -> bytes:
+        """The next bytes; OSError if the file ends before. Whoever asks has seen to it that they are not too many."""
+        data = bytearray(count)
+        self.fill(memoryview(data))
+        return bytes(data)
+
+    def skip(self, count: int) -> None:
+        """Read and digest bytes that nobody wants."""
+        while count > 0:
+            count -= self._take(memoryview(bytearray(min(CHUNK, count))))
+
+    def content(self) -> Content:
+        """What the file holds, all of it."""
+        self.skip(self.size - self.done)
+        return Content(self.done, self._digest.hex())
+
+    def _take(self, buffer: memoryview) -> int:
+        try:
+            count = os.readv(self._file, [buffer])
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        if not count:
+            raise OSError(0, f"it ends after {self.done} bytes", str(self._path))
+        self._digest.update(buffer[:count])
+        self.done += count
+        return count
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[Reading]:
+    """A regular file; OSError for anything else: for a link, or a pipe on which one would wait for ever."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # without waiting for a pipe's other end
     try:
-        for start in range(0, len(data), CHUNK):
-            chunk = memoryview(data)[start : start + CHUNK]
-            digest.update(chunk)
-            _write_all(file, chunk, path)
-        _sync(file, path)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(0, "is no regular file", str(path))
+        with Digest() as digest:
+            yield Reading(path, file, digest)
     finally:
         os.close(file)
-    return Content(len(data), digest.hexdigest())
 
 
-def read_file(path: Path) -> bytes:
-    """All of a regular file; OSError for anything else, a pipe say, on which one would wait for ever."""
-    return b"".join(_chunks(path))
+def read_file(path: Path, limit: int) -> tuple[bytes, Content]:
+    """All of a regular file, and what it holds; OSError if it has more than `limit` bytes."""
+    with reading(path) as file:
+        if file.size > limit:
+            raise OSError(0, f"it has {file.size} bytes, and more than {limit} are not read", str(path))
+        return file.read(file.size), file.content()
 
 
 def content(path: Path) -> Content:
     """Size and SHA-256 of a regular file."""
-    digest, size = hashlib.sha256(), 0
-    for chunk in _chunks(path):
-        digest.update(chunk)
-        size += len(chunk)
-    return Content(size, digest.hexdigest())
+    with reading(path) as file:
+        return file.content()
+
+
+def size(path: Path) -> int:
+    """The size of a file in bytes, a link's own if it is one."""
+    return os.lstat(path).st_size
+
+
+def free(folder: Path) -> int:
+    """How many bytes can still be written there."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
 
 
 def sync_folder(path: Path) -> None:
@@ -79,15 +156,24 @@ def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder)) if folder.is_dir() else []
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # without waiting for a pipe's other end
-    try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(0, "is no regular file", str(path))
-        while chunk := os.read(file, CHUNK):
-            yield chunk
-    finally:
-        os.close(file)
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder of this name, and not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def _chunks(parts: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in pieces that are worth a system call: small parts together, large ones cut."""
+    gathered = bytearray()
+    for part in parts:
+        if len(part) < SMALL:
+            gathered += part
+        if gathered and (len(part) >= SMALL or len(gathered) >= SMALL):
+            yield memoryview(bytes(gathered))
+            gathered.clear()
+        if len(part) >= SMALL:
+            yield from (part[start : start + CHUNK] for start in range(0, len(part), CHUNK))
+    if gathered:
+        yield memoryview(bytes(gathered))
 
 
 def _write_all(file: int, chunk: memoryview, path: Path) -> None:

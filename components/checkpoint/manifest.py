@@ -2,7 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,16 @@ import attrs
 
 from drawloom.components.checkpoint import files
 from drawloom.components.checkpoint.files import Content
+from drawloom.components.model_state.strict_json import parse
 from drawloom.graph import UserError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
+LARGEST = 2**24  # bytes of a manifest
+READERS = 8  # files that are read at a time: more than a disk has use for, if not more than a network has
+
+NAME = re.compile(r"[A-Za-z0-9_.\-]{1,255}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Damaged(Exception):
@@ -26,7 +35,8 @@ class Manifest:
     The step after which a checkpoint was saved, by which recipe, by how many ranks, and every file of it.
 
     `replicated` names the nodes whose state is the same on all ranks and held by rank 0, `local` those of which each
-    rank has its own.
+    rank has its own, and `spread` those whose entries are spread over the ranks. `values` are numbers that the step
+    left behind, such as its loss; None for one that is not finite.
     """
 
     step: int
@@ -35,11 +45,18 @@ class Manifest:
     replicated: list[str]
     local: list[str]
     files: dict[str, Content]
+    spread: list[str] = attrs.field(factory=list)
+    values: dict[str, float | None] = attrs.field(factory=dict)
 
     def write(self) -> bytes:
         """The text of `manifest.json`."""
         content = {"format": FORMAT, **attrs.asdict(self)}
         return json.dumps({**content, "digest": _digest(content)}, indent=1).encode() + b"\n"
+
+    @property
+    def bytes(self) -> int:
+        """How much all files have together."""
+        return sum(content.size for content in self.files.values())
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -48,18 +65,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
     Raises Damaged if it is not as it was written, UserError if a newer version wrote it.
     """
-    try:
-        content = json.loads(files.read_file(checkpoint / MANIFEST))
-        version, digest = content.pop("format"), content.pop("digest")
-    except FileNotFoundError:
-        raise Damaged(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{MANIFEST} can't be read ({type(error).__name__})") from error
-    if digest != _digest({"format": version, **content}):
-        raise Damaged(f"{MANIFEST} does not have its own digest")
-    if version != FORMAT:
-        raise UserError(f"{checkpoint} has format {version}, and this version reads {FORMAT}; use the other version")
-    manifest = _structure(content)
+    content = _read(checkpoint)
+    version = content.pop("format")
+    if version not in range(1, FORMAT + 1):
+        raise UserError(
+            f"{checkpoint} has format {version}, and this version of drawloom reads up to {FORMAT}; use a newer version"
+        )
+    manifest = _structure(_of_today(content, version))
     if checkpoint.name != f"step-{manifest.step}":
         raise Damaged(f"{MANIFEST} is of step {manifest.step}")
     return manifest
@@ -68,70 +80,126 @@ def read_manifest(checkpoint: Path) -> Manifest:
 def verify(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint of which every file is as it was committed; Damaged lists all that are not."""
     manifest = read_manifest(checkpoint)
-    if faults := [*_faults_of_folder(checkpoint, manifest), *_faults_of_files(checkpoint, manifest)]:
+    if faults := [*faults_of_folder(checkpoint, manifest), *faults_of_files(checkpoint, manifest.files)]:
         raise Damaged("; ".join(faults))
     return manifest
 
 
-def read_listed(checkpoint: Path, manifest: Manifest, name: str) -> bytes:
-    """What one of the files holds; Damaged if that is not what was committed."""
-    if name not in manifest.files:
-        raise Damaged(f"{MANIFEST} does not list {name}")
-    try:
-        data = files.read_file(checkpoint / name)
-    except OSError as error:
-        raise Damaged(f"{name} can't be read ({error.strerror})") from error
-    found = Content(len(data), hashlib.sha256(data).hexdigest())
-    if fault := _difference(name, found, manifest.files[name]):
-        raise Damaged(fault)
-    return data
+def faults_of_folder(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
+    """Which files are missing, and which are too many."""
+    found, listed = set(files.names(checkpoint)), {*manifest.files, MANIFEST}
+    yield from (f"{name} is missing" for name in sorted(listed - found))
+    yield from (f"{name} does not belong there" for name in sorted(found - listed))
+
+
+def faults_of_files(checkpoint: Path, committed: Mapping[str, Content]) -> Iterator[str]:
+    """Which of these files hold something else than was committed; several are read at a time."""
+
+    def fault(name: str) -> str:
+        try:
+            return difference(name, files.content(checkpoint / name), committed[name])
+        except FileNotFoundError:
+            return ""  # the folder's faults have it
+        except OSError as error:
+            return f"{name} can't be read ({error.strerror})"
+
+    with ThreadPoolExecutor(READERS) as pool:
+        yield from filter(None, pool.map(fault, committed))
+
+
+def difference(name: str, found: Content, committed: Content) -> str:
+    """By what a file differs from the one that was committed; empty if it does not."""
+    if found.size != committed.size:
+        return f"{name} has {found.size} bytes instead of {committed.size}"
+    return "" if found == committed else f"{name} has other bytes than were committed"
 
 
 def looks_whole(checkpoint: Path) -> bool:
     """Whether manifest, names and sizes are as they were committed: what can be seen without reading it all."""
     try:
         manifest = read_manifest(checkpoint)
-        sizes = {name: (checkpoint / name).stat().st_size for name in manifest.files}
+        sizes = {name: files.size(checkpoint / name) for name in manifest.files}
     except (Damaged, UserError, OSError):
         return False
     return all(sizes[name] == content.size for name, content in manifest.files.items())
 
 
-def _structure(content: dict[str, Any]) -> Manifest:
+def _read(checkpoint: Path) -> dict[str, Any]:
+    """What the manifest says, if it has its own digest."""
+    if not files.is_folder(checkpoint):
+        raise Damaged("it is a link, or no folder")
     try:
-        listed = {name: Content(**each) for name, each in content.pop("files").items()}
-        manifest = Manifest(files=listed, **content)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{MANIFEST} has other entries than a manifest has") from error
-    if odd := [name for name in listed if Path(name).name != name or name in ("", ".", "..")]:
-        raise Damaged(f"{MANIFEST} lists {odd[0]!r}, which is no plain file name")
-    return manifest
+        text, _ = files.read_file(checkpoint / MANIFEST, LARGEST)
+        content: dict[str, Any] = parse(text, most=len(text))
+        digest = content.pop("digest")
+        version = content["format"]
+    except FileNotFoundError:
+        raise Damaged(f"{MANIFEST} is missing") from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Damaged(f"{MANIFEST} can't be read ({type(error).__name__})") from error
+    if digest != _digest(content):
+        raise Damaged(f"{MANIFEST} does not have its own digest")
+    if type(version) is not int:
+        raise Damaged(f"{MANIFEST} has no format that is a number")
+    return content
+
+
+def _of_today(content: dict[str, Any], version: int) -> dict[str, Any]:
+    """The same, as the newest version would have written it."""
+    if version == 1:
+        return {**content, "spread": [], "values": {}}
+    return content
+
+
+def _structure(content: dict[str, Any]) -> Manifest:
+    if content.keys() != {field.name for field in attrs.fields(Manifest)}:
+        raise Damaged(f"{MANIFEST} has other entries than a manifest has")
+    if odd := [name for name, fits in ENTRIES.items() if not fits(content[name])]:
+        raise Damaged(f"{MANIFEST} has something else than a manifest has as {odd[0]}")
+    listed = {name: Content(**each) for name, each in content.pop("files").items()}
+    if names := [name for name in listed if not NAME.fullmatch(name) or name in (".", "..", MANIFEST)]:
+        raise Damaged(f"{MANIFEST} lists {names[0]!r:.99}, which is no plain file name")
+    return Manifest(files=listed, **content)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _are_files(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_content, value.values()))
+
+
+def _is_content(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"size", "sha256"} or not _is_count(value["size"]):
+        return False
+    return isinstance(value["sha256"], str) and SHA256.fullmatch(value["sha256"]) is not None
+
+
+def _are_values(value: Any) -> bool:
+    return isinstance(value, dict) and all(value is None or _is_number(value) for value in value.values())
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+ENTRIES: Mapping[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "recipe": lambda value: isinstance(value, str),
+    "world_size": lambda value: _is_count(value) and value > 0,
+    "replicated": _are_names,
+    "local": _are_names,
+    "spread": _are_names,
+    "files": _are_files,
+    "values": _are_values,
+}
 
 
 def _digest(content: dict[str, Any]) -> str:
     """Of the content in one fixed way of writing, however the file writes it."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _faults_of_folder(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
-    found, listed = set(files.names(checkpoint)), {*manifest.files, MANIFEST}
-    yield from (f"{name} is missing" for name in sorted(listed - found))
-    yield from (f"{name} does not belong there" for name in sorted(found - listed))
-
-
-def _faults_of_files(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
-    for name, committed in manifest.files.items():
-        try:
-            fault = _difference(name, files.content(checkpoint / name), committed)
-        except FileNotFoundError:
-            continue  # the folder's faults have it
-        except OSError as error:
-            fault = f"{name} can't be read ({error.strerror})"
-        if fault:
-            yield fault
-
-
-def _difference(name: str, found: Content, committed: Content) -> str:
-    if found.size != committed.size:
-        return f"{name} has {found.size} bytes instead of {committed.size}"
-    return "" if found == committed else f"{name} has other bytes than were committed"

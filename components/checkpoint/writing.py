@@ -6,16 +6,18 @@ are on the disk before the manifest that names them, all names before the rename
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
+from torch import Tensor
 
 from drawloom.components.checkpoint import files
 from drawloom.components.checkpoint.files import Content
 from drawloom.components.checkpoint.manifest import MANIFEST, Manifest
-from drawloom.components.checkpoint.state import pack
+from drawloom.components.model_state.safetensors_header import layout
+from drawloom.components.model_state.tensor_bytes import bytes_of
+from drawloom.components.model_state.tensor_source import TensorKind
 
 ASIDE = ".tmp-"
 TRASH = ".trash-"
@@ -39,14 +41,24 @@ def begin(checkpoint: Path) -> Path:
     return aside
 
 
-def write_rank(aside: Path, rank: int, states: Mapping[str, Any]) -> dict[str, Content]:
-    """Write the states of a rank; file name to content."""
-    tree, tensors = pack(states)
-    texts = {
-        f"rank-{rank}.json": json.dumps(tree, allow_nan=False).encode(),
-        f"rank-{rank}.safetensors": save(tensors),
+def write_rank(aside: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, Content]:
+    """
+    Write the states of a rank, tensor by tensor; file name to content.
+
+    No tensor changes meanwhile. There is no second copy of them, but for one at a time that is not dense or not on
+    the CPU.
+    """
+    text = json.dumps(tree, allow_nan=False).encode()
+    json_name, tensors_name = rank_files(rank)
+    return {
+        json_name: files.write_file(aside / json_name, text),
+        tensors_name: files.write_parts(aside / tensors_name, safetensors(tensors)),
     }
-    return {name: files.write_file(aside / name, text) for name, text in texts.items()}
+
+
+def rank_files(rank: int) -> tuple[str, str]:
+    """The names of a rank's files: its tree, and its tensors."""
+    return f"rank-{rank}.json", f"rank-{rank}.safetensors"
 
 
 def commit(checkpoint: Path, manifest: Manifest) -> None:
@@ -68,6 +80,14 @@ def discard(checkpoints: Iterable[Path]) -> None:
         files.rename(checkpoint, trash)
         files.sync_folder(checkpoint.parent)
         files.remove_folder(trash)
+
+
+def safetensors(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """The bytes of a safetensors file, part by part."""
+    head, entries = layout({name: TensorKind(tuple(each.shape), each.dtype) for name, each in tensors.items()})
+    yield memoryview(head)
+    for name in entries:
+        yield bytes_of(tensors[name])
 
 
 def _free_name(checkpoint: Path) -> Path:

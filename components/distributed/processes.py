@@ -13,6 +13,8 @@ from drawloom.components.distributed.launch import Launch, read_launch
 from drawloom.components.ports.distributed import Device, Group
 from drawloom.graph import UserError, above, component, setting
 
+FOR_EVER = timedelta(days=30)
+
 
 @component(change="free")
 class TorchProcesses:
@@ -69,6 +71,13 @@ class TorchProcesses:
         """A group for each of these sets of ranks, disjoint and with all ranks; gives the one of this process."""
         groups = [(self.rank in ranks, self._make(name, ranks)) for ranks in sets]
         return next(group for own, group in groups if own)
+
+    def apart(self, name: str) -> Group:
+        """All processes, on CPUs and by a channel of their own, where they wait for one another as long as they live."""
+        if not self._joined:
+            return OneRank()
+        ranks = list(range(self.world_size))
+        return ProcessGroup(name, ranks, dist.new_group(ranks, backend="gloo", timeout=FOR_EVER), torch.device("cpu"))
 
     def set_timeout(self, seconds: float) -> None:
         """From now on a process waits this long for the others in any group, also in groups that are made later."""

@@ -25,6 +25,10 @@ class TorchOptimizer:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
+    def state_names(self) -> list[str]:
+        """The names of the parameters that this rank trains."""
+        return [name for name, _ in self.parameters.named()]
+
     def state_dict(self) -> dict[str, Any]:
         """What the optimizer keeps for each parameter."""
         return named_state(self._optimizer, self.parameters.named())

@@ -79,6 +79,10 @@ class RealStages:
                 parameter.grad = gradient
             self.mesh.group("pipeline").sum(gradient)
 
+    def state_names(self) -> list[str]:
+        """The names of the parameters that this rank holds."""
+        return list(self._all())
+
     def state_dict(self) -> dict[str, Any]:
         """Every parameter by its name."""
         return {name: parameter.detach() for name, parameter in self._all().items()}

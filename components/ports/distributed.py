@@ -92,6 +92,14 @@ class Processes(Protocol):
         """
         ...
 
+    def apart(self, name: str) -> Group:
+        """
+        All processes, on CPUs and by a channel of their own: a thread may use it whatever the others are doing.
+
+        It waits for the others as long as they live. All processes ask for the same groups in the same order.
+        """
+        ...
+
 
 @port
 class Timed(Protocol):

@@ -110,7 +110,12 @@ class Stateful(Protocol):
     A node that a checkpoint saves, under the node's name.
 
     State is a dict that may hold dicts, and at its leaves tensors, numbers, strings, booleans, None, or lists of
-    those. A class attribute `state_is_local = True` says that each rank has a state of its own.
+    those. A class attribute `state_is_local = True` says that each rank has a state of its own. A method
+    `state_names()` says that the entries of the state are spread over ranks, and gives the names of those that this
+    one holds; it gets back these, whichever ranks saved them.
+
+    A tensor in a state may be read until the next phase begins that writes weights; a node that changes one before,
+    and is larger than a few numbers, hands out a copy.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -184,6 +189,15 @@ class Tracker(Protocol):
 
 
 @port
+class Lasting(Protocol):
+    """Writes something down that must not be gone when a later checkpoint is there."""
+
+    def make_last(self) -> None:
+        """Return when all that was written is on the disk. It may be called in any thread."""
+        ...
+
+
+@port
 class Restorer(Protocol):
     """Keeps the state of the run, and brings it back."""
 
@@ -193,6 +207,10 @@ class Restorer(Protocol):
 
     def save(self, step: Step) -> None:
         """Save the state after a step, unless that is done already."""
+        ...
+
+    def staged(self) -> None:
+        """Return when the state may change although it is being saved; all ranks call it before weights change."""
         ...
 
 

@@ -21,20 +21,29 @@ class Report:
     every: Cadence = setting(default=1, check=a_cadence, doc='steps between lines in the log, or "last" or "never"')
 
     _rewound: bool = attrs.field(init=False, default=False)
+    _dropped: set[int] = attrs.field(init=False, factory=set)
 
     def run_phase(self, step: Step) -> None:
         """Write the step down; the first of a process takes back what a run that was killed wrote of later ones."""
         values = {name: value for metric in self.metrics for name, value in metric.measure(step).items()}
         if not self._rewound:
             self._rewound = True
-            for tracker in self.trackers:
-                tracker.rewind(step.index - 1)
-        for tracker in self.trackers:
-            tracker.track(step.index, values)
+            self._each(lambda tracker: tracker.rewind(step.index - 1))
+        self._each(lambda tracker: tracker.track(step.index, values))
         if step.refused:
             log.warning("step %d/%d refused: %s", step.index, step.total, step.refused)
         elif due(self.every, step):
             log.info("%s", step_line(step, values), extra={"step_line": True})
+
+    def _each(self, work: Callable[[Tracker], None]) -> None:
+        """Do something with every tracker; one that fails is left alone from then on, and the run goes on."""
+        for place, tracker in enumerate(self.trackers):
+            if place not in self._dropped:
+                try:
+                    work(tracker)
+                except Exception:
+                    self._dropped.add(place)
+                    log.exception("%s failed and is told nothing more; the run goes on", type(tracker).__name__)
 
 
 def step_line(step: Step, values: Mapping[str, Value]) -> str:

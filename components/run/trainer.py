@@ -7,6 +7,7 @@ import attrs
 
 from drawloom.components.ports.run import Event, Events, Finisher, Listener, Phase, Randomness, Restorer, Step, Stop
 from drawloom.graph import Ordered, at_least, component, setting
+from drawloom.graph.component import Traits
 
 log = logging.getLogger("drawloom.run")
 
@@ -26,11 +27,10 @@ class Trainer:
 
     def run(self) -> None:
         """Go on from where the run was, to its end."""
+        self.events.tell(Event("run_started"))
         done = self.resume.restore() if self.resume else 0
         if done >= self.steps and all(finisher.is_finished() for finisher in self.afterwards):
             log.info("finished: all %d steps are done, there is nothing left to do", self.steps)
-            return
-        self.events.tell(Event("run_started"))
         for index in range(done + 1, self.steps + 1):
             self._take(Step(index, self.steps))
         for finisher in self.afterwards:
@@ -42,6 +42,8 @@ class Trainer:
         self.events.tell(Event("step_started", step))
         for name, phase in zip(self.phases.names, self.phases, strict=True):
             self.events.tell(Event("phase_started", step, name))
+            if self.resume and changes_weights(phase):
+                self.resume.staged()
             phase.run_phase(step)
             self.events.tell(Event("phase_ended", step, name))
         self.events.tell(Event("step_ended", step))
@@ -61,6 +63,12 @@ class Trainer:
             return None
         derived = [phase for phase in node.neighbours("phases") if _derives(phase)]
         return "semantic" if derived else "free"
+
+
+def changes_weights(phase: Phase) -> bool:
+    """Whether a phase says that it does."""
+    traits: Traits | None = getattr(phase, "__component__", None)
+    return traits is not None and "weights" in (*traits.flow.writes, *traits.flow.changes)
 
 
 def _derives(phase: Any) -> bool:

@@ -1,11 +1,12 @@
 """Metrics as a file of JSON lines, cut back to where the run goes on from."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import attrs
 
@@ -14,6 +15,9 @@ from drawloom.components.ports.run import RunFolder, Value
 from drawloom.graph import component
 
 FORMAT = 1
+ROOM = 2**24  # bytes of lines that wait; later ones are dropped
+
+log = logging.getLogger("drawloom.trackers")
 
 
 @component(change="free")
@@ -28,25 +32,34 @@ class JsonlTracker:
     folder: RunFolder
     mesh: Mesh
 
-    _file: BinaryIO | None = attrs.field(init=False, default=None)
+    _file: int | None = attrs.field(init=False, default=None)
+    _waiting: bytes = attrs.field(init=False, default=b"")
+    _warned: bool = attrs.field(init=False, default=False)
 
     def open(self) -> None:
         """Open the file at its end."""
         if self.mesh.world.rank == 0:
-            self._file = self._path.open("ab")
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            self._write()
+            file, self._file = self._file, None
+            os.close(file)
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
-        """Add a line, and hand it to the system at once."""
+        """Add a line, and hand it to the system at once. What the disk does not take waits for the next line."""
         if self._file is not None:
             row = {"step": step} | {name: _plain(value) for name, value in values.items()} | {"format": FORMAT}
-            self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-            self._file.flush()
+            if len(self._waiting) < ROOM:
+                self._waiting += json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+            self._write()
+
+    def make_last(self) -> None:
+        """Return when every line is on the disk."""
+        if self._file is not None:
+            os.fsync(self._file)
 
     def rewind(self, step: int) -> None:
         """Cut the file back to the lines of steps up to this one; a line that a crash left half-written goes too."""
@@ -54,10 +67,22 @@ class JsonlTracker:
             return
         lines = self._path.read_bytes()
         kept = b"".join(line + b"\n" for line in lines.split(b"\n") if _step_of(line) <= step)
-        if kept != lines:
+        if lines.startswith(kept):
+            os.ftruncate(self._file, len(kept))  # needs no room
+        else:
             self.close()
             _replace(self._path, kept)
             self.open()
+
+    def _write(self) -> None:
+        """Write what waits, as far as the disk takes it. The run goes on in any case."""
+        try:
+            while self._waiting and self._file is not None:
+                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                log.warning("%s: %s; lines wait until the disk takes them", self._path, error.strerror)
 
     @property
     def _path(self) -> Path:

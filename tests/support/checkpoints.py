@@ -1,6 +1,6 @@
 """Stateful nodes and a checkpointer of them, for tests in this process and in others."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -62,6 +62,21 @@ class AloneMesh:
         return 0
 
 
+class AloneProcesses:
+    """One process."""
+
+    rank = local_rank = 0
+    world_size = local_world_size = 1
+
+    def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
+        """Itself."""
+        return OneRank()
+
+    def apart(self, name: str) -> Group:
+        """Itself."""
+        return OneRank()
+
+
 @attrs.define
 class Diary:
     """Events, written down."""
@@ -78,8 +93,15 @@ def checkpointer(folder: Path, states: Mapping[str, Stateful], mesh: Any = None,
     if not folder.exists():
         folder.mkdir(parents=True)
     recipe = settings.pop("recipe", ResolvedRecipe("format = 1\n", "hash"))
+    processes: Any = getattr(mesh, "processes", AloneProcesses())
     node = CheckpointFolder(
-        folder=Place(folder), mesh=mesh or AloneMesh(), states=Every(states), recipe=recipe, **settings
+        folder=Place(folder),
+        mesh=mesh or AloneMesh(),
+        processes=processes,
+        states=Every(states),
+        records=Every(settings.pop("records", {})),
+        recipe=recipe,
+        **settings,
     )
     node.open()
     return node

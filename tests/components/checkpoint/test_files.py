@@ -20,7 +20,8 @@ def test_what_was_written_is_there_and_known(tmp_path: Path, size: int) -> None:
     expected = Content(size, hashlib.sha256(data).hexdigest())
     assert files.write_file(tmp_path / "file", data) == expected
     assert files.content(tmp_path / "file") == expected
-    assert files.read_file(tmp_path / "file") == data == (tmp_path / "file").read_bytes()
+    assert files.read_file(tmp_path / "file", size) == (data, expected)
+    assert (tmp_path / "file").read_bytes() == data
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +67,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/etc/hostname")
     for name in ("pipe", "folder", "link"):
         with pytest.raises(OSError, match=r"regular|symbolic"):
-            files.read_file(tmp_path / name)
+            files.read_file(tmp_path / name, 99)
 
 
 def test_removing_nothing_is_fine(tmp_path: Path) -> None:

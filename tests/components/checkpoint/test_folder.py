@@ -139,7 +139,7 @@ def test_the_recipe_lies_in_each_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "step-1"
     assert (folder / "recipe.lock.toml").read_text("utf-8") == "# été\n"
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["format"], manifest["step"], manifest["recipe"], manifest["world_size"]) == (1, 1, "the hash", 1)
+    assert (manifest["format"], manifest["step"], manifest["recipe"], manifest["world_size"]) == (2, 1, "the hash", 1)
 
 
 def test_what_a_dead_run_left_is_swept_out(tmp_path: Path) -> None:
@@ -182,13 +182,12 @@ def test_a_step_that_was_damaged_can_be_saved_again(tmp_path: Path) -> None:
         save_steps(tmp_path, 1, 2)
         (tmp_path / "checkpoints" / "step-2" / "rank-0.json").write_text("{}")
         memory = Memory()
-        node = checkpointer(tmp_path, {"memory": memory}, keep=9)
+        node = checkpointer(tmp_path, {"memory": memory}, keep=1)
         assert node.restore() == 1
         memory.state = state_of(2)
         node.save(Step(2, 9))
         assert restored(tmp_path) == 2
         memory.state = state_of(3)
-        node.keep = 1
         node.save(Step(3, 9))
         assert _steps(tmp_path) == [3]  # the good one counts again
         shutil.rmtree(tmp_path / "checkpoints" / "step-3")

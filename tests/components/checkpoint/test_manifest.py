@@ -3,12 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import attrs
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from drawloom.components.checkpoint import manifest
 from drawloom.components.checkpoint.files import Content
 from drawloom.components.checkpoint.manifest import Damaged, Manifest, looks_whole, read_manifest, verify
 from drawloom.graph import UserError
@@ -20,7 +22,9 @@ MANIFEST = Manifest(
     world_size=2,
     replicated=["optimizer"],
     local=["randomness"],
-    files={"rank-0.json": Content(3, "00ff")},
+    files={"rank-0.json": Content(3, "00ff" * 16)},
+    spread=["stages"],
+    values={"loss": 0.1, "grad_norm": None, "tokens": 12},
 )
 
 
@@ -36,7 +40,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_a_manifest_comes_back(checkpoint: Path) -> None:
     """Everything in it survives its file, which carries a format number."""
     assert read_manifest(checkpoint) == MANIFEST
-    assert json.loads((checkpoint / "manifest.json").read_text())["format"] == 1
+    assert json.loads((checkpoint / "manifest.json").read_text())["format"] == 2
 
 
 def test_no_flipped_bit_goes_unnoticed(checkpoint: Path) -> None:
@@ -75,19 +79,57 @@ def test_the_manifest_of_another_step_is_noticed(checkpoint: Path) -> None:
 
 def test_a_newer_format_is_no_damage(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused with both numbers, instead of being passed over for an older checkpoint."""
-    monkeypatch.setattr("drawloom.components.checkpoint.manifest.FORMAT", 2)
+    monkeypatch.setattr("drawloom.components.checkpoint.manifest.FORMAT", 3)
     (checkpoint / "manifest.json").write_bytes(MANIFEST.write())
     monkeypatch.undo()
-    with pytest.raises(UserError, match="has format 2, and this version reads 1"):
+    with pytest.raises(UserError, match="has format 3, and this version of drawloom reads up to 2"):
         read_manifest(checkpoint)
 
 
-@pytest.mark.parametrize("name", ["../step-6/rank-0.json", "/etc/passwd", "", "."])
+@pytest.mark.parametrize("name", ["../step-6/rank-0.json", "/etc/passwd", "", ".", "..", "a\0b", "manifest.json"])
 def test_names_of_files_stay_in_the_folder(checkpoint: Path, name: str) -> None:
     """A manifest with a right digest can still not lead elsewhere."""
-    manifest = attrs.evolve(MANIFEST, files={name: Content(1, "00")})
-    (checkpoint / "manifest.json").write_bytes(manifest.write())
+    made_up = attrs.evolve(MANIFEST, files={name: Content(1, "00" * 32)})
+    (checkpoint / "manifest.json").write_bytes(made_up.write())
     with pytest.raises(Damaged, match="no plain file name"):
+        read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": -7},
+        {"step": 7.0},
+        {"step": 2**70},
+        {"world_size": 0},
+        {"world_size": True},
+        {"replicated": "optimizer"},
+        {"local": [1]},
+        {"spread": None},
+        {"files": []},
+        {"files": {"rank-0.json": {"size": -1, "sha256": "00" * 32}}},
+        {"files": {"rank-0.json": {"size": 1, "sha256": "00"}}},
+        {"files": {"rank-0.json": {"size": 1}}},
+        {"values": {"loss": "low"}},
+        {"recipe": None},
+        {"more": 1},
+    ],
+)
+def test_what_is_no_manifest_is_damage_even_with_a_right_digest(checkpoint: Path, changes: dict[str, Any]) -> None:
+    """Whoever makes one up gets no further than to be refused, with the entry that is wrong."""
+    content = json.loads(MANIFEST.write())
+    del content["digest"]
+    content |= changes
+    (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": manifest._digest(content)}))
+    with pytest.raises(Damaged, match=r"^manifest.json has (other entries|something else .* as " + min(changes) + ")"):
+        read_manifest(checkpoint)
+
+
+def test_a_link_is_no_checkpoint(checkpoint: Path) -> None:
+    """Nothing is read through it."""
+    elsewhere = checkpoint.rename(checkpoint.with_name("elsewhere"))
+    checkpoint.symlink_to(elsewhere)
+    with pytest.raises(Damaged, match="link"):
         read_manifest(checkpoint)
 
 

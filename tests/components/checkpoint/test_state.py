@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
 from drawloom.components.checkpoint.state import pack, unpack
+from drawloom.components.checkpoint.writing import safetensors
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
@@ -34,7 +35,7 @@ STATES = st.recursive(
 def _through_files(state: Any) -> Any:
     """What another process would read: nothing but bytes passes."""
     tree, tensors = pack(state)
-    return unpack(json.loads(json.dumps(tree, allow_nan=False)), load(save(tensors)))
+    return unpack(json.loads(json.dumps(tree, allow_nan=False)), load(b"".join(safetensors(tensors))))
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -82,13 +83,15 @@ def test_views_are_saved_as_what_they_show() -> None:
     }
     loaded = _through_files(views)
     assert all(torch.equal(loaded[name], view) for name, view in views.items())
-    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in pack(views)[1].values())
+    assert sum(map(len, safetensors({"view": table[:1, :1]}))) < 200
+    assert loaded["row"].data_ptr() == loaded["twice"].data_ptr()  # what is one tensor is saved once
+    assert len(pack(views)[1]) == len(views) - 2
 
 
 def test_names_tell_paths_apart() -> None:
     """A key with a slash is not a nested key."""
     _, tensors = pack({"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}, "a~1b": torch.ones(2)})
-    assert sorted(tensors) == ["a/b", "a~01b", "a~1b"]
+    assert sorted(tensors) == ["/0", "/2", "a/b"]
     assert tensors["a/b"].item() == 1
 
 
