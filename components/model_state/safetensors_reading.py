@@ -71,7 +71,7 @@ def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
     if not os.path.lexists(folder / INDEX):
         raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX}; write the path of a Hugging Face model folder")
     places, total = _read_index(folder / INDEX)
-    files = {file: read_safetensors_header(folder / file) for file in dict.fromkeys(places.values())}
+    files = {file: _read_shard(folder, file, name) for file, name in {f: n for n, f in places.items()}.items()}
     if reasons := list(_differences(places, files, total)):
         raise UserError(f"{folder / INDEX} and its files differ: {'; '.join(reasons)}; copy the folder again")
     return SafetensorsFolder({name: files[file] for name, file in places.items()})
@@ -84,6 +84,14 @@ def read_safetensors_header(path: Path) -> SafetensorsFile:
         begin = 8 + length
         entries = parse_header(file.read(8, length), file.size - begin)
         return SafetensorsFile(path, entries, begin, file.identity)
+
+
+def _read_shard(folder: Path, file: str, name: str) -> SafetensorsFile:
+    """What a file of an index says that it holds; `name` is a tensor that the index places there, for messages."""
+    try:
+        return read_safetensors_header(folder / file)
+    except UserError as error:
+        raise UserError(f"{folder / INDEX} places {name!r:.99} in {file!r:.99}: {error}") from error
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import attrs
 from drawloom.components.model.qwen3.architecture import Architecture, head_faults
 from drawloom.components.model_state.composing import parallel, prefixed
 from drawloom.components.model_state.leaves import rename
+from drawloom.components.model_state.regular_file import open_regular_file
+from drawloom.components.model_state.strict_json import parse
 from drawloom.components.ports.model_state import Mapper
 from drawloom.graph import UserError
 
@@ -28,6 +30,9 @@ KEYS = {
     "initial_std": "initializer_range",
 }
 """Our names to the config's."""
+
+MAX_CONFIG = 2**20
+"""Bytes that are read of a config; real ones have a few thousand."""
 
 FIXED = {
     "model_type": "qwen3",
@@ -76,9 +81,12 @@ def read_config(path: Path) -> Architecture:
     """The model that a `config.json`, or the folder that holds it, describes; UserError if we can't build it."""
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise UserError(f"config: {path} can't be read ({error.strerror}); write the path of a config.json") from error
+        with open_regular_file(path, "write the path of a config.json") as file:
+            text = file.read(0, min(file.size, MAX_CONFIG))
+    except UserError as error:
+        raise UserError(f"config: {error}") from error
+    try:
+        config = parse(text, most=MAX_CONFIG)
     except ValueError as error:
         raise UserError(f"config: {path} is not JSON ({error}); write the path of a config.json") from error
     if not isinstance(config, dict):

@@ -6,8 +6,10 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from drawloom.components.model_state.leaves import rename
 from drawloom.components.pipeline.stages import RealStages
 from drawloom.components.ports.model import Span
 from drawloom.components.ports.model_state import Mapper
@@ -35,7 +37,7 @@ class Blueprint:
         return {}
 
     def hugging_face_mapper(self) -> Mapper:
-        return Mapper(())
+        return rename({f"{layer}.weight": f"theirs.{layer}" for layer in range(self.layers)})
 
 
 @attrs.frozen
@@ -123,6 +125,19 @@ def test_state_goes_from_one_to_another(one_rank: Any, job: Any) -> None:
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(stages.named(), other.named(), strict=True))
     with pytest.raises(KeyError, match=r"3\.weight"):
         other.load_state_dict({name: value for name, value in stages.state_dict().items() if name != "3.weight"})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_weights_are_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_path: Path) -> None:
+    """Each rank reads its layers under the folder's names, in its own precision; what is frozen stays frozen."""
+    theirs = {f"theirs.{layer}": torch.randn(2, 2) for layer in range(4)}
+    save_file(theirs, tmp_path / "model.safetensors")
+    mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
+    stages = made(mesh, job, Blueprint(), transforms=[Freeze()], weights=tmp_path)
+    held = stages.state_dict()
+    assert list(held) == [f"{layer}.weight" for layer in ((0, 1), (2, 3))[rank]]
+    assert all(torch.equal(tensor, theirs[f"theirs.{name[0]}"].bfloat16()) for name, tensor in held.items())
+    assert [name for name, _ in stages.named()] == ["0.weight"][rank:]
 
 
 def test_weights_that_are_not_there_are_told(one_rank: Any, job: Any, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Reading other people's config.json."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,28 @@ def test_refuses_what_is_no_config(tmp_path: Path, text: str, message: str) -> N
     """A file that is no JSON object is told so."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1, "a": 2}', "'a' more than once"),
+        ("[" * 10**6, "is not JSON"),
+        ('{"a": "' + "x" * 2**20, "is not JSON"),
+    ],
+)
+def test_refuses_what_a_stranger_may_write(tmp_path: Path, text: str, message: str) -> None:
+    """Two meanings, nesting without end and texts without end are refused like any broken file."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_config(tmp_path)
+
+
+def test_waits_for_no_pipe(tmp_path: Path) -> None:
+    """A pipe in the place of a config is refused, and nobody waits for its other end."""
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(UserError, match=r"config: .*config\.json is no regular file"):
         read_config(tmp_path)
 
 
