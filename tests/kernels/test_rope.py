@@ -57,3 +57,39 @@ def test_strided_input() -> None:
     (grad,) = torch.autograd.grad((found.transpose(1, 2) * weights).sum(), x)
     (expected,) = torch.autograd.grad((turned(x.transpose(1, 2), angles).transpose(1, 2) * weights).sum(), x)
     torch.testing.assert_close(grad, expected)
+
+
+def test_interleaved_pairs() -> None:
+    """Interleaved, neighbours are pairs: the same rotation of channels in another order."""
+    x, angles = torch.randn(2, 3, 2, 8, dtype=torch.float64), angles_of(2, 3, 4)
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    found = rope_eager(x, angles.cos(), angles.sin(), interleaved=True)
+    torch.testing.assert_close(found[..., order], turned(x[..., order], angles))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_only_the_first_channels_turn(interleaved: bool) -> None:
+    """With angles for fewer channels, the others stay bitwise, and get their gradient bitwise."""
+    x, angles = torch.randn(2, 3, 2, 10, requires_grad=True), angles_of(2, 3, 3)
+    cos, sin = angles.cos().float(), angles.sin().float()
+    found = rope_eager(x, cos, sin, interleaved)
+    assert torch.equal(found[..., 6:], x[..., 6:])
+    torch.testing.assert_close(found[..., :6], rope_eager(x[..., :6], cos, sin, interleaved))
+    (grad,) = torch.autograd.grad(found, x, torch.ones_like(found))
+    assert (grad[..., 6:] == 1).all()
+
+
+def test_in_place() -> None:
+    """In place, the tensor itself changes, gradients are the same, and autograd guards what others need."""
+    x, angles = torch.randn(2, 3, 2, 8, requires_grad=True), angles_of(2, 3, 4)
+    cos, sin = angles.cos().float(), angles.sin().float()
+    held = x * 1
+    found, expected = rope_eager(held, cos, sin, in_place=True), rope_eager(x, cos, sin)
+    assert found is held
+    assert torch.equal(found, expected)
+    grads = [torch.autograd.grad(result.square().sum(), x)[0] for result in (found, expected)]
+    torch.testing.assert_close(*grads)
+    needed = x.exp()
+    rope_eager(needed, cos, sin, in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(needed.sum(), x)

@@ -1,0 +1,26 @@
+"""Stochastic rounding inside kernels: as in drawloom.kernels.stochastic_copy, to the bit."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def words(key, draw, counter):
+    """Four words of 32 random bits for each draw (int64)."""
+    low, high = draw.to(tl.uint32), (draw >> 32).to(tl.uint32)
+    counter_low, counter_high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+    return tl.philox(key, low, high, low * 0 + counter_low, low * 0 + counter_high)
+
+
+@triton.jit
+def halves(word):
+    """The lower and the upper 16 bits of each of n words, as 2 n numbers."""
+    return tl.interleave(word & 0xFFFF, word >> 16)
+
+
+@triton.jit
+def round_stochastically(x, noise):
+    """float32 as bfloat16, with 16 bits of noise for each element."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = tl.where(x != x, (bits >> 16) | 0x40, (bits + noise) >> 16)
+    return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)

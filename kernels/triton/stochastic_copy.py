@@ -1,0 +1,50 @@
+"""float32 rounded to bfloat16 up or down at random, in Triton: one draw of random bits for eight elements."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drawloom.kernels.stochastic_copy import PER_DRAW
+from drawloom.kernels.triton.launching import operation
+from drawloom.kernels.triton.rounding import halves, round_stochastically, words
+
+BLOCK = 1024
+
+
+def stochastic_copy_triton(target: Tensor, source: Tensor, key: int, counter: int, first: int = 0) -> None:
+    """What stochastic_copy_eager does, to the bit."""
+    if first % PER_DRAW:
+        raise ValueError(f"first = {first} is no multiple of {PER_DRAW}")
+    if source.dtype != torch.float32 or target.dtype != torch.bfloat16 or source.shape != target.shape:
+        raise ValueError("a copy with stochastic rounding is from float32 to bfloat16, of one shape")
+    _copy(target, source, key, counter, first)
+
+
+def _nothing(target: Tensor, source: Tensor, key: int, counter: int, first: int) -> None:
+    pass
+
+
+@operation("stochastic_copy(Tensor(a!) target, Tensor source, int key, int counter, int first) -> ()", like=_nothing)
+def _copy(target: Tensor, source: Tensor, key: int, counter: int, first: int) -> None:
+    if not source.numel():
+        return
+    held = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+    count = source.numel()
+    _kernel[(triton.cdiv(count, BLOCK),)](
+        held, source.contiguous(), key, counter, first, count, BLOCK=BLOCK, PER_DRAW=PER_DRAW, enable_fp_fusion=True
+    )
+    if held is not target:
+        target.copy_(held)
+
+
+@triton.jit(do_not_specialize=["key", "counter", "first"])
+def _kernel(target, source, key, counter, first, count, BLOCK: tl.constexpr, PER_DRAW: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    draw = (first + start) // PER_DRAW + tl.arange(0, BLOCK // PER_DRAW)
+    a, b, c, d = words(key, draw, tl.cast(counter, tl.int64))
+    # Of eight neighbours, the first two take word a, the next two b: interleaved in pairs, each word is two halves.
+    noise = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // 2)
+    place = start + tl.arange(0, BLOCK)
+    values = tl.load(source + place, mask=place < count, other=0.0)
+    tl.store(target + place, round_stochastically(values, halves(noise)), mask=place < count)

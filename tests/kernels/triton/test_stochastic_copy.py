@@ -1,0 +1,54 @@
+"""Stochastic rounding in Triton is that of the eager twin, to the bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.kernels.stochastic_copy import stochastic_copy_eager
+from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
+from support.kernels import DEVICE, drawn, few, layouts
+
+
+@few
+@given(
+    st.lists(st.integers(0, 40), max_size=2),
+    st.integers(0, 2**63 - 1),
+    st.integers(0, 2**62),
+    st.integers(0, 2**40).map(lambda eighth: 8 * eighth),
+    layouts,
+    layouts,
+)
+def test_same_bits(shape: list[int], key: int, counter: int, first: int, of_source: str, of_target: str) -> None:
+    """Any shape, layout, key, counter and place give the bits of the eager twin."""
+    source = drawn(of_source, *shape).detach()
+    found, expected = (drawn(of_target, *shape, dtype=torch.bfloat16).detach() for _ in range(2))
+    stochastic_copy_triton(found, source, key, counter, first)
+    stochastic_copy_eager(expected, source, key, counter, first)
+    assert torch.equal(found, expected)
+
+
+def test_same_bits_for_any_bits() -> None:
+    """NaN of every kind, infinities, subnormals and the largest numbers come out as from the eager twin."""
+    bits = torch.randint(-(2**31), 2**31, (3000,)).to(torch.int32)
+    bits[:8] = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7F800000, -(2**23), 1, 0x7F7FFFFF, 0x80FFFF]).to(torch.int32)
+    source = bits.view(torch.float32).to(DEVICE)
+    found, expected = (torch.empty(3000, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    stochastic_copy_triton(found, source, 3, 4)
+    stochastic_copy_eager(expected, source, 3, 4)
+    # NaN keeps its upper half on both sides.
+    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+def test_refuses_other_dtypes() -> None:
+    """Only float32 to bfloat16 of one shape is such a copy."""
+    source = torch.ones(8, device=DEVICE)
+    for target in (torch.ones(8, dtype=torch.float16, device=DEVICE), torch.ones(9, device=DEVICE).bfloat16()):
+        with pytest.raises(ValueError, match="from float32 to bfloat16"):
+            stochastic_copy_triton(target, source, 0, 0)
+
+
+def test_is_an_operation_of_torch() -> None:
+    """It keeps the promises that torch.compile relies on."""
+    target, source = torch.ones(8, dtype=torch.bfloat16, device=DEVICE), torch.randn(8, device=DEVICE)
+    torch.library.opcheck(torch.ops.drawloom.stochastic_copy.default, (target, source, 1, 2, 0))
