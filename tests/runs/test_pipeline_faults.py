@@ -1,0 +1,55 @@
+"""A pipeline of which one rank dies or stands still."""
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from support.processes import RanksFailed, run_ranks
+from support.runs import Outcome, command, rows, write_corpus
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a corpus and the tiny recipe."""
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+def struck(folder: Path, arguments: Sequence[str], number: int) -> Outcome:
+    """A process of a run; rank 1 sends itself a signal as soon as a step is written down."""
+    if os.environ["RANK"] == "1":
+        threading.Thread(target=strike, args=(folder, number), daemon=True).start()
+    return command(folder, arguments, None)
+
+
+def strike(folder: Path, number: int) -> None:
+    """Wait for the first step, then send this process a signal."""
+    while not ((folder / "runs/tiny/metrics.jsonl").exists() and rows(folder / "runs/tiny")):
+        threading.Event().wait(0.01)
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_other_rank_ends_and_says_at_which_action(place: Path, number: int) -> None:
+    """A rank that waits for one that is gone, or stands still, ends within the time limit and names stage and action."""
+    arguments = [
+        *("run", "tiny.toml", "model.layers=2", "batch.micro_size=1", "mesh.pipeline=2", "trainer.steps=1000000"),
+        *(
+            "checkpoint.every='last'",
+            "processes.timeout=3.0",
+            "watch.timeouts.step=4.0",
+            "watch.timeouts.first_step=20.0",
+        ),
+    ]
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(struck, 2, place, arguments, int(number), timeout=25)
+    told = (place / "runs/tiny/log/rank-0.log").read_text("utf-8")
+    survivor = caught.value.values.get(0)
+    if survivor is not None:
+        assert survivor.code == 1 and "Traceback" not in survivor.text
+        told += survivor.text
+    assert "stage" in told and "rank 0" in told
