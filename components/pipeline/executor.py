@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.pipeline.constraints import misfits
 from drawloom.components.pipeline.forward_wave import forward_wave
 from drawloom.components.pipeline.lowering import lower
 from drawloom.components.pipeline.mail import Mail
@@ -43,16 +44,10 @@ class Executor:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Every stage of the schedule has a layer to hold."""
+        """Schedule, mesh and model go together."""
         for mesh, schedule, stages in zip(*map(node.neighbours, ("mesh", "schedule", "stages")), strict=True):
-            ranks = mesh.settings.get("pipeline", 1)
-            count = len(schedule.component(**schedule.settings).owners(ranks))
-            layers = next((model.settings.get("layers") for model in stages.neighbours("model")), None)
-            if layers is not None and layers < count:
-                text = (
-                    f"{ranks} ranks with {count // ranks} stages each want {count} layers, and the model has {layers}"
-                )
-                yield mesh.fault("pipeline", text, f"write at most {max(1, layers * ranks // count)}, or more layers")
+            for model in stages.neighbours("model"):
+                yield from misfits(schedule, mesh, model)
 
     def open(self) -> None:
         """Find the neighbours, and sort the weights of each stage."""

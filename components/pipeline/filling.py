@@ -117,7 +117,7 @@ class _Filling:
     held_first: Ints = attrs.field(init=False)
     incurred: Ints = attrs.field(init=False)
     paid: Ints = attrs.field(init=False)
-    # by rank, one behind the other: what came to be owed, and what was done, a weight gradient as `~` of what it follows
+    # by rank, one behind the other: what came to be owed, and what was done (weight gradients inverted)
     debts: Ints = attrs.field(init=False)
     done: Ints = attrs.field(init=False)
     count: Ints = attrs.field(init=False)

@@ -1,9 +1,13 @@
 """The phase that learns: the step's microbatches through the model and back."""
 
+from collections.abc import Iterator
+
 from drawloom.components.ports.data import TrainingData
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import Step
 from drawloom.graph import component
+from drawloom.graph.node import NodeView
+from drawloom.graph.problems import Problem
 
 
 @component(writes=("gradients", "losses"))
@@ -12,6 +16,15 @@ class ForwardBackward:
 
     data: TrainingData
     executor: Executor
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """A schedule that only goes forward learns nothing."""
+        for executor in node.neighbours("executor"):
+            for schedule in executor.neighbours("schedule"):
+                if not getattr(schedule.component, "trains", True):
+                    text = f"{schedule.use!r} only goes forward, so that nothing would be learned"
+                    yield schedule.fault("use", text, 'write use = "pipeline.schedules.gpipe"')
 
     def run_phase(self, step: Step) -> None:
         """Take the step's microbatches and carry the program out on them."""

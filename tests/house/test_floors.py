@@ -35,7 +35,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.run": (BELOW, {"attrs", "numpy", "torch", "rich"}),
     # Commands are no components: each puts the work of several subjects at a person's disposal.
     "components.commands": (
-        BELOW | {"components.checkpoint", "components.export", "components.sampling"},
+        BELOW | {"components.checkpoint", "components.export", "components.pipeline", "components.sampling"},
         {"attrs", "tomli", "torch"},
     ),
 }

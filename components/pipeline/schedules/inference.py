@@ -5,6 +5,8 @@ The forward half of the breadth-first pipeline (Lamy-Poirier, "Breadth-First Pip
 with one stage on each rank that of GPipe. Nothing is kept for a backward.
 """
 
+from typing import ClassVar
+
 from drawloom.components.pipeline.breadth_first import breadth_first
 from drawloom.components.pipeline.placement import loop
 from drawloom.components.ports.program import Program
@@ -15,7 +17,7 @@ from drawloom.graph import at_least, component, setting
 class Inference:
     """Forwards alone."""
 
-    trains = False
+    trains: ClassVar[bool] = False
 
     stages_per_rank: int = setting(default=1, check=at_least(1), doc="stages on each rank")
 

@@ -1,0 +1,174 @@
+"""draw a pipeline schedule, with its bubble and what it holds, before any device is touched"""
+
+import argparse
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from typing import get_args
+
+from drawloom.components.pipeline.channels import Channels
+from drawloom.components.pipeline.costs import Costs
+from drawloom.components.pipeline.simulator import simulate
+from drawloom.components.pipeline.timeline.summary import Summary, compare
+from drawloom.components.pipeline.timeline.svg import draw_svg
+from drawloom.components.pipeline.timeline.text import draw_text
+from drawloom.components.pipeline.timing import Stuck
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.pipeline import Schedule
+from drawloom.graph import UserError
+from drawloom.graph.graph import Graph
+from drawloom.graph.overrides import read_overrides
+from drawloom.graph.recipe import Recipe
+from drawloom.graph.spec import Spec
+from drawloom.graph.workshop import Workshop
+
+FOLDER = "pipeline.schedules."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE|NAME", help="a recipe, or with --ranks a schedule")
+    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to lay over it")
+    parser.add_argument("--ranks", type=_count, metavar="N", help="pipeline ranks; the recipe's mesh if left out")
+    parser.add_argument("--microbatches", type=_count, metavar="N", help="in a step; the recipe's batch if left out")
+    parser.add_argument("--stages-per-rank", type=_count, metavar="N", help="the schedule's own number if left out")
+    parser.add_argument("--costs", type=_costs, default={}, metavar="F=1,I=1,W=1,comm=0", help="B is I + W if left out")
+    parser.add_argument("--channels", choices=get_args(Channels), default="free", help="which messages hinder another")
+    parser.add_argument("--format", choices=("text", "svg", "json"), default="text", help="text if left out")
+    parser.add_argument("--compare", action="store_true", help="a table of all schedules")
+    parser.epilog = "Single values are set by node.key=value; in a schedule by its name, the node is called schedule."
+
+
+def main(options: argparse.Namespace, workshop: Workshop) -> int:
+    """Print what was asked for."""
+    if options.compare:
+        print(_comparison(options, workshop))
+        return 0
+    summary = _summary(options, workshop)
+    if options.format == "json":
+        print(json.dumps(summary.as_data(), indent=1))
+    elif options.format == "svg":
+        print(draw_svg(summary.simulation, summary.title, summary.caption), end="")
+    else:
+        print(f"{summary.title}\n{summary.caption}\n\n{summary.by_rank()}\n")
+        print(draw_text(summary.simulation, shutil.get_terminal_size((120, 0)).columns), end="")
+    return 0
+
+
+def _summary(options: argparse.Namespace, workshop: Workshop) -> Summary:
+    """The one schedule that was asked for, simulated."""
+    if not options.recipe:
+        raise UserError("schedule takes a recipe, or the name of a schedule and --ranks, or --compare", 2)
+    if options.ranks:
+        name = options.recipe.removeprefix(FOLDER)
+        schedule = _by_name(options, workshop, name)
+        return _simulated(options, name, schedule, options.ranks, _needed(options.microbatches))
+    graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words)).or_error()
+    name = _only(graph, Schedule)
+    ranks = graph.nodes[_only(graph, Mesh)].settings.get("pipeline", 1)
+    with workshop.container(graph, name) as objects:
+        schedule = objects[name]
+    _check_stages(options, name, schedule)
+    use = graph.nodes[name].spec.use.removeprefix(FOLDER)
+    return _simulated(options, use, schedule, ranks, options.microbatches or _microbatches(graph))
+
+
+def _comparison(options: argparse.Namespace, workshop: Workshop) -> str:
+    """Every schedule that needs nothing but its name."""
+    if options.recipe or not options.ranks:
+        raise UserError("--compare takes --ranks and --microbatches, and no recipe", 2)
+    summaries = [
+        _simulated(options, name, schedule, options.ranks, _needed(options.microbatches))
+        for name in _complete(workshop)
+        for schedule in [_by_name(options, workshop, name, anyway=True)]
+    ]
+    if options.format == "json":
+        return json.dumps([summary.as_data() for summary in summaries], indent=1)
+    return compare(summaries)
+
+
+def _complete(workshop: Workshop) -> Iterator[str]:
+    for name in workshop.catalogue.names():
+        spec = workshop.catalogue.find(name) if name.startswith(FOLDER) else None
+        if isinstance(spec, Spec) and not any(field.required for field in spec.fields.values()):
+            yield name.removeprefix(FOLDER)
+
+
+def _by_name(options: argparse.Namespace, workshop: Workshop, name: str, *, anyway: bool = False) -> Schedule:
+    """A schedule of this name; costs and stages go into it as far as it knows of them, `anyway` or else a UserError."""
+    use = name if "." in name else FOLDER + name
+    spec = workshop.catalogue.find(use)
+    fields = spec.fields if isinstance(spec, Spec) else {}
+    given = {"stages_per_rank": options.stages_per_rank, **options.costs}
+    data = {"use": use, **{key: value for key, value in given.items() if key in fields and value is not None}}
+    recipe = Recipe.of({"schedule": data}, "command line").with_values(read_overrides(options.words))
+    graph = workshop.graph(recipe, root="").or_error()
+    if "schedule" not in graph.fitting(Schedule):
+        raise UserError(f"{use} is no schedule; `drawloom list pipeline.schedules` shows all that there are", 2)
+    with workshop.container(graph, "schedule") as objects:
+        schedule: Schedule = objects["schedule"]
+    if not anyway:
+        _check_stages(options, name, schedule)
+    return schedule
+
+
+def _check_stages(options: argparse.Namespace, name: str, schedule: Schedule) -> None:
+    if options.stages_per_rank not in (None, schedule.stages_per_rank):
+        has = f"{name} takes {schedule.stages_per_rank} on each rank"
+        raise UserError(f"--stages-per-rank {options.stages_per_rank}: {has}; leave it out", 2)
+
+
+def _simulated(options: argparse.Namespace, name: str, schedule: Schedule, ranks: int, microbatches: int) -> Summary:
+    try:
+        program = schedule.program(ranks, microbatches)
+        return Summary(name, simulate(program, Costs(**options.costs), options.channels))
+    except Stuck as stuck:
+        raise UserError(f"{name} can't be carried out: {stuck}") from stuck
+
+
+def _only(graph: Graph, port: type) -> str:
+    names = graph.fitting(port)
+    if len(names) != 1:
+        raise UserError(f"the recipe has {len(names)} nodes that are a {port.__name__}; it takes one", 2)
+    return names[0]
+
+
+def _microbatches(graph: Graph) -> int:
+    """Microbatches in a step, on one replica where the mesh takes as many as there are."""
+    mesh = graph.nodes[_only(graph, Mesh)].settings
+    replicas = math.prod(size for key in ("data_replicate", "data_shard") if isinstance(size := mesh.get(key), int))
+    for node in graph.nodes.values():
+        if {"global_size", "micro_size"} <= node.settings.keys():
+            return max(1, int(node.settings["global_size"]) // (int(node.settings["micro_size"]) * replicas))
+    return _needed(None)
+
+
+def _needed(microbatches: int | None) -> int:
+    if microbatches is None:
+        raise UserError("how many microbatches? Write --microbatches 8", 2)
+    return microbatches
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+COSTS = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward", "comm": "message"}
+
+
+def _costs(text: str) -> dict[str, float]:
+    """Costs by their names in settings."""
+    costs: dict[str, float] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        try:
+            costs[COSTS[key.strip()]] = number = float(value)
+        except (KeyError, ValueError):
+            known = ", ".join(COSTS)
+            raise argparse.ArgumentTypeError(f"{part!r} is no cost; write such as F=1 ({known})") from None
+        if not (0 <= number < math.inf and (number or key.strip() == "comm")):
+            raise argparse.ArgumentTypeError(f"{part!r}: work costs more than 0, and a message 0 or more")
+    return costs

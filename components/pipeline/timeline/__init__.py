@@ -1,0 +1,1 @@
+"""Simulated programs as people look at them."""
