@@ -9,13 +9,12 @@ Which deferral a forward pass belongs to is the only ambient state, and it is th
 pass, which on an accelerator runs in autograd's threads, finds it on `ctx`, and a recomputed forward needs none.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from typing import Protocol
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 Compute = Callable[..., Tensor]
@@ -29,21 +28,32 @@ class WeightGradient(Protocol):
 
 
 class PutOff:
-    """The parts of one weight's gradient that wait, in the order in which they came."""
+    """A weight's gradient that may wait: its parts, in the order in which operations found what they need for them."""
 
-    __slots__ = ("_waiting", "spared", "weight")
+    __slots__ = ("_waiting", "active", "weight")
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
-        self.spared = False
+        self.active = False
         self._waiting: list[tuple[Compute, list[Tensor]]] = []
 
-    def add(self, compute: Compute, *tensors: Tensor) -> None:
+    def __call__(self, compute: Compute, *tensors: Tensor) -> Tensor | None:
+        """Compute a part, or let it wait if this is the time to."""
+        if not self.active:
+            return compute(*tensors)
+        self.wait(compute, *tensors)
+        return None
+
+    def wait(self, compute: Compute, *tensors: Tensor) -> None:
         """Let a part wait; attached tensors would keep the graph that the pass has just gone through."""
         self._waiting.append((compute, [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]))
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
+
+    def forget(self) -> None:
+        """Let go of what waits."""
+        self._waiting = []
 
     def compute(self) -> Tensor:
         """The sum of what waited, each part of which is let go as soon as it has been added."""
@@ -60,11 +70,10 @@ class PutOff:
 class Deferral:
     """The weight gradients that one forward pass can put off, and that one backward pass did."""
 
-    __slots__ = ("_put_off", "active")
+    __slots__ = ("_put_off",)
 
     def __init__(self) -> None:
         self._put_off: dict[int, PutOff] = {}  # by the weight's id: the hash of a tensor is slow
-        self.active = False
 
     def recording(self) -> "_Recording":
         """A context: what runs in it belongs to this deferral."""
@@ -73,14 +82,15 @@ class Deferral:
     @contextmanager
     def putting_off(self, spared: Iterable[Tensor] = ()) -> Iterator[None]:
         """While this lasts, backward passes put off the gradients of known weights, but not of the spared ones."""
-        for tensor in spared:
-            if (found := self._put_off.get(id(tensor))) is not None:
-                found.spared = True
-        self.active = True
+        ids = set(map(id, spared))
+        put_off = [each for key, each in self._put_off.items() if key not in ids]
+        for each in put_off:
+            each.active = True
         try:
             yield
         finally:
-            self.active = False
+            for each in put_off:
+                each.active = False
 
     def of(self, weight: Tensor) -> PutOff:
         """Where the gradient of a weight waits; from now on the weight is known."""
@@ -88,16 +98,15 @@ class Deferral:
             found = self._put_off[id(weight)] = PutOff(weight)
         return found
 
-    def knows(self, weight: Tensor) -> bool:
-        """Whether an operation of the forward pass can put off its part of a weight's gradient."""
-        return id(weight) in self._put_off
+    @property
+    def known(self) -> Set[int]:
+        """The ids of the weights whose gradients operations of the forward pass can put off, as far as it is theirs."""
+        return self._put_off.keys()
 
     def weight_of(self, node: Node) -> Tensor | None:
         """The weight whose gradient this node of an autograd graph can put off for this deferral, if it is one such."""
-        if not isinstance(node, BackwardCFunction):
-            return None
         answer = getattr(node, "weight_gradient", None)
-        return answer.put_off.weight if isinstance(answer, _NowOrLater) and answer.deferral is self else None
+        return answer.weight if isinstance(answer, PutOff) and self._put_off.get(id(answer.weight)) is answer else None
 
     def take(self) -> list[PutOff]:
         """What waits, by weight; it is held here no more."""
@@ -128,24 +137,8 @@ def weight_gradient_of(weight: Tensor) -> WeightGradient:
     deferral = _deferral.get()
     if deferral is None or not (weight.requires_grad and weight.is_leaf):
         return _now
-    return _NowOrLater(deferral, deferral.of(weight))
+    return deferral.of(weight)
 
 
 def _now(compute: Compute, *tensors: Tensor) -> Tensor:
     return compute(*tensors)
-
-
-class _NowOrLater:
-    """Computes or lets wait, as the deferral says when the backward pass comes."""
-
-    __slots__ = ("deferral", "put_off")
-
-    def __init__(self, deferral: Deferral, put_off: PutOff) -> None:
-        self.deferral = deferral
-        self.put_off = put_off
-
-    def __call__(self, compute: Compute, *tensors: Tensor) -> Tensor | None:
-        if not self.deferral.active or self.put_off.spared:
-            return compute(*tensors)
-        self.put_off.add(compute, *tensors)
-        return None

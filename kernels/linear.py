@@ -26,7 +26,9 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weight_gradient: WeightGradient) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.weight_gradient = weight_gradient
-        return F.linear(x, weight, bias)
+        y = F.linear(x, weight, bias)
+        # With a bias torch returns a view, and forbids to change what a Function returns in place if it is one.
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable

@@ -73,7 +73,8 @@ class SplitBackward:
         try:
             found = iter(self._go_through(roots, wanted))
         except BaseException:
-            self._deferral = Deferral()
+            for each in self._deferral.take():
+                each.forget()
             raise
         return [next(found) if _differentiable(given) else None for given in inputs]
 
@@ -86,7 +87,10 @@ class SplitBackward:
         rest, self._rest = self._rest, None
         if rest is None:
             raise RuntimeError("backward_weight has nothing to do: it comes after backward_input, and once")
-        rest.deliver()
+        try:
+            rest.deliver()
+        finally:
+            rest.forget()
 
     def _go_through(self, roots: Roots, inputs: list[Tensor]) -> list[Tensor | None]:
         """The gradients of the inputs; what is left to do for the weights is kept."""
@@ -95,7 +99,11 @@ class SplitBackward:
         found: list[Tensor | None] = [None] * len(inputs)
         asked: list[Any] = [*inputs, *plan.asked()]
         if outputs and asked:
-            with self._deferral.putting_off(spared=inputs), _hooks_off(plan.at_once), _refusing_re_entrance():
+            with (
+                self._deferral.putting_off(spared=inputs),
+                _hooks_off(plan.vectors + plan.at_once),
+                _refusing_re_entrance(),
+            ):
                 again = bool(plan.cuts)
                 found = list(torch.autograd.grad(outputs, asked, grads, retain_graph=again, allow_unused=True))
         self._rest = plan.rest(iter(found[len(inputs) :]), roots, self._deferral)
@@ -132,7 +140,7 @@ def _refusing_re_entrance() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "Checkpointing is not compatible with .grad()" not in str(error):
+        if "use_reentrant=True" not in str(error):
             raise
         raise UserError(
             "split backward: the stage recomputes in a re-entrant checkpoint, which can't go backward for the inputs "

@@ -25,12 +25,14 @@ class Cut:
 @attrs.define(eq=False)
 class Plan:
     """
-    What the pass for the inputs collects for the weights that no operation of ours puts off.
+    What the pass for the inputs collects for the weights, beside what operations of ours put off.
 
-    `at_once`: their gradients, because they are cheap, or can't be had without the whole graph. `products` and `cuts`:
-    what comes in over their edges. `apart`: nothing, for these outputs (by position) depend on weights alone.
+    `vectors` and `at_once`: their gradients, because these are cheap, or can't be had without the whole graph. It is
+    the sum over all uses, but for those that are put off. `products` and `cuts`: what comes in over their edges.
+    `apart`: nothing, for these outputs (by position) depend on weights alone.
     """
 
+    vectors: list[Tensor] = attrs.field(factory=list)
     at_once: list[Tensor] = attrs.field(factory=list)
     products: list[Product] = attrs.field(factory=list)
     cuts: list[Cut] = attrs.field(factory=list)
@@ -39,19 +41,18 @@ class Plan:
     def asked(self) -> list[Tensor | GradientEdge]:
         """Whose gradients the pass for the inputs shall give, beside the inputs'."""
         edges = [product.edge for product in self.products]
-        return [*self.at_once, *edges, *(edge for cut in self.cuts for edge in cut.edges)]
+        return [*self.vectors, *self.at_once, *edges, *(edge for cut in self.cuts for edge in cut.edges)]
 
     def rest(self, found: Iterator[Tensor | None], outputs: Roots, deferral: Deferral) -> Rest:
         """What remains to be done with the gradients that were found, given in the order of `asked`."""
-        rest = Rest(ready=[outputs[position] for position in self.apart])
+        ready: Roots = [(weight, grad) for weight, grad in zip(self.vectors, found, strict=False) if grad is not None]
+        rest = Rest(ready=ready + [outputs[position] for position in self.apart])
         for weight, grad in zip(self.at_once, found, strict=False):
-            if grad is not None and is_vector(weight) and not deferral.knows(weight):
-                rest.ready.append((weight, grad))
-            elif grad is not None:
-                deferral.of(weight).add(_itself, grad)
+            if grad is not None:
+                deferral.of(weight).wait(_itself, grad)
         for product, grad in zip(self.products, found, strict=False):
             if grad is not None:
-                deferral.of(product.weight).add(product.gradient, grad, product.factor)
+                deferral.of(product.weight).wait(product.gradient, grad, product.factor)
         for cut in self.cuts:
             came = zip(cut.edges, found, strict=False)
             roots: Roots = [(edge, grad) for edge, grad in came if grad is not None]
@@ -67,26 +68,27 @@ def _itself(grad: Tensor) -> Tensor:
 @attrs.frozen(eq=False)
 class StageWeights:
     """
-    The parameters of a stage, sorted once for all its microbatches.
+    The parameters of a stage that are trained, sorted for all its microbatches.
 
     A vector's gradient is but a sum: to put it off would cost as much as to find it.
     """
 
-    all: list[Tensor]
-    matrices: list[Tensor]
+    vectors: dict[int, Tensor]
+    matrices: dict[int, Tensor]
 
     @classmethod
     def of(cls, parameters: Iterable[Tensor]) -> Self:
-        """Sort parameters, each given once, whether they are trained or not."""
-        found = list(parameters)
-        return cls(found, [weight for weight in found if not is_vector(weight)])
+        """Sort parameters by what is trained at this moment: to be asked for at the start of each step."""
+        trained = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
+        vectors = {key: weight for key, weight in trained.items() if is_vector(weight)}
+        return cls(vectors, {key: weight for key, weight in trained.items() if key not in vectors})
 
     def plan(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deferral: Deferral) -> Plan:
-        """How to put the gradients of what is trained off in the graph between outputs and inputs."""
-        trained = [weight for weight in self.all if weight.requires_grad]
-        if all(deferral.knows(weight) for weight in self.matrices if weight.requires_grad):
-            return Plan(at_once=trained)
-        plan = Plan(at_once=[weight for weight in trained if deferral.knows(weight)])
+        """How to put the gradients off in the graph between outputs and inputs."""
+        if deferral.known.isdisjoint(self.vectors) and self.matrices.keys() <= deferral.known:
+            return Plan(vectors=list(self.vectors.values()), at_once=list(self.matrices.values()))
+        every = self.vectors | self.matrices
+        plan = Plan(at_once=[weight for key, weight in every.items() if key in deferral.known])
         edges, sources = edges_of(outputs, inputs)
         for group in weight_groups(outputs, edges, sources, deferral):
             _place(group, plan, outputs, edges, deferral)
@@ -99,19 +101,20 @@ def is_vector(weight: Tensor) -> bool:
 
 
 def _place(group: Group, plan: Plan, outputs: Sequence[Tensor], edges: Edges, deferral: Deferral) -> None:
-    """Put a group where it is cheapest to serve; a weight that an operation of ours knows is in `at_once` already."""
-    unknown = [weight for weight in group.weights if not deferral.knows(weight)]
+    """Put a group where it is cheapest to serve."""
     nodes = {join.node for join in group.joins}
-    alone = len(nodes) == 1 and len(unknown) == len(group.weights)
     node = next(iter(nodes))
-    if alone and node is None:
+    unknown = [weight for weight in group.weights if id(weight) not in deferral.known]
+    if len(unknown) < len(group.weights):
+        plan.at_once += unknown  # where those that an operation of ours knows are already
+    elif nodes == {None}:
         plan.apart += [join.position for join in group.joins]
-    elif all(map(is_vector, group.weights)):
-        plan.at_once += unknown
+    elif all(map(is_vector, unknown)):
+        plan.vectors += unknown
     elif products := _products(group):
         plan.products += products
-    elif alone and node is not None and _goes_twice([node, *group.nodes]):
-        plan.cuts.append(Cut(slots_of(node, outputs, edges), group.weights))
+    elif node is not None and len(nodes) == 1 and _goes_twice([node, *group.nodes]):
+        plan.cuts.append(Cut(slots_of(node, outputs, edges), unknown))
     else:
         plan.at_once += unknown
 

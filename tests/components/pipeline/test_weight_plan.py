@@ -1,0 +1,80 @@
+"""Where the gradients of weights are found: not twice, and as late as can be."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from support.split_passes import Products, grads_for, in_two, made, ran, split_of
+from support.split_stages import Ops, Parts, Stage, inputs_of
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """Everything is computed in float64, unless a test says otherwise."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+def test_the_first_pass_frees_what_weights_do_not_need(ops: Ops) -> None:
+    """Gate and up die with the first pass; their product, which the weight of `down` meets, lives until the second."""
+    p = Parts(ops)
+    stage = Stage(lambda s, x: s.down(F.silu(s.gate(x)) * s.up(x)), gate=p.linear(), up=p.linear(), down=p.linear())
+    (x,) = inputs_of(["x"])
+    storages: dict[str, StorageWeakRef] = {}
+
+    def note(name: str, tensor: Tensor) -> None:
+        storages[name] = StorageWeakRef(tensor.untyped_storage())
+
+    stage.gate.register_forward_hook(lambda _module, _inputs, output: note("gate", output))
+    stage.up.register_forward_hook(lambda _module, _inputs, output: note("up", output))
+    stage.down.register_forward_hook(lambda _module, inputs, _output: note("product", inputs[0]))
+    split, outputs = split_of(stage, [x])
+    assert not any(storage.expired() for storage in storages.values())
+    split.backward_input(outputs, grads_for(outputs), [x])
+    assert {name: storage.expired() for name, storage in storages.items()} == {
+        "gate": True,
+        "up": True,
+        "product": False,
+    }
+    split.backward_weight()
+    assert storages["product"].expired()
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+def test_recomputes_once(ops: Ops) -> None:
+    """A checkpointed region runs once forward and once for both passes."""
+    stage, inputs = made("recomputed", ops)
+    runs: Counter[str] = Counter()
+    for name, module in stage.named_children():
+        module.register_forward_hook(lambda *_, name=name: runs.update([name]))
+    in_two(stage, inputs)
+    assert runs == {"a": 2, "b": 2, "c": 1}
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+@pytest.mark.parametrize(
+    "name", ["mlp", "transformer block", "alternating", "shared in series", "frozen", "recomputed"]
+)
+def test_no_product_is_computed_twice(name: str, ops: Ops) -> None:
+    """Both passes take as many matrix products as one; the second takes one for each use of a weight."""
+    stage, inputs = made(name, ops)
+    outputs = ran(stage, inputs)
+    with Products() as whole:
+        torch.autograd.backward(outputs, grads_for(outputs))
+    split, outputs = split_of(stage, inputs)
+    with Products() as first:
+        split.backward_input(outputs, grads_for(outputs), inputs)
+    with Products() as second:
+        split.backward_weight()
+    assert first.count + second.count == whole.count
+    put_off = {"mlp": 2, "transformer block": 4, "alternating": 4, "shared in series": 2, "frozen": 2, "recomputed": 3}
+    assert second.count == (1 if (name, ops) == ("recomputed", "torch") else put_off[name])

@@ -1,0 +1,134 @@
+"""Going backward in one pass and in two, and watching what they leave."""
+
+import gc
+import weakref
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from drawloom.components.pipeline.split_backward import SplitBackward
+from drawloom.components.pipeline.weight_plan import StageWeights
+from support.split_stages import STAGES, Ops, Parts, Stage, inputs_of
+
+KINDS = [(name, ops) for name in STAGES for ops in get_args(Ops)]
+Grads = list[Tensor | None]
+
+
+def made(name: str, ops: Ops) -> tuple[Stage, list[Any]]:
+    """A stage and its inputs."""
+    make, kinds = STAGES[name]
+    return make(Parts(ops)), inputs_of(kinds)
+
+
+def ran(stage: nn.Module, inputs: list[Any]) -> tuple[Any, ...]:
+    """The outputs, with the same random numbers each time."""
+    torch.manual_seed(1)
+    return stage(*inputs)  # type: ignore[no-any-return]
+
+
+def grads_for(outputs: tuple[Any, ...]) -> Grads:
+    """A random gradient for each output that takes one."""
+    torch.manual_seed(2)
+    learns = [isinstance(output, Tensor) and output.requires_grad for output in outputs]
+    return [torch.randn_like(output) if each else None for each, output in zip(learns, outputs, strict=True)]
+
+
+def taken(tensors: list[Any]) -> Grads:
+    """The `.grad` of each, which is then cleared."""
+    grads = [tensor.grad if isinstance(tensor, Tensor) else None for tensor in tensors]
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            tensor.grad = None
+    return grads
+
+
+def untouched(tensors: list[Any]) -> bool:
+    """Whether none has a `.grad`."""
+    return not any(isinstance(tensor, Tensor) and tensor.grad is not None for tensor in tensors)
+
+
+def go_backward(outputs: tuple[Any, ...], grads: Grads) -> None:
+    """Torch's own backward pass from the outputs that have a gradient."""
+    pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+    if pairs:
+        torch.autograd.backward(*zip(*pairs, strict=True))
+
+
+def in_one(stage: nn.Module, inputs: list[Any]) -> tuple[Grads, Grads]:
+    """The gradients of inputs and parameters by torch's backward pass: the oracle."""
+    outputs = ran(stage, inputs)
+    go_backward(outputs, grads_for(outputs))
+    return taken(inputs), taken(list(stage.parameters()))
+
+
+def split_of(stage: nn.Module, inputs: list[Any]) -> tuple[SplitBackward, tuple[Any, ...]]:
+    """A forward pass that can go backward in two, and its outputs."""
+    split = SplitBackward(StageWeights.of(stage.parameters()))
+    with split.forward():
+        return split, ran(stage, inputs)
+
+
+def in_two(stage: nn.Module, inputs: list[Any]) -> tuple[Grads, Grads]:
+    """The same by two passes, the first of which may touch no `.grad`, and the second none of the inputs'."""
+    split, outputs = split_of(stage, inputs)
+    found = split.backward_input(outputs, grads_for(outputs), inputs)
+    assert untouched([*inputs, *stage.parameters()])
+    split.backward_weight()
+    assert untouched(inputs)
+    return found, taken(list(stage.parameters()))
+
+
+def same(one: tuple[Grads, Grads], other: tuple[Grads, Grads]) -> None:
+    """All gradients are bitwise the same, or missing in both."""
+    pairs = [pair for these, those in zip(one, other, strict=True) for pair in zip(these, those, strict=True)]
+    assert [a is None for a, _ in pairs] == [b is None for _, b in pairs]
+    assert all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm", "bmm")
+        return func(*args, **kwargs or {})
+
+
+class Mark:
+    """Lives as long as what holds it."""
+
+
+class Watch:
+    """Tensors and nodes of the graph that should die, by the count of their references alone."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        self._alive: list[weakref.ref[Any]] = []
+        for module in stage.modules():
+            if module is not stage:
+                module.register_forward_hook(lambda _module, _inputs, output: self.add(output))
+
+    def __enter__(self) -> "Watch":
+        gc.disable()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.enable()
+
+    def add(self, *tensors: Any) -> None:
+        """Watch these too, beside what the stage's modules give."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter):
+                self._alive.append(weakref.ref(tensor))
+                if tensor.grad_fn is not None:
+                    mark = Mark()
+                    tensor.grad_fn.register_hook(lambda *_, mark=mark: None)
+                    self._alive.append(weakref.ref(mark))
+
+    def living(self) -> int:
+        """How many still live."""
+        return sum(reference() is not None for reference in self._alive)
