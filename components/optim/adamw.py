@@ -3,14 +3,11 @@
 import attrs
 import torch
 
+from drawloom.components.optim.betas import check_betas
 from drawloom.components.optim.groups import decay_groups
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.model import Parameters
-from drawloom.graph import above, at_least, between, component, setting
-
-
-def _betas(value: tuple[float, float]) -> str | None:
-    return next((reason for beta in value if (reason := between(0, 1)(beta))), None)
+from drawloom.graph import above, at_least, component, setting
 
 
 @component(reads=("gradients", "rate_factor?"), writes=("weights", "lr"))
@@ -19,7 +16,7 @@ class AdamW(TorchOptimizer):
 
     parameters: Parameters
     lr: float = setting(check=above(0), doc="the base learning rate")
-    betas: tuple[float, float] = setting(default=(0.9, 0.95), check=_betas, doc="decay of the two running means")
+    betas: tuple[float, float] = setting(default=(0.9, 0.95), check=check_betas, doc="decay of the two running means")
     eps: float = setting(default=1e-8, check=above(0), doc="keeps the denominator from zero")
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="fraction of a weight lost each step, times lr")
     _optimizer: torch.optim.Optimizer = attrs.field(init=False, default=None)

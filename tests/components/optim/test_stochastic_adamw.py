@@ -1,0 +1,152 @@
+"""AdamW with stochastic rounding by parameter names."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import triton
+from torch import nn
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.optim.stochastic_adamw import StochasticAdamW
+from drawloom.components.ports.run import Step
+from drawloom.graph import UserError
+
+
+class Weights:
+    """A matrix and a vector of bfloat16 to train."""
+
+    def __init__(self, *names: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        names = names or ("matrix", "vector")
+        self.parameters = {
+            name: nn.Parameter(torch.randn(4, 6, generator=generator).bfloat16()[: 4 if name == "matrix" else 1])
+            for name in names
+        }
+        if "vector" in self.parameters:
+            self.parameters["vector"] = nn.Parameter(self.parameters["vector"].detach()[0].clone())
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.parameters.items())
+
+    def give_gradients(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _, parameter in self.named():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+
+
+@attrs.frozen
+class OneJob:
+    seed: int = 3
+    name: str = "run"
+    path: Path = Path("runs/run")
+
+
+def made(weights: Weights, seed: int = 3, **settings: Any) -> StochasticAdamW:
+    """An open optimizer."""
+    device: Any = ComputeDevice(kind="cpu")
+    settings = {"lr": 0.01, **settings}
+    optimizer = StochasticAdamW(parameters=weights, job=OneJob(seed), device=device, **settings)
+    optimizer.open()
+    return optimizer
+
+
+def after(steps: int, implementation: Any = "eager", **settings: Any) -> tuple[Weights, StochasticAdamW]:
+    weights = Weights()
+    optimizer = made(weights, implementation=implementation, **settings)
+    for number in range(1, steps + 1):
+        weights.give_gradients(number)
+        optimizer.run_phase(Step(number, steps))
+    return weights, optimizer
+
+
+def same(one: Weights, other: Weights) -> bool:
+    return all(torch.equal(a, b) for (_, a), (_, b) in zip(one.named(), other.named(), strict=True))
+
+
+def test_replicas_stay_equal_and_seeds_differ() -> None:
+    """The same seed gives the same bits in another process's place; another seed gives others."""
+    assert same(after(5)[0], after(5)[0])
+    assert not same(after(5)[0], after(5, seed=4)[0])
+
+
+def test_triton_gives_the_same_bits() -> None:
+    """Weights and running means do not depend on the implementation."""
+    (ours, mine), (theirs, their) = after(3, "triton"), after(3, "eager")
+    assert same(ours, theirs)
+    for name, values in mine.state_dict().items():
+        assert all(torch.equal(values[key], their.state_dict()[name][key]) for key in ("mean", "square"))
+
+
+@pytest.mark.parametrize("means", ["bfloat16", "float32"])
+def test_goes_on_with_the_same_bits(means: str) -> None:
+    """Steps after loading the state equal those of the optimizer that was never interrupted, to the bit."""
+    weights, first = after(3, means=means)
+    others = Weights()
+    with torch.no_grad():
+        for (_, target), (_, source) in zip(others.named(), weights.named(), strict=True):
+            target.copy_(source)
+    second = made(others, means=means)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for number in (4, 5):
+        for optimizer, side in ((first, weights), (second, others)):
+            side.give_gradients(number)
+            optimizer.run_phase(Step(number, 5))
+    assert same(weights, others)
+
+
+def test_noise_belongs_to_names() -> None:
+    """A parameter changes in the same way whichever others a rank holds."""
+    alone = Weights("matrix")
+    optimizer = made(alone, implementation="eager")
+    alone.give_gradients(1)
+    optimizer.run_phase(Step(1, 1))
+    assert torch.equal(alone.parameters["matrix"], after(1)[0].parameters["matrix"])
+
+
+def test_only_matrices_decay() -> None:
+    """Without gradients a matrix shrinks by the rate times the decay, and a vector stays."""
+    weights = Weights()
+    before = {name: parameter.detach().clone() for name, parameter in weights.named()}
+    made(weights, lr=0.5, weight_decay=0.5).run_phase(Step(1, 1))
+    assert torch.equal(weights.parameters["vector"], before["vector"])
+    torch.testing.assert_close(weights.parameters["matrix"].detach(), before["matrix"] * 0.75, rtol=0.01, atol=0)
+
+
+def test_a_refused_step_changes_nothing_but_drops_the_gradients() -> None:
+    """Weights, means and the noise to come stay as they were when a step is refused."""
+    weights, optimizer = after(1)
+    before, state = copy.deepcopy(weights), copy.deepcopy(optimizer.state_dict())
+    weights.give_gradients(2)
+    optimizer.run_phase(Step(2, 2, refused="the loss is nan"))
+    assert same(weights, before)
+    assert all(parameter.grad is None for _, parameter in weights.named())
+    assert optimizer.state_dict()["matrix"]["steps"] == state["matrix"]["steps"] == 1
+
+
+def test_the_rate_is_the_base_times_the_factor() -> None:
+    """The rate that was used is left for the report."""
+    step = Step(1, 1, values={"rate_factor": 0.25})
+    made(Weights(), lr=0.1).run_phase(step)
+    assert step.values["lr"] == pytest.approx(0.025)
+
+
+def test_state_that_does_not_fit_is_refused() -> None:
+    """State of other parameters is named and not taken, as is one whose parameters took different steps."""
+    _, optimizer = after(1)
+    with pytest.raises(KeyError, match="vector"):
+        made(Weights()).load_state_dict({"matrix": {}})
+    state = copy.deepcopy(optimizer.state_dict())
+    state["vector"]["steps"] = 7
+    with pytest.raises(ValueError, match=r"\[1, 7\]"):
+        optimizer.load_state_dict(state)
+
+
+def test_triton_without_a_gpu_is_a_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for Triton on a CPU, outside of its interpreter, is told in a sentence."""
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(UserError, match="implementation is 'triton', but Triton runs on GPUs"):
+        made(Weights(), implementation="triton")
