@@ -36,6 +36,17 @@ class OwnMemory(Memory):
 
 
 @attrs.define
+class SpreadMemory(Memory):
+    """A node whose entries are spread over ranks."""
+
+    names: list[str] | None = None
+
+    def state_names(self) -> list[str]:
+        """Those that it has, unless it was told others."""
+        return list(self.state) if self.names is None else self.names
+
+
+@attrs.define
 class Place:
     """A folder that is there."""
 

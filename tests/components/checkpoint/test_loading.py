@@ -14,6 +14,7 @@ import torch
 
 from drawloom.components.checkpoint import files
 from drawloom.components.checkpoint.folder import CheckpointFolder
+from drawloom.components.checkpoint.reading import load_node
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
@@ -21,7 +22,7 @@ from drawloom.components.ports.run import Step
 from drawloom.components.run.job import NamedJob
 from drawloom.components.run.randomness import ProcessRandomness
 from drawloom.graph import UserError
-from support.checkpoints import Memory, OwnMemory, checkpointer
+from support.checkpoints import Memory, OwnMemory, SpreadMemory, checkpointer
 from support.processes import RanksFailed, run_ranks
 
 
@@ -159,6 +160,59 @@ def test_a_rank_killed_while_saving_leaves_the_step_before(tmp_path: Path, where
     assert "group world (ranks 0, 1)" in caught.value.failures[1 - rank]
     assert run_ranks(_restore, 2, tmp_path)[rank] == (1, {"step": 1}, {"step": 1, "rank": rank})
     assert os.listdir(tmp_path / "checkpoints") == ["step-1"]
+
+
+def _save_spread(folder: Path, holders: dict[str, list[int]]) -> None:
+    """Each rank holds the entries that `holders` gives it; an entry's state says which it is."""
+    with _mesh() as mesh:
+        mine = [name for name, ranks in holders.items() if mesh.world.rank in ranks]
+        state = {name: {"number": torch.full((3,), float(ord(name))), "by": mesh.world.rank} for name in mine}
+        checkpointer(folder, {"spread": SpreadMemory(state), "empty": SpreadMemory({}, mine)}, mesh).save(Step(1, 9))
+
+
+def _restore_spread(folder: Path, holders: dict[str, list[int]]) -> dict[str, tuple[float, int]]:
+    """What each rank gets back of the entries that it holds now."""
+    with _mesh() as mesh:
+        mine = [name for name, ranks in holders.items() if mesh.world.rank in ranks]
+        node, empty = SpreadMemory({}, mine), SpreadMemory({"fresh": 1}, mine)
+        checkpointer(folder, {"spread": node, "empty": empty}, mesh).restore()
+        if empty.state:
+            raise ValueError("what was empty is not")
+        return {name: (part["number"][2].item(), part["by"]) for name, part in node.state.items()}
+
+
+def _told_of_spread(folder: Path, holders: dict[str, list[int]]) -> str:
+    try:
+        _restore_spread(folder, holders)
+    except UserError as error:
+        return str(error)
+    return "restored"
+
+
+TWO = {"a": [0], "b": [0, 1], "c": [1], "d": [1]}
+
+
+def test_entries_move_with_whoever_holds_them(tmp_path: Path) -> None:
+    """Saved by two ranks, they are given to one, to two others and to three, each rank its own; the lowest saves."""
+    run_ranks(_save_spread, 2, tmp_path, TWO)
+    saved = {"a": (97.0, 0), "b": (98.0, 0), "c": (99.0, 1), "d": (100.0, 1)}
+    for holders, world in (
+        ({name: [0] for name in "abcd"}, 1),
+        ({"a": [1], "b": [0], "c": [0], "d": [0, 1]}, 2),
+        ({"a": [2], "b": [1], "c": [2], "d": [2]}, 3),
+    ):
+        for rank, got in enumerate(run_ranks(_restore_spread, world, tmp_path, holders)):
+            assert got == {name: saved[name] for name, ranks in holders.items() if rank in ranks}
+    state = load_node(tmp_path / "checkpoints/step-1", "spread")
+    assert {name: part["by"] for name, part in state.items()} == {"a": 0, "b": 0, "c": 1, "d": 1}
+
+
+def test_entries_that_differ_are_all_listed(tmp_path: Path) -> None:
+    """On every rank the same words: what nobody saved, and what nobody holds."""
+    run_ranks(_save_spread, 2, tmp_path, TWO)
+    told = run_ranks(_told_of_spread, 2, tmp_path, {"a": [0], "c": [1], "x": [0], "y": [1]})
+    assert told[0] == told[1]
+    assert "state of [spread] does not fit the node: it lacks x, y; it has, and nothing here has, b, d" in told[0]
 
 
 def test_damage_to_one_rank_s_file_is_damage_to_the_step(tmp_path: Path) -> None:

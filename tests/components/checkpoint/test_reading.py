@@ -12,7 +12,7 @@ import torch
 
 from drawloom.components.checkpoint.reading import load_node, newest
 from drawloom.graph import UserError
-from support.checkpoints import restored, save_steps, state_of
+from support.checkpoints import Memory, SpreadMemory, checkpointer, restored, save_steps, state_of
 
 FILES = ["rank-0.safetensors", "rank-0.json", "recipe.lock.toml", "manifest.json"]
 
@@ -151,3 +151,18 @@ def test_one_node_s_state_is_verified(tmp_path: Path) -> None:
     _flip(tmp_path / "checkpoints" / "step-5" / "rank-0.safetensors")
     with pytest.raises(UserError, match=r"step-5 is damaged: rank-0.safetensors has other bytes"):
         load_node(tmp_path / "checkpoints" / "step-5", "memory")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_checkpoints_of_every_format_are_read_for_ever(tmp_path: Path, version: int) -> None:
+    """What an older version has written is loaded, also into nodes whose entries are spread over ranks by now."""
+    shutil.copytree(Path(__file__).parents[2] / "golden" / "checkpoints" / f"format-{version}", tmp_path / "run")
+    stages = SpreadMemory({}, names=["embedding.weight", "norm"])
+    optimizer = SpreadMemory({}, names=["embedding.weight"])
+    states = {"stages": stages, "optimizer": optimizer, "data": Memory(), "odd": Memory()}
+    assert checkpointer(tmp_path / "run", states).restore() == 3
+    assert torch.equal(stages.state["embedding.weight"], torch.arange(6.0).reshape(2, 3))
+    assert torch.equal(stages.state["norm"], torch.ones(3, dtype=torch.bfloat16))
+    assert optimizer.state["embedding.weight"]["step"] == 3
+    assert states["data"].state == {"step": 3}
+    assert str(states["odd"].state["a/b"]) == "[1, None, True, nan]"

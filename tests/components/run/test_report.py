@@ -87,3 +87,22 @@ def test_lines_come_as_often_as_the_recipe_says(caplog: pytest.LogCaptureFixture
     for index in range(1, 6):
         report.run_phase(Step(index, 5))
     assert caplog.messages == ["step 2/5", "step 4/5", "step 5/5"]
+
+
+def test_a_tracker_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """It is left alone from then on; the others are told everything."""
+
+    class Broken(Notes):
+        def track(self, step: int, values: Mapping[str, Value]) -> None:
+            super().track(step, values)
+            raise OSError(28, "No space left on device")
+
+    broken, fine = Broken(), Notes()
+    report = Report(metrics=[Fixed({"a": 1.0})], trackers=[broken, fine], every="never")
+    for index in (1, 2, 3):
+        report.run_phase(Step(index, 9))
+    assert broken.calls == ["rewind 0", (1, [("a", 1.0)])]
+    assert fine.calls == ["rewind 0", *((index, [("a", 1.0)]) for index in (1, 2, 3))]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Broken failed and is told nothing more; the run goes on"
+    ]

@@ -8,7 +8,7 @@ import torch
 
 from drawloom.components.ports.run import Event, Step
 from drawloom.components.run.trainer import Trainer
-from drawloom.graph import Ordered
+from drawloom.graph import Ordered, component
 
 
 @attrs.define
@@ -30,6 +30,9 @@ class Record:
 
     def save(self, step: Step) -> None:
         self.said.append(f"save {step.index}")
+
+    def staged(self) -> None:
+        self.said.append("staged")
 
     def is_finished(self) -> bool:
         return self.finished
@@ -103,3 +106,32 @@ def test_events_surround_steps_and_phases() -> None:
     trainer(Record(), steps=1, events=Bus()).run()
     step = ["step_started", "phase_started only", "phase_ended only", "step_ended"]
     assert heard == ["run_started", *step, "run_ended"]
+
+
+@component(writes=("weights",))
+class Writer:
+    """A phase that changes weights."""
+
+    record: Any
+
+    def run_phase(self, step: Step) -> None:
+        self.record.said.append("write")
+
+
+@component(changes=("weights",))
+class Changer(Writer):
+    """A phase that changes weights in place."""
+
+
+@component(reads=("weights",), writes=("lr",))
+class Reader(Writer):
+    """A phase that does not."""
+
+
+def test_weights_change_only_when_their_copy_is_done() -> None:
+    """Before each phase that says that it writes or changes them the trainer waits for staging, and before no other."""
+    record = Record()
+    phases = [Reader(record=record), Writer(record=record), Changer(record=record)]
+    parts: dict[str, Any] = {"events": record, "stop": record, "resume": record, "randomness": record}
+    Trainer(phases=Ordered(phases, ["a", "b", "c"]), steps=1, **parts).run()
+    assert record.said == ["write", "staged", "write", "staged", "write"]

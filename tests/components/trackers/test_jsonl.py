@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -117,3 +118,56 @@ def test_only_the_main_rank_writes(tmp_path: Path, mesh_of: Callable[..., Any]) 
     tracker.track(1, {"loss": 1.0})
     tracker.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_stops_nothing_and_loses_nothing(
+    tracker: JsonlTracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lines wait until the disk takes them, also the rest of one that it took in part; it is warned once."""
+    write = os.write
+
+    def full(file: int, data: bytes) -> int:
+        if len(data) > 20:
+            return write(file, data[:7])
+        raise OSError(28, "No space left on device")
+
+    tracker.track(1, {"loss": 1.0})
+    monkeypatch.setattr(os, "write", full)
+    for step in (2, 3):
+        tracker.track(step, {"loss": 1.0})
+    monkeypatch.setattr(os, "write", write)
+    tracker.track(4, {"loss": 1.0})
+    assert [json.loads(line)["step"] for line in _text(tmp_path).splitlines()] == [1, 2, 3, 4]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/metrics.jsonl: No space left on device; lines wait until the disk takes them"
+    ]
+
+
+def test_lines_that_wait_do_not_fill_the_memory(tracker: JsonlTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond some megabytes they are dropped."""
+    monkeypatch.setattr("drawloom.components.trackers.jsonl.ROOM", 100)
+    with monkeypatch.context() as patched:
+        patched.setattr(JsonlTracker, "_write", lambda _: None)
+        for step in range(1000):
+            tracker.track(step, {"loss": 1.0})
+        assert len(tracker._waiting) < 200
+
+
+def test_going_back_needs_no_room(tracker: JsonlTracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run starts again on a disk that is full."""
+    for step in (1, 2, 3):
+        tracker.track(step, {"loss": 1.0})
+    monkeypatch.setattr("drawloom.components.trackers.jsonl._replace", lambda *_: pytest.fail("a file was written"))
+    tracker.rewind(1)
+    monkeypatch.undo()
+    tracker.track(2, {"loss": 2.0})
+    assert [json.loads(line)["step"] for line in _text(tmp_path).splitlines()] == [1, 2]
+
+
+def test_lines_are_on_the_disk_when_they_are_said_to_be(tracker: JsonlTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that was written is the one that is synced."""
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
+    tracker.track(1, {"loss": 1.0})
+    tracker.make_last()
+    assert [Path(path).name for path in synced] == ["metrics.jsonl"]
