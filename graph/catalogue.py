@@ -10,7 +10,7 @@ import attrs
 
 from drawloom.graph.problems import Problem
 from drawloom.graph.spec import Spec, read_spec
-from drawloom.graph.suggest import did_you_mean
+from drawloom.graph.suggest import nearest
 
 NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
 DECORATED = re.compile(r"^@component\b", re.MULTILINE)
@@ -27,6 +27,7 @@ class Catalogue:
     package: str
     folder: Path
     _specs: dict[str, Spec | Problem] = attrs.field(factory=dict, init=False)
+    _names: list[str] | None = attrs.field(default=None, init=False)
 
     @classmethod
     def of(cls, package: str) -> "Catalogue":
@@ -45,7 +46,9 @@ class Catalogue:
 
     def names(self) -> list[str]:
         """Every component's name, found in the text of the files, without importing them."""
-        return [name for name, path in self.files() if DECORATED.search(path.read_text("utf-8"))]
+        if self._names is None:
+            self._names = [name for name, path in self.files() if DECORATED.search(path.read_text("utf-8"))]
+        return list(self._names)
 
     def find(self, use: str) -> Spec | Problem:
         """The component of a name, or what is wrong with the name."""
@@ -53,16 +56,27 @@ class Catalogue:
             self._specs[use] = self._find(use)
         return self._specs[use]
 
+    def _near(self, use: str) -> str:
+        """What may have been meant: a component of the same subject, or else of any."""
+        names = self.names()
+        inside = [name for name in names if name.startswith(f"{use}.")]
+        if inside:
+            return f"in it there is {', '.join(inside)}"
+        beside = [name for name in names if name.partition(".")[0] == use.partition(".")[0]]
+        near = nearest(use, beside) or nearest(use, names)
+        return f"did you mean {near!r}?" if near else "`drawloom list` shows all that there are"
+
     def _find(self, use: str) -> Spec | Problem:
         path = self.folder.joinpath(*use.split(".")).with_suffix(".py") if NAME.fullmatch(use) else None
         if path is None or not path.is_file():
-            hint = did_you_mean(use, self.names()) or "`list` shows all that there are"
-            return Problem("DL201", f"no component is called {use!r}", hint)
+            return Problem("DL201", f"no component is called {use!a}", self._near(use))
         try:
             module = importlib.import_module(f"{self.package}.{use}")
-        except ModuleNotFoundError as error:
-            return Problem("DL202", f"{use!r} needs the package {error.name!r}, which is not installed")
         except Exception as error:
+            missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
+            if missing and not f"{missing}.".startswith(f"{self.package.partition('.')[0]}."):
+                text = f"{use!r} needs the package {missing!r}, which is not installed"
+                return Problem("DL202", text, f"pip install {missing.partition('.')[0]}")
             why = f"{type(error).__name__}: {error}"
             return Problem(
                 "DL205", f"{use!r} can't be imported: {why}", f"`python -c 'import {self.package}.{use}'` says where"
@@ -76,4 +90,7 @@ class Catalogue:
             near = [name for name in self.names() if name.startswith(use.rpartition(".")[0] + ".")]
             hint = f"its subject has {', '.join(near)}" if near else ""
             return Problem("DL203", f"{use!r} is a library module, so there is no component in it", hint)
-        return read_spec(use, found[0])
+        try:
+            return read_spec(use, found[0])
+        except Exception as error:
+            return Problem("DL206", f"{use!r} can't be read: {type(error).__name__}: {error}", "tell its author")

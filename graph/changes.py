@@ -6,13 +6,13 @@ from typing import Any
 import attrs
 
 from drawloom.graph.catalogue import Catalogue
-from drawloom.graph.component import Change
 from drawloom.graph.graph import Graph
 from drawloom.graph.parsing import Unreadable, parse
 from drawloom.graph.plain import Plain, flatten, plain_graph, plain_recipe
 from drawloom.graph.problems import Problem
 from drawloom.graph.recipe import Recipe
 from drawloom.graph.resolved import RecipeChange
+from drawloom.graph.setting import Change
 from drawloom.graph.writing import canonical, value
 
 WEIGHTS: tuple[Change, ...] = ("free", "semantic", "structural")

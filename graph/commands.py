@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from drawloom.graph.diff import diff
-from drawloom.graph.exits import FINE, say
+from drawloom.graph.exits import FAULTY, FINE, say
 from drawloom.graph.explain import explain
 from drawloom.graph.listing import list_components
+from drawloom.graph.problems import RecipeError
 from drawloom.graph.resolving import resolve
 from drawloom.graph.schema.recipes import recipe_schema
 from drawloom.graph.tree import draw_tree
@@ -21,6 +22,11 @@ def _takes_recipe(parser: argparse.ArgumentParser, name: str = "RECIPE", what: s
     parser.add_argument("recipe", metavar=name, help=help)
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to lay over it")
     parser.epilog = "Single values are set by node.key=value."
+
+
+def _takes_check(parser: argparse.ArgumentParser) -> None:
+    _takes_recipe(parser)
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="text on stderr, or JSON on stdout")
 
 
 def _takes_run(parser: argparse.ArgumentParser) -> None:
@@ -61,9 +67,22 @@ def _run(options: argparse.Namespace, workshop: Workshop) -> int:
 
 
 def _check(options: argparse.Namespace, workshop: Workshop) -> int:
+    if options.format == "json":
+        return _check_for_programs(options, workshop)
     graph = _graph(options, workshop).or_error()
     print(f"{options.recipe}: {len(graph.nodes)} nodes, no problems")
     return FINE
+
+
+def _check_for_programs(options: argparse.Namespace, workshop: Workshop) -> int:
+    try:
+        graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words))
+        problems, nodes = graph.problems, len(graph.nodes)
+    except RecipeError as error:
+        problems, nodes = error.problems, 0
+    found = {"recipe": options.recipe, "nodes": nodes, "problems": [problem.as_data() for problem in problems]}
+    print(json.dumps(found, indent=1))
+    return FINE if all(problem.warning for problem in problems) else FAULTY
 
 
 def _show(options: argparse.Namespace, workshop: Workshop) -> int:
@@ -107,7 +126,7 @@ Command = tuple[Callable[[argparse.Namespace, Workshop], int], str, Callable[[ar
 
 COMMANDS: dict[str, Command] = {
     "run": (_run, "run a recipe, or go on with its run", _takes_run),
-    "check": (_check, "check a recipe, and print every problem at once", _takes_recipe),
+    "check": (_check, "check a recipe, and print every problem at once", _takes_check),
     "explain": (_explain, "say where values come from and why nodes are connected as they are", _takes_target),
     "show": (_show, "print the resolved recipe as TOML", _takes_recipe),
     "draw": (_draw, "draw what is built for a run, as a tree", _takes_recipe),

@@ -10,9 +10,13 @@ from drawloom.graph.layers import Leaf, Path, Table
 from drawloom.graph.node import Edge, Node, dotted
 from drawloom.graph.port import is_named
 from drawloom.graph.recipe import Recipe
-from drawloom.graph.settling import REFUSED, VARIABLE, Settling
+from drawloom.graph.settling import REFUSED, Settling
 from drawloom.graph.spec import Field, Spec
 from drawloom.graph.suggest import did_you_mean
+from drawloom.graph.variables import VARIABLE
+
+MOST = 6
+"""Candidates for an edge that a message names."""
 
 
 @attrs.define(eq=False)
@@ -23,6 +27,7 @@ class Connecting:
     nodes: dict[str, Node]
     settling: Settling
     make: Callable[[str, Table, str], Node | None]
+    _fitting: dict[tuple[type, ...], list[str]] = attrs.field(factory=dict)
 
     def connect_all(self, node: Node) -> None:
         """Follow or find every edge of a node, and of the nodes that stand in place in it."""
@@ -63,8 +68,18 @@ class Connecting:
             found = list(self._refer(node, field, value, (field.name, number), many=True))
             targets += found
             items += [(field.name, number)] * len(found)
+        self._refuse_twice(node, field, targets, items)
         unmade = len({path[1] for path in items}) < len(values)
         node.edges[field.name] = Edge(tuple(targets), items=tuple(items), unmade=unmade)
+
+    def _refuse_twice(self, node: Node, field: Field, targets: list[str], items: list[Path]) -> None:
+        if len(set(targets)) == len(targets):
+            return
+        first = {target: number for number, target in reversed([*enumerate(targets)])}
+        for number, (target, path) in enumerate(zip(targets, items, strict=True)):
+            if first[target] != number:
+                text = f"{dotted(path)}: [{target}] is in the list already"
+                node.fault("DL318", text, "leave it out, or give the second a table of its own", path)
 
     def _connect_mapping(self, node: Node, field: Field, item: Leaf | Table) -> None:
         if not isinstance(item, Table):
@@ -141,24 +156,32 @@ class Connecting:
         if not field.required:
             return
         if field.kind != "one":
-            text, hint = f"{node.spec.use!r} needs the edge {field.name!r}", f'write {field.name} = ["@name", ...]'
-            return node.fault("DL315", text, hint)
-        fitting = [other.name for other in self.nodes.values() if self._may_fill(other, node, field)]
+            shape = '{ name = "@node" }' if field.kind == "mapping" else '["@name", ...]'
+            return node.fault(
+                "DL315", f"{node.spec.use!r} needs the edge {field.name!r}", f"write {field.name} = {shape}"
+            )
+        fitting = [name for name in self._candidates(field) if name != node.name]
         if len(fitting) == 1:
             node.edges[field.name] = Edge((fitting[0],), written=False)
         elif len(self.nodes) >= len(self.recipe.nodes):  # else the one that is missing may be one that is at fault
             self._ask(node, field, fitting)
 
-    def _may_fill(self, other: Node, node: Node, field: Field) -> bool:
-        return not other.owner and other is not node and self.fits(other.spec, field)
+    def _candidates(self, field: Field) -> list[str]:
+        """The nodes with a table of their own that fit; no others come to be while nodes are connected."""
+        if field.ports not in self._fitting:
+            nodes = [node for node in self.nodes.values() if not node.owner]
+            self._fitting[field.ports] = [node.name for node in nodes if self.fits(node.spec, field)]
+        return self._fitting[field.ports]
 
     def _ask(self, node: Node, field: Field, fitting: list[str]) -> None:
         port = " or ".join(port.__name__ for port in field.ports)
         if not fitting:
             text = f"{node.spec.use!r} needs a {port} for {field.name!r}, and no node is one"
             return node.fault("DL316", text, "add a node that is")
-        names = f"{', '.join(f'[{name}]' for name in fitting[:-1])} and [{fitting[-1]}]"
-        hint = "write " + " or ".join(f'{field.name} = "@{name}"' for name in fitting)
+        more = [f"{len(fitting) - MOST} more"] if len(fitting) > MOST else []
+        *most, last = [*(f"[{name}]" for name in fitting[:MOST]), *more]
+        names = f"{', '.join(most)} and {last}"
+        hint = "write " + " or ".join(f'{field.name} = "@{name}"' for name in fitting[:MOST])
         all_of_them = "both" if len(fitting) == 2 else "all"
         node.fault("DL316", f"{field.name!r} needs one {port}, and {names} {all_of_them} are", hint)
 

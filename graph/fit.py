@@ -29,9 +29,13 @@ OWN_OF_PROTOCOLS = frozenset(dir(typing.Protocol)) | {
 }
 
 
-@functools.cache  # of classes, which do not change: the same pair is asked for by every edge
-def misfits(cls: type, port: Any) -> tuple[str, ...]:
+def misfits(cls: type, port: Any) -> list[str]:
     """Why a class does not fit a port, which may be a generic one with its parameters; nothing if it does."""
+    return list(_known_misfits(cls, port))
+
+
+@functools.cache  # of classes, which do not change: the same pair is asked for by every edge
+def _known_misfits(cls: type, port: Any) -> tuple[str, ...]:
     return _misfits(frozenset(), cls, port)
 
 

@@ -6,6 +6,7 @@ import attrs
 
 from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.fit import misfits
+from drawloom.graph.named import check_names
 from drawloom.graph.node import Node, NodeView
 from drawloom.graph.problems import Place, Problem, RecipeError, in_order
 from drawloom.graph.recipe import Recipe
@@ -115,17 +116,29 @@ class Graph:
         circle = self.circle()
         if circle:
             text = "nodes need one another in a circle: " + " -> ".join(circle)
-            yield Problem("DL320", text, "cut one of these edges", circle[0], self.nodes[circle[0]].place)
+            yield Problem("DL320", text, "cut one of these edges", circle[0], self._place_of_edge(*circle[:2]))
         for node in self.nodes.values():
             for name, edge in node.edges.items():
                 if node.spec.fields[name].kind == "ordered":
                     yield from check_sequence(node, name, edge, self.nodes)
             if not self._near_fault(node):
-                yield from _constraints(self.view(node.name))
+                yield from _constraints(node, self.view(node.name))
+        yield from check_names(self.nodes)
+
+    def _place_of_edge(self, name: str, target: str) -> Place:
+        """Where one node refers to another."""
+        node = self.nodes[name]
+        found = (dict(zip(edge.targets, edge.items, strict=False)).get(target) for edge in node.edges.values())
+        return node.place_of(next((path for path in found if path), ()))
 
     def _near_fault(self, node: Node) -> bool:
-        """Whether a node or a neighbour is at fault already, so that its constraints could not be trusted."""
-        return node.faulty or any(self.nodes[name].faulty for name in self.needs(node.name))
+        """Whether a node or a neighbour is at fault already, or could not be made: constraints could not be trusted."""
+        missing = any(
+            field.is_edge and field.name not in node.edges and (field.required or field.name in node.table.items)
+            for field in node.spec.fields.values()
+        )
+        unmade = any(edge.unmade for edge in node.edges.values())
+        return missing or unmade or node.faulty or any(self.nodes[name].faulty for name in self.needs(node.name))
 
     def _check_root(self, root: str) -> Iterator[Problem]:
         if root not in self.recipe.nodes:
@@ -140,7 +153,10 @@ class Graph:
                 yield Problem("DL322", text, "", name, node.place, warning=True)
 
 
-def _constraints(view: NodeView) -> Iterator[Problem]:
+def _constraints(node: Node, view: NodeView) -> Iterator[Problem]:
     constraints = getattr(view.component, "constraints", None)
-    if constraints is not None:
-        yield from constraints(view)
+    try:
+        yield from constraints(view) if constraints else ()
+    except Exception as error:
+        text = f"the constraints of {view.use!r} can't be checked: {type(error).__name__}: {error}"
+        yield Problem("DL206", text, "tell its author", node.name, node.place)

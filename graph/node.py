@@ -46,6 +46,10 @@ class Node:
         """Keep a problem with a setting or edge of this node, or with the node itself."""
         self.problems.append(Problem(code, text, hint, self.name, place or self.place_of(path, key=key)))
 
+    def fails(self, what: str, error: Exception) -> None:
+        """Keep a problem that is the component's own fault."""
+        self.fault("DL206", f"{self.spec.use!r}: {what}: {type(error).__name__}: {error}", "tell its author")
+
     @property
     def place(self) -> Place:
         """Where the node says what it is."""

@@ -6,14 +6,15 @@ from drawloom.graph.graph import Graph
 from drawloom.graph.layers import Layer, Leaf, Path, Table
 from drawloom.graph.listing import ports
 from drawloom.graph.node import Node
-from drawloom.graph.settling import VARIABLE
+from drawloom.graph.variables import VARIABLE
 
 
 def origin(graph: Graph, node: Node, key: str) -> str:
-    """In a few words, with places that do not depend on where recipes are installed."""
+    """In a few words, with places that do not depend on where recipes are installed; of a table, one for each file."""
     item = node.table.items.get(key)
     if item is not None:
-        return " and ".join(dict.fromkeys(_written(graph, leaf) for leaf in leaves(item))) or _place(*_where(item))
+        by_layer = {id(leaf.layer): leaf for leaf in reversed([*leaves(item)])}
+        return " and ".join(_written(graph, leaf) for leaf in reversed(by_layer.values())) or _place(*_where(item))
     edge = node.edges.get(key)
     return f"the only {ports(node.spec.fields[key])}" if edge and not edge.written else "default"
 

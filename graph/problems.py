@@ -31,12 +31,26 @@ class Problem:
     place: Place | None = None
     warning: bool = False
 
+    def as_data(self) -> dict[str, str | int | bool]:
+        """What other programs read; a line and column of 0 mean that there is no place in a file."""
+        place = self.place or Place("")
+        return {
+            "code": self.code,
+            "warning": self.warning,
+            "source": place.source,
+            "line": place.line,
+            "column": place.column,
+            "node": self.node,
+            "text": self.text,
+            "hint": self.hint,
+        }
+
     def __str__(self) -> str:
         where = f"{self.place}: " if self.place else ""
         kind = "warning: " if self.warning else ""
         node = f"[{self.node}] " if self.node else ""
         hint = f"; {self.hint}" if self.hint else ""
-        return f"{where}{kind}{node}{self.text}{hint}"
+        return f"{where}{kind}{node}{self.text}{hint} ({self.code})"
 
 
 class RecipeError(Exception):

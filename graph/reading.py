@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ class Shelf:
 
     folder: Path
 
+    @cached_property
     def names(self) -> list[str]:
         """What stands there."""
         return sorted(path.stem for path in self.folder.glob("*.toml"))
 
     def find(self, name: str) -> Path | None:
         """The file of a name."""
-        return self.folder / f"{name}.toml" if name in self.names() else None
+        return self.folder / f"{name}.toml" if name in self.names else None
 
     def holds(self, path: Path) -> bool:
         """Whether a file stands there."""
@@ -62,7 +64,7 @@ class _Reader:
         elif shipped:
             self._read(shipped, _shown(shipped), COMMAND_LINE, ())
         else:
-            hint = did_you_mean(name, self.shelf.names())
+            hint = did_you_mean(name, self.shelf.names)
             text = f"there is no recipe {name!r}: it is no file, no run folder and no shipped name"
             self._problem("DL101", text, hint, COMMAND_LINE)
 
@@ -88,14 +90,14 @@ class _Reader:
             place = layer.value(("extends",))
             self._problem("DL105", "extends takes a string or an array of strings", 'write extends = "pretrain"', place)
             return
-        for number, name in enumerate(names):
+        for name, number in _first_of_each(names):
             place = layer.value(("extends",) if isinstance(extends, str) else ("extends", number))
             if name.endswith(".toml"):
                 yield from self._beside(layer, path, name, place)
             elif shipped := self.shelf.find(name):
                 yield shipped, _shown(shipped), place
             else:
-                hint = did_you_mean(name, self.shelf.names())
+                hint = did_you_mean(name, self.shelf.names)
                 self._problem("DL101", f"extends {name!r}, which is no shipped recipe", hint, place)
 
     def _beside(self, layer: Layer, path: Path, name: str, place: Place) -> Iterator[tuple[Path, str, Place]]:
@@ -129,6 +131,15 @@ class _Reader:
 
     def _problem(self, code: str, text: str, hint: str, place: Place) -> None:
         self.problems.append(Problem(code, text, hint, place=place))
+
+
+def _first_of_each(names: list[str]) -> Iterator[tuple[str, int]]:
+    """Each name once, with where it stands first."""
+    seen: set[str] = set()
+    for number, name in enumerate(names):
+        if name not in seen:
+            seen.add(name)
+            yield name, number
 
 
 def _shown(path: Path) -> str:

@@ -1,5 +1,6 @@
 """A recipe: its layers merged into nodes, groups and variables, each value knowing where it came from."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ from drawloom.graph.overrides import read_overrides
 from drawloom.graph.problems import Place, Problem
 from drawloom.graph.reading import Shelf, read_layers
 from drawloom.graph.suggest import did_you_mean
+from drawloom.graph.variables import unused
 
 FORMAT = 1
 """The number of the recipe format; resolved recipes carry it."""
+
+NAME = re.compile("[A-Za-z][A-Za-z0-9_-]*")
+"""What nodes and groups may be called; names stand in references, file names and saved states."""
 
 DIRECTIVES = ("format", "extends", "unset")
 """Top-level keys that say how a file is to be read."""
@@ -72,6 +77,7 @@ def _merge(source: str, tree: Table, layers: Sequence[Layer]) -> Recipe:
         problems += _check_format(layer)
         tree.lay({key: value for key, value in layer.data.items() if key not in DIRECTIVES}, layer, ())
     recipe = _sort(source, tree)
+    problems += unused(recipe.vars, list(layers))
     return attrs.evolve(recipe, layers=list(layers), laying=problems, problems=recipe.problems + problems)
 
 
@@ -85,7 +91,7 @@ def _check_format(layer: Layer) -> Iterator[Problem]:
 def _remove_unset(top: Table, layer: Layer) -> Iterator[Problem]:
     names = layer.data.get("unset", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        hint = 'write unset = ["callbacks.profiler"]'
+        hint = 'write unset = ["watch.profiler"]'
         yield Problem("DL108", "unset takes an array of strings", hint, place=layer.value(("unset",)))
         return
     for number, name in enumerate(names):
@@ -107,6 +113,8 @@ def _sort(source: str, top: Table) -> Recipe:
     for name, item in top.items.items():
         if name == "vars":
             _take_vars(recipe, item)
+        elif not NAME.fullmatch(name):
+            recipe.problems.append(_misnamed(name, item))
         elif not isinstance(item, Table):
             text = f"{name!r} stands outside of any table"
             hint = did_you_mean(name, (*DIRECTIVES, "vars")) or "settings belong in a [node]"
@@ -122,8 +130,17 @@ def _sort(source: str, top: Table) -> Recipe:
     return recipe
 
 
+def _misnamed(name: str, item: Leaf | Table) -> Problem:
+    place = item.key_place if isinstance(item, Leaf) else item.place
+    return Problem(
+        "DL115", f"{name!a} can't be the name of a node", "use letters, digits, _ and -, a letter first", place=place
+    )
+
+
 def _take_group(recipe: Recipe, name: str, item: Table) -> None:
-    members = {f"{name}.{key}": part for key, part in item.items.items() if isinstance(part, Table) and part.use}
+    named = {key: part for key, part in item.items.items() if isinstance(part, Table) and "use" in part.items}
+    recipe.problems += [_misnamed(f"{name}.{key}", part) for key, part in named.items() if not NAME.fullmatch(key)]
+    members = {f"{name}.{key}": part for key, part in named.items() if NAME.fullmatch(key)}
     recipe.nodes |= members
     if members:
         recipe.groups[name] = list(members)

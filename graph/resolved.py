@@ -5,7 +5,7 @@ from typing import Literal
 
 import attrs
 
-from drawloom.graph.component import Change
+from drawloom.graph.setting import Change
 
 LOCK = "recipe.lock.toml"
 """The file in a run folder that holds the resolved recipe of the run."""

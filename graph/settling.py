@@ -11,8 +11,8 @@ from drawloom.graph.problems import Place
 from drawloom.graph.spec import Field
 from drawloom.graph.suggest import did_you_mean
 from drawloom.graph.values import Fault, Values
+from drawloom.graph.variables import VARIABLE
 
-VARIABLE = "$vars."
 REFUSED = object()
 """What stands for a value that is at fault."""
 
@@ -44,15 +44,18 @@ class Settling:
         owner = node.table.dropped.get(key)
         known = [name for name, field in node.spec.fields.items() if field.kind not in ("every", "recipe")]
         hint = f"it belonged to {owner!r}, which this `use` replaces" if owner else did_you_mean(key, known)
-        node.fault("DL302", f"{node.spec.use!r} has no setting or edge {key!r}", hint, (key,), key=True)
+        node.fault("DL302", f"{node.spec.use!r} has no setting or edge {key!a}", hint, (key,), key=True)
 
     def _set(self, node: Node, field: Field, item: Leaf | Table) -> None:
         plain = self.plain(node, item, (field.name,))
         if plain is REFUSED:
             return
-        value, faults = self.values.structure(plain, field.type)
-        if not faults and field.check and (reason := field.check(value)):
-            faults = [Fault((), reason)]
+        try:
+            value, faults = self.values.structure(plain, field.type)
+            if not faults and field.check and (reason := field.check(value)):
+                faults = [Fault((), reason)]
+        except Exception as error:  # of the component's own: its annotations, its checks
+            return node.fails(f"the setting {field.name!r} can't be read", error)
         for fault in faults:
             path = (field.name, *fault.path)
             place = self._variable_place(item)

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.graph.component import Change, Check, Traits
+from drawloom.graph.component import Traits
 from drawloom.graph.port import Every, Ordered, is_port
 from drawloom.graph.resolved import ResolvedRecipe
+from drawloom.graph.setting import Change, Check, Names
 
 Kind = Literal["setting", "one", "optional", "list", "mapping", "ordered", "every", "recipe"]
 
@@ -25,6 +26,8 @@ class Field:
     default: Any = attrs.field(factory=lambda: attrs.NOTHING)
     change: Change = "semantic"
     check: Check | None = None
+    names: Names | None = None
+    may_name: bool = False
     doc: str = ""
 
     @property
@@ -74,6 +77,8 @@ def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, change: Change) ->
         default=attribute.default,
         change=meta.get("change") or change,
         check=meta.get("check"),
+        names=meta.get("names"),
+        may_name=bool(meta.get("names")) or (sort == "setting" and _names_inside(kind)),
         doc=meta.get("doc", ""),
     )
 
@@ -94,6 +99,14 @@ def _sort(kind: Any) -> tuple[Kind, tuple[type, ...]]:
     if ports := _ports(kind):
         return ("optional" if type(None) in arguments else "one"), ports
     return "setting", ()
+
+
+def _names_inside(kind: Any) -> bool:
+    """Whether a part of a setting may name something."""
+    if attrs.has(kind):
+        fields = attrs.fields(attrs.resolve_types(kind))
+        return any(field.metadata.get("names") or _names_inside(field.type) for field in fields)
+    return any(_names_inside(part) for part in typing.get_args(kind))
 
 
 def _ports(kind: Any) -> tuple[type, ...]:

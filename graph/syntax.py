@@ -1,6 +1,7 @@
 """Faults of TOML told as a person sees them: where they began, and what was meant, rather than where tomli gave up."""
 
 import re
+import unicodedata
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -26,9 +27,19 @@ def explain_fault(text: str, error: tomli.TOMLDecodeError) -> tuple[str, int, st
         return twice
     if error.msg == "Unterminated string" or error.msg in ('Expected "\'"', "Expected \"'''\"", 'Expected \'"""\''):
         return "a string that does not end", _opening(text, error.pos), "close it with the quotes that open it"
-    if text.lstrip()[:1] == "{" or text.startswith("---"):
-        return f"this is not TOML: {error.msg}", error.pos, "it looks like another format"
-    return f"this is not TOML: {error.msg}", error.pos, ""
+    return f"this is not TOML: {error.msg}", error.pos, _meant(text, error.pos)
+
+
+def _meant(text: str, at: int) -> str:
+    """What to write instead of a letter that can't stand where it stands."""
+    letter = text[at : at + 1]
+    if letter == ":" or text.startswith("---", at - 3):
+        return "TOML writes key = value, below a [table]"
+    if letter == "{":
+        return "this looks like JSON; TOML writes key = value, below a [table]"
+    if letter > "\x7f":
+        return f"{letter!a} is {unicodedata.name(letter, 'no letter')}; such letters need quotes around them"
+    return ""
 
 
 def _twice(text: str, error: tomli.TOMLDecodeError) -> tuple[str, int, str] | None:

@@ -17,8 +17,8 @@ from cattrs.errors import AttributeValidationNote, IterableValidationError, Iter
 from cattrs.gen import make_dict_structure_fn, override
 
 from drawloom.graph import words, writing
-from drawloom.graph.component import Check
 from drawloom.graph.meant import instead
+from drawloom.graph.setting import Check
 from drawloom.graph.suggest import did_you_mean, nearest
 
 Hook = Callable[[Any, Any], Any]

@@ -1,5 +1,6 @@
 """From a recipe to nodes with settings and edges; whatever is wrong becomes a problem, and none hides another."""
 
+import importlib.util
 from collections.abc import Iterator
 
 import attrs
@@ -52,5 +53,9 @@ class Wiring:
             self.unmade.append(attrs.evolve(found, node=name, place=use.place))
             return None
         node = self.nodes[name] = Node(name, table, found, owner=owner)
+        for module, install in found.traits.needs.items():
+            if importlib.util.find_spec(module) is None:
+                text = f"{use.value!r} needs the package {module!r}, which is not installed"
+                node.fault("DL202", text, f"pip install '{install}'")
         self._settling.settle(node)
         return node

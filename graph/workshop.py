@@ -35,7 +35,7 @@ class Workshop:
     def usual(self) -> dict[str, list[str]]:
         """The names of nodes in the recipes that stand here, with the components that they use."""
         found: dict[str, list[str]] = {}
-        for name in Shelf(self.recipes).names():
+        for name in Shelf(self.recipes).names:
             for node, table in plain_recipe(self.load(name)).items():
                 uses = found.setdefault(node, [])
                 uses += [] if table["use"] in uses else [table["use"]]

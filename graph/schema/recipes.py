@@ -7,14 +7,14 @@ from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.fit import misfits
 from drawloom.graph.listing import ports
 from drawloom.graph.problems import Problem
-from drawloom.graph.recipe import FORMAT
+from drawloom.graph.recipe import FORMAT, NAME
 from drawloom.graph.schema.types import VARIABLE, Schema, described, setting_schema
 from drawloom.graph.spec import Field, Spec
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """The newest that editors' TOML plugins read."""
 
-NODE_NAME = "^[A-Za-z_][A-Za-z0-9_-]*$"
+NODE_NAME = f"^{NAME.pattern}$"
 
 NODE: Schema = {"$ref": "#/definitions/node"}
 
@@ -27,7 +27,7 @@ _OTHER: Schema = {
 TABLE: Schema = {"type": "object", "if": {"required": ["use"]}, "then": NODE, "else": _OTHER, "anyOf": [NODE, True]}
 """A table at the top. Validators read `if`, and so name the key that is wrong; editors read `anyOf` to complete."""
 
-REFERENCE: Schema = {"type": "string", "pattern": r"^@[A-Za-z_]"}
+REFERENCE: Schema = {"type": "string", "pattern": r"^@[A-Za-z]"}
 
 
 def recipe_schema(catalogue: Catalogue, usual: Mapping[str, Iterable[str]] | None = None) -> Schema:

@@ -1,5 +1,6 @@
 """The JSON Schema of what a recipe may write for a setting of a type."""
 
+import json
 import typing
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.graph.component import Bound
+from drawloom.graph.bounds import Bound
 from drawloom.graph.values import Values
 from drawloom.graph.words import members
 
@@ -80,9 +81,14 @@ def _field(field: "attrs.Attribute[Any]") -> Schema:
 
 def described(doc: str, default: Any) -> Schema:
     """What an editor shows of a key: its line of documentation, and its default."""
-    plain = Values.unstructure(default.factory()) if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
-    known = default is not attrs.NOTHING and plain is not None
-    return ({"description": doc} if doc else {}) | ({"default": Values.unstructure(plain)} if known else {})
+    made = default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
+    known = default is not attrs.NOTHING and made is not None
+    return ({"description": doc} if doc else {}) | ({"default": _as_json(made)} if known else {})
+
+
+def _as_json(value: Any) -> Any:
+    """A default as JSON; what that has no form for as text."""
+    return json.loads(json.dumps(Values.unstructure(value), default=str))
 
 
 def _bounds(check: Any) -> Schema:

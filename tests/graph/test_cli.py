@@ -124,3 +124,27 @@ def test_draw_and_list_show_what_there_is(workshop: Workshop, capsys: pytest.Cap
     assert "stores.disk" in capsys.readouterr().out
     main(["list", "stores.memory"], workshop)
     assert "size: integer = 10  (how many values it keeps)" in capsys.readouterr().out
+
+
+def test_problems_for_programs(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """`check --format json` gives every problem as data on stdout, and the same exit code as the text."""
+    assert main(["check", "small", "--format", "json", "page.title=3", "store.sise=4"], workshop) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["recipe"] == "small" and found["nodes"] == 3
+    assert [(p["code"], p["node"], p["source"], p["line"]) for p in found["problems"]] == [
+        ("DL302", "store", "command line", 0),
+        ("DL303", "page", "command line", 0),
+    ]
+    assert main(["check", "small", "--format", "json"], workshop) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == []
+    assert main(["check", "smal", "--format", "json"], workshop) == 2
+    assert [p["code"] for p in json.loads(capsys.readouterr().out)["problems"]] == ["DL101"]
+
+
+def test_warnings_alone_are_fine(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """A warning does not change the exit code, in either format."""
+    words = ["spare.use=stores.memory", "page.store=@store", "trainer.store=@store"]
+    assert main(["check", "small", *words], workshop) == 0
+    assert "warning: [spare]" in capsys.readouterr().err
+    assert main(["check", "small", "--format", "json", *words], workshop) == 0
+    assert [p["warning"] for p in json.loads(capsys.readouterr().out)["problems"]] == [True]

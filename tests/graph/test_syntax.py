@@ -5,6 +5,9 @@ import tomli
 
 from drawloom.graph.syntax import explain_fault
 
+BELOW = "TOML writes key = value, below a [table]"
+CYRILLIC = "'\\u0430' is CYRILLIC SMALL LETTER A; such letters need quotes around them"
+
 
 @pytest.mark.parametrize(
     ("text", "at", "reason", "hint"),
@@ -23,8 +26,14 @@ from drawloom.graph.syntax import explain_fault
             "a string that does not end",
             "close it with the quotes that open it",
         ),
-        ('{"a": 1}', "{", "this is not TOML: Invalid statement", "it looks like another format"),
-        ("a: 1", ": 1", "this is not TOML: Expected '=' after a key in a key/value pair", ""),
+        (
+            '{"a": 1}',
+            "{",
+            "this is not TOML: Invalid statement",
+            f"this looks like JSON; {BELOW}",
+        ),
+        ("\u0430 = 1", "\u0430", "this is not TOML: Invalid statement", CYRILLIC),
+        ("a: 1", ": 1", "this is not TOML: Expected '=' after a key in a key/value pair", BELOW),
     ],
 )
 def test_a_fault_is_told_where_it_began(text: str, at: str, reason: str, hint: str) -> None:

@@ -1,0 +1,26 @@
+"""A store that asks for what no recipe could write, and says things that fail."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from drawloom.graph import Problem, component, setting
+
+
+@component
+class Odd:
+    """Keeps nothing."""
+
+    number: complex = setting(default=1j, doc="no number of TOML")
+    fails: bool = setting(default=False, doc="whether its constraints fail")
+
+    def get(self, key: str) -> Any:
+        raise KeyError(key)
+
+    def put(self, key: str, value: Any) -> None: ...
+
+    @classmethod
+    def constraints(cls, node: Any) -> Iterator[Problem]:
+        """Fail, if told to; else find it odd."""
+        if node.settings["fails"]:
+            raise ZeroDivisionError("by nothing")
+        yield node.warning("number", "an odd store", "use another")
