@@ -28,7 +28,7 @@ class _Linear(Function):
         ctx.weight_gradient = weight_gradient
         y = F.linear(x, weight, bias)
         # With a bias torch returns a view, and forbids to change what a Function returns in place if it is one.
-        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y  # type: ignore[no-any-return]
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     @once_differentiable

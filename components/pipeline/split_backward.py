@@ -28,7 +28,7 @@ class SplitBackward:
     """
     Both backward passes of one stage for one microbatch; make one for each pair.
 
-        weights = StageWeights.of(module.parameters())       # once for each stage
+        weights = StageWeights.of(module.parameters())       # once for each stage and run
 
         split = SplitBackward(weights)
         with split.forward():

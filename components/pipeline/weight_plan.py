@@ -65,34 +65,44 @@ def _itself(grad: Tensor) -> Tensor:
     return grad
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class StageWeights:
     """
-    The parameters of a stage that are trained, sorted for all its microbatches.
+    The parameters of a stage, each once, sorted for all its microbatches; frozen ones may be among them.
 
     A vector's gradient is but a sum: to put it off would cost as much as to find it.
     """
 
-    vectors: dict[int, Tensor]
-    matrices: dict[int, Tensor]
+    parameters: list[Tensor]
+    _trained: list[bool] = attrs.field(init=False, factory=list)
+    _vectors: dict[int, Tensor] = attrs.field(init=False, factory=dict)
+    _matrices: dict[int, Tensor] = attrs.field(init=False, factory=dict)
 
     @classmethod
     def of(cls, parameters: Iterable[Tensor]) -> Self:
-        """Sort parameters by what is trained at this moment: to be asked for at the start of each step."""
-        trained = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
-        vectors = {key: weight for key, weight in trained.items() if is_vector(weight)}
-        return cls(vectors, {key: weight for key, weight in trained.items() if key not in vectors})
+        """Those of a stage: `StageWeights.of(module.parameters())`."""
+        return cls(list(parameters))
 
     def plan(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deferral: Deferral) -> Plan:
         """How to put the gradients off in the graph between outputs and inputs."""
-        if deferral.known.isdisjoint(self.vectors) and self.matrices.keys() <= deferral.known:
-            return Plan(vectors=list(self.vectors.values()), at_once=list(self.matrices.values()))
-        every = self.vectors | self.matrices
+        self._sort()
+        if deferral.known.isdisjoint(self._vectors) and self._matrices.keys() <= deferral.known:
+            return Plan(vectors=list(self._vectors.values()), at_once=list(self._matrices.values()))
+        every = self._vectors | self._matrices
         plan = Plan(at_once=[weight for key, weight in every.items() if key in deferral.known])
         edges, sources = edges_of(outputs, inputs)
         for group in weight_groups(outputs, edges, sources, deferral):
             _place(group, plan, outputs, edges, deferral)
         return plan
+
+    def _sort(self) -> None:
+        """Again, if other parameters are trained than the last time."""
+        trained = [parameter.requires_grad for parameter in self.parameters]
+        if trained != self._trained:
+            every = {id(weight): weight for weight in self.parameters if weight.requires_grad}
+            self._vectors = {key: weight for key, weight in every.items() if is_vector(weight)}
+            self._matrices = {key: weight for key, weight in every.items() if key not in self._vectors}
+            self._trained = trained
 
 
 def is_vector(weight: Tensor) -> bool:

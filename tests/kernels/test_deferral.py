@@ -55,8 +55,13 @@ def test_parts_are_summed_in_their_order() -> None:
 def test_what_waits_is_detached() -> None:
     """The graph is not kept for the sake of an activation in it."""
     held: list[Tensor] = []
+
+    def compute(*tensors: Tensor) -> Tensor:
+        held.extend(tensors)
+        return tensors[0]
+
     put_off = PutOff(weight())
-    put_off.wait(lambda *tensors: (held.extend(tensors), tensors[0])[1], torch.randn(3, requires_grad=True) * 2)
+    put_off.wait(compute, torch.randn(3, requires_grad=True) * 2)
     put_off.compute()
     assert [tensor.grad_fn for tensor in held] == [None]
 

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drawloom.kernels import linear_cross_entropy
+from drawloom.kernels.deferral import Deferral
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
 
 
@@ -147,3 +148,25 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, Tensor):
                 self.elements = max(self.elements, tensor.numel())
         return result
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("chunked", [False, True], ids=["one chunk", "chunks"])
+def test_puts_its_weight_off(tokens: int, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked to, it finds the weight's gradient later if it holds all logits, and at once if not; bitwise the same."""
+    if chunked:
+        monkeypatch.setattr(linear_cross_entropy, "LEAST_TOKENS", 2)
+        monkeypatch.setattr(linear_cross_entropy, "LEAST_LOGITS", 0)
+    hidden, weight, targets = random_case((tokens,))
+    tensors = hidden.requires_grad_(), weight.requires_grad_()
+    grad = torch.randn(tokens)
+    expected = torch.autograd.grad(linear_cross_entropy_eager(*tensors, targets), tensors, grad)
+    deferral = Deferral()
+    with deferral.recording():
+        found = linear_cross_entropy_eager(*tensors, targets)
+    with deferral.putting_off():
+        grads = torch.autograd.grad(found, tensors, grad, allow_unused=True)
+    waiting = deferral.take()
+    assert len(waiting) == (tokens > 0 and (not chunked or tokens < 2))
+    assert torch.equal(grads[0], expected[0])
+    assert torch.equal(waiting[0].compute() if waiting else grads[1], expected[1])

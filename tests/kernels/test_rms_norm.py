@@ -81,3 +81,11 @@ def test_adds_what_comes_before() -> None:
     assert torch.equal(normed, rms_norm_eager(summed, weight, 1e-3))
     wide = [t.double().requires_grad_() for t in (x, residual, weight)]
     assert torch.autograd.gradcheck(lambda x, residual, weight: add_rms_norm_eager(x, residual, weight, 0.1), wide)
+
+
+def test_frozen_weight() -> None:
+    """A frozen weight gets no gradient, and the input's stays what it was."""
+    x, weight, grad = torch.randn(5, 8, requires_grad=True), torch.randn(8), torch.randn(5, 8)
+    (found,) = torch.autograd.grad(rms_norm_eager(x, weight, 1e-3), x, grad)
+    learned = weight.clone().requires_grad_()
+    assert torch.equal(found, torch.autograd.grad(rms_norm_eager(x, learned, 1e-3), (x, learned), grad)[0])

@@ -53,7 +53,7 @@ def go_backward(outputs: tuple[Any, ...], grads: Grads) -> None:
     """Torch's own backward pass from the outputs that have a gradient."""
     pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
     if pairs:
-        torch.autograd.backward(*zip(*pairs, strict=True))
+        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
 
 def in_one(stage: nn.Module, inputs: list[Any]) -> tuple[Grads, Grads]:
@@ -87,11 +87,11 @@ def same(one: tuple[Grads, Grads], other: tuple[Grads, Grads]) -> None:
     assert all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None)
 
 
-class Products(TorchDispatchMode):
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts matrix products."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -41,6 +41,11 @@ class Cube(Function):
         return grad @ weight.T, x.flatten(0, -2).T @ grad.flatten(0, -2)
 
 
+def cube(x: Tensor, weight: Tensor) -> Tensor:
+    """(x @ weight)^3."""
+    return Cube.apply(x, weight)  # type: ignore[no-untyped-call, no-any-return]
+
+
 class Stage(nn.Module):
     """Parameters and modules by name, and what to do with them and the inputs."""
 
@@ -96,7 +101,7 @@ def _block(p: Parts) -> Stage:
 def _frozen(p: Parts) -> Stage:
     made = Stage(lambda s, x: s.c(torch.relu(s.b(s.a(x)))), a=p.linear(), b=p.linear(), c=p.linear())
     made.b.requires_grad_(False)
-    made.c.bias.requires_grad_(False)
+    made.get_parameter("c.bias").requires_grad_(False)
     return made
 
 
@@ -110,7 +115,7 @@ def _recomputed(p: Parts, use_reentrant: bool) -> Stage:
 def _scaled(p: Parts) -> Stage:
     def forward(s: Any, x: Tensor) -> Tensor:
         normed = s.direction / s.direction.norm(dim=1, keepdim=True) * s.length
-        return torch.tanh(p.product(x, normed)) * (1 + s.gain)
+        return torch.tanh(p.product(x, normed)) * (1 + s.gain)  # type: ignore[no-any-return]
 
     return Stage(forward, direction=weight(), length=weight(WIDTH, 1), gain=weight(WIDTH))
 
@@ -208,7 +213,7 @@ STAGES: dict[str, tuple[Make, Sequence[str | None]]] = {
     ),
     "frozen": (_frozen, [X]),
     "nothing to train": (lambda p: Stage(lambda s, x: s.a(x).tanh(), a=p.linear().requires_grad_(False)), [X]),
-    "somebody else's function": (lambda p: Stage(lambda s, x: s.a(Cube.apply(x, s.w)), w=weight(), a=p.linear()), [X]),
+    "somebody else's function": (lambda p: Stage(lambda s, x: s.a(cube(x, s.w)), w=weight(), a=p.linear()), [X]),
     "recomputed": (lambda p: _recomputed(p, use_reentrant=False), [X]),
 }
 """By name, how a stage is made, and what it takes."""

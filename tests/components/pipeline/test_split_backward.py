@@ -173,7 +173,7 @@ def test_a_first_pass_that_fails_leaves_nothing(ops: Ops) -> None:
     stage = Stage(lambda s, x: s.b((Fails.apply if failing else Tensor.clone)(s.a(x))), a=p.linear(), b=p.linear())
     inputs = inputs_of(["x"])
     hooked: list[str] = []
-    stage.a.bias.register_hook(lambda _: hooked.append("a"))
+    stage.get_parameter("a.bias").register_hook(lambda _: hooked.append("a"))  # type: ignore[no-untyped-call]
     with Watch(stage) as watch:
         split, outputs = split_of(stage, inputs)
         watch.add(*outputs)
@@ -200,7 +200,9 @@ def test_equals_torch_where_torch_is_right(name: str) -> None:
     stage, inputs = made(name, "torch")
     found = in_two(stage, inputs)
     outputs = [output.clone() for output in ran(stage, inputs)]  # torch detaches them in place, which views forbid
-    grads, groups = stage_backward_input(outputs, grads_for(tuple(outputs)), inputs, stage.parameters())
+    (grad,) = grads_for(tuple(outputs))
+    assert grad is not None
+    grads, groups = stage_backward_input(outputs, [grad], inputs, stage.parameters())
     taken(inputs)
     stage_backward_weight(stage.parameters(), groups)
     expected = list(grads), taken(list(stage.parameters()))

@@ -30,8 +30,8 @@ def test_hooks_are_called_once_and_in_the_second_pass(name: str, ops: Ops) -> No
     called: Counter[str] = Counter()
 
     def hook(name: str, parameter: nn.Parameter) -> None:
-        parameter.register_hook(lambda grad: (called.update([name]), grad * 2)[1])
-        parameter.register_post_accumulate_grad_hook(lambda _: called.update([name + " added"]))
+        parameter.register_hook(lambda grad: (called.update([name]), grad * 2)[1])  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(lambda _: called.update([name + " added"]))  # type: ignore[no-untyped-call]
 
     for each, parameter in stage.named_parameters():
         if parameter.requires_grad:
@@ -73,7 +73,7 @@ def test_a_second_pass_that_fails_leaves_nothing(name: str, ops: Ops) -> None:
     def fail(_: Tensor) -> None:
         raise ArithmeticError("in a hook")
 
-    handles = [parameter.register_post_accumulate_grad_hook(fail) for parameter in stage.parameters()]
+    handles = [each.register_post_accumulate_grad_hook(fail) for each in stage.parameters()]  # type: ignore[no-untyped-call]
     with Watch(stage) as watch:
         split, outputs = split_of(stage, inputs)
         watch.add(*outputs)
@@ -104,9 +104,14 @@ def test_gradients_exist_a_share_at_a_time(at_once: int, monkeypatch: pytest.Mon
         computed.clear()
 
     compute = PutOff.compute
-    monkeypatch.setattr(PutOff, "compute", lambda each: (computed.append(1), compute(each))[1])
+
+    def counted(each: PutOff) -> Tensor:
+        computed.append(1)
+        return compute(each)
+
+    monkeypatch.setattr(PutOff, "compute", counted)
     for parameter in stage.parameters():
-        parameter.register_post_accumulate_grad_hook(added)
+        parameter.register_post_accumulate_grad_hook(added)  # type: ignore[no-untyped-call]
     split.backward_weight()
     same((found, taken(list(stage.parameters()))), expected)
     assert max(most) == {1: 1, 300: 2, 2**30: 4}[at_once]

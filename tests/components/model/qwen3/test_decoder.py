@@ -1,12 +1,17 @@
 """Spans of a model: chained they are the whole."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.ports.model import Span
 from support.qwen3 import dense, one_document, packed, whole
+from support.split_passes import Products, grads_for, in_one, same, split_of, taken
+from support.split_stages import Stage
 
 SPLITS = [
     [Span(0, 1, True, False), Span(1, 3, False, True)],
@@ -56,3 +61,28 @@ def test_names_do_not_depend_on_the_split(spans: list[Span]) -> None:
         assert set(names) == {name for name, _ in whole(model).named_parameters()}
         assert names.count("embedding.weight") == (2 if tied else 1)
         assert len(names) == len(set(names)) + tied
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ends", [(True, True), (True, False), (False, False), (False, True)])
+def test_stages_put_every_matrix_off(ends: tuple[bool, bool], tied: bool, recompute: bool) -> None:
+    """Two backward passes of the first, a middle, the last or the only stage give what one gives, recomputed or not."""
+    model = dense(tied=tied)
+    module = model.build(Span(0, 2, *ends)).double()
+    if recompute:
+        for block in module.get_submodule("layers").children():
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    shared = one_document(2, 10, torch.randint(29, (2, 10)))
+    hidden = torch.randn(2, 10, model.architecture.width, dtype=torch.float64, requires_grad=True)
+    inputs = [torch.randint(29, (2, 10)) if ends[0] else hidden]
+    stage = Stage(lambda s, x: s.module(x, shared), module=module)
+    expected, (split, outputs) = in_one(stage, inputs), split_of(stage, inputs)
+    with Products() as first:
+        found = split.backward_input(outputs, grads_for(outputs), inputs)
+    with Products() as second:
+        split.backward_weight()
+    same((found, taken(list(stage.parameters()))), expected)
+    linear_layers = sum(name.endswith("weight") and each.ndim == 2 for name, each in module.named_parameters())
+    assert second.count == linear_layers - ends[0] + (tied and all(ends))
+    assert first.count > 0
