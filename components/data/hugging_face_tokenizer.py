@@ -15,7 +15,7 @@ KIN = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 """Files that tell `transformers` more about a tokenizer, and lie beside it."""
 
 
-@component
+@component(needs={"tokenizers": "drawloom[tokenizers]"})
 class HuggingFaceTokenizer:
     """
     The ids of a `tokenizer.json`, without the special tokens that it would put around a text.
