@@ -89,6 +89,7 @@ def _scenarios(folder: str | None) -> dict[str, Any]:
         found["still in step"] = [*configs]
     found["pairs"] = _pairs(world.rank, folder)
     del configs, kept
+    world.gather_json(None)  # all are done
     found["left"] = [name for name in _held() if name not in before]
     found["files"] = [] if folder is None else os.listdir(folder)
     return found
