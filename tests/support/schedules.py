@@ -1,0 +1,109 @@
+"""Schedules in all their variants, and oracles that share no code with the pipeline's own."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from drawloom.components.ports.pipeline import Schedule
+from drawloom.components.ports.program import Action, Line, Overlap, Program
+from drawloom.graph.catalogue import Catalogue
+from drawloom.graph.problems import Problem
+
+FOLDER = "pipeline.schedules."
+CATALOGUE = Catalogue.of("drawloom.components")
+NAMES = [name.removeprefix(FOLDER) for name in CATALOGUE.names() if name.startswith(FOLDER)]
+TRAINING = [name for name in NAMES if name != "inference"]
+
+
+def schedule(name: str, **settings: Any) -> Schedule:
+    """A schedule by the last part of its name."""
+    spec = CATALOGUE.find(FOLDER + name)
+    assert not isinstance(spec, Problem), spec
+    made: Schedule = spec.cls(**settings)
+    return made
+
+
+def variants(name: str, most: int = 4) -> Iterator[Schedule]:
+    """A schedule with each number of stages on a rank, and each of its switches."""
+    spec = CATALOGUE.find(FOLDER + name)
+    assert not isinstance(spec, Problem), spec
+    if "stages_per_rank" in spec.fields:
+        yield from (schedule(name, stages_per_rank=number) for number in range(1, most + 1))
+    elif "hide_latency" in spec.fields:
+        yield from (schedule(name, hide_latency=switch) for switch in (False, True))
+    else:
+        yield schedule(name)
+
+
+def counts(ranks: int) -> list[int]:
+    """Numbers of microbatches, few and many, multiples of ranks and not, up to four times as many as ranks."""
+    return sorted({1, 2, ranks - 1, ranks, ranks + 1, 2 * ranks - 1, 2 * ranks, 3 * ranks + 2, 4 * ranks} - {0})
+
+
+def texts(line: Line) -> list[str]:
+    """A line as its labels."""
+    return [str(item) for item in line]
+
+
+def parts(line: Line) -> list[Action]:
+    """A line as single actions."""
+    return [part for item in line for part in (item.parts if isinstance(item, Overlap) else (item,))]
+
+
+def ends(program: Program, cost: Callable[[str], float], message: float) -> dict[tuple[int, str, int], float]:
+    """When each action ends, by going round the ranks until nothing changes."""
+    lines = [parts(program.line(rank)) for rank in range(program.ranks)]
+    found: dict[tuple[int, str, int], float] = {}
+    places, free = [0] * len(lines), [0.0] * len(lines)
+    moved = True
+    while moved:
+        moved = False
+        for rank, line in enumerate(lines):
+            while places[rank] < len(line):
+                action = line[places[rank]]
+                ready = _ready(program, found, action, message)
+                if ready is None:
+                    break
+                free[rank] = max(free[rank], ready) + cost(action.work)
+                found[action.stage, action.work, action.microbatch] = free[rank]
+                places[rank] += 1
+                moved = True
+    assert places == [len(line) for line in lines], "deadlock"
+    return found
+
+
+def _ready(program: Program, found: dict[Any, float], action: Action, message: float) -> float | None:
+    last = program.stages - 1
+    stage, microbatch = action.stage, action.microbatch
+    if action.work == "W":
+        return found.get((stage, "I", microbatch))
+    source = stage - 1 if action.work == "F" else stage if stage == last else stage + 1
+    if source < 0:
+        return 0.0
+    works = ("F",) if action.work == "F" or stage == last else ("B", "I")
+    hop = message if program.owners[source] != program.owners[stage] else 0.0
+    return next((found[source, w, microbatch] + hop for w in works if (source, w, microbatch) in found), None)
+
+
+def rendezvous(lines: Sequence[Line]) -> None:
+    """
+    Carry lines out with no buffering at all: a rank waits in a send until its neighbour stands in that very receive.
+
+    Fails if that never happens, or if work would start without what it needs.
+    """
+    left = [parts(line) for line in lines]
+    arrived: set[tuple[int, str, int]] = set()
+    while any(left):
+        heads = [line[0] if line else None for line in left]
+        going = {rank for rank, head in enumerate(heads) if head and head.peer is None}
+        for rank, head in enumerate(heads):
+            if head and head.peer is not None and head.work.startswith("SEND"):
+                other = heads[head.peer]
+                if other and other.peer == rank and other.work.startswith("RECV"):
+                    step = 1 if head.work == "SEND_F" else -1
+                    wanted = (head.stage + step, head.work.replace("SEND", "RECV"), head.microbatch)
+                    assert (other.stage, other.work, other.microbatch) == wanted, f"{head} meets {other}"
+                    arrived.add(wanted)
+                    going |= {rank, head.peer}
+        assert going, f"deadlock at {[str(head) for head in heads]}"
+        for rank in going:
+            left[rank].pop(0)
