@@ -39,7 +39,7 @@ def test_each_stage_does_all_its_work_once_and_in_order(name: str) -> None:
         for microbatches in counts(ranks):
             program = made.program(ranks, microbatches)
             assert program.owners == made.owners(ranks)
-            assert Counter(program.owners) == {rank: made.stages_per_rank for rank in range(ranks)}
+            assert Counter(program.owners) == dict.fromkeys(range(ranks), made.stages_per_rank)
             assert program.microbatches == microbatches
             assert faults(program) == []
             work = Counter((a.stage, a.microbatch, a.work) for r in range(ranks) for a in parts(program.line(r)))

@@ -1,0 +1,156 @@
+"""Makespans, bubbles and memory of every schedule, against published formulas and measured tables."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from drawloom.components.pipeline.costs import Costs
+from drawloom.components.pipeline.simulator import Simulation, simulate
+from support.schedules import schedule
+
+LATE = Costs(message=0.25)
+
+MEASURED = [
+    # schedule, settings, (ranks, microbatches), makespan, ideal, span, bubble if messages take 0.25, most live, until W
+    ("gpipe", {}, (4, 8), 33, 24, 33, 0.304, 8, 8),
+    ("looped_bfs", {}, (4, 8), 57, 48, 57, 0.179, 16, 16),
+    ("circular", {}, (4, 8), 57, 48, 57, 0.179, 16, 16),
+    ("one_f_one_b", {}, (4, 8), 33, 24, 33, 0.351, 4, 4),
+    ("one_f_one_b", {"hide_latency": True}, (4, 8), 33, 24, 33, 0.304, 7, 7),
+    ("interleaved_1f1b", {"stages_per_rank": 1}, (4, 8), 33, 24, 33, 0.304, 7, 7),
+    ("interleaved_1f1b", {}, (4, 8), 57, 48, 57, 0.207, 11, 11),
+    ("zero_bubble_1p", {}, (4, 8), 27, 24, 27, 0.200, 4, 4),
+    ("zero_bubble_1p", {"stages_per_rank": 2}, (4, 8), 51, 48, 51, 0.127, 8, 8),
+    ("zero_bubble_v", {}, (4, 8), 51, 48, 48, 0.115, 8, 8),
+    ("dual_pipe_v", {}, (4, 8), 51, 48, 51, 0.119, 9, 9),
+    ("zero_bubble_h2", {}, (4, 8), 27, 24, 24, 0.135, 7, 7),
+    ("greedy", {}, (4, 8), 51, 48, 48, 0.115, 9, 9),
+    ("v_half", {}, (4, 8), 53, 48, 53, 0.200, 6, 6),
+    ("v_min", {}, (4, 8), 59, 48, 59, 0.304, 4, 4),
+    ("gpipe", {}, (8, 32), 117, 96, 117, 0.203, 32, 32),
+    ("looped_bfs", {}, (8, 32), 213, 192, 213, 0.113, 64, 64),
+    ("circular", {}, (8, 32), 213, 192, 213, 0.113, 64, 64),
+    ("one_f_one_b", {}, (8, 32), 117, 96, 117, 0.284, 8, 8),
+    ("one_f_one_b", {"hide_latency": True}, (8, 32), 117, 96, 117, 0.203, 15, 15),
+    ("interleaved_1f1b", {}, (8, 32), 213, 192, 213, 0.129, 23, 23),
+    ("zero_bubble_1p", {}, (8, 32), 103, 96, 103, 0.127, 8, 8),
+    ("zero_bubble_1p", {"stages_per_rank": 2}, (8, 32), 199, 192, 199, 0.077, 16, 16),
+    ("zero_bubble_v", {}, (8, 32), 199, 192, 192, 0.074, 16, 16),
+    ("dual_pipe_v", {}, (8, 32), 199, 192, 199, 0.079, 17, 17),
+    ("zero_bubble_h2", {}, (8, 32), 103, 96, 96, 0.084, 15, 15),
+    ("greedy", {}, (8, 32), 199, 192, 192, 0.074, 17, 17),
+    ("v_half", {}, (8, 32), 209, 192, 209, 0.181, 10, 10),
+    ("v_min", {}, (8, 32), 219, 192, 219, 0.278, 6, 8),
+    ("gpipe", {}, (8, 16), 69, 48, 69, None, 16, 16),
+    ("looped_bfs", {}, (8, 16), 117, 96, 117, None, 32, 32),
+    ("interleaved_1f1b", {"stages_per_rank": 1}, (8, 16), 69, 48, 69, None, 15, 15),
+    ("zero_bubble_1p", {}, (8, 16), 55, 48, 55, None, 8, 8),
+    ("zero_bubble_1p", {"stages_per_rank": 2}, (8, 16), 103, 96, 103, None, 16, 16),
+    ("zero_bubble_v", {}, (8, 16), 103, 96, 96, None, 16, 16),
+    ("dual_pipe_v", {}, (8, 16), 103, 96, 103, None, 17, 17),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "size", "makespan", "ideal", "span", "late", "live", "weights"), MEASURED)
+def test_figures_are_those_that_were_measured_elsewhere(
+    name: str,
+    settings: dict[str, Any],
+    size: tuple[int, int],
+    makespan: float,
+    ideal: float,
+    span: float,
+    late: float | None,
+    live: int,
+    weights: int,
+) -> None:
+    """If forward, input and weight gradients take 1 each, figures are those of torch, d9d and zero-bubble's code."""
+    program = schedule(name, **settings).program(*size)
+    run = simulate(program, Costs())
+    assert (run.makespan, run.ideal, run.span) == (makespan, ideal, span)
+    assert run.bubble == pytest.approx(1 - ideal / makespan) and run.span_bubble == pytest.approx(1 - ideal / span)
+    assert (max(run.peak_live), max(run.peak_live_weights)) == (live, weights)
+    assert late is None or simulate(program, LATE).bubble == pytest.approx(late, abs=6e-4)
+
+
+def runs(name: str, least: int = 1, **settings: Any) -> list[tuple[int, int, Simulation]]:
+    """Simulations for up to 8 ranks and up to four times as many microbatches, `least` times as many at least."""
+    sizes = [(p, m) for p in range(1, 9) for m in range(least * p, 4 * p + 1)]
+    return [(p, m, simulate(schedule(name, **settings).program(p, m), Costs())) for p, m in sizes]
+
+
+def test_makespans_of_loops_follow_their_formulas() -> None:
+    """3 (v m + p - 1) for whole backwards, 3 v m + p - 1 for split ones, from as many microbatches as ranks on."""
+    for stages in (1, 2, 3):
+        for p, m, run in runs("looped_bfs", stages_per_rank=stages):
+            assert run.makespan == 3 * (stages * m + p - 1)
+        for name, wanted in (("interleaved_1f1b", 2), ("zero_bubble_1p", 0)):
+            for p, m, run in runs(name, stages_per_rank=stages):
+                if m % p == 0:
+                    assert run.makespan == 3 * stages * m + (1 + wanted) * (p - 1)
+
+
+def test_makespans_of_single_stages_follow_their_formulas() -> None:
+    """GPipe and 1F1B take 3 (m + p - 1), ZB-H2 3 m + p - 1 with no bubble in its span."""
+    for p, m, run in [*runs("gpipe"), *runs("one_f_one_b")]:
+        assert run.makespan == 3 * (m + p - 1)
+    for p, m, run in runs("zero_bubble_h2", least=2):
+        assert (run.makespan, run.span) == (3 * m + p - 1, 3 * m)
+
+
+def test_makespans_of_vees_follow_their_formulas() -> None:
+    """6 m + p - 1 where nothing is short of memory; V-Half 6 m + 3 p - 7, an odd one 1 more; V-Min 6 m + 4 p - 5."""
+    for p, m, run in [*runs("zero_bubble_v", least=2), *runs("dual_pipe_v", least=2), *runs("greedy", least=2)]:
+        assert run.makespan == 6 * m + p - 1, (p, m)
+    for p, m, run in runs("v_half", least=2):
+        assert p < 3 or run.makespan == 6 * m + 3 * p - 7 + p % 2
+    for p, m, run in runs("v_min", least=2):
+        assert p < 2 or run.makespan == 6 * m + 4 * p - 5 + (p % 3 == 0)
+    for _, m, run in runs("zero_bubble_v", least=2):
+        assert run.span == 6 * m
+
+
+def test_bubbles_of_other_costs_follow_their_formulas() -> None:
+    """(p - 1)(f + b) a stage for whole backwards, (p - 1)(f + i - w) for ZB-H1 if w <= f."""
+    for (f, i, w), p in product([(1.0, 1.0, 1.0), (1.0, 1.5, 0.5), (2.0, 1.0, 1.0), (1.0, 1.0, 0.5)], (2, 4, 6)):
+        for name, stages, waste in (
+            ("gpipe", 1, f + i + w),
+            ("one_f_one_b", 1, f + i + w),
+            ("looped_bfs", 2, f + i + w),
+            ("interleaved_1f1b", 2, f + i + w),
+            ("zero_bubble_1p", 1, f + i - w),
+        ):
+            run = simulate(schedule(name).program(p, 4 * p), Costs(f, i, w))
+            assert run.makespan == pytest.approx(stages * 4 * p * (f + i + w) + (p - 1) * waste)
+
+
+def test_memory_follows_its_formulas() -> None:
+    """What a rank holds at most, by rank, in stage-microbatches: until input gradients, and until weight gradients."""
+    for p, m in ((1, 4), (2, 8), (4, 8), (4, 16), (5, 20), (8, 32)):
+        ranks = range(p)
+        live = {
+            "gpipe": [m] * p,
+            "looped_bfs": [2 * m] * p,
+            "one_f_one_b": [p - r for r in ranks],
+            "interleaved_1f1b": [min(2 * m, m // (m // p) + 2 * (p - 1 - r) + 1) for r in ranks],
+            "zero_bubble_1p": [p - r for r in ranks],
+            "zero_bubble_h2": [2 * (p - r) - 1 for r in ranks],
+            "zero_bubble_v": [2 * p] * p,
+            "dual_pipe_v": [2 * p + 1 if p > 1 else 3] * p,
+        }
+        weights = live | {"zero_bubble_1p": [p] * p, "zero_bubble_h2": [2 * p - 1] * p}
+        for name, wanted in live.items():
+            run = simulate(schedule(name).program(p, m), Costs())
+            assert run.peak_live == wanted and run.peak_live_weights == weights[name], (name, p, m)
+        assert max(simulate(schedule("v_half").program(p, m), Costs()).peak_live_weights) <= p + 2
+        assert max(simulate(schedule("v_min").program(p, m), Costs()).peak_live) == 2 * (p // 3 + 1)
+
+
+def test_the_greedy_schedule_is_no_slower_than_those_of_fixed_order() -> None:
+    """For costs of many kinds, the greedy schedule made for them is as quick as ZB1P, ZBV and DualPipeV, to 2 %."""
+    for f, i, w, message in [(1, 1, 1, 0.25), (1, 1.5, 0.5, 0), (2, 1, 1, 0), (1, 1.2, 0.8, 0.1), (1, 2, 1, 0.3)]:
+        costs = Costs(f, i, w, message=message)
+        greedy = schedule("greedy", forward=f, backward_input=i, backward_weight=w, message=message)
+        others = [schedule("zero_bubble_1p", stages_per_rank=2), schedule("zero_bubble_v"), schedule("dual_pipe_v")]
+        best = min(simulate(other.program(4, 16), costs).makespan for other in others)
+        assert simulate(greedy.program(4, 16), costs).makespan <= 1.02 * best
