@@ -11,6 +11,7 @@ from drawloom.components.checkpoint.folder import CheckpointFolder
 from drawloom.components.distributed.groups import OneRank
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import Event, Stateful, Step
+from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, ResolvedRecipe
 
 
@@ -124,10 +125,10 @@ def state_of(step: int) -> dict[str, Any]:
     return {"weight": torch.randn(3, 4, generator=generator), "step": step, "loss": 1 / 3 + step}
 
 
-def save_steps(folder: Path, *indices: int, keep: int = 100) -> None:
+def save_steps(folder: Path, *indices: int, keep: int = 100, staging: Stager | None = None) -> None:
     """Commit `state_of` each of these steps."""
     memory = Memory()
-    node = checkpointer(folder, {"memory": memory}, keep=keep)
+    node = checkpointer(folder, {"memory": memory}, keep=keep, staging=staging)
     for index in indices:
         memory.state = state_of(index)
         node.save(Step(index, 1000))

@@ -1,0 +1,107 @@
+"""What is left after a crash at any system call of some saves, and what is restored from it."""
+
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import attrs
+
+from drawloom.components.checkpoint.manifest import Damaged, verify
+from drawloom.components.checkpoint.staging.blocking import Blocking
+from drawloom.graph import UserError
+from support.checkpoints import restored, save_steps
+from support.disk import Shadow, kill_at, watched
+from support.mutations import MUTATIONS
+
+LOST = -1  # a checkpoint that can't be restored, or that is not the step that it says
+
+
+@attrs.frozen
+class Remains:
+    """
+    After a crash: the step that had been committed, the one that is restored, and what is in the folder then. `torn`
+    says whether something that is not whole had the name of a step.
+    """
+
+    committed: int
+    restored: int
+    left: tuple[str, ...]
+    torn: bool
+
+
+def save_two(folder: Path, staging: bool, committed: Callable[[int], None]) -> None:
+    """Save steps 3 and 4, of which two stay; say when each is committed."""
+    for step in (3, 4):
+        save_steps(folder, step, keep=2, staging=Blocking() if staging else None)
+        committed(step)
+
+
+def kill_everywhere(base: Path, staging: bool, mutation: str = "nothing") -> list[Remains]:
+    """Two saves with rotation in a process that is killed at each of its calls in turn; for a process of its own."""
+    MUTATIONS[mutation]()
+    save_steps(base / "good", 1, 2, keep=2)
+    found: list[Remains] = []
+    while True:
+        folder, note = base / "run", base / "committed"
+        shutil.copytree(base / "good", folder)
+        note.write_bytes(b"\x02")
+        child = os.fork()
+        if child == 0:
+            with watched(kill_at(len(found) + 1, half=len(found) % 2 == 1)):
+                save_two(folder, staging, partial(_note, note))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        found.append(_remains(folder, note.read_bytes()[0]))
+        shutil.rmtree(folder)
+        if not os.WIFSIGNALED(status):
+            return found
+
+
+def cut_everywhere(base: Path, mutation: str = "nothing") -> list[Remains]:
+    """The same with a power cut after each call, and each folder that it could leave; for a process of its own."""
+    MUTATIONS[mutation]()
+    save_steps(base / "good", 1, 2, keep=2)
+    folder = base / "run"
+    shutil.copytree(base / "good", folder)
+    shadow, found, committed = Shadow(folder), list[Remains](), [2]
+
+    def done(call: object) -> None:
+        shadow.done(call)  # type: ignore[arg-type]
+        for number in range(shadow.cuts()):
+            places.append(base / f"cut-{len(places)}")
+            shadow.leave(places[-1], number)
+            commits.append(committed[0])
+
+    places: list[Path] = []
+    commits: list[int] = []
+    with watched(lambda _: None, done):
+        save_two(folder, False, lambda step: committed.__setitem__(0, step))
+    for place, step in zip(places, commits, strict=True):
+        found.append(_remains(place, step))
+        shutil.rmtree(place)
+    return found
+
+
+def _note(path: Path, step: int) -> None:
+    file = os.open(path, os.O_WRONLY)
+    os.pwrite(file, bytes([step]), 0)
+    os.close(file)
+
+
+def _remains(folder: Path, committed: int) -> Remains:
+    torn = not all(map(_is_whole, (folder / "checkpoints").glob("step-*")))
+    try:
+        step = restored(folder)
+    except (UserError, ValueError, OSError):
+        step = LOST
+    return Remains(committed, step, tuple(sorted(os.listdir(folder / "checkpoints"))), torn)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        verify(checkpoint)
+    except Damaged:
+        return False
+    return True

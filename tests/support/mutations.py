@@ -1,0 +1,116 @@
+"""Faults that a harness must find: each takes something away on which nothing but the harness insists."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from drawloom.components.checkpoint import files, writing
+from drawloom.components.checkpoint.folder import CheckpointFolder
+from drawloom.components.checkpoint.manifest import MANIFEST, Manifest
+from drawloom.components.checkpoint.saving import Committer, Snapshot
+from drawloom.components.optim.torch_optimizer import TorchOptimizer
+from drawloom.components.run.randomness import ProcessRandomness
+
+
+def no_fsync() -> None:
+    """Nothing is made to last."""
+
+    def nothing(_file: int, _path: Path) -> None:
+        return
+
+    files._sync = nothing
+
+
+def no_fsync_of_folders() -> None:
+    """Files last, and their names do not."""
+
+    def nothing(_path: Path) -> None:
+        return
+
+    files.sync_folder = nothing
+
+
+def no_rename() -> None:
+    """A checkpoint is written in its place."""
+
+    def begin(checkpoint: Path) -> Path:
+        files.remove_folder(checkpoint)
+        files.make_folder(checkpoint)
+        return checkpoint
+
+    def commit(checkpoint: Path, manifest: Manifest) -> None:
+        files.write_file(checkpoint / MANIFEST, manifest.write())
+        files.sync_folder(checkpoint)
+
+    writing.begin, writing.commit = begin, commit
+
+
+def rotate_before_commit() -> None:
+    """Room is made for a checkpoint before it is there."""
+    commit = Committer.commit
+
+    def early(committer: Committer, checkpoint: Path, snapshot: Snapshot) -> None:
+        if committer.shares.rank == 0:
+            writing.discard(sorted(checkpoint.parent.glob("step-*")))
+        commit(committer, checkpoint, snapshot)
+
+    Committer.commit = early  # type: ignore[method-assign]
+
+
+def manifest_first() -> None:
+    """The manifest is renamed into place although the folder that it names is not on the disk."""
+    sync = files.sync_folder
+
+    def late(path: Path) -> None:
+        if not path.name.startswith(writing.ASIDE):
+            sync(path)
+
+    files.sync_folder = late
+
+
+def no_moments() -> None:
+    """An optimizer starts anew."""
+
+    def nothing(_optimizer: TorchOptimizer, _state: dict[str, Any]) -> None:
+        return
+
+    TorchOptimizer.load_state_dict = nothing  # type: ignore[method-assign]
+
+
+def no_randomness() -> None:
+    """Generators stand where they stood at the start."""
+
+    def nothing(_randomness: ProcessRandomness, _state: dict[str, Any]) -> None:
+        return
+
+    ProcessRandomness.load_state_dict = nothing  # type: ignore[method-assign]
+
+
+def no_waiting_for_copies() -> None:
+    """The weights change while they are copied."""
+
+    def nothing(_checkpointer: CheckpointFolder) -> None:
+        return
+
+    CheckpointFolder.staged = nothing  # type: ignore[method-assign]
+
+
+def nothing() -> None:
+    """No fault."""
+
+
+MUTATIONS: Mapping[str, Callable[[], None]] = {
+    function.__name__: function
+    for function in (
+        nothing,
+        no_fsync,
+        no_fsync_of_folders,
+        no_rename,
+        rotate_before_commit,
+        manifest_first,
+        no_moments,
+        no_randomness,
+        no_waiting_for_copies,
+    )
+}
+"""By name, so that a process can be told which. They are for processes of their own: nothing undoes them."""
