@@ -39,7 +39,7 @@ def test_every_schedule_has_the_losses_of_one_process(place: Path, schedule: str
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     assert_same(place / "runs/one", place / "runs" / name)
     assert (place / "runs" / name / "sample.txt").read_bytes() == (place / "runs/one/sample.txt").read_bytes()
-    assert (place / "runs" / name / "export/model.safetensors").exists()
+    assert (place / "runs" / name / "export/config.json").exists()
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
@@ -52,3 +52,12 @@ def test_a_run_moves_between_layouts(place: Path, before: int, after: int) -> No
     outcomes = drawloom(place, *halfway, f"mesh.pipeline={after}", ranks=after)
     assert {outcome.code for outcome in outcomes} == {0}, outcomes
     assert_same(place / "runs/one", place / "runs" / name)
+
+
+def test_a_checkpoint_of_two_ranks_is_whole_for_commands(place: Path) -> None:
+    """Weights that two ranks saved are exported and sampled by one process."""
+    words = [*COMMON, "run.name=parts", "mesh.pipeline=2", "trainer.steps=2", "trainer.afterwards=[]"]
+    drawloom(place, *words, ranks=2)
+    exported = drawloom(place, "export", "runs/parts", "--to", "whole")[0]
+    assert exported.code == 0 and (place / "whole/model.safetensors").exists(), exported
+    assert drawloom(place, "generate", "runs/parts", "--prompt", "def", "--tokens", "3")[0].text.startswith("def")

@@ -102,7 +102,7 @@ def test_every_process_asks_for_the_same_groups() -> None:
     assert dict(asked[0])["tensor"] == [[0], [1], [2], [3]]
 
 
-@pytest.mark.parametrize("name", ["pipeline", "data_shard", "context", "tensor", "expert"])
+@pytest.mark.parametrize("name", ["data_shard", "context", "tensor", "expert"])
 def test_what_is_not_built_yet_is_refused(name: str) -> None:
     """`check` finds it at its key, and a mesh that is opened without a check refuses too."""
     problems: list[Any] = list(RankMesh.constraints(View(_settings(**{name: 2}))))  # type: ignore[arg-type]
