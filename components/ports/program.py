@@ -145,7 +145,7 @@ def _row(action: Action, joined: bool) -> tuple[int, int, int, bool]:
 
 def _owners(lines: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[int, ...]:
     found = {(row[0], rank) for rank, line in enumerate(lines) for row in line}
-    owners = dict(found)
+    owners = dict(sorted(found))
     for stage, rank in sorted(found):
         if owners[stage] != rank:
             raise ValueError(f"ranks {rank} and {owners[stage]} both work on stage {stage}")
