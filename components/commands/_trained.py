@@ -12,7 +12,7 @@ from drawloom.components.checkpoint.reading import load_node, newest
 from drawloom.components.ports.data import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Model, Stages
-from drawloom.components.ports.pipeline import Executor
+from drawloom.components.ports.pipeline import Predictor
 from drawloom.graph import UserError
 from drawloom.graph.graph import Graph
 from drawloom.graph.recipe import Recipe
@@ -26,7 +26,7 @@ class Trained:
     model: Model
     stages: Stages
     tokenizer: Tokenizer
-    executor: Executor
+    predictor: Predictor
     mesh: Mesh
 
 
@@ -37,10 +37,8 @@ def trained(workshop: Workshop, folder: Path) -> Iterator[Trained]:
     if checkpoint is None:
         raise UserError(f"{folder} holds no finished checkpoint; give the folder of a run, such as runs/first_run", 2)
     graph = _graph(workshop, checkpoint / "recipe.lock.toml")
-    names = {
-        field.name: _only(graph, port, checkpoint)
-        for field, port in zip(attrs.fields(Trained), (Model, Stages, Tokenizer, Executor, Mesh), strict=True)
-    }
+    ports = {"model": Model, "stages": Stages, "tokenizer": Tokenizer, "predictor": Predictor, "mesh": Mesh}
+    names = {name: _only(graph, port, checkpoint) for name, port in ports.items()}
     with workshop.container(graph, *names.values()) as objects:
         objects[names["stages"]].load_state_dict(load_node(checkpoint, names["stages"]))
         yield Trained(**{field: objects[name] for field, name in names.items()})

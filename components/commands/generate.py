@@ -24,7 +24,7 @@ def main(options: argparse.Namespace, workshop: Workshop) -> int:
     """Print the prompt and its continuation."""
     with trained(workshop, options.run_folder) as run:
         sampler = Sampler(
-            executor=run.executor,
+            model=run.predictor,
             pipeline=run.mesh.group("pipeline"),
             generator=stream(options.seed, "sample"),
             end=run.tokenizer.end,

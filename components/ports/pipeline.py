@@ -69,6 +69,11 @@ class Executor(Protocol):
         """Forward only, nothing kept."""
         ...
 
+
+@port
+class Predictor(Protocol):
+    """A model at work."""
+
     def infer(self, tokens: Tensor, shared: Shared) -> Tensor | None:
         """The model's output for one microbatch, on the rank that holds the last stage; None on others."""
         ...

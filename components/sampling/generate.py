@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import Shared
-from drawloom.components.ports.pipeline import Executor
+from drawloom.components.ports.pipeline import Predictor
 
 
 @attrs.frozen
@@ -20,7 +20,7 @@ class Sampler:
     only that many to draw from, and `end` ends a text.
     """
 
-    executor: Executor
+    model: Predictor
     pipeline: Group
     generator: torch.Generator
     end: int
@@ -40,7 +40,7 @@ class Sampler:
 
     def _next(self, window: Tensor) -> int:
         positions = torch.arange(window.shape[1]).unsqueeze(0)
-        logits = self.executor.infer(window, Shared(positions, torch.zeros_like(window)))
+        logits = self.model.infer(window, Shared(positions, torch.zeros_like(window)))
         drawn = 0 if logits is None else draw(logits[0, -1].float().cpu(), self.temperature, self.top_k, self.generator)
         agreed = torch.tensor([drawn])
         self.pipeline.sum(agreed)  # the other ranks have 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from drawloom.components.ports.data import Tokenizer
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.pipeline import Executor
+from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Randomness, RunFolder
 from drawloom.components.sampling.generate import Sampler
 from drawloom.graph import above, at_least, component, setting
@@ -18,7 +18,7 @@ log = logging.getLogger("drawloom.run")
 class Sample:
     """Continues a prompt, prints the text and writes it to `sample.txt` in the run folder."""
 
-    executor: Executor
+    model: Predictor
     tokenizer: Tokenizer
     folder: RunFolder
     randomness: Randomness
@@ -45,7 +45,7 @@ class Sample:
 
     def _sampler(self) -> Sampler:
         return Sampler(
-            executor=self.executor,
+            model=self.model,
             pipeline=self.mesh.group("pipeline"),
             generator=self.randomness.stream("sample"),
             end=self.tokenizer.end,

@@ -64,7 +64,8 @@ class Residual(nn.Module):
         self.linear = nn.Linear(32, 32, bias=False)
 
     def forward(self, inputs: Tensor, shared: Any = None) -> Tensor:
-        return inputs + self.linear(inputs)
+        output: Tensor = inputs + self.linear(inputs)
+        return output
 
 
 class OurResidual(Residual):
@@ -156,7 +157,8 @@ class _autograd_timed:
 
     def __enter__(self) -> None:
         self.before = torch.autograd.backward, torch.autograd.grad
-        torch.autograd.backward, torch.autograd.grad = map(self.clock.around, self.before)
+        torch.autograd.backward = self.clock.around(self.before[0])
+        torch.autograd.grad = self.clock.around(self.before[1])
 
     def __exit__(self, *_: Any) -> None:
         torch.autograd.backward, torch.autograd.grad = self.before
@@ -165,7 +167,7 @@ class _autograd_timed:
 def torchs(name: str) -> tuple[int, float, float]:
     """The same of torch.distributed.pipelining."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
-    from torch.distributed.pipelining.stage import InferenceMode
+    from torch.distributed.pipelining.stage import InferenceMode  # type: ignore[attr-defined]
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=RANK, world_size=RANKS, store=FakeStore())

@@ -35,7 +35,7 @@ def strike(folder: Path, number: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_other_rank_ends_and_says_at_which_action(place: Path, number: int) -> None:
-    """A rank that waits for one that is gone, or stands still, ends within the time limit and names stage and action."""
+    """A rank that waits for one that is gone, or stands still, ends in time and names stage and action."""
     arguments = [
         *("run", "tiny.toml", "model.layers=2", "batch.micro_size=1", "mesh.pipeline=2", "trainer.steps=1000000"),
         *(

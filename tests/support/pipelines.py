@@ -78,9 +78,9 @@ def steps(cases: list[Case]) -> list[dict[str, Any]]:
 
 def _step(name: str, microbatches: int, tied: bool, frozen: bool, mesh: RankMesh, device: Any) -> dict[str, Any]:
     """Gradients by name (summed over ranks that share one), this rank's part of the loss, and the held-out loss."""
-    sizes = {"layers": 8, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "feed_forward": 24, "vocabulary": 20}
+    sizes: dict[str, Any] = {"width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "feed_forward": 24}
     stages = RealStages(
-        model=Qwen3Dense(kernels=AutoKernels(), tied=tied, **sizes),
+        model=Qwen3Dense(kernels=AutoKernels(), tied=tied, layers=8, vocabulary=20, **sizes),
         schedule=schedule(name),
         mesh=mesh,
         device=device,

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.model import Shared
-from drawloom.components.ports.pipeline import Losses
 from drawloom.components.sampling.generate import Sampler, draw
 
 
 class Successor:
-    """An executor that expects the number after the last one, of five."""
+    """A model that expects the number after the last one, of five."""
 
     def __init__(self) -> None:
         self.longest = 0
@@ -20,18 +19,12 @@ class Successor:
         self.longest = max(self.longest, tokens.shape[1])
         return nn.functional.one_hot((tokens + 1) % 5, 5).float() * 10
 
-    def train(self, microbatches: Any) -> Losses:
-        raise AssertionError("drawing must not train")
 
-    def evaluate(self, microbatches: Any) -> Losses:
-        raise AssertionError("drawing must not evaluate")
-
-
-def drawn(executor: Any, mesh: Any, **changes: Any) -> list[int]:
+def drawn(model: Any, mesh: Any, **changes: Any) -> list[int]:
     """What the model says after 0."""
     options: dict[str, Any] = {"context": 3, "end": 4, "temperature": 0.0, **changes}
     generator = torch.Generator().manual_seed(0)
-    sampler = Sampler(executor=executor, pipeline=mesh.group("pipeline"), generator=generator, **options)
+    sampler = Sampler(model=model, pipeline=mesh.group("pipeline"), generator=generator, **options)
     return list(sampler.continued([0], 6))
 
 
@@ -42,8 +35,8 @@ def test_the_likeliest_tokens_until_the_end(one_rank: Any) -> None:
 
 def test_the_model_sees_no_more_than_the_context(one_rank: Any) -> None:
     """A long text is cut to its last tokens before the model sees it."""
-    executor = Successor()
-    assert len(drawn(executor, one_rank, end=9)) == 6 and executor.longest == 3
+    model = Successor()
+    assert len(drawn(model, one_rank, end=9)) == 6 and model.longest == 3
 
 
 def test_draws_follow_the_distribution() -> None:
