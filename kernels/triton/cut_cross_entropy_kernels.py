@@ -1,0 +1,144 @@
+"""
+The kernels of cut cross entropy: tiles of logits, and products with tiles of their gradients.
+
+A tile is `TOKENS` by `WORDS`, computed over the width of the hidden states in steps; sums are in float32. Programs that
+run at the same time take the tokens of one tile of words, so that the weight is read once and the hidden states, which
+are few, come from the cache. Each program writes what is its own: nothing is locked or added atomically.
+"""
+
+import triton
+import triton.language as tl
+
+# fmt: off
+
+
+@triton.jit
+def _logits(
+    hidden, weight, token, word, row, width, tokens, words, hidden_stride, weight_stride,
+    soft_cap, TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,
+):
+    """A tile of logits, of these tokens and these rows of the weight."""
+    total = tl.zeros((TOKENS, WORDS), tl.float32)
+    channel = tl.arange(0, STEP)
+    token_at = hidden + token.to(tl.int64)[:, None] * hidden_stride
+    word_at = weight + row.to(tl.int64)[None, :] * weight_stride
+    for start in range(0, width, STEP):
+        inside = start + channel < width
+        a = tl.load(token_at + (start + channel)[None, :], mask=(token < tokens)[:, None] & inside[None, :], other=0.0)
+        b = tl.load(word_at + (start + channel)[:, None], mask=(word < words)[None, :] & inside[:, None], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    if soft_cap is not None:
+        total = soft_cap * (2.0 * tl.sigmoid(2.0 * total / soft_cap) - 1.0)
+    return total
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def totals_kernel(
+    hidden, weight, targets, totals, chosen, tokens, words, width, hidden_stride, weight_stride, soft_cap,
+    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,
+):
+    """For each token and tile of words log sum exp(logits), and the target's logit from the tile that has it."""
+    across = tl.cdiv(tokens, TOKENS)
+    token = (tl.program_id(0) % across) * TOKENS + tl.arange(0, TOKENS)
+    tile = tl.program_id(0) // across
+    word = tile * WORDS + tl.arange(0, WORDS)
+    logits = _logits(
+        hidden, weight, token, word, word, width, tokens, words, hidden_stride, weight_stride, soft_cap,
+        TOKENS, WORDS, STEP,
+    )
+    logits = tl.where((word < words)[None, :], logits, -float("inf"))
+    greatest = tl.max(logits, 1)
+    total = greatest + tl.log(tl.sum(tl.exp(logits - greatest[:, None]), 1))
+    tl.store(totals + tile.to(tl.int64) * tokens + token, total, mask=token < tokens)
+    target = tl.load(targets + token, mask=token < tokens, other=-1)
+    own = tl.sum(tl.where(word[None, :] == target[:, None], logits, 0.0), 1)
+    here = (target >= tile * WORDS) & (target < tl.minimum((tile + 1) * WORDS, words))
+    tl.store(chosen + token, own, mask=here)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def slopes_kernel(
+    hidden, weight, order, targets, totals, grad, slopes, live, tokens, words, width,
+    hidden_stride, weight_stride, slopes_stride, grad_stride, soft_cap, least,
+    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,
+):
+    """
+    Gradients of logits, words in the given order, and which tiles hold any that counts; the others are not written.
+    """
+    across = tl.cdiv(tokens, TOKENS)
+    down = tl.program_id(0) % across
+    token = down * TOKENS + tl.arange(0, TOKENS)
+    tile = tl.program_id(0) // across
+    word = tile * WORDS + tl.arange(0, WORDS)
+    row = word
+    if order is not None:
+        row = tl.load(order + word, mask=word < words, other=0)
+    logits = _logits(
+        hidden, weight, token, word, row, width, tokens, words, hidden_stride, weight_stride, soft_cap,
+        TOKENS, WORDS, STEP,
+    )
+    inside = (token < tokens)[:, None] & (word < words)[None, :]
+    total = tl.load(totals + token, mask=token < tokens, other=0.0)
+    target = tl.load(targets + token, mask=token < tokens, other=-1)
+    values = tl.exp(logits - total[:, None]) - tl.where(row[None, :] == target[:, None], 1.0, 0.0)
+    values = tl.where(inside, values, 0.0)
+    alive = True
+    if order is not None:
+        alive = tl.max(tl.abs(values)) >= least
+        tl.store(live + down * tl.cdiv(words, WORDS) + tile, alive.to(tl.int8))
+    if alive:
+        of_losses = tl.load(grad + token.to(tl.int64) * grad_stride, mask=token < tokens, other=0.0)
+        values *= of_losses.to(tl.float32)[:, None]
+        if soft_cap is not None:
+            share = logits / soft_cap
+            values *= 1.0 - share * share
+        at = slopes + token.to(tl.int64)[:, None] * slopes_stride + word[None, :]
+        tl.store(at, values.to(slopes.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def grad_hidden_kernel(
+    slopes, weight, order, tiles, counts, result, tokens, words, width, slopes_stride, weight_stride, result_stride,
+    TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr,
+):
+    """slopes @ weight over the live tiles of words of each tile of tokens."""
+    down, across = tl.program_id(0), tl.program_id(1)
+    token = down * TOKENS + tl.arange(0, TOKENS)
+    channel = across * CHANNELS + tl.arange(0, CHANNELS)
+    total = tl.zeros((TOKENS, CHANNELS), tl.float32)
+    for place in range(0, tl.load(counts + down)):
+        word = tl.load(tiles + down * tl.cdiv(words, WORDS) + place) * WORDS + tl.arange(0, WORDS)
+        row = tl.load(order + word, mask=word < words, other=0)
+        inside = (token < tokens)[:, None] & (word < words)[None, :]
+        a = tl.load(slopes + token.to(tl.int64)[:, None] * slopes_stride + word[None, :], mask=inside, other=0.0)
+        within = (word < words)[:, None] & (channel < width)[None, :]
+        b = tl.load(weight + row.to(tl.int64)[:, None] * weight_stride + channel[None, :], mask=within, other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    at = result + token.to(tl.int64)[:, None] * result_stride + channel[None, :]
+    tl.store(at, total.to(result.dtype.element_ty), mask=(token < tokens)[:, None] & (channel < width)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def grad_weight_kernel(
+    slopes, hidden, order, tiles, counts, result, tokens, words, width, slopes_stride, hidden_stride,
+    TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr,
+):
+    """Add slopes.T @ hidden to float32, over the live tiles of tokens of each tile of words."""
+    down, across = tl.program_id(0), tl.program_id(1)
+    count = tl.load(counts + down)
+    if count == 0:
+        return
+    word = down * WORDS + tl.arange(0, WORDS)
+    channel = across * CHANNELS + tl.arange(0, CHANNELS)
+    row = tl.load(order + word, mask=word < words, other=0)
+    inside = (word < words)[:, None] & (channel < width)[None, :]
+    at = result + row.to(tl.int64)[:, None] * width + channel[None, :]
+    total = tl.load(at, mask=inside, other=0.0)
+    for place in range(0, count):
+        token = tl.load(tiles + down * tl.cdiv(tokens, TOKENS) + place) * TOKENS + tl.arange(0, TOKENS)
+        within = (token < tokens)[:, None] & (word < words)[None, :]
+        a = tl.load(slopes + token.to(tl.int64)[:, None] * slopes_stride + word[None, :], mask=within, other=0.0)
+        known = (token < tokens)[:, None] & (channel < width)[None, :]
+        b = tl.load(hidden + token.to(tl.int64)[:, None] * hidden_stride + channel[None, :], mask=known, other=0.0)
+        total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
+    tl.store(at, total, mask=inside)

@@ -1,0 +1,141 @@
+"""Cut cross entropy against all logits at once, in every variety."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.kernels.cut_cross_entropy import Cut, Reduction, cut_cross_entropy_eager, order_of_words
+from drawloom.kernels.deferral import Deferral
+
+
+def at_once(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int = -100, cap: float | None = None) -> Tensor:
+    """By the definition: -log of the target's share of exp(logits)."""
+    logits = hidden.double() @ weight.double().T
+    logits = logits if cap is None else cap * (logits / cap).tanh()
+    chosen = logits.gather(-1, targets.where(targets != ignored, 0).unsqueeze(-1)).squeeze(-1)
+    return (logits.logsumexp(-1) - chosen).where(targets != ignored, 0)
+
+
+def case(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    targets = torch.randint(23, shape)
+    targets.view(-1)[::3] = -100
+    hidden, weight = torch.randn(*shape, 5, dtype=dtype), torch.randn(23, 5, dtype=dtype)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+CUTS = [Cut(), Cut(soft_cap=2.0), Cut(tile=(2, 4), at_once=1), Cut(tile=(3, 4), at_once=150, soft_cap=5.0)]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=range(4))
+@pytest.mark.parametrize("shape", [(), (8,), (2, 5), (0,), (3, 0)])
+def test_equals_definition(cut: Cut, shape: tuple[int, ...]) -> None:
+    """Any shape, capped or not, in however many chunks, gives losses and gradients of the definition."""
+    hidden, weight, targets = case(*shape)
+    found, expected = (
+        cut_cross_entropy_eager(hidden, weight, targets, cut),
+        at_once(hidden, weight, targets, -100, cut.soft_cap),
+    )
+    assert found.shape == targets.shape
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    grad = torch.randn(shape)
+    grads = torch.autograd.grad(found, (hidden, weight), grad)
+    torch.testing.assert_close(
+        grads, torch.autograd.grad(expected, (hidden, weight), grad.double()), atol=1e-5, rtol=1e-4
+    )
+
+
+def test_gradients() -> None:
+    """Gradients are those of finite differences in float64, with a cap too."""
+    hidden, weight, targets = case(5, dtype=torch.float64)
+    for cut in (Cut(), Cut(soft_cap=2.0)):
+        assert torch.autograd.gradcheck(
+            lambda h, w, cut=cut: cut_cross_entropy_eager(h, w, targets, cut), (hidden, weight)
+        )
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_reductions(reduction: Reduction) -> None:
+    """The sum is over all losses, the mean over those that are not ignored."""
+    hidden, weight, targets = case(4, 5)
+    losses = cut_cross_entropy_eager(hidden, weight, targets)
+    count = (targets != -100).sum() if reduction == "mean" else 1
+    torch.testing.assert_close(
+        cut_cross_entropy_eager(hidden, weight, targets, reduction=reduction), losses.sum() / count
+    )
+
+
+def test_words_by_mean_logit() -> None:
+    """The order is that of each word's mean logit over the tokens."""
+    hidden, weight, _ = case(40)
+    means = (hidden @ weight.T).mean(0)
+    assert (means[order_of_words(hidden, weight)].diff() >= 0).all()
+
+
+def test_filter_leaves_out_what_is_small() -> None:
+    """Gradients with a filter differ from exact ones by less than what the filter may drop, and by something."""
+    hidden, weight, targets = case(12)
+    scaled = (3 * weight).detach().requires_grad_()
+    exact = torch.autograd.grad(cut_cross_entropy_eager(hidden, scaled, targets).sum(), (hidden, scaled))
+    for least in (1e-3, 3e-2):
+        cut = Cut(least=least, tile=(2, 2))
+        found = torch.autograd.grad(cut_cross_entropy_eager(hidden, scaled, targets, cut).sum(), (hidden, scaled))
+        # A gradient of logits that is left out is less than `least`; 23 words, 12 tokens.
+        assert 0 < (found[0] - exact[0]).abs().max() < least * scaled.abs().sum(0).max()
+        assert 0 < (found[1] - exact[1]).abs().max() < least * hidden.abs().sum(0).max()
+
+
+def test_filter_never_drops_a_target() -> None:
+    """However high the bound below 1, what pulls a target up stays, where the target is not yet learnt."""
+    hidden, weight, targets = case(6)
+    cut = Cut(least=0.5, tile=(1, 1))
+    (found,) = torch.autograd.grad(
+        cut_cross_entropy_eager(hidden * 0, weight, targets, cut).sum(), hidden, retain_graph=True
+    )
+    assert torch.equal(found, torch.zeros_like(found))
+    (found,) = torch.autograd.grad(cut_cross_entropy_eager(hidden, weight * 0.01, targets, cut).sum(), weight)
+    assert found.abs().sum() > 0
+
+
+def test_ignored_tokens_send_nothing_back() -> None:
+    """Even an infinite gradient of an ignored token's loss reaches nobody."""
+    hidden, weight, targets = case(6)
+    grad = torch.ones(6).masked_fill(targets == -100, float("inf"))
+    (found,) = torch.autograd.grad(cut_cross_entropy_eager(hidden, weight, targets), hidden, grad)
+    assert found.isfinite().all()
+    assert (found[targets == -100] == 0).all()
+
+
+@pytest.mark.parametrize("wanted", ["hidden", "weight"])
+def test_only_what_is_wanted(wanted: str) -> None:
+    """With one input frozen, the other's gradient is the same."""
+    hidden, weight, targets = case(7)
+    both = dict(
+        zip(
+            ("hidden", "weight"),
+            torch.autograd.grad(cut_cross_entropy_eager(hidden, weight, targets).sum(), (hidden, weight)),
+            strict=True,
+        )
+    )
+    inputs: Any = {"hidden": hidden.detach(), "weight": weight.detach()}
+    inputs[wanted].requires_grad_()
+    (found,) = torch.autograd.grad(
+        cut_cross_entropy_eager(inputs["hidden"], inputs["weight"], targets).sum(), inputs[wanted]
+    )
+    torch.testing.assert_close(found, both[wanted])
+
+
+def test_weight_gradient_can_wait() -> None:
+    """Put off, the weight's gradient comes later, and is what it would have been; the other comes at once."""
+    hidden, weight, targets = case(7)
+    expected = torch.autograd.grad(cut_cross_entropy_eager(hidden, weight, targets).sum(), (hidden, weight))
+    deferral = Deferral()
+    with deferral.recording():
+        losses = cut_cross_entropy_eager(hidden, weight, targets)
+    with deferral.putting_off():
+        found = torch.autograd.grad(losses.sum(), (hidden, weight), allow_unused=True)
+    assert found[1] is None
+    (later,) = deferral.take()
+    torch.testing.assert_close((found[0], later.compute()), expected)

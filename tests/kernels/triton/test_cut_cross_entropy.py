@@ -1,0 +1,147 @@
+"""Cut cross entropy in Triton against the eager one in float64, which is tested against its definition."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from drawloom.kernels.cut_cross_entropy import Cut, Wanted, cut_cross_entropy_eager
+from drawloom.kernels.deferral import Deferral
+from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
+from support.kernels import DEVICE, assert_all_close, drawn, dtypes, exact, few, layouts
+
+
+def targets_of(shape: tuple[int, ...], words: int) -> Tensor:
+    targets = torch.randint(words, shape)
+    targets.view(-1)[::4] = -100
+    return targets.to(DEVICE)
+
+
+@few
+@given(
+    st.lists(st.integers(0, 12), max_size=2),
+    st.integers(1, 90),
+    st.integers(1, 300),
+    dtypes,
+    layouts,
+    layouts,
+    st.sampled_from([None, 2.0]),
+    st.sampled_from([1, 2**28]),
+)
+def test_equals_eager(
+    shape: list[int],
+    width: int,
+    words: int,
+    dtype: torch.dtype,
+    of_hidden: str,
+    of_weight: str,
+    cap: float | None,
+    at_once: int,
+) -> None:
+    """Any shape and strides, capped or not, in one chunk or many, give losses and gradients of float64."""
+    hidden = drawn(of_hidden, *shape, width, dtype=dtype)
+    weight = drawn(of_weight, words, width, dtype=dtype, scale=width**-0.5)
+    cut, targets = Cut(soft_cap=cap, at_once=at_once), targets_of(tuple(shape), words)
+    wide, grad = exact(hidden, weight), torch.rand(shape).to(DEVICE)
+    found, expected = (
+        cut_cross_entropy_triton(hidden, weight, targets, cut),
+        cut_cross_entropy_eager(wide[0], wide[1], targets, cut),
+    )
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    grads = torch.autograd.grad(found, (hidden, weight), grad)
+    assert [g.dtype for g in grads] == [dtype, dtype]
+    assert_all_close(grads, torch.autograd.grad(expected, wide, grad.double()), 4)
+
+
+@few
+@given(st.integers(1, 40), st.integers(1, 70), st.sampled_from([1e-3, 0.02, 0.1]), st.booleans())
+def test_filters_as_eager(tokens: int, words: int, least: float, chunked: bool) -> None:
+    """With a filter, the tiles that are left out are those that the eager twin leaves out."""
+    hidden, weight = drawn("contiguous", tokens, 20), drawn("contiguous", words, 20)
+    targets, wide = targets_of((tokens,), words), exact(hidden, weight)
+    cut = Cut(least=least, tile=(16, 16), at_once=1 if chunked else 2**20)
+    grads = [
+        torch.autograd.grad(compute(inputs[0], inputs[1], targets, cut).sum(), inputs)
+        for compute, inputs in ((cut_cross_entropy_triton, (hidden, weight)), (cut_cross_entropy_eager, wide))
+    ]
+    assert_all_close(grads[0], grads[1], 8)
+
+
+def test_many_tiles() -> None:
+    """More tokens and words than one tile holds, of a width that no step divides, give the whole."""
+    hidden, weight = drawn("contiguous", 150, 130), drawn("contiguous", 600, 130, scale=0.1)
+    targets, wide = targets_of((150,), 600), exact(hidden, weight)
+    found, expected = (
+        cut_cross_entropy_triton(hidden, weight, targets),
+        cut_cross_entropy_eager(wide[0], wide[1], targets),
+    )
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    assert_all_close(torch.autograd.grad(found.sum(), (hidden, weight)), torch.autograd.grad(expected.sum(), wide), 8)
+
+
+def test_far_logits() -> None:
+    """Logits in the thousands overflow nothing."""
+    hidden = (1000 * torch.eye(3, 20, device=DEVICE)).requires_grad_()
+    weight, targets = (5 * torch.eye(30, 20, device=DEVICE)).requires_grad_(), torch.tensor([0, 5, 2], device=DEVICE)
+    found = cut_cross_entropy_triton(hidden, weight, targets)
+    torch.testing.assert_close(found.cpu(), torch.tensor([0.0, 5000.0, 0.0]))
+    grads = torch.autograd.grad(found.sum(), (hidden, weight))
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+def test_a_target_that_does_not_exist() -> None:
+    """It gives NaN, and not the loss of another word."""
+    hidden, weight = drawn("contiguous", 3, 16), drawn("contiguous", 20, 16)
+    losses = cut_cross_entropy_triton(hidden, weight, torch.tensor([3, 20, -100], device=DEVICE))
+    assert losses.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("wanted", [Wanted(True, False), Wanted(False, True)])
+@pytest.mark.parametrize("least", [0.0, 1e-3])
+def test_only_what_is_wanted(wanted: Wanted, least: float) -> None:
+    """With one input frozen, the other's gradient is the same."""
+    hidden, weight = drawn("contiguous", 5, 16), drawn("contiguous", 20, 16)
+    targets, cut = targets_of((5,), 20), Cut(least=least, tile=(16, 16))
+    both = torch.autograd.grad(cut_cross_entropy_triton(hidden, weight, targets, cut).sum(), (hidden, weight))
+    inputs: Any = [x.detach().requires_grad_(wants) for x, wants in zip((hidden, weight), wanted, strict=True)]
+    place = wanted.index(True)
+    (found,) = torch.autograd.grad(cut_cross_entropy_triton(inputs[0], inputs[1], targets, cut).sum(), inputs[place])
+    assert torch.equal(found, both[place])
+
+
+def test_weight_gradient_can_wait() -> None:
+    """Put off, the weight's gradient comes later, and is what it would have been."""
+    hidden, weight, targets = drawn("contiguous", 7, 16), drawn("contiguous", 20, 16), targets_of((7,), 20)
+    expected = torch.autograd.grad(cut_cross_entropy_triton(hidden, weight, targets).sum(), (hidden, weight))
+    deferral = Deferral()
+    with deferral.recording():
+        losses = cut_cross_entropy_triton(hidden, weight, targets)
+    with deferral.putting_off():
+        found = torch.autograd.grad(losses.sum(), (hidden, weight), allow_unused=True)
+    assert found[1] is None
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(deferral.take()[0].compute(), expected[1])
+
+
+def test_same_gradients_each_time() -> None:
+    """Gradients are bitwise the same in a second run, with a filter and without."""
+    hidden, weight, targets = drawn("contiguous", 40, 16), drawn("contiguous", 50, 16), targets_of((40,), 50)
+    for cut in (Cut(), Cut(least=0.01, tile=(16, 16))):
+        runs = [
+            torch.autograd.grad(cut_cross_entropy_triton(hidden, weight, targets, cut).sum(), (hidden, weight))
+            for _ in range(2)
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_is_an_operation_of_torch() -> None:
+    """Both directions keep the promises that torch.compile relies on."""
+    hidden, weight = torch.randn(5, 16, device=DEVICE), torch.randn(20, 16, device=DEVICE)
+    targets, numbers = targets_of((5,), 20), torch.rand(5, device=DEVICE)
+    torch.library.opcheck(torch.ops.drawloom.cut_cross_entropy.default, (hidden, weight, targets, None, 16, 32))
+    arguments = (hidden, weight, targets, numbers, numbers, 2.0, 0.0, 16, 16, 2**20, True, True)
+    torch.library.opcheck(torch.ops.drawloom.cut_cross_entropy_backward.default, arguments)
