@@ -22,7 +22,11 @@ Compute = Callable[..., Tensor]
 
 
 class WeightGradient(Protocol):
-    """Computes a weight's gradient from tensors now, or puts that off and gives None."""
+    """
+    Computes a weight's gradient from tensors now, or puts that off and gives None.
+
+    The tensors are held until then. Give them detached, or they hold the graph that the backward pass goes through.
+    """
 
     def __call__(self, compute: Compute, *tensors: Tensor) -> Tensor | None: ...
 
@@ -35,18 +39,18 @@ class PutOff:
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self.active = False
-        self._waiting: list[tuple[Compute, list[Tensor]]] = []
+        self._waiting: list[tuple[Compute, tuple[Tensor, ...]]] = []
 
     def __call__(self, compute: Compute, *tensors: Tensor) -> Tensor | None:
         """Compute a part, or let it wait if this is the time to."""
         if not self.active:
             return compute(*tensors)
-        self.wait(compute, *tensors)
+        self._waiting.append((compute, tensors))
         return None
 
     def wait(self, compute: Compute, *tensors: Tensor) -> None:
-        """Let a part wait; attached tensors would keep the graph that the pass has just gone through."""
-        self._waiting.append((compute, [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]))
+        """Let a part wait."""
+        self._waiting.append((compute, tensors))
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -58,11 +62,10 @@ class PutOff:
     def compute(self) -> Tensor:
         """The sum of what waited, each part of which is let go as soon as it has been added."""
         waiting, self._waiting = self._waiting, []
-        waiting.reverse()
-        compute, held = waiting.pop()
+        compute, held = waiting.pop(0)
         total = compute(*held)
         while waiting:
-            compute, held = waiting.pop()
+            compute, held = waiting.pop(0)
             total = total + compute(*held)
         return total
 

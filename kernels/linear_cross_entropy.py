@@ -60,7 +60,7 @@ class _LinearCrossEntropy(Function):
             return *_in_chunks(hidden, weight, targets, grad, needs_hidden, needs_weight), None, None, None
         grad_logits = _grad_logits(kept, targets, grad).to(hidden.dtype)
         grad_hidden = grad_logits @ weight if needs_hidden else None
-        grad_weight = ctx.weight_gradient(_weight_gradient, grad_logits, hidden) if needs_weight else None
+        grad_weight = ctx.weight_gradient(_weight_gradient, grad_logits, hidden.detach()) if needs_weight else None
         return grad_hidden, grad_weight, None, None, None
 
 

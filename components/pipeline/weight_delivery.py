@@ -22,17 +22,18 @@ class Rest:
     """
     What the pass for the weights has to do.
 
-    `put_off`: weights whose gradients are still to be computed. `ready`: vectors with their gradients, and outputs of
-    the stage that depend on weights alone, with theirs. `cuts`: where to enter the graph again, for which weights.
+    `put_off`: weights whose gradients are still to be computed. `ready`: other weights with their gradients. `roots`:
+    outputs of the stage that depend on weights alone. `cuts`: where to enter the graph again, for which weights.
     """
 
     put_off: list[PutOff] = attrs.field(factory=list)
-    ready: Roots = attrs.field(factory=list)
+    ready: list[tuple[Tensor, Tensor]] = attrs.field(factory=list)
+    roots: Roots = attrs.field(factory=list)
     cuts: list[tuple[Roots, list[Tensor]]] = attrs.field(factory=list)
 
     def deliver(self) -> None:
         """Compute what is left to compute, and add each gradient to its weight's `.grad`."""
-        _go_backward([*_deliveries(self.put_off), *self.ready])
+        _go_backward([*_deliveries(self.put_off, self.ready), *self.roots])
         while self.cuts:
             roots, weights = self.cuts.pop()
             _go_backward(roots, inputs=weights, retain_graph=True)  # two cuts may enter the graph at one node
@@ -41,7 +42,7 @@ class Rest:
         """Let go of everything, done or not."""
         for each in self.put_off:
             each.forget()
-        self.put_off, self.ready, self.cuts = [], [], []
+        self.put_off, self.ready, self.roots, self.cuts = [], [], [], []
 
 
 def _go_backward(roots: Roots, **settings: Any) -> None:
@@ -50,15 +51,15 @@ def _go_backward(roots: Roots, **settings: Any) -> None:
         torch.autograd.backward(tensors, grads, **settings)
 
 
-def _deliveries(put_off: Sequence[PutOff]) -> Roots:
+def _deliveries(put_off: Sequence[PutOff], ready: list[tuple[Tensor, Tensor]]) -> Roots:
     """
     A root for each share of the weights: going backward from it computes and adds the gradients of that share.
 
     Autograd takes a gradient over as a weight's `.grad` without a copy only if nobody else holds it. So it is computed
     within a node of the graph, and not beforehand.
     """
-    shares: list[list[PutOff]] = []
-    room = 0
+    shares: list[list[PutOff]] = [[]] if ready else []
+    room = AT_ONCE if ready else 0
     for each in put_off:
         if room <= 0:
             shares.append([])
@@ -66,18 +67,25 @@ def _deliveries(put_off: Sequence[PutOff]) -> Roots:
         shares[-1].append(each)
         room -= each.weight.nbytes
     # Autograd starts at the root that was made last; what the pass for the inputs found last is still in the caches.
-    roots: list[Tensor] = [_Delivery.apply(each, *(one.weight for one in each)) for each in reversed(shares)]  # type: ignore[no-untyped-call]
+    roots: list[Tensor] = [_delivery(share, ready if share is shares[0] else []) for share in reversed(shares)]
     return [(root, root.detach()) for root in roots]  # what a root is given as its own gradient does not matter
+
+
+def _delivery(put_off: list[PutOff], ready: list[tuple[Tensor, Tensor]]) -> Tensor:
+    weights = [each.weight for each in put_off] + [weight for weight, _ in ready]
+    return _Delivery.apply(put_off, ready, *weights)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Delivery(Function):
     """Its output is on the weights' device, and so their gradients are computed in the stream that is current there."""
 
     @staticmethod
-    def forward(ctx: Any, put_off: list[PutOff], *weights: Tensor) -> Tensor:
-        ctx.put_off = put_off
+    def forward(ctx: Any, put_off: list[PutOff], ready: list[tuple[Tensor, Tensor]], *weights: Tensor) -> Tensor:
+        ctx.put_off, ctx.ready = put_off, ready
         return weights[0].new_empty(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(each.compute() for each in ctx.put_off)
+        ready = [grad for _, grad in ctx.ready]
+        ctx.ready.clear()
+        return None, None, *[each.compute() for each in ctx.put_off], *ready

@@ -7,8 +7,7 @@ share no node: the gradients of one group can be found without touching another.
 to where they meet the inputs, is that of torch.distributed.pipelining; a group may here also hang off an output.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Sequence
 
 import attrs
 from torch import Tensor
@@ -16,9 +15,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from drawloom.kernels.deferral import Deferral
-
-Edges = Mapping[Node, Sequence[tuple[Node | None, int]]]
-"""What each node hands gradients to, and as which of its outputs."""
 
 
 @attrs.define(eq=False)
@@ -45,57 +41,56 @@ class Group:
         self.nodes += other.nodes
 
 
-def edges_of(outputs: Sequence[Tensor], inputs: Iterable[Tensor]) -> tuple[Edges, set[Node]]:
-    """The graph between outputs and inputs, every node after those that it leads to, and the nodes of the inputs."""
-    sources = {get_gradient_edge(tensor).node for tensor in inputs}
-    met: dict[Node, Any] = {}
-    edges: dict[Node, Any] = {}
-    stack = [get_gradient_edge(output).node for output in outputs]
+@attrs.define(eq=False)
+class Paths:
+    """The nodes between outputs and inputs, each after those that it leads to, and the groups that hang off there."""
+
+    nodes: list[Node]
+    groups: list[Group]
+
+    def slots(self, node: Node, outputs: Sequence[Tensor]) -> list[GradientEdge]:
+        """The edges over which gradients come to a node: from others, and from outside if it made an output."""
+        roots = [get_gradient_edge(output) for output in outputs]
+        numbers = {root.output_nr for root in roots if root.node is node}
+        numbers |= {number for each in self.nodes for child, number in each.next_functions if child is node}
+        return [GradientEdge(node, number) for number in sorted(numbers)]
+
+
+def paths_of(outputs: Sequence[Tensor], inputs: Iterable[Tensor], deferral: Deferral) -> Paths:
+    """How the weights are reached from the outputs, as far as no operation of ours puts their gradients off."""
+    trunk: set[Node] = {get_gradient_edge(tensor).node for tensor in inputs}
+    roots = [get_gradient_edge(output).node for output in outputs]
+    children_of: dict[Node, list[Node]] = {}
+    nodes: dict[Node, None] = {}
+    groups = _Groups()
+    stack = [root for root in roots if root not in trunk]
     while stack:
         node = stack[-1]
-        if node in edges:
-            stack.pop()
-        elif node in met:
-            edges[node] = met[node]
-            stack.pop()
-        else:
-            met[node] = found = () if node in sources else node.next_functions
-            stack += [child for child, _ in found if child is not None and child not in met]
-    return edges, sources
-
-
-def weight_groups(outputs: Sequence[Tensor], edges: Edges, sources: set[Node], deferral: Deferral) -> list[Group]:
-    """The groups of weights that hang off the trunk, or off an output that is not part of it."""
-    trunk: set[Node | None] = set(sources)
-    groups = _Groups()
-    for node, found in edges.items():
-        children = [child for child, _ in found]
-        own = deferral.weight_of(node) if isinstance(node, BackwardCFunction) else None
-        if trunk.isdisjoint(children) and own is None and node not in trunk:
-            groups.add(node, children)
+        children = children_of.get(node)
+        if children is None:
+            children_of[node] = children = [child for child, _ in node.next_functions if child is not None]
+            stack += [child for child in children if child not in children_of and child not in trunk]
             continue
-        trunk.add(node)
-        if not trunk.issuperset(children):
-            for position, child in enumerate(children):
-                if child is not None and child not in trunk and (own is None or leaf_of(child) is not own):
-                    groups.of(child).joins.append(Join(node, position, child))
-    for position, output in enumerate(outputs):
-        if (node := get_gradient_edge(output).node) not in trunk:
-            groups.of(node).joins.append(Join(None, position, node))
-    return [group for group in groups.all() if group.joins and group.weights]
+        stack.pop()
+        if node in nodes:
+            continue
+        nodes[node] = None
+        own = deferral.weight_of(node) if isinstance(node, BackwardCFunction) else None
+        if own is None and trunk.isdisjoint(children):
+            groups.add(node, children)
+        else:
+            trunk.add(node)
+            if not trunk.issuperset(children):
+                groups.join(node, trunk, own)
+    for position, root in enumerate(roots):
+        if root not in trunk:
+            groups.of(root).joins.append(Join(None, position, root))
+    return Paths(list(nodes), groups.all())
 
 
 def leaf_of(node: Node) -> Tensor | None:
     """The leaf that a node adds gradients to, if it is such a node."""
     return node.variable if type(node).__name__ == "AccumulateGrad" else None  # type: ignore[attr-defined]
-
-
-def slots_of(node: Node, outputs: Sequence[Tensor], edges: Edges) -> list[GradientEdge]:
-    """The edges over which gradients come to a node: from others, and from outside if it made an output."""
-    roots = [get_gradient_edge(output) for output in outputs]
-    numbers = {root.output_nr for root in roots if root.node is node}
-    numbers |= {number for found in edges.values() for child, number in found if child is node}
-    return [GradientEdge(node, number) for number in sorted(numbers)]
 
 
 class _Groups:
@@ -104,24 +99,31 @@ class _Groups:
     def __init__(self) -> None:
         self._group: dict[Node, Group] = {}
 
-    def add(self, node: Node, children: Sequence[Node | None]) -> None:
+    def add(self, node: Node, children: Sequence[Node]) -> None:
         """A node off the trunk, and those that it leads to, which have been added."""
-        found = {id(group): group for child in children if child is not None if (group := self._group[child])}
         group = Group()
-        for other in found.values():
-            group = self._merged(group, other)
+        for child in children:
+            if (found := self._group[child]) is not group:
+                group = self._merged(group, found)
         group.nodes.append(node)
         if (leaf := leaf_of(node)) is not None:
             group.weights.append(leaf)
         self._group[node] = group
+
+    def join(self, node: Node, trunk: Container[Node], own: Tensor | None) -> None:
+        """A node of the trunk, whose own weight does not count."""
+        for position, (child, _) in enumerate(node.next_functions):
+            if child is not None and child not in trunk and (own is None or leaf_of(child) is not own):
+                self._group[child].joins.append(Join(node, position, child))
 
     def of(self, node: Node) -> Group:
         """The group of a node that was added."""
         return self._group[node]
 
     def all(self) -> list[Group]:
-        """Every group once."""
-        return list({id(group): group for group in self._group.values()}.values())
+        """Every group that leads to a weight and hangs off something."""
+        groups = {id(group): group for group in self._group.values()}.values()
+        return [group for group in groups if group.joins and group.weights]
 
     def _merged(self, one: Group, other: Group) -> Group:
         if len(one.nodes) < len(other.nodes):

@@ -9,7 +9,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from drawloom.components.pipeline.weight_delivery import Rest, Roots
-from drawloom.components.pipeline.weight_paths import Edges, Group, edges_of, slots_of, weight_groups
+from drawloom.components.pipeline.weight_paths import Group, Paths, paths_of
 from drawloom.components.pipeline.weight_products import Product, product_of
 from drawloom.kernels.deferral import Deferral
 
@@ -45,8 +45,8 @@ class Plan:
 
     def rest(self, found: Iterator[Tensor | None], outputs: Roots, deferral: Deferral) -> Rest:
         """What remains to be done with the gradients that were found, given in the order of `asked`."""
-        ready: Roots = [(weight, grad) for weight, grad in zip(self.vectors, found, strict=False) if grad is not None]
-        rest = Rest(ready=ready + [outputs[position] for position in self.apart])
+        ready = [(weight, grad) for weight, grad in zip(self.vectors, found, strict=False) if grad is not None]
+        rest = Rest(ready=ready, roots=[outputs[position] for position in self.apart])
         for weight, grad in zip(self.at_once, found, strict=False):
             if grad is not None:
                 deferral.of(weight).wait(_itself, grad)
@@ -77,6 +77,8 @@ class StageWeights:
     _trained: list[bool] = attrs.field(init=False, factory=list)
     _vectors: dict[int, Tensor] = attrs.field(init=False, factory=dict)
     _matrices: dict[int, Tensor] = attrs.field(init=False, factory=dict)
+    _usual: Plan = attrs.field(init=False, factory=Plan)
+    """Where operations of ours put all matrices off."""
 
     @classmethod
     def of(cls, parameters: Iterable[Tensor]) -> Self:
@@ -87,12 +89,12 @@ class StageWeights:
         """How to put the gradients off in the graph between outputs and inputs."""
         self._sort()
         if deferral.known.isdisjoint(self._vectors) and self._matrices.keys() <= deferral.known:
-            return Plan(vectors=list(self._vectors.values()), at_once=list(self._matrices.values()))
+            return self._usual
         every = self._vectors | self._matrices
         plan = Plan(at_once=[weight for key, weight in every.items() if key in deferral.known])
-        edges, sources = edges_of(outputs, inputs)
-        for group in weight_groups(outputs, edges, sources, deferral):
-            _place(group, plan, outputs, edges, deferral)
+        paths = paths_of(outputs, inputs, deferral)
+        for group in paths.groups:
+            _place(group, plan, outputs, paths, deferral)
         return plan
 
     def _sort(self) -> None:
@@ -102,6 +104,7 @@ class StageWeights:
             every = {id(weight): weight for weight in self.parameters if weight.requires_grad}
             self._vectors = {key: weight for key, weight in every.items() if is_vector(weight)}
             self._matrices = {key: weight for key, weight in every.items() if key not in self._vectors}
+            self._usual = Plan(list(self._vectors.values()), list(self._matrices.values()))
             self._trained = trained
 
 
@@ -110,7 +113,7 @@ def is_vector(weight: Tensor) -> bool:
     return weight.ndim < 2 or weight.numel() == max(weight.shape)
 
 
-def _place(group: Group, plan: Plan, outputs: Sequence[Tensor], edges: Edges, deferral: Deferral) -> None:
+def _place(group: Group, plan: Plan, outputs: Sequence[Tensor], paths: Paths, deferral: Deferral) -> None:
     """Put a group where it is cheapest to serve."""
     nodes = {join.node for join in group.joins}
     node = next(iter(nodes))
@@ -124,7 +127,7 @@ def _place(group: Group, plan: Plan, outputs: Sequence[Tensor], edges: Edges, de
     elif products := _products(group):
         plan.products += products
     elif node is not None and len(nodes) == 1 and _goes_twice([node, *group.nodes]):
-        plan.cuts.append(Cut(slots_of(node, outputs, edges), unknown))
+        plan.cuts.append(Cut(paths.slots(node, outputs), unknown))
     else:
         plan.at_once += unknown
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from drawloom.kernels.deferral import Deferral, PutOff, weight_gradient_of
+from drawloom.kernels.deferral import Deferral, weight_gradient_of
 
 
 def weight() -> nn.Parameter:
@@ -50,20 +50,6 @@ def test_parts_are_summed_in_their_order() -> None:
     (put_off,) = deferral.take()
     assert put_off.compute().equal(2 * grads[0] + 2 * grads[1] + 2 * grads[2])
     assert not put_off
-
-
-def test_what_waits_is_detached() -> None:
-    """The graph is not kept for the sake of an activation in it."""
-    held: list[Tensor] = []
-
-    def compute(*tensors: Tensor) -> Tensor:
-        held.extend(tensors)
-        return tensors[0]
-
-    put_off = PutOff(weight())
-    put_off.wait(compute, torch.randn(3, requires_grad=True) * 2)
-    put_off.compute()
-    assert [tensor.grad_fn for tensor in held] == [None]
 
 
 def test_only_leaves_that_learn_can_wait() -> None:

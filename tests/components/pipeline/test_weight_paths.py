@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.weight_paths import edges_of, slots_of, weight_groups
+from drawloom.components.pipeline.weight_paths import paths_of
 from drawloom.kernels.deferral import Deferral
 from drawloom.kernels.linear import linear_eager
 
@@ -16,8 +16,7 @@ def leaf(*shape: int) -> Tensor:
 
 def groups_of(outputs: list[Tensor], inputs: list[Tensor], names: dict[str, Tensor], deferral: Any = None) -> set[Any]:
     """For each group the names of its weights, and the kinds of nodes that it joins (None for an output)."""
-    edges, sources = edges_of(outputs, inputs)
-    found = weight_groups(outputs, edges, sources, deferral or Deferral())
+    found = paths_of(outputs, inputs, deferral or Deferral()).groups
     called = {id(tensor): name for name, tensor in names.items()}
     return {
         (
@@ -82,10 +81,9 @@ def test_slots_are_those_over_which_gradients_come() -> None:
     x, w = leaf(2, 3), leaf(2, 3)
     first, second, third = (x * w).unbind(1)
     outputs = [first.exp(), third]
-    edges, _ = edges_of(outputs, [x])
     node = second.grad_fn
     assert node is not None
-    assert [edge.output_nr for edge in slots_of(node, outputs, edges)] == [0, 2]
+    assert [edge.output_nr for edge in paths_of(outputs, [x], Deferral()).slots(node, outputs)] == [0, 2]
 
 
 def test_a_deep_graph() -> None:
@@ -94,7 +92,9 @@ def test_a_deep_graph() -> None:
     y = x
     for _ in range(3000):
         y = y + y
-    edges, _ = edges_of([y * w], [x])
-    assert len(edges) == 3000 + 3
-    order = {node: number for number, node in enumerate(edges)}
-    assert all(order[child] < order[node] for node, found in edges.items() for child, _ in found if child is not None)
+    nodes = paths_of([y * w], [x], Deferral()).nodes
+    assert len(nodes) == 3000 + 2
+    order = {node: number for number, node in enumerate(nodes)}
+    edges = [(node, child) for node in nodes for child, _ in node.next_functions if child in order]
+    assert len(edges) == 2 * 2999 + 2
+    assert all(order[child] < order[node] for node, child in edges if child is not None)

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from drawloom.components.pipeline.split_backward import SplitBackward
 from drawloom.components.pipeline.weight_plan import StageWeights
-from support.split_passes import Products, grads_for, in_two, made, ran, split_of
+from support.split_passes import Products, Watch, grads_for, in_two, made, ran, split_of
 from support.split_stages import Ops, Parts, Stage, inputs_of
 
 
@@ -48,6 +48,20 @@ def test_the_first_pass_frees_what_weights_do_not_need(ops: Ops) -> None:
     assert expired() == {"gate": True, "up": True, "product": False}
     split.backward_weight()
     assert expired()["product"]
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+@pytest.mark.parametrize("name", ["mlp", "transformer block", "tied around another", "recomputed"])
+def test_the_first_pass_frees_the_graph(name: str, ops: Ops) -> None:
+    """What waits for the second pass holds numbers, and no node of the graph."""
+    stage, inputs = made(name, ops)
+    with Watch(stage) as watch:
+        split, outputs = split_of(stage, inputs)
+        watch.add(*outputs)
+        split.backward_input(outputs, grads_for(outputs), inputs)
+        del outputs
+        assert not watch.living()
+        split.backward_weight()
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drawloom.components.pipeline.weight_paths import edges_of, weight_groups
+from drawloom.components.pipeline.weight_paths import paths_of
 from drawloom.components.pipeline.weight_products import Product, product_of
 from drawloom.kernels.deferral import Deferral
 
@@ -18,8 +18,7 @@ Use = Callable[[Tensor, nn.Parameter], Tensor]
 def found(use: Use, x: Tensor, weight: nn.Parameter) -> tuple[Tensor, list[Product | None]]:
     """The output, and the products by which the weight joins the activations."""
     y = use(x, weight)
-    edges, sources = edges_of([y], [x])
-    return y, [product_of(join) for group in weight_groups([y], edges, sources, Deferral()) for join in group.joins]
+    return y, [product_of(join) for group in paths_of([y], [x], Deferral()).groups for join in group.joins]
 
 
 PRODUCTS: dict[str, Use] = {

@@ -1,0 +1,177 @@
+"""
+What going backward in two passes costs: the time of both over that of one, for eight layers, beside torch's own.
+
+The same Qwen3 stage is built of our operations and of torch's; torch.distributed.pipelining splits the latter. Rounds
+are interleaved, each ratio is that of two passes to the one just before them, and the middle one counts (quartiles in
+brackets). CPU time. Nothing is collected while the clock runs, and freed memory is kept, as an accelerator's allocator
+keeps it: otherwise the price of fresh pages, which depends on what was freed before, drowns the rest.
+"""
+
+import ctypes
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from drawloom.components.kernels.auto import AutoKernels
+from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.pipeline.split_backward import SplitBackward
+from drawloom.components.pipeline.weight_plan import StageWeights
+from drawloom.components.ports.model import Shared, Span
+from drawloom.kernels.attention import attention_eager
+
+SIZES = [(128, 2, 64), (128, 8, 64), (256, 4, 64)]
+"""Width, rows, length."""
+
+ROUNDS = 21
+GOAL = 1.05
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+
+
+class TorchKernels:
+    """A model's operations, each the one that torch offers."""
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        (a, b), cos, sin = x.chunk(2, -1), cos.unsqueeze(-2), sin.unsqueeze(-2)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        return attention_eager(q, k, v, documents)
+
+
+@attrs.define
+class Times:
+    """Seconds of CPU time of the pass for inputs, of that for weights, and of both in one."""
+
+    inputs: list[float] = attrs.field(factory=list)
+    weights: list[float] = attrs.field(factory=list)
+    whole: list[float] = attrs.field(factory=list)
+
+    def ratios(self) -> list[float]:
+        """Two passes over one, by round."""
+        return [(i + w) / b for i, w, b in zip(self.inputs, self.weights, self.whole, strict=True)]
+
+
+class Subject:
+    """Eight layers, with a way to go backward in two passes."""
+
+    def __init__(self, kernels: Any, size: tuple[int, int, int], by_torch: bool) -> None:
+        width, rows, length = size
+        model = Qwen3Dense(
+            kernels=kernels, layers=8, width=width, heads=4, kv_heads=4, feed_forward=3 * width, vocabulary=8
+        )
+        self.module: nn.Module = model.build(Span(0, 8, embedding=False, head=False))
+        self.parameters = list(self.module.parameters())
+        self.weights = StageWeights.of(self.parameters)
+        self.x = torch.randn(rows, length, width, requires_grad=True)
+        self.grad = torch.randn(rows, length, width)
+        positions = torch.arange(length).expand(rows, -1)
+        self.shared = Shared(positions, torch.zeros_like(positions))
+        self.two_passes = self.by_torch if by_torch else self.by_us
+
+    def forward(self) -> Tensor:
+        return self.module(self.x, self.shared)  # type: ignore[no-any-return]
+
+    def clear(self, fresh: bool) -> None:
+        """Set gradients to none, or to zeros that are added to."""
+        self.x.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None if fresh else torch.zeros_like(parameter)
+
+    def one_pass(self) -> tuple[float, ...]:
+        output = self.forward()
+        return timed(lambda: torch.autograd.backward(output, self.grad))
+
+    def by_us(self) -> tuple[float, ...]:
+        split = SplitBackward(self.weights)
+        with split.forward():
+            output = self.forward()
+        return timed(lambda: split.backward_input([output], [self.grad], [self.x]), split.backward_weight)
+
+    def by_torch(self) -> tuple[float, ...]:
+        output, groups = self.forward(), []
+        return timed(
+            lambda: groups.extend(stage_backward_input([output], [self.grad], [self.x], iter(self.parameters))[1]),
+            lambda: stage_backward_weight(iter(self.parameters), groups),
+        )
+
+
+def timed(*actions: Callable[[], Any]) -> tuple[float, ...]:
+    """Seconds of CPU time of each."""
+    moments = [time.process_time()]
+    for action in actions:
+        action()
+        moments.append(time.process_time())
+    return tuple(after - before for before, after in pairwise(moments))
+
+
+def measure(subjects: dict[str, Subject], fresh: bool) -> dict[str, Times]:
+    """All subjects in turn, round by round; the first round only warms up."""
+    found = {name: Times() for name in subjects}
+    for number in range(ROUNDS + 1):
+        for name, subject in subjects.items():
+            subject.clear(fresh)
+            (whole,) = subject.one_pass()
+            subject.clear(fresh)
+            inputs, weights = subject.two_passes()
+            if number:
+                times = found[name]
+                times.inputs.append(inputs)
+                times.weights.append(weights)
+                times.whole.append(whole)
+        gc.collect(0)
+    return found
+
+
+def report(name: str, size: tuple[int, int, int], fresh: bool, times: Times) -> None:
+    """One line."""
+    low, middle, high = statistics.quantiles(times.ratios(), n=4)
+    whole, inputs, weights = (statistics.median(each) * 1e3 for each in (times.whole, times.inputs, times.weights))
+    grads = "new" if fresh else "added to"
+    print(
+        f"{name:26} width {size[0]:3} {size[1] * size[2]:4} tokens  gradients {grads:8}  "
+        f"B {whole:6.2f}  I {inputs:6.2f}  W {weights:6.2f} ms  (I+W)/B {middle:5.3f} [{low:5.3f} {high:5.3f}]",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Print a line for each size, kind of gradient and way to split."""
+    torch.set_num_threads(1)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**30)
+    libc.mallopt(M_MMAP_THRESHOLD, 2**25)
+    print(f"goal: at most {GOAL} with our operations")
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        for size in SIZES:
+            for fresh in (True, False):
+                subjects = {
+                    "ours, our operations": Subject(AutoKernels(), size, by_torch=False),
+                    "ours, torch's operations": Subject(TorchKernels(), size, by_torch=False),
+                    "torch, torch's operations": Subject(TorchKernels(), size, by_torch=True),
+                }
+                for name, times in measure(subjects, fresh).items():
+                    report(name, size, fresh, times)
+    finally:
+        gc.enable()
+        gc.unfreeze()
