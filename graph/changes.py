@@ -5,7 +5,6 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.graph import Graph
 from drawloom.graph.parsing import Unreadable, parse
 from drawloom.graph.plain import Plain, flatten, plain_graph, plain_recipe
@@ -20,23 +19,23 @@ WEIGHTS: tuple[Change, ...] = ("free", "semantic", "structural")
 ABSENT = "absent"
 
 
-def changes_since(older: str, graph: Graph, catalogue: Catalogue) -> list[RecipeChange]:
+def changes_since(older: str, graph: Graph) -> list[RecipeChange]:
     """Differences from `older`, the text of a resolved recipe, to `graph`; a ValueError if that can't be read."""
     try:
         recipe = Recipe.of(parse(older))
     except Unreadable as error:
         raise ValueError(f"line {error.line}: {error.text}") from error
-    return changes(plain_recipe(recipe), graph, catalogue)
+    return changes(plain_recipe(recipe), graph)
 
 
-def changes(old: Plain, graph: Graph, catalogue: Catalogue) -> list[RecipeChange]:
+def changes(old: Plain, graph: Graph) -> list[RecipeChange]:
     """
     Differences from the nodes `old` to `graph`.
 
     The components of `old` need not be what they were, nor be there at all: what was written then is compared with
     what is written now.
     """
-    return list(_Comparison(flatten(old), flatten(plain_graph(graph)), graph, catalogue).changes())
+    return list(_Comparison(flatten(old), flatten(plain_graph(graph)), graph).changes())
 
 
 @attrs.frozen
@@ -44,7 +43,6 @@ class _Comparison:
     old: Plain
     new: Plain
     graph: Graph
-    catalogue: Catalogue
 
     def changes(self) -> Iterator[RecipeChange]:
         for name in {**self.old, **self.new}:
@@ -83,7 +81,7 @@ class _Comparison:
     def _weight(self, names: Iterable[str]) -> Change:
         """The weight of adding, removing or swapping nodes: the heaviest of their components'."""
         uses = [str(side[name]["use"]) for name in names for side in (self.old, self.new) if name in side]
-        found = [self.catalogue.find(use) for use in uses]
+        found = [self.graph.catalogue.find(use) for use in uses]
         weights = [spec.traits.change for spec in found if not isinstance(spec, Problem)]
         heaviest: Change = max(weights, key=WEIGHTS.index, default="semantic")
         return heaviest if len(weights) == len(found) else "semantic"

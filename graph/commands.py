@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from drawloom.graph.listing import list_components
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.resolving import resolve
 from drawloom.graph.schema.recipes import recipe_schema
+from drawloom.graph.spans import report
 from drawloom.graph.tree import draw_tree
 from drawloom.graph.workshop import Workshop
 
@@ -31,6 +33,7 @@ def _takes_check(parser: argparse.ArgumentParser) -> None:
 
 def _takes_run(parser: argparse.ArgumentParser) -> None:
     _takes_recipe(parser)
+    parser.add_argument("--timings", action="store_true", help="say how long each node took to build, open and close")
     parser.add_argument("--accept-changes", action="store_true", help="resume although the recipe has changed")
 
 
@@ -61,8 +64,13 @@ def _graph(options: argparse.Namespace, workshop: Workshop) -> Any:
 
 def _run(options: argparse.Namespace, workshop: Workshop) -> int:
     graph = _graph(options, workshop)
-    with workshop.container(graph, accept_changes=options.accept_changes) as objects:
-        objects[workshop.root].run()
+    objects = workshop.container(graph, accept_changes=options.accept_changes)
+    try:
+        with objects:
+            objects[workshop.root].run()
+    finally:
+        if options.timings:
+            print(report(objects.spans), file=sys.stderr)
     return FINE
 
 
@@ -79,14 +87,14 @@ def _check_for_programs(options: argparse.Namespace, workshop: Workshop) -> int:
         graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words))
         problems, nodes = graph.problems, len(graph.nodes)
     except RecipeError as error:
-        problems, nodes = error.problems, 0
+        problems, nodes = tuple(error.problems), 0
     found = {"recipe": options.recipe, "nodes": nodes, "problems": [problem.as_data() for problem in problems]}
     print(json.dumps(found, indent=1))
     return FINE if all(problem.warning for problem in problems) else FAULTY
 
 
 def _show(options: argparse.Namespace, workshop: Workshop) -> int:
-    print(resolve(_graph(options, workshop).or_error(), workshop.catalogue).text, end="")
+    print(resolve(_graph(options, workshop).or_error()).text, end="")
     return FINE
 
 
@@ -102,7 +110,7 @@ def _explain(options: argparse.Namespace, workshop: Workshop) -> int:
 
 def _diff(options: argparse.Namespace, workshop: Workshop) -> int:
     new = workshop.graph(workshop.load(options.recipe, options.overlay, options.words), root="")
-    found = diff(workshop.load(options.old), new, workshop.catalogue)
+    found = diff(workshop.load(options.old), new)
     print("\n".join(map(str, found)) or "no differences")
     return FINE
 

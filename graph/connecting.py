@@ -7,7 +7,7 @@ import attrs
 
 from drawloom.graph.fit import misfits
 from drawloom.graph.layers import Leaf, Path, Table
-from drawloom.graph.node import Edge, Node, dotted
+from drawloom.graph.node import Draft, Edge, dotted
 from drawloom.graph.port import is_named
 from drawloom.graph.recipe import Recipe
 from drawloom.graph.settling import REFUSED, Settling
@@ -24,18 +24,18 @@ class Connecting:
     """Connects nodes. `make` makes the node of a table that stands in place, or nothing if it can't be one."""
 
     recipe: Recipe
-    nodes: dict[str, Node]
+    nodes: dict[str, Draft]
     settling: Settling
-    make: Callable[[str, Table, str], Node | None]
+    make: Callable[[str, Table, str], Draft | None]
     _fitting: dict[tuple[type, ...], list[str]] = attrs.field(factory=dict)
 
-    def connect_all(self, node: Node) -> None:
+    def connect_all(self, node: Draft) -> None:
         """Follow or find every edge of a node, and of the nodes that stand in place in it."""
         for field in node.spec.fields.values():
             if field.is_edge:
                 self._connect(node, field)
 
-    def _connect(self, node: Node, field: Field) -> None:
+    def _connect(self, node: Draft, field: Field) -> None:
         item = node.table.items.get(field.name)
         if item is None:
             return self._leave_out(node, field)
@@ -48,13 +48,13 @@ class Connecting:
         else:
             self._connect_list(node, field, item)
 
-    def _substitute(self, node: Node, item: Leaf | Table, field: Field) -> Leaf | Table | Any:
+    def _substitute(self, node: Draft, item: Leaf | Table, field: Field) -> Leaf | Table | Any:
         """An edge's value, with a variable put in."""
         if isinstance(item, Leaf) and isinstance(item.value, str) and item.value.startswith(VARIABLE):
             return self.settling.variable(node, item.value, (field.name,))
         return item.value if isinstance(item, Leaf) else item
 
-    def _connect_list(self, node: Node, field: Field, item: Leaf | Table) -> None:
+    def _connect_list(self, node: Draft, field: Field, item: Leaf | Table) -> None:
         values = self._substitute(node, item, field)
         if values is REFUSED:
             return
@@ -72,7 +72,7 @@ class Connecting:
         unmade = len({path[1] for path in items}) < len(values)
         node.edges[field.name] = Edge(tuple(targets), items=tuple(items), unmade=unmade)
 
-    def _refuse_twice(self, node: Node, field: Field, targets: list[str], items: list[Path]) -> None:
+    def _refuse_twice(self, node: Draft, field: Field, targets: list[str], items: list[Path]) -> None:
         if len(set(targets)) == len(targets):
             return
         first = {target: number for number, target in reversed([*enumerate(targets)])}
@@ -81,7 +81,7 @@ class Connecting:
                 text = f"{dotted(path)}: [{target}] is in the list already"
                 node.fault("DL318", text, "leave it out, or give the second a table of its own", path)
 
-    def _connect_mapping(self, node: Node, field: Field, item: Leaf | Table) -> None:
+    def _connect_mapping(self, node: Draft, field: Field, item: Leaf | Table) -> None:
         if not isinstance(item, Table):
             text, hint = f"{field.name} takes a table of nodes", f'write {field.name} = {{ name = "@node" }}'
             return node.fault("DL310", text, hint, (field.name,))
@@ -93,7 +93,7 @@ class Connecting:
         paths = tuple((field.name, key) for key in targets)
         node.edges[field.name] = Edge(tuple(targets.values()), tuple(targets), paths)
 
-    def _refer(self, node: Node, field: Field, value: Any, path: Path, *, many: bool = False) -> Iterator[str]:
+    def _refer(self, node: Draft, field: Field, value: Any, path: Path, *, many: bool = False) -> Iterator[str]:
         """The names of the nodes that one written edge leads to, each checked against the field's port."""
         if value is REFUSED:
             return
@@ -109,7 +109,7 @@ class Connecting:
             if self._admit(node, field, name, path):
                 yield name
 
-    def _in_place(self, node: Node, field: Field, value: dict[str, Any] | Table, path: Path) -> list[str]:
+    def _in_place(self, node: Draft, field: Field, value: dict[str, Any] | Table, path: Path) -> list[str]:
         holder = node.table.items[field.name]
         table = value if isinstance(value, Table) else Table.of(value, holder.layer, (*holder.path, *path[1:]))
         if "use" not in table.items:
@@ -122,7 +122,7 @@ class Connecting:
         self.connect_all(made)
         return [made.name]
 
-    def _named(self, node: Node, field: Field, name: str, path: Path, many: bool) -> list[str]:
+    def _named(self, node: Draft, field: Field, name: str, path: Path, many: bool) -> list[str]:
         group = name.removesuffix(".*")
         if name.endswith(".*") and many and group in self.recipe.groups:
             return [member for member in self.recipe.groups[group] if member in self.nodes]
@@ -132,7 +132,7 @@ class Connecting:
             self._missing_target(node, name, path, many)
         return []
 
-    def _missing_target(self, node: Node, name: str, path: Path, many: bool) -> None:
+    def _missing_target(self, node: Draft, name: str, path: Path, many: bool) -> None:
         group = name.removesuffix(".*")
         if group in self.recipe.groups:
             hint = f'write "@{group}.*" for all its members' if many else "it takes a single node"
@@ -142,7 +142,7 @@ class Connecting:
             hint = did_you_mean(group, self.recipe.groups if name.endswith(".*") else self.recipe.nodes)
         node.fault("DL313", text, hint, path)
 
-    def _admit(self, node: Node, field: Field, name: str, path: Path) -> bool:
+    def _admit(self, node: Draft, field: Field, name: str, path: Path) -> bool:
         target = self.nodes[name]
         if not self.fits(target.spec, field):
             ports = " or ".join(port.__name__ for port in field.ports)
@@ -152,7 +152,7 @@ class Connecting:
             return False
         return True
 
-    def _leave_out(self, node: Node, field: Field) -> None:
+    def _leave_out(self, node: Draft, field: Field) -> None:
         if not field.required:
             return
         if field.kind != "one":
@@ -173,7 +173,7 @@ class Connecting:
             self._fitting[field.ports] = [node.name for node in nodes if self.fits(node.spec, field)]
         return self._fitting[field.ports]
 
-    def _ask(self, node: Node, field: Field, fitting: list[str]) -> None:
+    def _ask(self, node: Draft, field: Field, fitting: list[str]) -> None:
         port = " or ".join(port.__name__ for port in field.ports)
         if not fitting:
             text = f"{node.spec.use!r} needs a {port} for {field.name!r}, and no node is one"

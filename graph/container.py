@@ -1,18 +1,28 @@
 """Living objects: built once each in order, opened, handed out, closed in reverse whatever happens."""
 
-from collections.abc import Iterable, Mapping
-from types import TracebackType
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import date, datetime, time
+from pathlib import Path, PosixPath
+from time import perf_counter
+from types import NoneType, TracebackType
 from typing import Any
 
 import attrs
 
+from drawloom.graph.closing import Opened
 from drawloom.graph.fit import misfits
 from drawloom.graph.graph import Graph
 from drawloom.graph.node import Edge, Node
 from drawloom.graph.port import Every, Ordered
 from drawloom.graph.problems import UserError
 from drawloom.graph.resolved import ResolvedRecipe
+from drawloom.graph.spans import Span, timed
 from drawloom.graph.spec import Field
+from drawloom.graph.suggest import did_you_mean
+
+UNCHANGING = {NoneType, bool, int, float, str, date, datetime, time, Path, PosixPath}
+"""Types of values that two objects may share."""
 
 
 @attrs.define(eq=False)
@@ -21,37 +31,44 @@ class Container(Mapping[str, Any]):
     The objects of a graph's nodes, those that `roots` need.
 
     `build` constructs, which costs little; as a context manager it also opens what has `open()`, in order, and closes
-    what has `close()`, in reverse. `given` are objects to use in place of nodes.
+    what has `close()`, in reverse. `given` are objects to use in place of nodes: they are checked like nodes, but
+    neither opened nor closed. `spans` says how long each node took.
     """
 
     graph: Graph
     roots: list[str]
     recipe: ResolvedRecipe
-    given: dict[str, Any] = attrs.field(factory=dict)
+    given: Mapping[str, Any] = attrs.field(factory=dict)
+    spans: list[Span] = attrs.field(factory=list, init=False)
     _objects: dict[str, Any] = attrs.field(factory=dict, init=False)
-    _open: list[str] = attrs.field(factory=list, init=False)
+    _opened: Opened = attrs.field(factory=Opened, init=False)
 
     def build(self) -> None:
         """Construct every needed node once, then fill in what takes every node of a kind."""
-        self._objects = dict(self.given)
-        for name in self._order():
-            if name not in self._objects:
+        self._check_given()
+        self._objects = {}
+        for name in self.graph.closure(self.roots, without=self.given):
+            if name in self.given:
+                self._objects[name] = self.given[name]
+            else:
+                start = perf_counter()
                 self._objects[name] = self._construct(self.graph.nodes[name])
-        for name in self._objects.keys() - self.given.keys():
-            self._fill(name)
+                self.spans.append(Span(name, "build", start, perf_counter() - start))
+        self._fill_all()
 
-    def _order(self) -> list[str]:
-        if not self.given:
-            return self.graph.closure(self.roots)
-        cut = attrs.evolve(self.graph, nodes={name: self._without_edges(name) for name in self.graph.nodes})
-        return cut.closure(self.roots)
-
-    def _without_edges(self, name: str) -> Node:
-        node = self.graph.nodes[name]
-        return attrs.evolve(node, edges={}) if name in self.given else node
+    def _check_given(self) -> None:
+        for name, item in self.given.items():
+            if name not in self.graph.nodes:
+                raise ValueError(f"there is no node {name!r} to give; {did_you_mean(name, self.graph.nodes)}")
+            for user, keys in self.graph.uses_of(name):
+                for key in keys:
+                    ports = self.graph.nodes[user].spec.fields[key].ports
+                    if not _fits(type(item), ports):
+                        why = " and ".join(reason for port in ports for reason in misfits(type(item), port))
+                        raise TypeError(f"what is given for [{name}] does not fit [{user}] {key}: it {why}")
 
     def _construct(self, node: Node) -> Any:
-        values = dict(node.settings)
+        values = {key: _own(value) for key, value in node.settings.items()}
         for field in node.spec.fields.values():
             if field.is_edge and field.name in node.edges:
                 values[field.name] = self._edge(field, node.edges[field.name])
@@ -76,62 +93,56 @@ class Container(Mapping[str, Any]):
                 return Ordered(objects, edge.targets)
         return objects
 
-    def _fill(self, name: str) -> None:
-        node = self.graph.nodes[name]
-        for field in node.spec.fields.values():
-            if field.kind == "every":
-                kinds = {kind for kind in {type(item) for item in self._objects.values()} if _fits(kind, field.ports)}
-                fitting = {key: item for key, item in self._objects.items() if type(item) in kinds}
-                getattr(self._objects[name], field.name).fill(fitting)
+    def _fill_all(self) -> None:
+        kinds = {type(item) for item in self._objects.values()}
+        for name in self._objects.keys() - self.given.keys():
+            for field in self.graph.nodes[name].spec.every_fields:
+                fitting = {kind for kind in kinds if _fits(kind, field.ports)}
+                members = {key: item for key, item in self._objects.items() if type(item) in fitting}
+                getattr(self._objects[name], field.attribute).fill(members)
 
     def __enter__(self) -> "Container":
         try:
             self.build()
             for name, item in self._objects.items():
-                if name not in self.given and hasattr(item, "open"):
-                    self._open_one(name, item)
-                elif name not in self.given and hasattr(item, "close"):
-                    self._open.append(name)
+                if name not in self.given:
+                    self._open(name, item)
         except BaseException as error:
-            self._close(error)
+            self._opened.close_all(error)
             raise
         return self
 
-    def _open_one(self, name: str, item: Any) -> None:
-        self._open.append(name)
-        try:
-            item.open()
-        except UserError as error:
-            error.stands_at(self.graph.nodes[name].place, name)
-            raise
+    def _open(self, name: str, item: Any) -> None:
+        if hasattr(item, "close"):
+            self._opened.push(name, lambda: self._close(name, item))
+        if hasattr(item, "open"):
+            try:
+                with timed(self.spans, name, "open"):
+                    item.open()
+            except UserError as error:
+                error.stands_at(self.graph.nodes[name].place, name)
+                raise
+
+    def _close(self, name: str, item: Any) -> None:
+        with timed(self.spans, name, "close"):
+            item.close()
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: TracebackType | None) -> None:
-        self._close(error)
-
-    def _close(self, cause: BaseException | None) -> None:
-        """Close everything that was opened; failures become notes on the cause, or a group of their own."""
-        failures: list[BaseException] = []
-        while self._open:
-            name = self._open.pop()
-            try:
-                getattr(self._objects[name], "close", lambda: None)()
-            except BaseException as error:
-                error.add_note(f"while closing [{name}]")
-                failures.append(error)
-        if cause is not None:
-            for failure in failures:
-                cause.add_note(f"then: {type(failure).__name__}: {failure} ({'; '.join(failure.__notes__)})")
-        elif failures:
-            raise BaseExceptionGroup("closing failed", failures)
+        self._opened.close_all(error)
 
     def __getitem__(self, name: str) -> Any:
         return self._objects[name]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._objects)
 
     def __len__(self) -> int:
         return len(self._objects)
+
+
+def _own(value: Any) -> Any:
+    """A setting's value for one object alone, which may change it."""
+    return value if type(value) in UNCHANGING else copy.deepcopy(value)
 
 
 def _fits(cls: type, ports: Iterable[type]) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.changes import changes
 from drawloom.graph.graph import Graph
 from drawloom.graph.layers import Leaf
@@ -14,7 +13,7 @@ from drawloom.graph.resolved import RecipeChange
 from drawloom.graph.writing import canonical
 
 
-def diff(old: Recipe, new: Graph, catalogue: Catalogue) -> list[RecipeChange]:
+def diff(old: Recipe, new: Graph) -> list[RecipeChange]:
     """
     Differences from a recipe to a graph; where neither is resolved, also in how they are written.
 
@@ -23,10 +22,10 @@ def diff(old: Recipe, new: Graph, catalogue: Catalogue) -> list[RecipeChange]:
     """
     new.or_error()
     if old.is_resolved:
-        return changes(plain_recipe(old), new, catalogue)
-    graph = Graph.of(old, catalogue).or_error()
+        return changes(plain_recipe(old), new)
+    graph = Graph.of(old, new.catalogue).or_error()
     cosmetic = [] if new.recipe.is_resolved else list(_cosmetic(graph, new))
-    return changes(plain_graph(graph), new, catalogue) + cosmetic
+    return changes(plain_graph(graph), new) + cosmetic
 
 
 def _cosmetic(old: Graph, new: Graph) -> Iterator[RecipeChange]:

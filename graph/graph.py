@@ -1,6 +1,8 @@
 """The graph of a recipe: checked nodes and edges, their order, and what one of them needs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import attrs
 
@@ -14,24 +16,30 @@ from drawloom.graph.sequence import check_sequence
 from drawloom.graph.wiring import Wiring
 
 
-@attrs.define(eq=False)
+@attrs.frozen(eq=False)
 class Graph:
-    """Nodes by name, and all that is wrong with them."""
+    """Nodes by name, and all that is wrong with them. It does not change: other values make another graph."""
 
     recipe: Recipe
-    nodes: dict[str, Node]
-    problems: list[Problem]
+    catalogue: Catalogue
+    nodes: Mapping[str, Node]
+    root: str = ""
+    problems: tuple[Problem, ...] = ()
 
     @classmethod
     def of(cls, recipe: Recipe, catalogue: Catalogue, root: str = "") -> "Graph":
         """Wire and check a whole recipe. Nodes that `root` does not need are warnings, if it is given."""
         wiring = Wiring(recipe, catalogue)
         wiring.run()
-        graph = cls(recipe, wiring.nodes, [*recipe.problems, *wiring.problems()])
-        graph.problems += graph._check()
-        graph.problems += graph._check_root(root) if root else []
-        graph.problems = in_order(graph.problems)
-        return graph
+        nodes = MappingProxyType({name: draft.finished() for name, draft in wiring.nodes.items()})
+        graph = cls(recipe, catalogue, nodes, root)
+        problems = [*recipe.problems, *wiring.problems(), *graph._check()]
+        problems += graph._check_root(all(problem.warning for problem in problems)) if root else ()
+        return attrs.evolve(graph, problems=tuple(in_order(problems)))
+
+    def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Graph":
+        """Another graph: of the same recipe with values laid over it."""
+        return Graph.of(self.recipe.with_values(data, source), self.catalogue, self.root)
 
     @property
     def faults(self) -> list[Problem]:
@@ -74,8 +82,12 @@ class Graph:
         """The nodes whose components keep the promises of a port."""
         return [name for name, node in self.nodes.items() if not misfits(node.spec.cls, port)]
 
-    def closure(self, roots: Iterable[str]) -> list[str]:
-        """The nodes that these need, themselves included, each behind all that it needs."""
+    def closure(self, roots: Iterable[str], without: Container[str] = ()) -> list[str]:
+        """
+        The nodes that these need, themselves included, each behind all that it needs.
+
+        What is needed only by nodes `without` needs of their own is left out.
+        """
         order: dict[str, None] = {}
         stack = [(name, False) for name in reversed(list(roots))]
         while stack:
@@ -84,7 +96,8 @@ class Graph:
                 order[name] = None
             elif name not in order:
                 stack.append((name, True))
-                stack += [(need, False) for need in reversed(self.needs(name)) if need not in order]
+                needs = () if name in without else self.needs(name)
+                stack += [(need, False) for need in reversed(needs) if need not in order]
         return list(order)
 
     def circle(self) -> list[str]:
@@ -140,17 +153,16 @@ class Graph:
         unmade = any(edge.unmade for edge in node.edges.values())
         return missing or unmade or node.faulty or any(self.nodes[name].faulty for name in self.needs(node.name))
 
-    def _check_root(self, root: str) -> Iterator[Problem]:
-        if root not in self.recipe.nodes:
-            text, place = f"there is no node [{root}], so there is nothing to run", Place(self.recipe.source)
-            yield Problem("DL321", text, f"write [{root}]", place=place)
-        if self.faults:
-            return  # what is needed can't be told yet
-        needed = set(self.closure([root]))
-        for name, node in self.nodes.items():
-            if name not in needed and not node.owner:
-                text = f"nothing that [{root}] needs leads to this node, so it will not be built"
-                yield Problem("DL322", text, "", name, node.place, warning=True)
+    def _check_root(self, complete: bool) -> Iterator[Problem]:
+        if self.root not in self.recipe.nodes:
+            text, place = f"there is no node [{self.root}], so there is nothing to run", Place(self.recipe.source)
+            yield Problem("DL321", text, f"write [{self.root}]", place=place)
+        elif complete:  # else what is needed can't be told yet
+            needed = set(self.closure([self.root]))
+            for name, node in self.nodes.items():
+                if name not in needed and not node.owner:
+                    text = f"nothing that [{self.root}] needs leads to this node, so it will not be built"
+                    yield Problem("DL322", text, "", name, node.place, warning=True)
 
 
 def _constraints(node: Node, view: NodeView) -> Iterator[Problem]:

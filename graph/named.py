@@ -17,7 +17,7 @@ VALUE = "value"
 """The kind of what members of sequences write."""
 
 
-def check_names(nodes: dict[str, Node]) -> Iterator[Problem]:
+def check_names(nodes: Mapping[str, Node]) -> Iterator[Problem]:
     """Names that nobody offers."""
     offers: dict[str, set[str]] | None = None
     for node in nodes.values():
@@ -62,7 +62,7 @@ def _fitting(nodes: Mapping[str, Node], port: type) -> set[str]:
     return {name for name, node in nodes.items() if not misfits(node.spec.cls, port)}
 
 
-def _offers(nodes: dict[str, Node]) -> dict[str, set[str]]:
+def _offers(nodes: Mapping[str, Node]) -> dict[str, set[str]]:
     """What there is of each kind, as far as nodes say."""
     offers: dict[str, set[str]] = {}
     for node in nodes.values():

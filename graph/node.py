@@ -1,5 +1,7 @@
 """Nodes and edges: what a checked recipe becomes before anything is built."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -23,32 +25,10 @@ class Edge:
     unmade: bool = False
 
 
-@attrs.define(eq=False)
-class Node:
-    """One table with `use`: its component, its settings as values, and its edges. `owner` if it stands in place."""
+class _Placed:
+    """What has a table in a recipe, and so a place."""
 
-    name: str
     table: Table
-    spec: Spec
-    settings: dict[str, Any] = attrs.field(factory=dict)
-    edges: dict[str, Edge] = attrs.field(factory=dict)
-    owner: str = ""
-    problems: list[Problem] = attrs.field(factory=list)
-
-    @property
-    def faulty(self) -> bool:
-        """Whether anything is wrong with the node itself."""
-        return any(not problem.warning for problem in self.problems)
-
-    def fault(
-        self, code: str, text: str, hint: str = "", path: Path = (), *, key: bool = False, place: Place | None = None
-    ) -> None:
-        """Keep a problem with a setting or edge of this node, or with the node itself."""
-        self.problems.append(Problem(code, text, hint, self.name, place or self.place_of(path, key=key)))
-
-    def fails(self, what: str, error: Exception) -> None:
-        """Keep a problem that is the component's own fault."""
-        self.fault("DL206", f"{self.spec.use!r}: {what}: {type(error).__name__}: {error}", "tell its author")
 
     @property
     def place(self) -> Place:
@@ -62,12 +42,58 @@ class Node:
         return self.place
 
 
+@attrs.frozen(eq=False)
+class Node(_Placed):
+    """One table with `use`: its component, its settings as values, and its edges. `owner` if it stands in place."""
+
+    name: str
+    table: Table
+    spec: Spec
+    settings: Mapping[str, Any]
+    edges: Mapping[str, Edge]
+    owner: str = ""
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def faulty(self) -> bool:
+        """Whether anything is wrong with the node itself."""
+        return any(not problem.warning for problem in self.problems)
+
+
+@attrs.define(eq=False)
+class Draft(_Placed):
+    """A node while it is settled and connected."""
+
+    name: str
+    table: Table
+    spec: Spec
+    owner: str = ""
+    settings: dict[str, Any] = attrs.field(factory=dict)
+    edges: dict[str, Edge] = attrs.field(factory=dict)
+    problems: list[Problem] = attrs.field(factory=list)
+
+    def fault(
+        self, code: str, text: str, hint: str = "", path: Path = (), *, key: bool = False, place: Place | None = None
+    ) -> None:
+        """Keep a problem with a setting or edge of this node, or with the node itself."""
+        self.problems.append(Problem(code, text, hint, self.name, place or self.place_of(path, key=key)))
+
+    def fails(self, what: str, error: Exception) -> None:
+        """Keep a problem that is the component's own fault."""
+        self.fault("DL206", f"{self.spec.use!r}: {what}: {type(error).__name__}: {error}", "tell its author")
+
+    def finished(self) -> Node:
+        """The node that has come of it, which does not change any more."""
+        settings, edges = MappingProxyType(self.settings), MappingProxyType(self.edges)
+        return Node(self.name, self.table, self.spec, settings, edges, self.owner, tuple(self.problems))
+
+
 @attrs.frozen
 class NodeView:
     """What a component's `constraints` see: settings, and views of the neighbours. No objects."""
 
     _node: Node
-    _nodes: dict[str, Node]
+    _nodes: Mapping[str, Node]
 
     @property
     def name(self) -> str:
@@ -82,7 +108,7 @@ class NodeView:
         return self._node.spec.cls
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Mapping[str, Any]:
         """Setting to value, defaults filled in."""
         return self._node.settings
 

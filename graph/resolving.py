@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.changes import changes_since
 from drawloom.graph.graph import Graph
 from drawloom.graph.node import Node
@@ -18,7 +17,7 @@ WIDTH = 60
 """A comment stands behind what is wider; else the comments of a table stand in a column."""
 
 
-def resolve(graph: Graph, catalogue: Catalogue, *, accept_changes: bool = False) -> ResolvedRecipe:
+def resolve(graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
     """
     A graph without faults as text, with the hash of what it says.
 
@@ -26,9 +25,7 @@ def resolve(graph: Graph, catalogue: Catalogue, *, accept_changes: bool = False)
     chosen and what was left as it was. Comments are no part of the hash.
     """
     plain = plain_graph(graph)
-    return ResolvedRecipe(
-        _text(plain, graph), digest(plain), accept_changes, lambda older: changes_since(older, graph, catalogue)
-    )
+    return ResolvedRecipe(_text(plain, graph), digest(plain), accept_changes, lambda older: changes_since(older, graph))
 
 
 def digest(plain: Plain) -> str:

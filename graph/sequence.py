@@ -1,6 +1,6 @@
 """The order of a sequence edge, checked like a dataflow: nothing is read before it is written or changed too late."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import attrs
 
@@ -18,7 +18,7 @@ class Member:
     flow: Flow
 
 
-def check_sequence(node: Node, field: str, edge: Edge, nodes: dict[str, Node]) -> Iterator[Problem]:
+def check_sequence(node: Node, field: str, edge: Edge, nodes: Mapping[str, Node]) -> Iterator[Problem]:
     """Everything that is out of order in one sequence edge."""
     members = [Member(name, number, nodes[name].spec.traits.flow) for number, name in enumerate(edge.targets)]
     for member in members:

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph.layers import Leaf, Path, Table
-from drawloom.graph.node import Node, dotted
+from drawloom.graph.node import Draft, dotted
 from drawloom.graph.problems import Place
 from drawloom.graph.spec import Field
 from drawloom.graph.suggest import did_you_mean
@@ -24,7 +24,7 @@ class Settling:
     vars: dict[str, Leaf]
     values: Values = attrs.field(factory=Values)
 
-    def settle(self, node: Node) -> None:
+    def settle(self, node: Draft) -> None:
         """Fill in a node's settings; what can't be becomes a problem of the node."""
         for key, item in node.table.items.items():
             field = node.spec.fields.get(key)
@@ -37,7 +37,7 @@ class Settling:
             if field.kind == "setting" and field.name not in node.table.items:
                 self._set_default(node, field)
 
-    def _unknown(self, node: Node, key: str, field: Field | None) -> None:
+    def _unknown(self, node: Draft, key: str, field: Field | None) -> None:
         if field is not None:
             text = f"{key!r} is filled in by the container and can't be set"
             return node.fault("DL301", text, "remove it", (key,), key=True)
@@ -46,7 +46,7 @@ class Settling:
         hint = f"it belonged to {owner!r}, which this `use` replaces" if owner else did_you_mean(key, known)
         node.fault("DL302", f"{node.spec.use!r} has no setting or edge {key!a}", hint, (key,), key=True)
 
-    def _set(self, node: Node, field: Field, item: Leaf | Table) -> None:
+    def _set(self, node: Draft, field: Field, item: Leaf | Table) -> None:
         plain = self.plain(node, item, (field.name,))
         if plain is REFUSED:
             return
@@ -70,7 +70,7 @@ class Settling:
         found = self.vars.get(name.removeprefix(VARIABLE)) if name.startswith(VARIABLE) else None
         return found.place if found else None
 
-    def _set_default(self, node: Node, field: Field) -> None:
+    def _set_default(self, node: Draft, field: Field) -> None:
         if not field.required:
             node.settings[field.name] = field.default_value()
             return
@@ -78,7 +78,7 @@ class Settling:
         text = f"{node.spec.use!r} needs the setting {field.name!r} ({wanted})"
         node.fault("DL305", text, f"write {field.name} = ...", ())
 
-    def plain(self, node: Node, item: Any, path: Path) -> Any:
+    def plain(self, node: Draft, item: Any, path: Path) -> Any:
         """A value as settings take it; REFUSED if a part of it is at fault."""
         if isinstance(item, Leaf):
             return self.plain(node, item.value, path)
@@ -94,7 +94,7 @@ class Settling:
             return REFUSED if any(part is REFUSED for part in table.values()) else table
         return item
 
-    def _plain_string(self, node: Node, text: str, path: Path) -> Any:
+    def _plain_string(self, node: Draft, text: str, path: Path) -> Any:
         if text[:1] not in ("@", "$"):
             return text
         if text[:2] in ("@@", "$$"):
@@ -108,7 +108,7 @@ class Settling:
         node.fault("DL306", why, f'write "{text[0]}{text}" if the text itself is meant', path)
         return REFUSED
 
-    def variable(self, node: Node, text: str, path: Path) -> Any:
+    def variable(self, node: Draft, text: str, path: Path) -> Any:
         leaf = self.vars.get(text.removeprefix(VARIABLE))
         if leaf is None:
             hint = did_you_mean(text.removeprefix(VARIABLE), self.vars) or "write it into [vars]"

@@ -24,6 +24,7 @@ class Field:
     type: Any
     ports: tuple[type, ...] = ()
     default: Any = attrs.field(factory=lambda: attrs.NOTHING)
+    attribute: str = ""
     change: Change = "semantic"
     check: Check | None = None
     names: Names | None = None
@@ -51,6 +52,7 @@ class Spec:
     cls: type
     fields: dict[str, Field]
     traits: Traits
+    every_fields: tuple[Field, ...] = ()
 
     @property
     def doc(self) -> str:
@@ -63,7 +65,8 @@ def read_spec(use: str, cls: type) -> Spec:
     hints = typing.get_type_hints(cls)
     traits: Traits = vars(cls)["__component__"]
     fields = [_read_field(a, hints[a.name], traits.change) for a in attrs.fields(cls) if a.init]
-    return Spec(use, cls, {field.name: field for field in fields}, traits)
+    every = tuple(field for field in fields if field.kind == "every")
+    return Spec(use, cls, {field.name: field for field in fields}, traits, every)
 
 
 def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, change: Change) -> Field:
@@ -75,6 +78,7 @@ def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, change: Change) ->
         type=kind,
         ports=ports,
         default=attribute.default,
+        attribute=attribute.name,
         change=meta.get("change") or change,
         check=meta.get("check"),
         names=meta.get("names"),

@@ -8,7 +8,7 @@ import attrs
 from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.connecting import Connecting
 from drawloom.graph.layers import Leaf, Table
-from drawloom.graph.node import Node
+from drawloom.graph.node import Draft
 from drawloom.graph.problems import Problem
 from drawloom.graph.recipe import Recipe
 from drawloom.graph.settling import Settling
@@ -20,7 +20,7 @@ class Wiring:
 
     recipe: Recipe
     catalogue: Catalogue
-    nodes: dict[str, Node] = attrs.field(factory=dict)
+    nodes: dict[str, Draft] = attrs.field(factory=dict)
     unmade: list[Problem] = attrs.field(factory=list)
     _settling: Settling = attrs.field(init=False)
 
@@ -42,7 +42,7 @@ class Wiring:
         for node in self.nodes.values():
             yield from node.problems
 
-    def _make(self, name: str, table: Table, owner: str = "") -> Node | None:
+    def _make(self, name: str, table: Table, owner: str = "") -> Draft | None:
         use = table.items["use"]
         if not (isinstance(use, Leaf) and isinstance(use.value, str)):
             text = "`use` takes the name of a component, a string"
@@ -52,7 +52,7 @@ class Wiring:
         if isinstance(found, Problem):
             self.unmade.append(attrs.evolve(found, node=name, place=use.place))
             return None
-        node = self.nodes[name] = Node(name, table, found, owner=owner)
+        node = self.nodes[name] = Draft(name, table, found, owner)
         for module, install in found.traits.needs.items():
             if importlib.util.find_spec(module) is None:
                 text = f"{use.value!r} needs the package {module!r}, which is not installed"

@@ -1,7 +1,8 @@
 """Where a program's components and recipes are found, and the way from a recipe's name to a graph or container."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -45,7 +46,9 @@ class Workshop:
         """The graph of a recipe, checked; its problems are in it."""
         return Graph.of(recipe, self.catalogue, self.root if root is None else root)
 
-    def container(self, graph: Graph, *roots: str, accept_changes: bool = False) -> Container:
-        """A container for what the roots need; a RecipeError if the graph has faults."""
-        resolved = resolve(graph.or_error(), self.catalogue, accept_changes=accept_changes)
-        return Container(graph, list(roots or (self.root,)), resolved)
+    def container(
+        self, graph: Graph, *roots: str, accept_changes: bool = False, given: Mapping[str, Any] | None = None
+    ) -> Container:
+        """A container for what the roots need, with objects `given` for some; a RecipeError if the graph has faults."""
+        resolved = resolve(graph.or_error(), accept_changes=accept_changes)
+        return Container(graph, list(roots or (self.root,)), resolved, dict(given or {}))

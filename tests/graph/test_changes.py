@@ -34,5 +34,5 @@ def test_differences_name_node_and_key_and_weight(
     shop: Shop, workshop: Workshop, text: str, expected: list[str]
 ) -> None:
     """Each difference from an older recipe is told once, with what it means to resume with it."""
-    older = resolve(shop(), workshop.catalogue).text
-    assert [str(change) for change in resolve(shop(text), workshop.catalogue).changes(older)] == expected
+    older = resolve(shop()).text
+    assert [str(change) for change in resolve(shop(text)).changes(older)] == expected

@@ -148,3 +148,10 @@ def test_warnings_alone_are_fine(workshop: Workshop, capsys: pytest.CaptureFixtu
     assert "warning: [spare]" in capsys.readouterr().err
     assert main(["check", "small", "--format", "json", *words], workshop) == 0
     assert [p["warning"] for p in json.loads(capsys.readouterr().out)["problems"]] == [True]
+
+
+def test_timings_go_to_stderr(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """`run --timings` ends with a table, and leaves stdout alone."""
+    assert main(["run", "small", "--timings"], workshop) == 0
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.splitlines()[0].split() == ["ms", "build", "open", "close"]

@@ -1,5 +1,6 @@
 """Living objects."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -147,3 +148,75 @@ def test_two_containers_share_nothing(shop: Shop, workshop: Workshop) -> None:
     graph = shop()
     with workshop.container(graph) as one, workshop.container(graph) as other:
         assert not {id(item) for item in one.values()} & {id(item) for item in other.values()}
+
+
+def test_two_containers_of_one_graph_share_no_setting(shop: Shop, workshop: Workshop) -> None:
+    """An object may change the lists that it was given; neither another container nor the graph sees it."""
+    graph = shop(disks())
+    with workshop.container(graph) as one:
+        assert one["store"].journal == ["open"]
+        with workshop.container(graph) as other:
+            assert other["store"].journal == ["open"]
+    assert graph.nodes["store"].settings["journal"] == []
+
+
+def test_a_graph_does_not_change(shop: Shop) -> None:
+    """Nodes, settings and edges are fixed; other values make another graph and leave this one as it is."""
+    graph = shop()
+    for change in (
+        lambda: setattr(graph, "nodes", {}),
+        lambda: setattr(graph.nodes["store"], "settings", {}),
+        lambda: operator.setitem(graph.nodes, "x", None),  # type: ignore[call-overload]
+        lambda: operator.setitem(graph.nodes["store"].settings, "size", 3),  # type: ignore[call-overload]
+        lambda: operator.setitem(graph.nodes["page"].edges, "store", None),  # type: ignore[call-overload]
+    ):
+        with pytest.raises((AttributeError, TypeError)):
+            change()
+    other = graph.with_values({"store": {"size": 3}})
+    assert (graph.nodes["store"].settings["size"], other.nodes["store"].settings["size"]) == (10, 3)
+
+
+class Till:
+    """A store that a test made."""
+
+    def get(self, key: str) -> Any:
+        return key
+
+    def put(self, key: str, value: Any) -> None: ...
+
+    def close(self) -> None:
+        raise AssertionError("what is given is not closed")
+
+
+def test_what_is_given_takes_the_place_of_a_node(shop: Shop, workshop: Workshop) -> None:
+    """Nothing is built that only the replaced node needs, and what is given is neither opened nor closed."""
+    till = Till()
+    graph = shop(disks())
+    with workshop.container(graph, "page", given={"store": till}) as objects:
+        assert objects["page"].store is till
+        assert set(objects) == {"page", "store"}
+
+
+def test_what_is_given_must_fit(shop: Shop, workshop: Workshop) -> None:
+    """It is checked against the ports of the edges that lead to it, and its name against the nodes."""
+    with pytest.raises(TypeError, match=r"given for \[store\] does not fit \[page\] store: it has no get\(\)"):
+        workshop.container(shop(), given={"store": object()}).build()
+    with pytest.raises(ValueError, match="there is no node 'stor' to give; did you mean 'store'"):
+        workshop.container(shop(), given={"stor": Till()}).build()
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_stopping_passes_through_as_itself(shop: Shop, workshop: Workshop, stop: type[BaseException]) -> None:
+    """Who interrupts a run is not told of a group of exceptions, also when closing fails."""
+    with pytest.raises(stop), workshop.container(shop(disks(second="close"))):
+        raise stop
+
+
+def test_every_node_is_timed(shop: Shop, workshop: Workshop) -> None:
+    """Each built node has a span for building, and for opening and closing if it can be opened and closed."""
+    with workshop.container(shop(disks())) as objects:
+        pass
+    moments = [(span.node, span.moment) for span in objects.spans]
+    assert [name for name, moment in moments if moment == "build"] == list(objects)
+    assert [moment for name, moment in moments if name == "second"] == ["build", "open", "close"]
+    assert [moment for name, moment in moments if name == "page"] == ["build"]

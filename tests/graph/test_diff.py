@@ -37,7 +37,7 @@ workers = 1
 
 def lines(workshop: Workshop, old: Recipe, new: Graph) -> list[str]:
     """The differences in words."""
-    return [str(change) for change in diff(old, new, workshop.catalogue)]
+    return [str(change) for change in diff(old, new)]
 
 
 def test_what_is_only_written_otherwise_is_cosmetic(shop: Shop, workshop: Workshop) -> None:
@@ -97,8 +97,8 @@ def test_resuming_tells_the_same(one: dict[str, Any], other: dict[str, Any]) -> 
     """What `diff` says of two recipes, but for the cosmetic, is what a run that resumes says of them."""
     workshop = Workshop.of("support.shop")
     graphs = [workshop.graph(Recipe.of(data), root="") for data in (one, other)]
-    resolved = [resolve(graph, workshop.catalogue) for graph in graphs]
-    found = [change for change in diff(graphs[0].recipe, graphs[1], workshop.catalogue) if change.kind != "cosmetic"]
+    resolved = [resolve(graph) for graph in graphs]
+    found = [change for change in diff(graphs[0].recipe, graphs[1]) if change.kind != "cosmetic"]
     assert found == resolved[1].changes(resolved[0].text)
     assert (found == []) == (resolved[0].hash == resolved[1].hash)
     assert resolved[1].changes(resolved[1].text) == []

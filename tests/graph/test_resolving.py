@@ -41,8 +41,8 @@ def again(workshop: Workshop, resolved: ResolvedRecipe) -> Graph:
 
 def test_reading_it_again_gives_the_same(shop: Shop, workshop: Workshop) -> None:
     """The resolved text has the same graph and hash when it is resolved again, whatever stands in it."""
-    once = resolve(shop(AWKWARD), workshop.catalogue)
-    twice = resolve(again(workshop, once), workshop.catalogue)
+    once = resolve(shop(AWKWARD))
+    twice = resolve(again(workshop, once))
     assert (tomli.loads(twice.text), twice.hash) == (tomli.loads(once.text), once.hash)
 
 
@@ -53,11 +53,11 @@ def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
     workshop = Workshop.of("support.shop")
     graph = workshop.graph(Recipe.of(data), root="")
     assert graph.faults == []
-    once = resolve(graph, workshop.catalogue)
+    once = resolve(graph)
     other = again(workshop, once)
     assert other.faults == []
     assert plain_graph(other) == plain_graph(graph)
-    assert resolve(other, workshop.catalogue).hash == once.hash
+    assert resolve(other).hash == once.hash
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith("with_")])
@@ -69,22 +69,22 @@ def test_shipped_recipes_come_back_the_same(name: str) -> None:
     if graph.faults:  # a base that says not yet what to learn
         assert name == "pretrain"
         return
-    once = resolve(graph, workshop.catalogue)
+    once = resolve(graph)
     other = again(workshop, once)
     assert plain_graph(other) == plain_graph(graph)
-    assert resolve(other, workshop.catalogue).hash == once.hash
+    assert resolve(other).hash == once.hash
 
 
 def test_defaults_and_found_edges_are_written_out(shop: Shop, workshop: Workshop) -> None:
     """A later change of a default, or another node that fits, can't change a run that was resolved before."""
-    text = resolve(shop(), workshop.catalogue).text
+    text = resolve(shop()).text
     assert "size = 10" in text and 'store = "@store"' in text
 
 
 def test_each_line_says_where_it_has_come_from(workshop: Workshop) -> None:
     """Behind every key stands a file, a variable with its own place, the command line, a type, or a default."""
     graph = workshop.graph(workshop.load("small", words=["store.size=12"]))
-    lines = dict(re.findall(r"^(\w+ = .*?) +# (.*)$", resolve(graph, workshop.catalogue).text, re.MULTILINE))
+    lines = dict(re.findall(r"^(\w+ = .*?) +# (.*)$", resolve(graph).text, re.MULTILINE))
     assert lines == {
         'use = "stores.memory"': "small.toml:7:1",
         "size = 12": "command line",
@@ -100,9 +100,9 @@ def test_each_line_says_where_it_has_come_from(workshop: Workshop) -> None:
 
 def test_origins_do_not_depend_on_where_one_stands(workshop: Workshop, tmp_path: Path, monkeypatch: Any) -> None:
     """The text of a shipped recipe is the same from every directory."""
-    here = resolve(workshop.graph(workshop.load("small")), workshop.catalogue).text
+    here = resolve(workshop.graph(workshop.load("small"))).text
     monkeypatch.chdir(tmp_path)
-    assert resolve(workshop.graph(workshop.load("small")), workshop.catalogue).text == here
+    assert resolve(workshop.graph(workshop.load("small"))).text == here
 
 
 def test_a_comment_can_not_break_out(workshop: Workshop, tmp_path: Path, monkeypatch: Any) -> None:
@@ -110,19 +110,19 @@ def test_a_comment_can_not_break_out(workshop: Workshop, tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     small = (workshop.recipes / "small.toml").read_text("utf-8")
     Path("evil\n[x].toml").write_text(small, "utf-8")
-    text = resolve(workshop.graph(workshop.load("evil\n[x].toml")), workshop.catalogue).text
+    text = resolve(workshop.graph(workshop.load("evil\n[x].toml"))).text
     assert list(tomli.loads(text)) == ["format", "store", "page", "trainer"]
 
 
 def test_the_first_line_is_the_format(shop: Shop, workshop: Workshop) -> None:
     """Whoever reads a resolved recipe knows first of all whether he can."""
-    assert resolve(shop(), workshop.catalogue).text.startswith("format = 1\n")
+    assert resolve(shop()).text.startswith("format = 1\n")
 
 
 def test_the_hash_is_of_what_is_said_not_how(shop: Shop, workshop: Workshop) -> None:
     """Writing a default out changes nothing; another value does."""
-    same = [resolve(shop(text), workshop.catalogue).hash for text in ("", "[store]\nsize = 10")]
-    assert same[0] == same[1] != resolve(shop("[store]\nsize = 11"), workshop.catalogue).hash
+    same = [resolve(shop(text)).hash for text in ("", "[store]\nsize = 10")]
+    assert same[0] == same[1] != resolve(shop("[store]\nsize = 11")).hash
 
 
 @given(

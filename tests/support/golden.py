@@ -39,7 +39,7 @@ def resolved(recipe: Path) -> str:
         graph = workshop.graph(workshop.load(recipe.name, words=words))
         if graph.problems:
             raise RecipeError(graph.problems)
-        return resolve(graph, workshop.catalogue).text
+        return resolve(graph).text
 
 
 def workshop_of(recipe: Path) -> Workshop:
