@@ -1,0 +1,30 @@
+"""DualPipeV; its order is that of torch, see tests/schedules/test_torch.py."""
+
+from drawloom.components.pipeline.costs import Costs
+from drawloom.components.pipeline.lowering import lower
+from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
+from drawloom.components.pipeline.simulator import simulate
+from drawloom.components.ports.program import Overlap
+
+
+def test_forwards_leave_before_the_backwards_that_they_overlap() -> None:
+    """In every overlap the forward's output is sent before the backward."""
+    for rank in range(4):
+        for item in lower(DualPipeV().program(4, 8), rank):
+            if isinstance(item, Overlap):
+                works = [part.work for part in item.parts]
+                assert works[0] == "F" and works[-1] == "B"
+                assert item.parts[0].stage in (0, 7) or "SEND_F" in works or (rank, item.parts[0].stage) == (3, 3)
+
+
+def test_overlaps_are_taken_up_part_by_part() -> None:
+    """Because a forward's output does not wait for the backward, the skew of ranks is p - 1, not 2 (p - 1)."""
+    for ranks in (2, 4, 8):
+        assert simulate(DualPipeV().program(ranks, 4 * ranks), Costs()).makespan == 24 * ranks + ranks - 1
+
+
+def test_few_microbatches_are_no_obstacle() -> None:
+    """Fewer than two a rank leave a part of the figure out, and take no longer than whole backwards would."""
+    for microbatches in range(1, 8):
+        run = simulate(DualPipeV().program(4, microbatches), Costs())
+        assert run.makespan <= 6 * (microbatches + 3)
