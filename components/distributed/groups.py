@@ -59,7 +59,7 @@ class ProcessGroup:
         self.name = name
         self.ranks = tuple(ranks)
         self._handle = handle
-        self._device = device
+        self.device = device
 
     @property
     def rank(self) -> int:
@@ -82,11 +82,11 @@ class ProcessGroup:
     def gather_json(self, value: Any) -> list[Any]:
         """What each rank gave, as JSON carries it, by rank, on every rank."""
         text = json.dumps(value).encode()
-        length = torch.tensor([len(text)], dtype=torch.int64, device=self._device)
+        length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
         lengths = [int(each) for each in self._gather(length)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        texts = self._gather(padded.to(self._device))
+        texts = self._gather(padded.to(self.device))
         return [json.loads(each[:n].cpu().numpy().tobytes()) for each, n in zip(texts, lengths, strict=True)]
 
     def send(self, tensor: Tensor, to: int) -> "Message":
@@ -101,7 +101,7 @@ class ProcessGroup:
 
     @torch.no_grad()
     def _reduce(self, tensor: Tensor, operation: Any) -> None:
-        travelling = tensor.detach().to(self._device).contiguous()
+        travelling = tensor.detach().to(self.device).contiguous()
         with self._peers("a reduction"):
             dist.all_reduce(travelling, operation, group=self._handle)
         if travelling.data_ptr() != tensor.data_ptr() or travelling.device != tensor.device:

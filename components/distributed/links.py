@@ -1,8 +1,9 @@
 """Channels between neighbours in a ring of ranks: a group of two for each neighbour and direction."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
+import torch
 from torch import Tensor
 
 from drawloom.components.distributed.groups import OneRank, ProcessGroup
@@ -43,7 +44,16 @@ def ring_links(processes: Processes, name: str, rings: Sequence[Sequence[int]]) 
                 found[edge] = group  # type: ignore[assignment]
     here = list(mine).index(processes.rank)
     peers = {other for edge in found for other in edge if other != here and here in edge}
-    return {peer: NeighbourLink(found[here, peer], found[peer, here]) for peer in sorted(peers)}
+    links = {peer: NeighbourLink(found[here, peer], found[peer, here]) for peer in sorted(peers)}
+    _warm_up(links.values())
+    return dict(links)
+
+
+def _warm_up(links: Iterable[NeighbourLink]) -> None:
+    """Send a number through every channel, so that none is connected in the middle of a step, where others wait."""
+    sent = [link.send(torch.zeros(1, device=link.outgoing.device)) for link in links]
+    for message in [*sent, *(link.receive(torch.zeros(1, device=link.incoming.device)) for link in links)]:
+        message.wait()
 
 
 def _matchings(size: int) -> list[list[Edge]]:

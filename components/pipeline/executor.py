@@ -1,6 +1,6 @@
 """Carries a rank's line of the schedule's program out, on this rank's stages; on one rank, the plain training loop."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import attrs
@@ -70,10 +70,18 @@ class Executor:
 
     def infer(self, tokens: Tensor, shared: Shared) -> Tensor | None:
         """The model's output for one microbatch, on the rank that holds the last stage; None on others."""
-        passage = self._passage([Load(*self._moved((tokens, shared)))])
+        found: dict[int, Tensor] = {}
+        self.infer_each([(tokens, shared)], found.__setitem__)
+        return found.get(0)
+
+    def infer_each(
+        self, microbatches: Sequence[tuple[Tensor, Shared]], each_output: Callable[[int, Any], None]
+    ) -> None:
+        """Hand the output of each microbatch out as soon as it is there, on the rank that holds the last stage."""
+        passage = self._passage([Load(*self._moved(microbatch)) for microbatch in microbatches])
+        passage.each_output = each_output
         with torch.inference_mode():
-            passage.run(self._forward_line(1))
-        return passage.outputs.get(0)
+            passage.run(self._forward_line(len(microbatches)))
 
     def _passage(self, loads: Sequence[Load], split: Set[int] = frozenset()) -> Passage:
         state = PipelineStateHandler({"loss": Stack(), "weight": Stack()}, max(1, len(loads)))

@@ -36,7 +36,7 @@ class Passage:
     Carries a line out. It is made for one pass and dropped with all that lives in it, also when the pass fails.
 
     `works` are this rank's stages by their numbers. What one stage makes for another waits here until it is taken by
-    the other, if that stands on this rank too, or is sent.
+    the other, if that stands on this rank too, or is sent. What the last stage makes is handed to `each_output`.
     """
 
     works: Mapping[int, StageWork]
@@ -44,7 +44,7 @@ class Passage:
     boundaries: StageInputs
     mail: Mail
     state: PipelineStateHandler
-    outputs: dict[int, Any] = attrs.field(factory=dict)
+    each_output: Callable[[int, Any], None] = lambda _microbatch, _output: None
     _forward: dict[Place, Any] = attrs.field(factory=dict)
     _backward: dict[Place, list[Tensor]] = attrs.field(factory=dict)
 
@@ -81,7 +81,7 @@ class Passage:
         work, load = self.works[action.stage], self.loads[action.microbatch]
         output = work.forward(action.microbatch, self._taken(action, load), load.shared, load.batch)
         if work.last:
-            self.outputs[action.microbatch] = output
+            self.each_output(action.microbatch, output)
         else:
             self._forward[action.stage + 1, action.microbatch] = output
 

@@ -18,7 +18,7 @@ from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.model import Model, Shared, Span, Stage, Transform
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Job
-from drawloom.graph import component, setting
+from drawloom.graph import UserError, at_least, component, setting
 
 
 @component
@@ -32,6 +32,12 @@ class RealStages:
     precision: Precision
     job: Job
     transforms: list[Transform] = attrs.field(factory=list)
+    embedding_weighs: int = setting(
+        default=0, check=at_least(0), change="free", doc="layers that the first stage holds fewer of, for its embedding"
+    )
+    head_weighs: int = setting(
+        default=0, check=at_least(0), change="free", doc="layers that the last stage holds fewer of, for its head"
+    )
     weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
     _local: list[Stage] = attrs.field(init=False, factory=list)
     _boundaries: Boundaries = attrs.field(init=False, default=None)
@@ -41,7 +47,7 @@ class RealStages:
     def open(self) -> None:
         """Make the modules real."""
         owners = self.schedule.owners(self.mesh.size("pipeline"))
-        spans = split_layers(self.model.layers, len(owners))
+        spans = self._split(len(owners))
         mine = stages_of(self.mesh.index("pipeline"), owners)
         self._boundaries = Boundaries(spans, self._build)
         modules = {index: self._build(spans[index]) for index in mine}
@@ -107,6 +113,12 @@ class RealStages:
 
     def _all(self) -> dict[str, nn.Parameter]:
         return {name: parameter for stage in self._local for name, parameter in stage.module.named_parameters()}
+
+    def _split(self, stages: int) -> list[Span]:
+        try:
+            return split_layers(self.model.layers, stages, self.embedding_weighs, self.head_weighs)
+        except ValueError as error:
+            raise UserError(f"{error}; let embedding and head weigh less, or take fewer stages", exit_code=2) from error
 
     def _build(self, span: Span) -> nn.Module:
         with torch.device("meta"):

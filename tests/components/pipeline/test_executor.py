@@ -199,3 +199,16 @@ def test_ranks_have_the_gradients_and_losses_of_one_process(ranks: int, place: i
     for part in mine:
         for parameter, grad in part["grads"].items():
             assert grad == pytest.approx(whole["grads"][parameter], rel=1e-10, abs=1e-12), (case, parameter)
+
+
+def test_outputs_are_handed_out_one_by_one(one_rank: Any) -> None:
+    """Each microbatch's output comes as soon as it is there, in order, and none is kept."""
+    modules = [Scale(2.0), Scale(1.5)]
+    tokens = [torch.full((1, 2), float(number), dtype=torch.float64) for number in range(3)]
+    seen: list[tuple[int, list[list[float]], int]] = []
+
+    def look(number: int, output: Tensor) -> None:
+        seen.append((number, output.tolist(), sum(made() is not None for made in modules[1].seen[:-1])))
+
+    made(modules, one_rank).infer_each([(part, Shared(part, part)) for part in tokens], look)
+    assert seen == [(number, [[3.0 * number] * 2], 0) for number in range(3)]

@@ -144,3 +144,12 @@ def test_weights_that_are_not_there_are_told(one_rank: Any, job: Any, tmp_path: 
     """A folder without weights is a person's mistake, said in a sentence."""
     with pytest.raises(UserError, match="nowhere"):
         made(one_rank, job, Blueprint(), weights=tmp_path / "nowhere")
+
+
+def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:
+    """A first stage whose embedding weighs a layer holds one fewer; one that would hold none is refused."""
+    mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 0})
+    assert len(made(mesh, job, Blueprint(layers=5), embedding_weighs=1).named()) == 2
+    assert len(made(mesh, job, Blueprint(layers=5), head_weighs=1).named()) == 3
+    with pytest.raises(UserError, match="without any"):
+        made(mesh, job, Blueprint(layers=2), embedding_weighs=4)
