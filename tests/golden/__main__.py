@@ -2,9 +2,12 @@
 
 from drawloom.graph import codes
 from support.golden import FAULTY, GOLDEN, GOOD, printed, resolved
+from support.schedules import NAMES, golden
 
 for recipe in sorted(FAULTY.glob("*.toml")):
     recipe.with_suffix(".txt").write_text(printed(recipe), "utf-8")
 for recipe in sorted(GOOD.glob("[!f]*.toml")):  # those of the shop; first_run changes with what ships
     recipe.with_suffix(".txt").write_text(resolved(recipe), "utf-8")
 (GOLDEN.parents[1] / "docs" / "problems.md").write_text(codes.page(), "utf-8")
+for name in NAMES:
+    (GOLDEN / "schedules" / f"{name}.txt").write_text(golden(name), "utf-8")

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from drawloom.components.pipeline.lowering import lower
+from drawloom.components.pipeline.notation import write_program
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.program import Action, Line, Overlap, Program
 from drawloom.graph.catalogue import Catalogue
@@ -107,3 +109,14 @@ def rendezvous(lines: Sequence[Line]) -> None:
         assert going, f"deadlock at {[str(head) for head in heads]}"
         for rank in going:
             left[rank].pop(0)
+
+
+def golden(name: str) -> str:
+    """What is recorded of a schedule: each rank's line at some sizes, and with messages at a small one."""
+    text = ""
+    for ranks, microbatches in ((4, 8), (2, 5), (3, 2)):
+        text += f"# {ranks} ranks, {microbatches} microbatches\n"
+        text += write_program(schedule(name).program(ranks, microbatches)) + "\n"
+    text += "# 2 ranks, 3 microbatches, with messages\n"
+    program = schedule(name).program(2, 3)
+    return text + "".join(f"{rank}: {' '.join(texts(lower(program, rank)))}\n" for rank in range(2))
