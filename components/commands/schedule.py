@@ -102,8 +102,9 @@ def _by_name(options: argparse.Namespace, workshop: Workshop, name: str, *, anyw
     fields = spec.fields if isinstance(spec, Spec) else {}
     given = {"stages_per_rank": options.stages_per_rank, **options.costs}
     data = {"use": use, **{key: value for key, value in given.items() if key in fields and value is not None}}
-    recipe = Recipe.of({"schedule": data}, "command line").with_values(read_overrides(options.words))
-    graph = workshop.graph(recipe, root="").or_error()
+    words = read_overrides(options.words)
+    nodes = {**words, "schedule": {**data, **words.get("schedule", {})}}
+    graph = workshop.graph(Recipe.of(nodes, "command line"), root="").or_error()
     if "schedule" not in graph.fitting(Schedule):
         raise UserError(f"{use} is no schedule; `drawloom list pipeline.schedules` shows all that there are", 2)
     with workshop.container(graph, "schedule") as objects:

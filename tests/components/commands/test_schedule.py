@@ -1,0 +1,145 @@
+"""`drawloom schedule`."""
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from drawloom.components.pipeline.torch_csv import write_csv
+from drawloom.graph.cli import main
+from support.schedules import NAMES, schedule
+
+Capture = pytest.CaptureFixture[str]
+
+
+def printed(capsys: Capture, *arguments: str, code: int = 0) -> str:
+    """What the command says: on stdout if it succeeds, else on stderr."""
+    try:
+        found = main(["schedule", *arguments])
+    except SystemExit as error:  # how argparse leaves
+        found = int(error.code or 0)
+    said = capsys.readouterr()
+    assert found == code, said.err
+    return said.err if code else said.out
+
+
+def data(capsys: Capture, *arguments: str) -> Any:
+    """What the command says in JSON."""
+    return json.loads(printed(capsys, *arguments, "--format", "json"))
+
+
+def test_a_schedule_by_its_name(capsys: Capture) -> None:
+    """Its numbers are those of the simulation, costs given or not."""
+    sizes = ("dual_pipe_v", "--ranks", "8", "--microbatches", "32")
+    found = data(capsys, *sizes, "--stages-per-rank", "2")
+    assert list(found) == [
+        "schedule",
+        "ranks",
+        "stages_per_rank",
+        "microbatches",
+        "makespan",
+        "ideal",
+        "bubble",
+        "span_bubble",
+        "peak_live",
+        "peak_live_weights",
+        "actions",
+    ]
+    assert (found["makespan"], found["ideal"], found["peak_live"]) == (199, 192, [17] * 8)
+    assert found["actions"] == {"F": 512, "B": 420, "I": 92, "W": 92}
+    assert data(capsys, *sizes, "--costs", "comm=0.25")["bubble"] == pytest.approx(0.079, abs=6e-4)
+    assert data(capsys, *sizes, "--costs", "F=2,I=2,W=2,comm=0")["makespan"] == 398
+    assert data(capsys, *sizes, "--costs", "B=3")["ideal"] > 192
+
+
+def test_stages_per_rank_go_to_schedules_that_take_them(capsys: Capture) -> None:
+    """They are a setting of some, and fixed for others."""
+    words = ("--ranks", "4", "--microbatches", "8", "--stages-per-rank")
+    assert data(capsys, "interleaved_1f1b", *words, "3")["stages_per_rank"] == 3
+    error = printed(capsys, "dual_pipe_v", *words, "3", code=2)
+    assert error == "--stages-per-rank 3: dual_pipe_v takes 2 on each rank; leave it out\n"
+
+
+def test_settings_of_a_schedule_are_values(capsys: Capture) -> None:
+    """The node of a schedule by its name is called schedule; the greedy one takes the costs."""
+    words = ("--ranks", "4", "--microbatches", "8")
+    assert data(capsys, "one_f_one_b", *words, "schedule.hide_latency=true")["peak_live"] == [7, 5, 3, 1]
+    assert data(capsys, "greedy", *words, "schedule.memory=3")["peak_live_weights"] == [6] * 4
+    late = ("--costs", "comm=1")
+    assert data(capsys, "greedy", *words, *late)["bubble"] < data(capsys, "dual_pipe_v", *words, *late)["bubble"]
+
+
+def test_channels_make_a_difference(capsys: Capture) -> None:
+    """Ranks that block take longer."""
+    words = ("gpipe", "--ranks", "4", "--microbatches", "8", "--costs", "comm=0.5")
+    assert data(capsys, *words, "--channels", "blocking")["makespan"] > data(capsys, *words)["makespan"]
+
+
+def test_a_recipe_says_it_all(capsys: Capture) -> None:
+    """Schedule, ranks and microbatches are those of the recipe; values are laid over it."""
+    words = ("mesh.pipeline=2", "batch.micro_size=2", "schedule.use=pipeline.schedules.zero_bubble_v")
+    found = data(capsys, "first_run", *words)
+    assert [found[key] for key in ("schedule", "ranks", "stages_per_rank", "microbatches")] == [
+        "zero_bubble_v",
+        2,
+        2,
+        8,
+    ]
+    assert data(capsys, "first_run", *words, "--microbatches", "3")["microbatches"] == 3
+    assert data(capsys, "first_run", *words, "mesh.data_replicate=4")["microbatches"] == 2
+
+
+def test_a_table_in_a_recipe(capsys: Capture, tmp_path: Path) -> None:
+    """A schedule from a file is simulated like any other."""
+    (tmp_path / "table.csv").write_text(write_csv(schedule("v_min").program(2, 16)))
+    words = ("mesh.pipeline=2", "schedule.use=pipeline.table", f"schedule.path={tmp_path}/table.csv")
+    found = data(capsys, "first_run", *words, "batch.micro_size=1")
+    assert (found["schedule"], found["makespan"]) == ("pipeline.table", 99)
+
+
+def test_the_picture_is_a_document(capsys: Capture) -> None:
+    """With --format svg, stdout is XML and nothing else."""
+    picture = printed(capsys, "gpipe", "--ranks", "2", "--microbatches", "3", "--format", "svg")
+    assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_text_shows_numbers_and_timeline(capsys: Capture) -> None:
+    """Title, caption, a row for each rank, and the timeline."""
+    lines = printed(capsys, "gpipe", "--ranks", "2", "--microbatches", "2").splitlines()
+    assert lines[0] == "gpipe: 2 ranks × 1 stage, 2 microbatches"
+    assert lines[1] == "makespan 9, ideal 6: bubble 33.3%; longest span of a rank 9: bubble 33.3%"
+    assert lines[3].split() == ["at", "most", "live", "until", "weights", "weights", "owed", "messages"]
+    assert [line[:14] for line in lines[7:9]] == ["rank 0  F0 F1 ", "rank 1     F0 "]
+
+
+def test_all_are_compared(capsys: Capture) -> None:
+    """The table has a row for each schedule."""
+    rows = printed(capsys, "--compare", "--ranks", "8", "--microbatches", "32").splitlines()
+    assert sorted(row.split()[0] for row in rows[1 : len(NAMES) + 1]) == sorted(NAMES)
+    found = data(capsys, "--compare", "--ranks", "4", "--microbatches", "8")
+    assert {item["schedule"]: item["makespan"] for item in found}["v_half"] == 53
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["dual_pipe", "--ranks", "2", "--microbatches", "4"], "did you mean 'pipeline.schedules.dual_pipe_v'?"),
+        (["data.bytes", "--ranks", "2", "--microbatches", "4"], "data.bytes is no schedule; `drawloom list"),
+        (["gpipe", "--ranks", "2"], "how many microbatches? Write --microbatches 8"),
+        (["gpipe", "--ranks", "0", "--microbatches", "4"], "'0' is no whole number above 0"),
+        (["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "X=1"], "'X=1' is no cost; write such as F=1"),
+        (["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "F=-1"], "work costs more than 0"),
+        (
+            ["gpipe", "--ranks", "2", "--microbatches", "4", "schedule.x=1"],
+            "command line: [schedule] 'pipeline.schedules.gpipe' has no setting",
+        ),
+        (["--ranks", "2"], "schedule takes a recipe, or the name of a schedule and --ranks, or --compare"),
+        (["first_run", "--compare"], "--compare takes --ranks and --microbatches, and no recipe"),
+        (["no_such_recipe"], "no_such_recipe"),
+    ],
+)
+def test_mistakes_are_told(capsys: Capture, words: list[str], error: str) -> None:
+    """A command line that can't be is refused with exit code 2 and one sentence."""
+    assert error in printed(capsys, *words, code=2)
