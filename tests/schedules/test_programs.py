@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import pairwise, product
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -42,7 +43,7 @@ def test_each_stage_does_all_its_work_once_and_in_order(name: str) -> None:
             assert Counter(program.owners) == dict.fromkeys(range(ranks), made.stages_per_rank)
             assert program.microbatches == microbatches
             assert faults(program) == []
-            work = Counter((a.stage, a.microbatch, a.work) for r in range(ranks) for a in parts(program.line(r)))
+            work = Counter((a.stage, a.microbatch, str(a.work)) for r in range(ranks) for a in parts(program.line(r)))
             for place in product(range(program.stages), range(microbatches)):
                 done = {kind: work.pop((*place, kind), 0) for kind in "FBIW"}
                 assert done in ({"F": 1, "B": 1, "I": 0, "W": 0}, {"F": 1, "B": 0, "I": 1, "W": 1})
@@ -103,7 +104,7 @@ def test_what_is_sent_one_way_is_received_in_the_same_order(program: Program) ->
 def test_messages_stand_between_what_makes_them_and_what_needs_them(program: Program) -> None:
     """On each rank a send stands behind its work, and a receive before the work that needs it."""
     for line in map(parts, lines_of(program)):
-        place = {(a.stage, a.work, a.microbatch): number for number, a in enumerate(line)}
+        place = {(a.stage, str(a.work), a.microbatch): number for number, a in enumerate(line)}
         for (stage, work, microbatch), number in place.items():
             works = ("F",) if work.endswith("F") else ("B", "I")
             partner = next(place[stage, w, microbatch] for w in works if (stage, w, microbatch) in place)
@@ -113,7 +114,7 @@ def test_messages_stand_between_what_makes_them_and_what_needs_them(program: Pro
                 assert number < partner
 
 
-@given(program=programs(most_ranks=4), channels=st.sampled_from(Channels.__args__), message=st.floats(0, 1))
+@given(program=programs(most_ranks=4), channels=st.sampled_from(get_args(Channels)), message=st.floats(0, 1))
 def test_no_channel_makes_a_deadlock(program: Program, channels: Channels, message: float) -> None:
     """Whichever messages hinder one another, lines come to an end, no sooner than if none did."""
     costs = Costs(message=message)

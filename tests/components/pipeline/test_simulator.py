@@ -42,7 +42,7 @@ def test_channels_only_make_it_longer() -> None:
     """With messages that hinder one another nothing ends earlier."""
     free = simulate(PROGRAM, Costs(message=0.4))
     for channels in ("direction", "pair", "rank", "blocking"):
-        assert simulate(PROGRAM, Costs(message=0.4), channels).makespan >= free.makespan  # type: ignore[arg-type]
+        assert simulate(PROGRAM, Costs(message=0.4), channels).makespan >= free.makespan
 
 
 def test_tensors_between_stages_are_counted() -> None:

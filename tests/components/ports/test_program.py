@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from drawloom.components.ports.program import Action, Overlap, Program, flat
+from drawloom.components.ports.program import Action, Line, Overlap, Program, flat
 
-LINES = [
+LINES: list[Line] = [
     [Action(0, "F", 0), Overlap((Action(0, "F", 1), Action(3, "B", 0))), Action(3, "I", 1), Action(3, "W", 1)],
     [Action(1, "F", 0), Action(2, "F", 0)],
 ]
