@@ -1,0 +1,64 @@
+"""One component alone."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from drawloom.graph.problems import RecipeError
+from drawloom.graph.testing import build, fake
+from support.shop.components.servers.loop import Loop
+from support.shop.components.stores.varied import Colour, Shelf
+from support.shop.ports import Page, Store
+
+SHOP = {"package": "support.shop"}
+
+
+def test_settings_may_be_python_values_or_what_a_recipe_would_write() -> None:
+    """Both are checked as a recipe's are, and become the same."""
+    python = build("stores.varied", path=Path("x"), colour=Colour.BLUE, shelf=Shelf(3), pair=(1, 2), text="@x", **SHOP)
+    written = build("stores.varied", path="x", colour="blue", shelf={"width": 3}, pair=[1, 2], text="@x", **SHOP)
+    assert attrs.asdict(python) == attrs.asdict(written)
+    assert (python.shelf, python.pair, python.text) == (Shelf(3), (1, 2.0), "@x")
+
+
+@pytest.mark.parametrize(
+    ("component", "values", "texts"),
+    [
+        ("stores.memory", {"size": "big"}, ['size: expected an integer, got the string "big"']),
+        ("stores.memory", {"size": 0, "sice": 3}, ["size: 0 is less than 1", "no setting or edge 'sice'"]),
+        ("stores.memory", {"size": None}, ["size: expected an integer, got nothing"]),
+        ("pages.plain", {}, ["needs the setting 'title'", "needs Store for 'store'"]),
+        ("pages.plain", {"title": "x", "store": object()}, ["store needs Store, but object has no get()"]),
+        ("pages.plain", {"title": "x", "store": fake(Store), "filters": [3]}, ["filters needs Filter, but int has no"]),
+        ("stores.odd", {"fails": False, "number": 3}, ["can't be read"]),
+        ("stores.momery", {}, ["no component is called 'stores.momery'"]),
+    ],
+)
+def test_every_problem_comes_out_at_once(component: str, values: dict[str, Any], texts: list[str]) -> None:
+    """What a recipe would be told, a test is told."""
+    with pytest.raises(RecipeError) as caught:
+        build(component, **values, **SHOP)
+    told = [str(problem) for problem in caught.value.problems]
+    assert len(told) == len(texts)
+    assert all(any(text in line for line in told) for text in texts), told
+
+
+def test_a_class_may_be_given_and_its_edges_are_fakes() -> None:
+    """Edges of every shape are taken; what the container would fill in is empty unless it is given."""
+    page = fake(Page)
+    loop = build(Loop, pages=[page], store=fake(Store), named={"home": page})
+    assert loop.pages == [page] and loop.named == {"home": page}
+    assert dict(loop.counted) == {} and loop.recipe.text == "format = 1\n"
+    assert dict(build(Loop, pages=[], store=fake(Store), counted={"a": page}).counted) == {"a": page}
+
+
+def test_constraints_that_look_at_neighbours_are_not_asked() -> None:
+    """An object has no settings; a component's own settings are still held together."""
+    assert build(Loop, pages=[], store=fake(Store), workers=99).workers == 99
+
+
+def test_it_is_not_opened(tmp_path: Path) -> None:
+    """Opening and closing is the test's own business."""
+    assert build("stores.disk", folder=tmp_path, **SHOP).journal == []

@@ -1,0 +1,1 @@
+"""What the shop's ports promise of behaviour."""
