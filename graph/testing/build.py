@@ -34,9 +34,7 @@ def build(component: str | type, /, *, package: str = "drawloom", **values: Any)
         problems = [problem for problem in _constraints(node) if not problem.warning]
     if problems:
         raise RecipeError(problems)
-    filled = {
-        field.name: _filled(field, objects[field.name]) for field in spec.fields.values() if field.name in objects
-    }
+    filled = {key: _filled(spec.fields[key], item) for key, item in objects.items()}
     empty = {field.name: _empty(field) for field in spec.fields.values() if field.kind in ("every", "recipe")}
     return spec.cls(**node.settings, **empty | filled)
 

@@ -40,5 +40,5 @@ def test_the_plugin_offers_the_testing_api_as_fixtures(tmp_path: Path) -> None:
         ".",
     ]
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
-    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": paths}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True, text=True)
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr

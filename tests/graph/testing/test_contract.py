@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -26,7 +26,7 @@ class Forgetful:
 class Common(Memory):
     """A store that shares what it keeps with all others."""
 
-    shared: dict[str, Any] = {}
+    shared: ClassVar[dict[str, Any]] = {}
 
     def get(self, key: str) -> Any:
         return self.shared[key]
