@@ -21,6 +21,7 @@ from drawloom.kernels.cut_cross_entropy import (
 )
 from drawloom.kernels.triton import cut_cross_entropy_kernels as kernels
 from drawloom.kernels.triton.launching import check_floats, operation, with_channels_together
+from drawloom.kernels.triton.products import add_product
 
 TILE = (128, 256)
 """Tokens and words in a tile, where no filter sets other bounds."""
@@ -132,16 +133,8 @@ def _gradients(
         if wants_hidden:
             torch.mm(slopes, weight, out=grad_hidden[chunk])
         if wants_weight:
-            _add_product(summed, slopes, part)
+            add_product(summed, slopes.T, part)
     return grad_hidden, summed.to(weight.dtype)
-
-
-def _add_product(summed: Tensor, slopes: Tensor, hidden: Tensor) -> None:
-    """summed += slopes.T @ hidden, in float32."""
-    if summed.is_cuda and slopes.dtype != torch.float32:
-        torch.addmm(summed, slopes.T, hidden, out_dtype=torch.float32, out=summed)
-    else:
-        summed.addmm_(slopes.T.float(), hidden.float())
 
 
 def _slopes(

@@ -1,0 +1,205 @@
+"""
+Cross entropy of a linear layer's logits, some tokens at a time, with gradients found on the way (Triton and torch).
+
+Logits of a chunk come from torch's matrix product; a kernel turns them into their gradients where they stand, and two
+more products turn these into gradients of hidden states and weight. That is three products in all, where computing
+logits again for the backward pass would make it four. What the backward pass brings is a factor for each token. Where
+all tokens have the same, as in a sum of losses, it scales the gradients that are there; otherwise the weight's gradient
+is computed from scratch.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from drawloom.kernels.cut_cross_entropy import EXACT, Wanted
+from drawloom.kernels.deferral import WeightGradient, weight_gradient_of
+from drawloom.kernels.triton.cut_cross_entropy import TRITON
+from drawloom.kernels.triton.launching import check_floats, operation, power_of_two
+from drawloom.kernels.triton.products import add_product
+from drawloom.kernels.vocabulary_parallel import own_targets
+
+AT_ONCE = 2**29
+"""Logits that exist together: 1 GiB of bfloat16."""
+
+MULTIPLE = 128
+"""Chunks are whole tiles of torch's matrix products."""
+
+BLOCK, DEPTH = 4096, 4
+"""Logits that a program takes side by side, 8 a thread, and how often before it looks for a new maximum."""
+
+
+def linear_cross_entropy_triton(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int = -100) -> Tensor:
+    """What linear_cross_entropy_eager gives, for float32, bfloat16, float16; NaN for a target that does not exist."""
+    check_floats("linear_cross_entropy_triton", hidden, weight)
+    tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    later = None if torch.compiler.is_compiling() else weight_gradient_of(weight)
+    learns = torch.is_grad_enabled()
+    losses: Tensor = _LinearCrossEntropy.apply(tokens, weight, flat, ignored, learns, later)  # type: ignore[no-untyped-call]
+    return losses.reshape(targets.shape)
+
+
+class _LinearCrossEntropy(Function):
+    """Saves the gradients of the sum of losses, and what a weight's gradient is computed from if that does not do."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignored: int,
+        learns: bool,
+        weight_gradient: WeightGradient | None,
+    ) -> Tensor:
+        wanted = [learns and needs for needs in ctx.needs_input_grad[:2]]
+        losses, totals, grad_hidden, grad_weight = _forward(hidden, weight, targets, ignored, *wanted, AT_ONCE)
+        ctx.save_for_backward(hidden, weight, targets, totals, grad_hidden, grad_weight)
+        ctx.ignored, ctx.weight_gradient = ignored, weight_gradient
+        return losses  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden, weight, targets, totals, of_hidden, of_weight = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        uniform = not grad.numel() or grad.stride(0) == 0 or grad.numel() == 1
+        finite = grad.where(targets != ctx.ignored, 0)
+        grad_hidden = (of_hidden * finite.unsqueeze(-1)).to(hidden.dtype) if wants_hidden else None
+        if not wants_weight:
+            return grad_hidden, None, None, None, None, None
+        later = _now if ctx.weight_gradient is None else ctx.weight_gradient
+        if uniform:
+            grad_weight = later(_scaled, of_weight, grad[:1], weight)
+        else:
+            own = own_targets(targets, len(weight), ctx.ignored, None)
+            grad_weight = later(_from_scratch, hidden, weight, own, totals, finite)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _now(compute: Any, *tensors: Tensor) -> Any:
+    return compute(*tensors)
+
+
+def _scaled(of_weight: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
+    """Without tokens there is no factor, and the gradient is zero."""
+    return (of_weight * factor if len(factor) else of_weight).to(weight.dtype)
+
+
+def _from_scratch(hidden: Tensor, weight: Tensor, own: Tensor, totals: Tensor, grad: Tensor) -> Tensor:
+    _, grad_weight = TRITON.gradients(hidden, weight, own, totals, grad, EXACT, Wanted(False, True))
+    return grad_weight  # type: ignore[return-value]
+
+
+def _like_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignored: int,
+    wants_hidden: bool,
+    wants_weight: bool,
+    at_once: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses and log sum exp(logits) by token, and the gradients of the losses' sum, empty where not wanted."""
+    losses = hidden.new_empty(len(hidden), dtype=torch.float32)
+    grad_hidden = hidden.new_empty(hidden.shape if wants_hidden else 0)
+    grad_weight = weight.new_empty(weight.shape if wants_weight else 0, dtype=torch.float32)
+    return losses, torch.empty_like(losses), grad_hidden, grad_weight
+
+
+@operation(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int ignored, bool wants_hidden, "
+    "bool wants_weight, int at_once) -> (Tensor, Tensor, Tensor, Tensor)",
+    like=_like_forward,
+)
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignored: int,
+    wants_hidden: bool,
+    wants_weight: bool,
+    at_once: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    results = _like_forward(hidden, weight, targets, ignored, wants_hidden, wants_weight, at_once)
+    losses, totals, grad_hidden, grad_weight = results
+    grad_weight.zero_()
+    for chunk in _chunks(len(hidden), len(weight), at_once):
+        part = hidden[chunk]
+        logits = part @ weight.T
+        slopes = _turn_into_slopes(logits, targets[chunk], losses[chunk], totals[chunk], ignored)
+        if wants_hidden:
+            torch.mm(slopes, weight, out=grad_hidden[chunk])
+        if wants_weight:
+            add_product(grad_weight, slopes.T, part)
+        del logits, slopes  # or they would live until the next chunk's are there
+    return results
+
+
+def _chunks(tokens: int, words: int, at_once: int) -> Iterator[slice]:
+    """Parts of nearly equal size, each at most what may exist together or a multiple of tokens."""
+    most = max(1, at_once // (words * MULTIPLE)) * MULTIPLE
+    parts = max(1, -(-tokens // most))
+    size = max(1, -(-tokens // parts // MULTIPLE)) * MULTIPLE
+    return (slice(start, start + size) for start in range(0, tokens, size))
+
+
+def _turn_into_slopes(logits: Tensor, targets: Tensor, losses: Tensor, totals: Tensor, ignored: int) -> Tensor:
+    """Fill losses and totals; the logits become the gradients of their losses."""
+    tokens, words = logits.shape
+    block = min(BLOCK, power_of_two(words))
+    _kernel[(tokens,)](
+        logits,
+        targets.contiguous(),
+        losses,
+        totals,
+        words,
+        logits.stride(0),
+        ignored,
+        BLOCK=block,
+        DEPTH=DEPTH,
+        num_warps=max(1, block // 256),
+        enable_fp_fusion=True,
+    )
+    return logits
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["ignored"])
+def _kernel(
+    logits, targets, losses, totals, words, stride, ignored, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+):
+    # fmt: on
+    token = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + token)
+    logits += token * stride
+    place = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    greatest = tl.full((BLOCK,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, words, DEPTH * BLOCK):
+        inside = start + place < words
+        values = tl.load(logits + start + place, mask=inside, other=0.0).to(tl.float32)
+        values = tl.where(inside, values, -1e38)  # minus infinity less itself would be NaN
+        known, greatest = greatest, tl.maximum(greatest, tl.max(values, 0))
+        total = total * tl.exp(known - greatest) + tl.sum(tl.exp(values - greatest[None, :]), 0)
+    most = tl.max(greatest, 0)
+    total_of_all = most + tl.log(tl.sum(total * tl.exp(greatest - most), 0))
+    exists = (target >= 0) & (target < words)
+    chosen = tl.load(logits + target, mask=exists, other=0.0).to(tl.float32)
+    loss = tl.where(exists, total_of_all - chosen, float("nan"))
+    tl.store(losses + token, tl.where(target == ignored, 0.0, loss))
+    tl.store(totals + token, total_of_all)
+    # The target's logit is read before any warp writes gradients over it.
+    tl.debug_barrier()
+    learned = tl.where(target == ignored, 0.0, 1.0)
+    for start in range(0, words, DEPTH * BLOCK):
+        inside = start + place < words
+        values = tl.load(logits + start + place, mask=inside, other=0.0).to(tl.float32)
+        slopes = tl.exp(values - total_of_all) - tl.where(start + place == target, 1.0, 0.0)
+        tl.store(logits + start + place, (learned * slopes).to(logits.dtype.element_ty), mask=inside)

@@ -1,0 +1,120 @@
+"""Linear cross entropy with gradients found on the way, against the eager one in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from drawloom.kernels.deferral import Deferral
+from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
+from drawloom.kernels.triton import linear_cross_entropy
+from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
+from support.kernels import DEVICE, assert_all_close, drawn, dtypes, exact, few, layouts
+
+
+def targets_of(shape: tuple[int, ...], words: int) -> Tensor:
+    targets = torch.randint(words, shape)
+    targets.view(-1)[::4] = -100
+    return targets.to(DEVICE)
+
+
+@few
+@given(
+    st.lists(st.integers(0, 12), max_size=2),
+    st.integers(1, 40),
+    st.integers(1, 300),
+    dtypes,
+    layouts,
+    layouts,
+    st.booleans(),
+)
+def test_equals_eager(
+    shape: list[int], width: int, words: int, dtype: torch.dtype, of_hidden: str, of_weight: str, uniform: bool
+) -> None:
+    """Any shape and strides give losses and gradients of float64, whether tokens weigh the same or not."""
+    hidden = drawn(of_hidden, *shape, width, dtype=dtype)
+    weight = drawn(of_weight, words, width, dtype=dtype, scale=width**-0.5)
+    targets, wide = targets_of(tuple(shape), words), exact(hidden, weight)
+    found = linear_cross_entropy_triton(hidden, weight, targets)
+    expected = linear_cross_entropy_eager(wide[0], wide[1], targets)
+    assert found.dtype == torch.float32
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), expected, atol=1e-5 + 4 * eps, rtol=1e-5 + eps)
+    grad = (torch.rand(()) if uniform else torch.rand(shape)).to(DEVICE).expand(shape)
+    grads = torch.autograd.grad(found, (hidden, weight), grad)
+    assert [g.dtype for g in grads] == [dtype, dtype]
+    assert_all_close(grads, torch.autograd.grad(expected, wide, grad.double()), 8)
+
+
+def test_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunk by chunk, the last one smaller, over more words than a program takes at once, gives the whole."""
+    monkeypatch.setattr(linear_cross_entropy, "AT_ONCE", 1)
+    monkeypatch.setattr(linear_cross_entropy, "BLOCK", 64)
+    hidden, weight = drawn("contiguous", 300, 8), drawn("contiguous", 600, 8)
+    targets, wide = targets_of((300,), 600), exact(hidden, weight)
+    found = linear_cross_entropy_triton(hidden, weight, targets)
+    expected = linear_cross_entropy_eager(wide[0], wide[1], targets)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    grads = torch.autograd.grad(found.sum(), (hidden, weight))
+    assert_all_close(grads, torch.autograd.grad(expected.sum(), wide), 8)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 127, 128, 129, 8192])
+@pytest.mark.parametrize("at_once", [1, 2**20])
+def test_chunks(tokens: int, at_once: int) -> None:
+    """Chunks hold every token once, none is larger than may exist together, and all but the last are equal."""
+    chunks = list(linear_cross_entropy._chunks(tokens, 1000, at_once))
+    sizes = [len(range(tokens)[chunk]) for chunk in chunks]
+    assert [place for chunk in chunks for place in range(tokens)[chunk]] == list(range(tokens))
+    assert all(size <= max(128, at_once // 1000) for size in sizes)
+    assert len(set(sizes[:-1])) <= 1
+
+
+def test_ignored_and_impossible_targets() -> None:
+    """An ignored token's loss is 0 whatever gradient comes back; a target that does not exist gives NaN."""
+    hidden, weight = drawn("contiguous", 3, 8), drawn("contiguous", 10, 8)
+    losses = linear_cross_entropy_triton(hidden, weight, torch.tensor([1, -100, 10], device=DEVICE))
+    assert losses[1] == 0
+    assert losses.isnan().tolist() == [False, False, True]
+    grad = torch.tensor([1.0, float("inf"), 0.0], device=DEVICE)
+    (found,) = torch.autograd.grad(losses, hidden, grad)
+    assert (found[1] == 0).all()
+
+
+def test_without_gradients_none_is_computed() -> None:
+    """Losses alone need neither product."""
+    hidden, weight, targets = drawn("contiguous", 5, 8), drawn("contiguous", 10, 8), targets_of((5,), 10)
+    with torch.no_grad():
+        alone = linear_cross_entropy_triton(hidden, weight, targets)
+    learned = linear_cross_entropy_triton(hidden, weight, targets)
+    assert torch.equal(alone, learned)
+    frozen = linear_cross_entropy_triton(hidden, weight.detach(), targets)
+    for losses, sizes in ((learned, [40, 80]), (frozen, [40, 0])):
+        node: Any = losses.grad_fn
+        assert [x.numel() for x in node.next_functions[0][0].saved_tensors[-2:]] == sizes
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+def test_weight_gradient_can_wait(uniform: bool) -> None:
+    """Put off, the weight's gradient comes later, and is what it would have been."""
+    hidden, weight, targets = drawn("contiguous", 7, 16), drawn("contiguous", 20, 16), targets_of((7,), 20)
+    grad = (torch.rand(()) if uniform else torch.rand(7)).to(DEVICE).expand(7)
+    expected = torch.autograd.grad(linear_cross_entropy_triton(hidden, weight, targets), (hidden, weight), grad)
+    deferral = Deferral()
+    with deferral.recording():
+        losses = linear_cross_entropy_triton(hidden, weight, targets)
+    with deferral.putting_off():
+        found = torch.autograd.grad(losses, (hidden, weight), grad, allow_unused=True)
+    assert found[1] is None
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(deferral.take()[0].compute(), expected[1])
+
+
+def test_is_an_operation_of_torch() -> None:
+    """It keeps the promises that torch.compile relies on."""
+    hidden, weight = torch.randn(5, 16, device=DEVICE), torch.randn(20, 16, device=DEVICE)
+    arguments = (hidden, weight, targets_of((5,), 20), -100, True, True, 2**20)
+    torch.library.opcheck(torch.ops.drawloom.linear_cross_entropy.default, arguments)
