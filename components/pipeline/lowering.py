@@ -26,11 +26,14 @@ from drawloom.components.ports.program import (
     joined_up,
 )
 
+PAPER = Costs(message=0.25)
+"""What is assumed of work and messages to lay them in order: a message takes a quarter of a forward."""
 
-def lower(program: Program, rank: int, costs: Costs | None = None) -> Line:
+
+def lower(program: Program, rank: int, costs: Costs = PAPER) -> Line:
     """One rank's line with its messages. All ranks must be given the same program and costs; raises Stuck."""
     program = with_whole_backwards(program)
-    return with_messages(program, time(program, costs or Costs()), rank)
+    return with_messages(program, time(program, costs), rank)
 
 
 def with_whole_backwards(program: Program) -> Program:

@@ -1,13 +1,12 @@
 """Messages in lines."""
 
-from drawloom.components.pipeline.costs import Costs
 from drawloom.components.pipeline.lowering import lower
 from drawloom.components.pipeline.notation import read_program
 
 
-def lowered(text: str, rank: int, costs: Costs | None = None) -> str:
+def lowered(text: str, rank: int) -> str:
     """A rank's line with its messages, as text."""
-    return " ".join(map(str, lower(read_program(text), rank, costs)))
+    return " ".join(map(str, lower(read_program(text), rank)))
 
 
 def test_messages_are_put_in() -> None:
