@@ -40,41 +40,52 @@ class Event:
 def carry_out(lines: Sequence[Line], costs: Costs, channels: Channels = "free") -> dict[Name, Event]:
     """Every event of these lines, timed; Stuck if they never end."""
     events: dict[Name, Event] = {}
-    for rank, line in enumerate(lines):
-        _add_line(events, rank, line, costs, channels)
+    for line in lines:
+        _add_line(events, line, costs, channels)
     _time(list(events.values()))
     return events
 
 
-def _add_line(events: dict[Name, Event], rank: int, line: Line, costs: Costs, channels: Channels) -> None:
-    """Add one rank's events, each after what it waits for on this rank."""
+def _add_line(events: dict[Name, Event], line: Line, costs: Costs, channels: Channels) -> None:
+    """Add one rank's events, each after the last ones that it waits for on this rank."""
     last: dict[Hashable, Event] = {}
-    received: dict[tuple[str, int, int], Event] = {}
     for action in flat(line):
         event = events.setdefault(name(action), Event(name(action), costs.length(action.work)))
-        if action.work in WORKS:
-            queues: list[Hashable] = ["work"]
-            direction = "F" if action.work == "F" else "B"
-            needed = received.pop((direction, action.stage, action.microbatch), None) if action.work != "W" else None
-            event.after += [] if needed is None else [needed]
-        else:
-            event.after += [last["work"]] if "work" in last else []
-            queues = list(_queues(channels, rank, action))
-            if action.work.startswith("RECV"):
-                received[action.work[-1], action.stage, action.microbatch] = event
-        queues += ["rank"] if channels == "blocking" else []
-        event.after += [last[queue] for queue in queues if queue in last]
-        last.update(dict.fromkeys(queues, event))
+        event.after += [last[mark] for mark in _waits_for(action, channels) if mark in last]
+        last.update(dict.fromkeys(_leaves(action, channels), event))
 
 
-def _queues(channels: Channels, rank: int, action: Action) -> Iterator[Hashable]:
-    """The queues of this rank in which a message stands."""
-    if channels == "direction":
-        yield action.peer, action.work[:4]
-    elif channels == "pair":
-        yield action.peer
-    elif channels == "rank":
-        yield "messages"
+def _waits_for(action: Action, channels: Channels) -> Iterator[Hashable]:
+    """Marks on a rank that an action comes after: work before it, the message that it needs, or those before it."""
+    yield "work"
+    yield _arrival(action) if action.work in WORKS else _queue(action, channels)
+    if channels == "blocking":
+        yield "anything"
+
+
+def _leaves(action: Action, channels: Channels) -> Iterator[Hashable]:
+    """Marks that an action leaves on a rank."""
+    yield "work" if action.work in WORKS else _queue(action, channels)
+    if action.work.startswith("RECV"):
+        yield _arrival(action)
+    if channels == "blocking":
+        yield "anything"
+
+
+def _arrival(action: Action) -> Hashable:
+    return action.stage, action.work.endswith("F"), action.microbatch
+
+
+def _queue(action: Action, channels: Channels) -> Hashable:
+    """The queue in which a message stands on this rank."""
+    match channels:
+        case "direction":
+            return action.peer, action.work[:4]
+        case "pair":
+            return action.peer
+        case "rank":
+            return "messages"
+    return name(action)
 
 
 def name(action: Action) -> Name:

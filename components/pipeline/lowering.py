@@ -22,6 +22,7 @@ from drawloom.components.ports.program import (
     WORKS,
     Action,
     Line,
+    Message,
     Program,
     joined_up,
 )
@@ -62,7 +63,7 @@ def with_messages(program: Program, timing: Timing, rank: int) -> Line:
     works, sends, receives = whose == rank, (whose == rank) & (goals != rank), (whose != rank) & (goals == rank)
     rows = np.concatenate([np.flatnonzero(some) for some in (works, sends, receives)])
     kinds = np.repeat([_WORK, _SEND, _RECEIVE], [some.sum() for some in (works, sends, receives)])
-    order = np.lexsort((kinds, rows, timing.sweep[rows], timing.end[rows]))
+    order = np.lexsort((kinds, rows, timing.sweep[rows], timing.end[rows]))  # rows break ties alike on all ranks
     rows, kinds = rows[order], kinds[order]
     peer = np.where(kinds == _SEND, goals[rows], whose[rows])
     columns = (program.stage[rows], program.work[rows], program.microbatch[rows], kinds, peer)
@@ -72,18 +73,21 @@ def with_messages(program: Program, timing: Timing, rank: int) -> Line:
 
 _WORK, _SEND, _RECEIVE = range(3)
 
+_MESSAGES: dict[tuple[bool, int], tuple[Message, int]] = {
+    (True, _SEND): ("SEND_F", 0),
+    (True, _RECEIVE): ("RECV_F", 1),
+    (False, _SEND): ("SEND_B", 0),
+    (False, _RECEIVE): ("RECV_B", -1),
+}
+"""By whether it comes of a forward and on which side it is: a message's name, and how far from the sending stage."""
+
 
 def _action(stage: int, work: int, microbatch: int, kind: int, peer: int) -> Action:
     """The work itself, or its result on the way: where it leaves, or where it arrives."""
     if kind == _WORK:
         return Action(stage, WORKS[work], microbatch)
-    if work == FORWARD:
-        return (
-            Action(stage, "SEND_F", microbatch, peer)
-            if kind == _SEND
-            else Action(stage + 1, "RECV_F", microbatch, peer)
-        )
-    return Action(stage, "SEND_B", microbatch, peer) if kind == _SEND else Action(stage - 1, "RECV_B", microbatch, peer)
+    message, step = _MESSAGES[work == FORWARD, kind]
+    return Action(stage + step, message, microbatch, peer)
 
 
 def _joined(joined: NDArray[np.bool_], kinds: NDArray[np.int64]) -> list[bool]:

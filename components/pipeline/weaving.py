@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
 Row = list[int]
 """One rank's letters, in order. Letters are plain numbers, so that rows are made, and read, fast."""
 
@@ -71,9 +74,7 @@ def weave(rows: Sequence[Row], owners: tuple[int, ...], microbatches: int, *, ne
     return woven if (microbatch < microbatches).all() else woven.select(microbatch < microbatches)
 
 
-def _count(
-    letters: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+def _count(letters: Ints) -> tuple[Ints, Ints, Ints, Bools]:
     """Own stage, work, microbatch and whether it is joined to the one before, of each action in a row."""
     letters, joined = _split(letters)
     own, work = letters // 4 - 1, letters % 4
@@ -82,14 +83,13 @@ def _count(
         for kind in (work == FORWARD, (work == BACKWARD) | (work == BACKWARD_INPUT)):
             places = np.flatnonzero(kind & (own == number))
             microbatch[places] = np.arange(len(places))
-        _settle(
-            own, microbatch, (work == BACKWARD_INPUT) & (own == number), (work == BACKWARD_WEIGHT) & (own == number)
-        )
+        mine = own == number
+        _settle(own, microbatch, mine & (work == BACKWARD_INPUT), mine & (work == BACKWARD_WEIGHT))
     _settle(own, microbatch, work == BACKWARD_INPUT, own == -1)
     return own, work, microbatch, joined
 
 
-def _split(letters: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _split(letters: Ints) -> tuple[Ints, Bools]:
     """Overlaps as two letters each, the second joined to the first."""
     second, first = np.divmod(letters, _JOINT)
     if not second.any():
@@ -99,9 +99,7 @@ def _split(letters: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bo
     return pairs[pairs > 0], joined[pairs > 0]
 
 
-def _settle(
-    own: NDArray[np.int64], microbatch: NDArray[np.int64], debts: NDArray[np.bool_], payments: NDArray[np.bool_]
-) -> None:
+def _settle(own: Ints, microbatch: Ints, debts: Bools, payments: Bools) -> None:
     """The n-th of these weight gradients is that of the n-th of these input gradients."""
     owed, paid = np.flatnonzero(debts), np.flatnonzero(payments)
     own[paid], microbatch[paid] = own[owed[: len(paid)]], microbatch[owed[: len(paid)]]
