@@ -39,6 +39,7 @@ class Simulation:
 
     program: Program
     costs: Costs
+    channels: Channels
     start: NDArray[np.float64]
     end: NDArray[np.float64]
 
@@ -90,6 +91,13 @@ class Simulation:
         """By rank, the most weight gradients that are still to be done after their input gradients."""
         return self._peaks(BACKWARD_INPUT, BACKWARD_WEIGHT)
 
+    @property
+    def peak_boundary(self) -> list[int]:
+        """By rank, the most tensors that are being sent, or that are waited for or received and not used yet."""
+        lines = _lines(self.program, self.costs)
+        events = carry_out(lines, self.costs, self.channels)
+        return [_peak_boundary(line, events) for line in lines]
+
     def _peaks(self, opening: int, *closing: int) -> list[int]:
         if not np.isin(self.program.work, closing).any():
             return [0] * self.program.ranks  # nothing is kept for what never comes
@@ -105,40 +113,35 @@ class Simulation:
 
 def simulate(program: Program, costs: Costs, channels: Channels = "free") -> Simulation:
     """Carry a program out on paper; raises Stuck if it can't be."""
-    timing = time(program, costs)
     if channels == "free":
-        return Simulation(program, costs, timing.start, timing.end)
-    events = carry_out([with_messages(program, timing, rank) for rank in range(program.ranks)], costs, channels)
+        timing = time(program, costs)
+        return Simulation(program, costs, channels, timing.start, timing.end)
+    events = carry_out(_lines(program, costs), costs, channels)
     rows = [events[name(program.action(row))] for row in range(len(program.stage))]
-    return Simulation(
-        program, costs, np.array([event.start for event in rows]), np.array([event.end for event in rows])
-    )
+    start, end = (np.array([getattr(event, edge) for event in rows]) for edge in ("start", "end"))
+    return Simulation(program, costs, channels, start, end)
 
 
-def peak_boundary(program: Program, costs: Costs, channels: Channels = "free") -> list[int]:
-    """By rank, the most tensors that are being sent, or are received or waited for and not yet used."""
+def _lines(program: Program, costs: Costs) -> list[Line]:
+    """Every rank's line with its messages, laid in order for these costs."""
     timing = time(program, costs)
-    lines = [with_messages(program, timing, rank) for rank in range(program.ranks)]
-    events = carry_out(lines, costs, channels)
-    return [_boundary(line, events) for line in lines]
+    return [with_messages(program, timing, rank) for rank in range(program.ranks)]
 
 
-def _boundary(line: Line, events: dict[Name, Event]) -> int:
+def _peak_boundary(line: Line, events: dict[Name, Event]) -> int:
     peak, now = 0, 0.0
     sent: list[float] = []
-    received: set[tuple[int, str, int]] = set()
+    received: set[tuple[int, bool, int]] = set()
     for action in flat(line):
-        direction = "F" if action.work.endswith("F") else "B"
-        place = action.stage, direction, action.microbatch
+        place = action.stage, action.work.endswith("F"), action.microbatch
         if action.work.startswith("SEND"):
             sent.append(events[name(action)].end)
         elif action.work.startswith("RECV"):
             received.add(place)
         else:
-            if action.work != "W":
-                received.discard(place)
+            received.discard(place)
             now = events[name(action)].end
-        sent = [end for end in sent if end > now or action.work.startswith("SEND")]
+            sent = [end for end in sent if end > now]
         peak = max(peak, len(sent) + len(received))
     return peak
 

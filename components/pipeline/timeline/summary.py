@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.pipeline.simulator import Simulation, peak_boundary
+from drawloom.components.pipeline.simulator import Simulation
 
 
 @attrs.frozen(eq=False)
@@ -61,7 +61,7 @@ class Summary:
     def by_rank(self) -> str:
         """What each rank holds at most, as a table."""
         run = self.simulation
-        columns = (run.peak_live, run.peak_live_weights, run.peak_owed, peak_boundary(run.program, run.costs))
+        columns = (run.peak_live, run.peak_live_weights, run.peak_owed, run.peak_boundary)
         rows = [(f"rank {rank}", *map(str, row)) for rank, row in enumerate(zip(*columns, strict=True))]
         return table([("at most", "live", "until weights", "weights owed", "messages"), *rows])
 

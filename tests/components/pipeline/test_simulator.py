@@ -6,7 +6,7 @@ import pytest
 
 from drawloom.components.pipeline.costs import Costs
 from drawloom.components.pipeline.notation import read_program
-from drawloom.components.pipeline.simulator import peak_boundary, simulate
+from drawloom.components.pipeline.simulator import simulate
 from drawloom.components.pipeline.timing import Stuck
 
 PROGRAM = read_program("0: 0F0 0F1 0F2 0I0 0W0 0B1 0B2\n1: 1F0 1I0 1F1 1I1 1W0 1F2 1W1 1B2\n")
@@ -48,8 +48,8 @@ def test_channels_only_make_it_longer() -> None:
 def test_tensors_between_stages_are_counted() -> None:
     """One that is waited for, one that is being sent: as many as lie about at once on a rank."""
     program = read_program("0: 0F0 0F1 0F2 0B0 0B1 0B2\n1: 1F0 1B0 1F1 1B1 1F2 1B2\n")
-    assert peak_boundary(program, Costs(message=0.25)) == [2, 3]
-    assert peak_boundary(read_program("0: 0F0 1F0 1B0 0B0\n"), Costs()) == [0]
+    assert simulate(program, Costs(message=0.25)).peak_boundary == [2, 3]
+    assert simulate(read_program("0: 0F0 1F0 1B0 0B0\n"), Costs()).peak_boundary == [0]
 
 
 def test_a_program_that_never_ends_is_stuck() -> None:
