@@ -214,6 +214,14 @@ STAGES: dict[str, tuple[Make, Sequence[str | None]]] = {
     "frozen": (_frozen, [X]),
     "nothing to train": (lambda p: Stage(lambda s, x: s.a(x).tanh(), a=p.linear().requires_grad_(False)), [X]),
     "somebody else's function": (lambda p: Stage(lambda s, x: s.a(cube(x, s.w)), w=weight(), a=p.linear()), [X]),
+    "two cuts at one node": (
+        lambda p: Stage(lambda s, x: torch.addcmul(x.tanh(), s.u, s.v), u=weight(4, 6), v=weight(4, 6)),
+        [X],
+    ),
+    "ours and torch's share a weight": (
+        lambda p: Stage(lambda s, x: linear_eager(x, s.w) @ (s.w @ s.v) @ s.w, w=weight(), v=weight()),
+        [X],
+    ),
     "recomputed": (lambda p: _recomputed(p, use_reentrant=False), [X]),
 }
 """By name, how a stage is made, and what it takes."""

@@ -1,6 +1,7 @@
 """Two backward passes give what one gives, on every kind of stage."""
 
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -177,8 +178,12 @@ def test_a_first_pass_that_fails_leaves_nothing(ops: Ops) -> None:
     with Watch(stage) as watch:
         split, outputs = split_of(stage, inputs)
         watch.add(*outputs)
+        grads = grads_for(outputs)
+        held = weakref.ref(grads[0])
         with pytest.raises(ArithmeticError):
-            split.backward_input(outputs, grads_for(outputs), inputs)
+            split.backward_input(outputs, grads, inputs)
+        del grads
+        assert held() is None
         assert untouched([*inputs, *stage.parameters()])
         with pytest.raises(RuntimeError, match="after backward_input"):
             split.backward_weight()
