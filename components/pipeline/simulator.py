@@ -134,14 +134,14 @@ def _peak_boundary(line: Line, events: dict[Name, Event]) -> int:
     received: set[tuple[int, bool, int]] = set()
     for action in flat(line):
         place = action.stage, action.work.endswith("F"), action.microbatch
+        if action.work in WORKS:
+            received.discard(place)
+            now = events[name(action)].end
+        sent = [end for end in sent if end > now]
         if action.work.startswith("SEND"):
             sent.append(events[name(action)].end)
         elif action.work.startswith("RECV"):
             received.add(place)
-        else:
-            received.discard(place)
-            now = events[name(action)].end
-            sent = [end for end in sent if end > now]
         peak = max(peak, len(sent) + len(received))
     return peak
 
