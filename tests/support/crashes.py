@@ -91,7 +91,7 @@ def _note(path: Path, step: int) -> None:
 
 
 def _remains(folder: Path, committed: int) -> Remains:
-    torn = not all(map(_is_whole, (folder / "checkpoints").glob("step-*")))
+    torn = not all(map(is_whole, (folder / "checkpoints").glob("step-*")))
     try:
         step = restored(folder)
     except (UserError, ValueError, OSError):
@@ -99,7 +99,8 @@ def _remains(folder: Path, committed: int) -> Remains:
     return Remains(committed, step, tuple(sorted(os.listdir(folder / "checkpoints"))), torn)
 
 
-def _is_whole(checkpoint: Path) -> bool:
+def is_whole(checkpoint: Path) -> bool:
+    """Whether every byte is as it was committed."""
     try:
         verify(checkpoint)
     except Damaged:

@@ -12,13 +12,18 @@ from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.run.randomness import ProcessRandomness
 
 
+def put(owner: Any, name: str, value: Any) -> None:
+    """Put something in the place of a function or method."""
+    setattr(owner, name, value)
+
+
 def no_fsync() -> None:
     """Nothing is made to last."""
 
     def nothing(_file: int, _path: Path) -> None:
         return
 
-    files._sync = nothing
+    put(files, "_sync", nothing)
 
 
 def no_fsync_of_folders() -> None:
@@ -27,7 +32,7 @@ def no_fsync_of_folders() -> None:
     def nothing(_path: Path) -> None:
         return
 
-    files.sync_folder = nothing
+    put(files, "sync_folder", nothing)
 
 
 def no_rename() -> None:
@@ -42,7 +47,8 @@ def no_rename() -> None:
         files.write_file(checkpoint / MANIFEST, manifest.write())
         files.sync_folder(checkpoint)
 
-    writing.begin, writing.commit = begin, commit
+    put(writing, "begin", begin)
+    put(writing, "commit", commit)
 
 
 def rotate_before_commit() -> None:
@@ -54,7 +60,7 @@ def rotate_before_commit() -> None:
             writing.discard(sorted(checkpoint.parent.glob("step-*")))
         commit(committer, checkpoint, snapshot)
 
-    Committer.commit = early  # type: ignore[method-assign]
+    put(Committer, "commit", early)
 
 
 def manifest_first() -> None:
@@ -65,7 +71,7 @@ def manifest_first() -> None:
         if not path.name.startswith(writing.ASIDE):
             sync(path)
 
-    files.sync_folder = late
+    put(files, "sync_folder", late)
 
 
 def no_moments() -> None:
@@ -74,7 +80,7 @@ def no_moments() -> None:
     def nothing(_optimizer: TorchOptimizer, _state: dict[str, Any]) -> None:
         return
 
-    TorchOptimizer.load_state_dict = nothing  # type: ignore[method-assign]
+    put(TorchOptimizer, "load_state_dict", nothing)
 
 
 def no_randomness() -> None:
@@ -83,7 +89,7 @@ def no_randomness() -> None:
     def nothing(_randomness: ProcessRandomness, _state: dict[str, Any]) -> None:
         return
 
-    ProcessRandomness.load_state_dict = nothing  # type: ignore[method-assign]
+    put(ProcessRandomness, "load_state_dict", nothing)
 
 
 def no_waiting_for_copies() -> None:
@@ -92,7 +98,7 @@ def no_waiting_for_copies() -> None:
     def nothing(_checkpointer: CheckpointFolder) -> None:
         return
 
-    CheckpointFolder.staged = nothing  # type: ignore[method-assign]
+    put(CheckpointFolder, "staged", nothing)
 
 
 def nothing() -> None:

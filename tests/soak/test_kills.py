@@ -1,0 +1,58 @@
+"""Runs that are killed at random moments end with the bits of the run that was not."""
+
+from pathlib import Path
+
+import pytest
+
+from support.processes import run_ranks
+from support.soak import Findings, Job, soak
+
+JOBS = [Job(1, "blocking"), Job(2, "blocking"), Job(1, "overlapped"), Job(2, "overlapped"), Job(1, "none")]
+
+
+def _soak(folder: Path, jobs: list[Job], kills: int, seed: int, seconds: float, wanted: str = "") -> Findings:
+    arguments = folder, jobs, kills, seed, seconds, wanted
+    findings: Findings = run_ranks(soak, 1, *arguments, timeout=seconds + 120, variables=False)[0]
+    print(findings)
+    return findings
+
+
+def _assert_sound(findings: Findings) -> None:
+    assert not findings.different  # weights, moments, generators, data position, every number of every step
+    assert not findings.lost  # no committed step, ever
+    assert not findings.torn  # what has the name of a step is whole
+    assert not findings.grown  # the disk holds no more than it should
+    assert not findings.stuck  # whoever loses a peer ends
+
+
+def test_a_minute_of_kills(tmp_path: Path) -> None:
+    """The same as below for a minute at most: one and two processes, each way to stage."""
+    findings = _soak(tmp_path, JOBS[:4], kills=30, seed=1, seconds=40)
+    _assert_sound(findings)
+    assert findings.kills.total() >= 10
+    assert findings.finished >= 4
+
+
+@pytest.mark.soak
+def test_two_hundred_kills(tmp_path: Path) -> None:
+    """Every run is equal to the last bit, no committed step is lost, and kills land in every phase that takes time."""
+    findings = _soak(tmp_path, JOBS, kills=200, seed=2, seconds=900)
+    _assert_sound(findings)
+    assert findings.kills.total() >= 200
+    assert {"start", "train", "write"} <= findings.kills.keys()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("mutation", "where"),
+    [
+        ("no_randomness", "different"),
+        ("no_moments", "different"),
+        ("no_rename", "torn"),
+        ("rotate_before_commit", "lost"),
+    ],
+)
+def test_the_harness_finds_faults(tmp_path: Path, mutation: str, where: str) -> None:
+    """Each of these faults is found by its own assertion; what is not made to last is found by power cuts only."""
+    findings = _soak(tmp_path, [Job(1, "blocking", mutation)], kills=40, seed=3, seconds=120, wanted=where)
+    assert getattr(findings, where)

@@ -1,0 +1,354 @@
+"""
+Runs that are killed at random moments, again and again until they are through.
+
+One process has imported everything and forks each life of a run; a life says by shared memory in which phase it is,
+which step it restored, and which it has committed for certain.
+"""
+
+import contextlib
+import gc
+import json
+import mmap
+import os
+import random
+import shutil
+import signal
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from drawloom.components.checkpoint import files, writing
+from drawloom.components.checkpoint.folder import CheckpointFolder
+from drawloom.components.checkpoint.saving import Shares
+from drawloom.components.gradients.synchronise import Synchronise
+from drawloom.components.ports.run import Step
+from drawloom.components.run.trainer import Trainer
+from drawloom.graph.cli import main
+from drawloom.graph.workshop import Workshop
+from support.crashes import is_whole
+from support.mutations import MUTATIONS, put
+from support.runs import write_corpus
+
+STEPS = 30
+KEEP = 2
+PHASES = ("start", "load", "train", "copy", "write", "commit", "rename", "rotate", "end")
+SURVIVOR = 2.0  # seconds in which a rank notices that another is gone
+NUMBERS = struct.Struct("=BBhh")  # for each rank: main thread's phase, another thread's, restored, committed
+SAME = ("step", "loss", "grad_norm", "lr", "tokens", "held_out_loss")
+
+
+@attrs.frozen
+class Job:
+    """A run to be killed: its processes, how it stages, and the fault that it has, if any."""
+
+    ranks: int
+    staging: str
+    mutation: str = "nothing"
+
+    @property
+    def name(self) -> str:
+        return f"{self.ranks}-{self.staging}-{self.mutation}"
+
+    def command(self, name: str) -> list[str]:
+        """What a person would type."""
+        return [
+            *("run", "tiny.toml", f"run.name={name}", f"trainer.steps={STEPS}", "trainer.afterwards=[]"),
+            *("checkpoint.every=3", f"checkpoint.keep={KEEP}", "evaluate.every=7", "batch.micro_size=2"),
+            f"staging.use=checkpoint.staging.{self.staging}",
+        ]
+
+
+@attrs.define
+class Findings:
+    """What a soak has found: kills by phase, and every run that is not as it should be, in words."""
+
+    kills: Counter[str] = attrs.field(factory=Counter)
+    finished: int = 0
+    different: list[str] = attrs.field(factory=list)
+    lost: list[str] = attrs.field(factory=list)
+    torn: list[str] = attrs.field(factory=list)
+    grown: list[str] = attrs.field(factory=list)
+    stuck: list[str] = attrs.field(factory=list)
+    slowest: float = 0.0
+
+    @property
+    def found(self) -> bool:
+        """Whether anything is not as it should be."""
+        return bool(self.different or self.lost or self.torn or self.grown or self.stuck)
+
+    def add(self, other: "Findings") -> None:
+        """Put two together."""
+        self.kills += other.kills
+        self.finished += other.finished
+        self.slowest = max(self.slowest, other.slowest)
+        for name in ("different", "lost", "torn", "grown", "stuck"):
+            getattr(self, name).extend(getattr(other, name))
+
+
+def soak(folder: Path, jobs: list[Job], kills: int, seed: int, seconds: float, wanted: str = "") -> Findings:
+    """
+    Kill runs of these jobs in turn until there were so many kills, so much time has passed, or the wanted kind of
+    fault was found; finish the last ones.
+
+    For a process of its own.
+    """
+    os.chdir(folder)
+    write_corpus(folder)
+    _warm()
+    findings, moments, end = Findings(), random.Random(seed), time.monotonic() + seconds
+    straight = {job: _straight(job) for job in {attrs.evolve(job, mutation="nothing") for job in jobs}}
+    number = 0
+    while findings.kills.total() < kills and time.monotonic() < end and not getattr(findings, wanted or "found"):
+        for job in jobs:
+            number += 1
+            expected, length = straight[attrs.evolve(job, mutation="nothing")]
+            findings.add(_killed_until_done(job, f"{job.name}-{number}", expected, length, moments))
+    return findings
+
+
+def _warm() -> None:
+    """Import all that a run needs, so that a fork has it at once."""
+    import torch._dynamo
+
+    torch.set_num_threads(1)
+    workshop = Workshop.of("drawloom")
+    for job in (Job(1, "blocking"), Job(1, "overlapped"), Job(1, "none")):
+        workshop.graph(workshop.load("tiny.toml", [], job.command("warm")[2:])).or_error()
+    gc.collect()
+    gc.freeze()
+
+
+def _straight(job: Job) -> tuple[bytes, float]:
+    """What an uninterrupted run leaves, and how long it takes."""
+    began = time.monotonic()
+    life = _Life(job, job.name)
+    if life.end_by_itself(60.0) != [0] * job.ranks:
+        raise RuntimeError(Path(f"printed-{job.name}-0").read_text())
+    return _result(Path("runs") / job.name), time.monotonic() - began
+
+
+def _killed_until_done(job: Job, name: str, expected: bytes, length: float, moments: random.Random) -> Findings:
+    found, committed, run = Findings(), 0, Path("runs") / name
+    for _ in range(100):
+        life = _Life(job, name)
+        codes = life.end_by_itself(moments.uniform(0.05, length))
+        if codes is None:
+            found.kills[life.phase()] += 1
+            alone = job.ranks > 1 and moments.random() < 0.4 and life.joined()
+            _kill(life, moments.randrange(job.ranks) if alone else None, found)
+        elif codes != [0] * job.ranks:
+            found.different.append(f"{name}: exit codes {codes}: {Path(f'printed-{name}-0').read_text()[-500:]}")
+            break
+        _look(name, run, life, committed, found)
+        committed = max(committed, life.committed())
+        if codes is not None:
+            found.finished += 1
+            if _result(run) != expected:
+                found.different.append(f"{name}: {_difference(_result(run), expected)}")
+            break
+    shutil.rmtree(run, ignore_errors=True)
+    return found
+
+
+def _kill(life: "_Life", only: int | None, found: Findings) -> None:
+    """Kill all ranks, or one; then the others have to end by themselves, and not as if all were well."""
+    if only is None:
+        life.kill(range(len(life.children)))
+        return
+    began = time.monotonic()
+    life.kill([only])
+    codes = life.end_by_itself(SURVIVOR)
+    found.slowest = max(found.slowest, time.monotonic() - began)
+    if codes is None:
+        found.stuck.append(f"{life.name}: rank {only} was killed, and the other was still there after {SURVIVOR:g} s")
+        life.kill(range(len(life.children)))
+
+
+def _look(name: str, run: Path, life: "_Life", committed: int, found: Findings) -> None:
+    """What a life has restored, and what it has left behind."""
+    for rank, restored in enumerate(life.restored()):
+        if restored not in (-1,) and restored < committed:
+            found.lost.append(f"{name}: rank {rank} restored step {restored}, and {committed} was committed")
+    if not (run / "checkpoints").is_dir():
+        return
+    left = sorted(path.name for path in (run / "checkpoints").iterdir())
+    steps = [path for path in left if path.startswith("step-")]
+    if not all(is_whole(run / "checkpoints" / path) for path in steps):
+        found.torn.append(f"{name}: of {left} one is not whole")
+    newest = max((int(path.removeprefix("step-")) for path in steps), default=0)
+    if newest < life.committed():
+        found.lost.append(f"{name}: step {life.committed()} was committed, and {left} is left")
+    if len(left) > KEEP + 2:
+        found.grown.append(f"{name}: {left}")
+
+
+def _result(run: Path) -> bytes:
+    """All that has to be the same to the last bit: every step's numbers, and every file of the last checkpoint."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    numbers = json.dumps([[row.get(name) for name in SAME] for row in rows]).encode()
+    last = sorted((run / "checkpoints" / f"step-{STEPS}").glob("rank-*"))
+    return b"\n".join([numbers, *(path.name.encode() + b" " + path.read_bytes() for path in last)])
+
+
+def _difference(one: bytes, other: bytes) -> str:
+    lines = zip(one.split(b"\n"), other.split(b"\n"), strict=False)
+    first = next(((mine, theirs) for mine, theirs in lines if mine != theirs), (one[-50:], other[-50:]))
+    return f"{first[0][:2000]!r} instead of {first[1][:2000]!r}"
+
+
+class _Life:
+    """Some processes of a run, from their start until they end or are killed."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        self.name = name
+        self._memory = mmap.mmap(-1, NUMBERS.size * job.ranks)
+        for rank in range(job.ranks):
+            NUMBERS.pack_into(self._memory, rank * NUMBERS.size, 0, 0, -1, 0)
+        port = _free_port()
+        self.children = [self._fork(job, rank, port) for rank in range(job.ranks)]
+        self._codes: dict[int, int] = {}
+
+    def end_by_itself(self, seconds: float) -> list[int] | None:
+        """Wait so long for all processes to end; their exit codes, None if one has not."""
+        end = time.monotonic() + seconds
+        while len(self._codes) < len(self.children):
+            for child in self.children:
+                if child not in self._codes:
+                    pid, status = os.waitpid(child, os.WNOHANG)
+                    if pid:
+                        self._codes[child] = os.waitstatus_to_exitcode(status)
+            if time.monotonic() > end:
+                break
+            time.sleep(0.002)
+        done = len(self._codes) == len(self.children)
+        return [self._codes[child] for child in self.children] if done else None
+
+    def kill(self, ranks: Any) -> None:
+        """By SIGKILL, and wait."""
+        for child in [self.children[rank] for rank in ranks]:
+            if child not in self._codes:
+                os.kill(child, signal.SIGKILL)
+                _, status = os.waitpid(child, 0)
+                self._codes[child] = os.waitstatus_to_exitcode(status)
+
+    def phase(self) -> str:
+        """What the first rank is doing; if it is writing in the background, that."""
+        main_thread, other, *_ = NUMBERS.unpack_from(self._memory, 0)
+        return PHASES[other or main_thread]
+
+    def joined(self) -> bool:
+        """Whether the ranks have found one another; before, they wait for one that is gone as for one that is late."""
+        return all(self._memory[place * NUMBERS.size] for place in range(len(self.children)))
+
+    def restored(self) -> list[int]:
+        """The step that each rank has restored, -1 if it came to nothing."""
+        return [NUMBERS.unpack_from(self._memory, place * NUMBERS.size)[2] for place in range(len(self.children))]
+
+    def committed(self) -> int:
+        """The newest step that this life has committed for certain."""
+        return int(NUMBERS.unpack_from(self._memory, 0)[3])
+
+    def _fork(self, job: Job, rank: int, port: int) -> int:
+        child = os.fork()
+        if child:
+            return child
+        code = 70
+        with contextlib.suppress(BaseException):
+            code = _live(job, self.name, rank, port, _Watch(self._memory, rank * NUMBERS.size))
+        os._exit(code)
+
+
+def _live(job: Job, name: str, rank: int, port: int, watch: "_Watch") -> int:
+    """The life of one process."""
+    if job.ranks > 1:
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.ranks, "LOCAL_WORLD_SIZE": job.ranks}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= address | {key: str(value) for key, value in numbers.items()}
+    MUTATIONS[job.mutation]()
+    watch.install()
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(f"printed-{name}-{rank}", "w", encoding="utf-8"))
+        stack.enter_context(contextlib.redirect_stdout(file))
+        stack.enter_context(contextlib.redirect_stderr(file))
+        try:
+            return main(job.command(name))
+        except SystemExit as ended:
+            return int(ended.code or 0)
+
+
+@attrs.frozen
+class _Watch:
+    """Notes what this process does where the one that kills it can see it."""
+
+    memory: mmap.mmap
+    place: int
+
+    def install(self) -> None:
+        """Wrap what is to be seen; and let training draw from every generator of the process."""
+        for owner, name, phase in (
+            (CheckpointFolder, "restore", "load"),
+            (Trainer, "_take", "train"),
+            (Shares, "take", "copy"),
+            (writing, "write_rank", "write"),
+            (writing, "commit", "commit"),
+            (files, "rename", "rename"),
+            (writing, "discard", "rotate"),
+            (CheckpointFolder, "close", "end"),
+        ):
+            put(owner, name, self._noted(getattr(owner, name), PHASES.index(phase)))
+        restore, commit, synchronise = CheckpointFolder.restore, writing.commit, Synchronise.run_phase
+
+        def noted_restore(checkpointer: CheckpointFolder) -> int:
+            step = restore(checkpointer)
+            self._set(2, step)
+            return step
+
+        def noted_commit(checkpoint: Path, *rest: Any) -> None:
+            commit(checkpoint, *rest)
+            self._set(3, int(checkpoint.name.removeprefix("step-")))
+
+        def noisy(phase: Synchronise, step: Step) -> None:
+            for _, parameter in phase.parameters.named():
+                if parameter.grad is not None:
+                    scale = 1 + random.random() / 100 + np.random.random() / 100
+                    parameter.grad.mul_(scale + torch.rand(parameter.shape) / 100)
+            synchronise(phase, step)
+
+        put(CheckpointFolder, "restore", noted_restore)
+        put(writing, "commit", noted_commit)
+        put(Synchronise, "run_phase", noisy)
+
+    def _noted(self, call: Callable[..., Any], phase: int) -> Callable[..., Any]:
+        def noted(*arguments: Any, **named: Any) -> Any:
+            with self._in(phase):
+                return call(*arguments, **named)
+
+        return noted
+
+    @contextlib.contextmanager
+    def _in(self, phase: int) -> Iterator[None]:
+        field = 0 if threading.current_thread() is threading.main_thread() else 1
+        before = self.memory[self.place + field]
+        self.memory[self.place + field] = phase
+        try:
+            yield
+        finally:
+            self.memory[self.place + field] = before
+
+    def _set(self, field: int, value: int) -> None:
+        struct.pack_into("=h", self.memory, self.place + 2 * (field - 1), value)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
