@@ -1,0 +1,50 @@
+"""What every schedule does."""
+
+import numpy as np
+
+from drawloom.components.ports.pipeline import Schedule
+from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
+from drawloom.graph.testing import expect
+
+LAYOUTS = tuple((ranks, microbatches) for ranks in (1, 2, 4) for microbatches in (1, 2, 4, 8))
+
+
+def every_rank_has_its_stages(schedule: Schedule) -> None:
+    """Each rank holds as many stages as is said, and works on no others."""
+    for ranks, microbatches in LAYOUTS:
+        program = schedule.program(ranks, microbatches)
+        expect(program.ranks == ranks, f"{ranks} ranks have a program of {program.ranks}")
+        expect(tuple(program.owners) == tuple(schedule.owners(ranks)), "the program has other owners of stages")
+        for rank in range(ranks):
+            held = [stage for stage, owner in enumerate(program.owners) if owner == rank]
+            expect(len(held) == schedule.stages_per_rank, f"rank {rank} of {ranks} holds {len(held)} stages")
+            strange = set(program.stage[program.rows(rank)].tolist()) - set(held)
+            expect(not strange, f"rank {rank} of {ranks} works on the stages {strange} of others")
+
+
+def every_microbatch_goes_through_every_stage_once(schedule: Schedule) -> None:
+    """One forward each; and one backward, whole or in its two parts, for all of them or for none."""
+    for ranks, microbatches in LAYOUTS:
+        program = schedule.program(ranks, microbatches)
+        wanted = {(stage, number) for stage in range(program.stages) for number in range(microbatches)}
+        where = f"with {ranks} ranks and {microbatches} microbatches"
+        expect(_done(program, FORWARD) == sorted(wanted), f"{where} some forward is missing, or done twice")
+        whole, inputs, weights = (_done(program, work) for work in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
+        expect(inputs == weights, f"{where} some backward has one part only")
+        backward = sorted(whole + inputs)
+        expect(backward in ([], sorted(wanted)), f"{where} some backward is missing, or done twice")
+
+
+def it_is_a_pure_function(one: Schedule, other: Schedule) -> None:
+    """Asked again, and asked of another that is made alike, it gives the same program."""
+    for ranks, microbatches in LAYOUTS:
+        programs = [schedule.program(ranks, microbatches) for schedule in (one, one, other)]
+        same = all(
+            np.array_equal(programs[0].work, p.work) and np.array_equal(programs[0].stage, p.stage) for p in programs
+        )
+        expect(same, f"the program of {ranks} ranks and {microbatches} microbatches changes")
+
+
+def _done(program: Program, work: int) -> list[tuple[int, int]]:
+    chosen = program.work == work
+    return sorted(zip(program.stage[chosen].tolist(), program.microbatch[chosen].tolist(), strict=True))

@@ -1,0 +1,140 @@
+"""Every shipped component is put to the contracts of the ports that it fits, inside a recipe that uses it."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as HuggingFace
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+import drawloom.components.ports as ports
+from drawloom.graph.fit import misfits
+from drawloom.graph.problems import Problem
+from drawloom.graph.testing import Recipe, check_port
+from drawloom.graph.testing.contract import contract_name
+from drawloom.graph.workshop import Workshop
+
+CATALOGUE = Workshop.of("drawloom").catalogue
+
+TINY: dict[str, Any] = {
+    "vars": {"length": 16},
+    "model": {"layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "feed_forward": 32},
+    "batch": {"global_size": 4, "micro_size": 2},
+    "held_out": {"rows_used": 4},
+    "trainer": {"steps": 10},
+}
+"""What makes the first recipe small."""
+
+LETTERS = "the quick brown fox jumps over the lazy dog\n" * 20
+
+
+def tokenizer_file(folder: Path) -> Mapping[str, Any]:
+    """A `tokenizer.json` of bytes."""
+    made = HuggingFace(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator([LETTERS], trainers.BpeTrainer(special_tokens=["<end>"], initial_alphabet=alphabet))
+    made.save(str(folder / "tokenizer.json"))
+    return {
+        "tokenizer": {
+            "use": "data.hugging_face_tokenizer",
+            "path": str(folder / "tokenizer.json"),
+            "end_token": "<end>",
+        }
+    }
+
+
+def jsonl_file(folder: Path) -> Mapping[str, Any]:
+    """Documents, one a line."""
+    lines = [f'{{"text": "document {number}: {LETTERS[:40].strip()}"}}\n' for number in range(40)]
+    (folder / "documents.jsonl").write_text("".join(lines), "utf-8")
+    return {"corpus": {"use": "data.jsonl", "paths": [str(folder / "documents.jsonl")]}}
+
+
+SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
+    "data.hugging_face_tokenizer": tokenizer_file,
+    "data.jsonl": jsonl_file,
+    "data.standard_library": lambda folder: {},
+    "optim.sgd": lambda folder: {"optimizer": {"use": "optim.sgd", "lr": 0.1}},
+    "optim.stochastic_adamw": lambda folder: {
+        "optimizer": {"use": "optim.stochastic_adamw", "lr": 0.1},
+        "precision": {"parameter": "bfloat16"},
+    },
+    "trackers.aim": lambda folder: {"trackers": {"aim": {"use": "trackers.aim"}}},
+    "run.profiler": lambda folder: {"watch": {"profiler": {"use": "run.profiler", "steps": [2]}}},
+}
+"""How a recipe uses those that the first one does not; a schedule stands alone."""
+
+EXCEPT = {
+    ("pipeline.table", "Schedule"): "it is for one number of ranks and microbatches",
+    ("trackers.aim", "Stateful"): "each instance takes Aim a second; its own tests load states",
+}
+"""What is not put to a contract, and why."""
+
+
+def texts(folder: Path) -> dict[str, Any]:
+    """A corpus of small files."""
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"{number}: {LETTERS}", "utf-8")
+    return {"use": "data.text_files", "held_out": 0.2, "paths": [str(folder / "*.txt")]}
+
+
+def recipe_for(use: str, folder: Path) -> tuple[Recipe, str]:
+    """A small recipe in which a component is used, and the name of its node."""
+    corpus = {} if use == "data.standard_library" else {"corpus": texts(folder)}
+    home = {"run": {"name": "contract", "folder": str(folder / "run")}}
+    recipe = Recipe.load("first_run").with_values({**TINY, **corpus, **home})
+    if use in SAMPLES:
+        recipe = recipe.with_values(SAMPLES[use](folder))
+    found = [name for name, node in recipe.graph.nodes.items() if node.spec.use == use]
+    assert found, f"say in SAMPLES how a recipe uses {use!r}"
+    return recipe, found[0]
+
+
+def all_ports() -> Iterator[type]:
+    """Every port that has a contract."""
+    for module in pkgutil.iter_modules(ports.__path__):
+        if not module.ispkg:
+            for item in vars(importlib.import_module(f"{ports.__name__}.{module.name}")).values():
+                if isinstance(item, type) and "__port__" in vars(item) and item.__module__.endswith(f".{module.name}"):
+                    yield item
+
+
+CONTRACTS = {module.name for module in pkgutil.iter_modules([str(Path(next(iter(ports.__path__))) / "contracts")])}
+WITH_CONTRACT = [port for port in all_ports() if contract_name(port).rpartition(".")[2] in CONTRACTS]
+
+
+def pairs() -> list[tuple[str, type]]:
+    """Each component with each port that it fits and that has a contract."""
+    specs = [spec for spec in map(CATALOGUE.find, CATALOGUE.names()) if not isinstance(spec, Problem)]
+    found = [(spec.use, port) for spec in specs for port in WITH_CONTRACT if not misfits(spec.cls, port)]
+    return [(use, port) for use, port in found if (use, port.__name__) not in EXCEPT]
+
+
+@pytest.mark.parametrize(("use", "port"), pairs(), ids=lambda item: item if isinstance(item, str) else item.__name__)
+def test_every_component_keeps_the_contracts_of_its_ports(use: str, port: type, tmp_path: Path) -> None:
+    """What a port's author promises of behaviour holds for whatever fits the port."""
+    if use.startswith("pipeline.schedules."):
+        return check_port(use, port)
+    numbers = count()
+
+    @contextmanager
+    def in_a_recipe() -> Iterator[Any]:
+        folder = tmp_path / str(next(numbers))
+        folder.mkdir()
+        recipe, name = recipe_for(use, folder)
+        with recipe.open(only=name) as objects:
+            yield objects[name]
+
+    check_port(in_a_recipe, port)
+
+
+def test_contracts_are_of_ports() -> None:
+    """No contract is left over when a port is gone or renamed."""
+    assert {contract_name(port).rpartition(".")[2] for port in WITH_CONTRACT} == CONTRACTS
