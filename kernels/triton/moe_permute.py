@@ -1,0 +1,254 @@
+"""
+Copies of tokens to the rows of their experts and sums of rows by token, in Triton.
+
+A program has one token and all of its choices, whose rows it reads or writes at the same time; a token is read or
+written once. Some programs more fill the rows that nobody needs, of which only the device knows how many there are.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from drawloom.kernels.moe_routes import Routes
+from drawloom.kernels.triton.launching import as_rows, check_floats, operation, power_of_two
+
+TILE = 4096
+"""Elements of all choices that a program has at once."""
+
+FILLERS = 64
+"""Programs that fill rows that nobody needs."""
+
+
+def moe_permute_triton(x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
+    """What moe_permute_eager gives, for float32, bfloat16 and float16."""
+    check_floats("moe_permute_triton", x, probabilities)
+    both: tuple[Tensor, Tensor] = _Permute.apply(x, probabilities, *routes)  # type: ignore[no-untyped-call]
+    return both
+
+
+def moe_unpermute_triton(rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
+    """What moe_unpermute_eager gives, for float32, bfloat16 and float16."""
+    check_floats("moe_unpermute_triton", rows)
+    summed: Tensor = _Unpermute.apply(rows, probabilities, *routes)  # type: ignore[no-untyped-call]
+    return summed
+
+
+class _Permute(Function):
+    """Backwards, a sum by token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, probabilities: Tensor, of_choices: Tensor, choices: Tensor, ends: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(of_choices)
+        rows, of_rows, _ = _spread(x, None, probabilities, of_choices, ends, False)
+        return rows, of_rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_probabilities: Tensor) -> tuple[Tensor | None, ...]:
+        (of_choices,) = ctx.saved_tensors
+        return *_gather(grad, None, grad_probabilities, of_choices), None, None, None
+
+
+class _Unpermute(Function):
+    """Backwards, a copy to rows, with the products that the probabilities' gradients are by the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, probabilities: Tensor | None, of_choices: Tensor, choices: Tensor, ends: Tensor
+    ) -> Tensor:
+        ctx.weighted = ctx.needs_input_grad[1]
+        ctx.save_for_backward(rows if ctx.weighted else None, probabilities, of_choices, ends)
+        return _gather(rows, probabilities, None, of_choices)[0]  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, probabilities, of_choices, ends = ctx.saved_tensors
+        weighted = probabilities is not None
+        of_rows, _, products = _spread(grad, rows, probabilities, of_choices, ends, weighted)
+        return of_rows, products.to(probabilities.dtype) if ctx.weighted else None, None, None, None
+
+
+def _like_spread(
+    x: Tensor, others: Tensor | None, probabilities: Tensor | None, of_choices: Tensor, ends: Tensor, weighted: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, the probability of each (none where it weights them), and of each choice the product with others."""
+    count = of_choices.numel()
+    spread = probabilities is not None and not weighted
+    of_rows = x.new_empty(count if spread else 0, dtype=x.dtype if probabilities is None else probabilities.dtype)
+    products = x.new_empty(of_choices.shape if others is not None else 0, dtype=torch.float32)
+    return x.new_empty(count, x.shape[1]), of_rows, products
+
+
+@operation(
+    "moe_spread(Tensor x, Tensor? others, Tensor? probabilities, Tensor of_choices, Tensor ends, bool weighted)"
+    " -> (Tensor, Tensor, Tensor)",
+    like=_like_spread,
+)
+def _spread(
+    x: Tensor, others: Tensor | None, probabilities: Tensor | None, of_choices: Tensor, ends: Tensor, weighted: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each token to the rows of its choices, times their probabilities if weighted; others are rows as well."""
+    rows, of_rows, products = _like_spread(x, others, probabilities, of_choices, ends, weighted)
+    if not of_choices.numel():
+        return rows, of_rows, products
+    if not len(ends):
+        return rows.zero_(), of_rows.zero_(), products.zero_()
+    x, tokens = as_rows(x) if x.numel() else x, len(of_choices)
+    _spread_kernel[(tokens + FILLERS,)](
+        x,
+        None if others is None else as_rows(others),
+        None if probabilities is None else probabilities.contiguous(),
+        of_choices,
+        ends,
+        rows,
+        of_rows if len(of_rows) else None,
+        products if products.numel() else None,
+        tokens,
+        len(ends),
+        x.shape[1],
+        x.stride(0),
+        0 if others is None else as_rows(others).stride(0),
+        WEIGHTED=weighted,
+        **_settings(of_choices, x.shape[1]),
+    )
+    return rows, of_rows, products
+
+
+def _like_gather(
+    rows: Tensor, probabilities: Tensor | None, of_rows: Tensor | None, of_choices: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sums by token, and by choice what stood at its row."""
+    summed = rows.new_empty(len(of_choices), rows.shape[1])
+    return summed, rows.new_empty(0) if of_rows is None else of_rows.new_empty(of_choices.shape)
+
+
+@operation(
+    "moe_gather(Tensor rows, Tensor? probabilities, Tensor? of_rows, Tensor of_choices) -> (Tensor, Tensor)",
+    like=_like_gather,
+)
+def _gather(
+    rows: Tensor, probabilities: Tensor | None, of_rows: Tensor | None, of_choices: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows of choices, times their probabilities if there are any, added up by token; of_rows are numbers by row."""
+    summed, gathered = _like_gather(rows, probabilities, of_rows, of_choices)
+    if not of_choices.numel():
+        return summed.zero_(), gathered
+    rows = as_rows(rows) if rows.numel() else rows
+    _gather_kernel[(len(of_choices),)](
+        rows,
+        None if probabilities is None else probabilities.contiguous(),
+        None if of_rows is None else of_rows.contiguous(),
+        of_choices,
+        summed,
+        None if of_rows is None else gathered,
+        rows.shape[1],
+        rows.stride(0),
+        **_settings(of_choices, rows.shape[1]),
+    )
+    return summed, gathered
+
+
+def _settings(of_choices: Tensor, width: int) -> dict[str, Any]:
+    """Sizes of tiles: all choices of a token, padded to a power of two, by so many elements."""
+    choices = of_choices.shape[1]
+    together = power_of_two(choices)
+    block = min(max(16, TILE // together), power_of_two(max(width, 1)))
+    warps = max(1, min(together * block // 512, 8))
+    return {"CHOICES": choices, "TOGETHER": together, "BLOCK": block, "num_warps": warps, "enable_fp_fusion": True}
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["tokens", "experts"])
+def _spread_kernel(
+    x, others, probabilities, of_choices, ends, rows, of_rows, products, tokens, experts, width, x_stride,
+    others_stride, WEIGHTED: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    token = tl.program_id(0).to(tl.int64)
+    if token < tokens:
+        _spread_token(
+            x, others, probabilities, of_choices, rows, of_rows, products, token, width, x_stride, others_stride,
+            WEIGHTED, CHOICES, TOGETHER, BLOCK,
+        )  # fmt: skip
+    else:
+        first = tl.load(ends + experts - 1).to(tl.int64) + token - tokens
+        count = tokens.to(tl.int64) * CHOICES
+        _fill_rows(rows, of_rows, first, count, tl.num_programs(0) - tokens, width, BLOCK)
+
+
+# fmt: off
+@triton.jit
+def _spread_token(
+    x, others, probabilities, of_choices, rows, of_rows, products, token, width, x_stride, others_stride,
+    WEIGHTED: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    choice, column = tl.arange(0, TOGETHER), tl.arange(0, BLOCK)
+    row = tl.load(of_choices + token * CHOICES + choice, mask=choice < CHOICES, other=-1).to(tl.int64)
+    known = row >= 0
+    factor = tl.full((TOGETHER,), 1.0, tl.float32)
+    if probabilities is not None:
+        probability = tl.load(probabilities + token * CHOICES + choice, mask=choice < CHOICES, other=0.0)
+        if of_rows is not None:
+            tl.store(of_rows + row, probability, mask=known)
+        factor = probability.to(tl.float32)
+    product = tl.zeros((TOGETHER, BLOCK), tl.float32)
+    for start in range(0, width, BLOCK):
+        within = start + column < width
+        inside = known[:, None] & within[None, :]
+        values = tl.load(x + token * x_stride + start + column, mask=within, other=0.0)
+        spread = tl.broadcast_to(values[None, :], (TOGETHER, BLOCK))
+        if WEIGHTED:
+            spread = (spread.to(tl.float32) * factor[:, None]).to(rows.dtype.element_ty)
+        if others is not None:
+            at = others + row[:, None] * others_stride + start + column[None, :]
+            product += tl.load(at, mask=inside, other=0.0).to(tl.float32) * values.to(tl.float32)[None, :]
+        tl.store(rows + row[:, None] * width + start + column[None, :], spread, mask=inside)
+    if products is not None:
+        tl.store(products + token * CHOICES + choice, tl.sum(product, 1), mask=choice < CHOICES)
+
+
+@triton.jit
+def _fill_rows(rows, of_rows, first, count, step, width, BLOCK: tl.constexpr):
+    """Zero in every row from the first on that is this program's."""
+    column = tl.arange(0, BLOCK)
+    for row in range(first, count, step):
+        if of_rows is not None:
+            tl.store(of_rows + row, 0.0)
+        for start in range(0, width, BLOCK):
+            zeros = tl.zeros((BLOCK,), rows.dtype.element_ty)
+            tl.store(rows + row * width + start + column, zeros, mask=start + column < width)
+
+
+# fmt: off
+@triton.jit
+def _gather_kernel(
+    rows, probabilities, of_rows, of_choices, summed, gathered, width, rows_stride,
+    CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    token = tl.program_id(0).to(tl.int64)
+    choice, column = tl.arange(0, TOGETHER), tl.arange(0, BLOCK)
+    within = choice < CHOICES
+    row = tl.load(of_choices + token * CHOICES + choice, mask=within, other=-1).to(tl.int64)
+    known = row >= 0
+    if of_rows is not None:
+        tl.store(gathered + token * CHOICES + choice, tl.load(of_rows + row, mask=known, other=0.0), mask=within)
+    if probabilities is not None:
+        factor = tl.load(probabilities + token * CHOICES + choice, mask=within, other=0.0).to(tl.float32)
+    for start in range(0, width, BLOCK):
+        inside = known[:, None] & (start + column < width)[None, :]
+        at = rows + row[:, None] * rows_stride + start + column[None, :]
+        values = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if probabilities is not None:
+            values *= factor[:, None]
+        total = tl.sum(values, 0).to(summed.dtype.element_ty)
+        tl.store(summed + token * width + start + column, total, mask=start + column < width)

@@ -1,0 +1,79 @@
+"""Permutations of tokens against loops over them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.kernels.moe_permute import moe_permute_eager, moe_unpermute_eager
+from drawloom.kernels.moe_routes import Routes, moe_routes_eager
+
+
+def case(tokens: int = 7, choices: int = 3, experts: int = 4, width: int = 5) -> tuple[Tensor, Tensor, Routes]:
+    experts_of = torch.randint(-1, experts, (tokens, choices))
+    x = torch.randn(tokens, width, dtype=torch.float64, requires_grad=True)
+    probabilities = torch.rand(tokens, choices, dtype=torch.float64, requires_grad=True)
+    return x, probabilities, moe_routes_eager(experts_of, experts)
+
+
+def test_each_choice_has_its_row() -> None:
+    """A choice's row is its token, with its probability; rows of nobody are zero."""
+    x, probabilities, routes = case()
+    rows, of_rows = moe_permute_eager(x, probabilities, routes)
+    assert rows.shape == (21, 5)
+    for token in range(7):
+        for choice in range(3):
+            row = routes.rows[token, choice]
+            if row >= 0:
+                assert torch.equal(rows[row], x[token])
+                assert of_rows[row] == probabilities[token, choice]
+    used = int(routes.ends[-1])
+    assert used < 21
+    assert not rows[used:].any() and not of_rows[used:].any()
+
+
+def test_adds_up_by_token() -> None:
+    """A token is the sum of its choices' rows times their probabilities; zero if nobody was chosen."""
+    _, probabilities, routes = case()
+    rows = torch.randn(21, 5, dtype=torch.float64)
+    found, plain = moe_unpermute_eager(rows, routes, probabilities), moe_unpermute_eager(rows, routes)
+    for token in range(7):
+        own = [(rows[row], probabilities[token, choice]) for choice, row in enumerate(routes.rows[token]) if row >= 0]
+        torch.testing.assert_close(found[token], sum((row * p for row, p in own), torch.zeros(5).double()))
+        torch.testing.assert_close(plain[token], sum((row for row, _ in own), torch.zeros(5).double()))
+
+
+def test_gradients() -> None:
+    """Gradients of tokens, rows and probabilities are those of finite differences."""
+    x, probabilities, routes = case()
+    rows = torch.randn(21, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, p: moe_permute_eager(x, p, routes), (x, probabilities))
+    assert torch.autograd.gradcheck(lambda rows, p: moe_unpermute_eager(rows, routes, p), (rows, probabilities))
+    assert torch.autograd.gradcheck(lambda rows: moe_unpermute_eager(rows, routes), rows)
+
+
+def test_there_and_back() -> None:
+    """With probabilities that sum to one, permuting and adding up gives every token back."""
+    x, _, _ = case()
+    routes = moe_routes_eager(torch.randint(0, 4, (7, 3)), 4)
+    probabilities = torch.rand(7, 3, dtype=torch.float64).softmax(1)
+    rows, _ = moe_permute_eager(x, probabilities, routes)
+    torch.testing.assert_close(moe_unpermute_eager(rows, routes, probabilities), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
+    """Many small rows beside a large one are not lost."""
+    routes = moe_routes_eager(torch.zeros(1, 65, dtype=torch.int64), 1)
+    rows = torch.full((65, 1), 2.0**-9, dtype=dtype)
+    rows[0] = 1
+    assert moe_unpermute_eager(rows, routes).item() == 1.125
+
+
+def test_no_tokens() -> None:
+    """Nothing in, nothing out, and gradients of the same shapes."""
+    x, probabilities, routes = case(tokens=0)
+    rows, of_rows = moe_permute_eager(x, probabilities, routes)
+    found = moe_unpermute_eager(rows, routes, probabilities)
+    assert rows.shape == (0, 5) and of_rows.shape == (0,) and found.shape == (0, 5)
+    grads = torch.autograd.grad(found.sum(), (x, probabilities))
+    assert [grad.shape for grad in grads] == [x.shape, probabilities.shape]

@@ -1,0 +1,45 @@
+"""Routes against sorting by hand."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drawloom.kernels.moe_routes import moe_routes_eager
+
+
+def by_hand(experts_of: list[list[int]], experts: int) -> tuple[list[list[int]], list[int], list[int]]:
+    """Rows by choice, choices by row, and ends, written out."""
+    choices = [choice for token in experts_of for choice in token]
+    order = [place for expert in range(experts) for place, chosen in enumerate(choices) if chosen == expert]
+    width = len(experts_of[0]) if experts_of else 0
+    rows = [
+        [order.index(t * width + c) if chosen >= 0 else -1 for c, chosen in enumerate(token)]
+        for t, token in enumerate(experts_of)
+    ]
+    ends = [sum(0 <= choice <= expert for choice in choices) for expert in range(experts)]
+    return rows, order + [-1] * (len(choices) - len(order)), ends
+
+
+chosen = st.tuples(st.integers(1, 5), st.integers(1, 6)).flatmap(
+    lambda sizes: st.lists(
+        st.lists(st.integers(-1, sizes[1] - 1), min_size=sizes[0], max_size=sizes[0]), min_size=1, max_size=9
+    ).map(lambda rows: (rows, sizes[1]))
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(chosen, st.sampled_from([torch.int32, torch.int64]))
+def test_sorted_by_expert_then_by_token(case: tuple[list[list[int]], int], dtype: torch.dtype) -> None:
+    """Rows are those of a stable sort by expert; experts may have none, and choices of nobody get none."""
+    experts_of, experts = case
+    routes = moe_routes_eager(torch.tensor(experts_of, dtype=dtype), experts)
+    assert tuple(table.tolist() for table in routes) == by_hand(experts_of, experts)
+    assert {table.dtype for table in routes} == {torch.int32}
+
+
+def test_no_tokens() -> None:
+    """Without tokens every expert ends at 0."""
+    routes = moe_routes_eager(torch.empty(0, 4, dtype=torch.int64), 3)
+    assert routes.ends.tolist() == [0, 0, 0]
+    assert routes.rows.shape == (0, 4)
+    assert routes.choices.shape == (0,)

@@ -1,0 +1,34 @@
+"""Tables of choices in Triton are those of the eager twin."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.kernels.indices_to_multihot import indices_to_multihot_eager
+from drawloom.kernels.triton.indices_to_multihot import indices_to_multihot_triton
+from support.kernels import DEVICE, assert_close, drawn, dtypes, exact, few, layouts
+
+
+@few
+@given(st.integers(0, 60), st.integers(1, 6), st.integers(1, 70), dtypes, layouts)
+def test_equals_eager(tokens: int, choices: int, experts: int, dtype: torch.dtype, layout: str) -> None:
+    """Any numbers of tokens, choices and experts, twice the same or nobody, give the same tables and gradients."""
+    experts_of = torch.randint(-1, experts, (tokens, choices), device=DEVICE)
+    probabilities = drawn(layout, tokens, choices, dtype=dtype)
+    (wide,) = exact(probabilities)
+    chosen, spread = indices_to_multihot_triton(experts_of, probabilities, experts)
+    expected = indices_to_multihot_eager(experts_of, wide, experts)
+    assert torch.equal(chosen, expected[0])
+    assert_close(spread, expected[1])
+    grad = drawn("contiguous", tokens, experts, dtype=dtype).detach()
+    (ours,), (theirs,) = (
+        torch.autograd.grad(spread, probabilities, grad),
+        torch.autograd.grad(expected[1], wide, grad.double()),
+    )
+    assert_close(ours, theirs)
+
+
+def test_is_an_operation_of_torch() -> None:
+    """It keeps the promises that torch.compile relies on."""
+    experts_of, probabilities = torch.randint(-1, 4, (5, 2), device=DEVICE), torch.rand(5, 2, device=DEVICE)
+    torch.library.opcheck(torch.ops.drawloom.indices_to_multihot.default, (experts_of, probabilities, 4))
