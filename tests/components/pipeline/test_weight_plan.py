@@ -124,6 +124,7 @@ def put_off(stage: Stage, weights: StageWeights) -> list[str]:
     split.backward_input(outputs, grads_for(outputs), inputs)
     with Products() as products:
         split.backward_weight()
+    assert all((parameter.grad is not None) == parameter.requires_grad for parameter in stage.parameters())
     names = [name for name, parameter in stage.named_parameters() if parameter.grad is not None and parameter.ndim > 1]
     stage.zero_grad()
     assert products.count == len(names)
