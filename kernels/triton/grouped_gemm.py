@@ -1,0 +1,159 @@
+"""
+Grouped matrix products in Triton, for any sizes, strides and dtypes, and without waiting for the device.
+
+The host knows how many tiles there can be at most; each program finds the expert of its tile from where the experts'
+rows end. Tiles of one expert follow one another, so that its matrix stays in the cache.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drawloom.kernels.grouped_gemm import Implementation, grouped_gemm
+from drawloom.kernels.triton.launching import check_floats, operation, power_of_two
+
+ROWS = (16, 128)
+"""Least and most rows in a tile: as many as an expert has on average, and what the matrix units take well."""
+
+COLUMNS, STEP = 128, 64
+"""Columns of a tile, and how much of the inner dimension is summed in a step."""
+
+WARPS = 8
+
+
+def grouped_gemm_triton(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
+    """What grouped_gemm_eager gives, for float32, bfloat16 and float16."""
+    check_floats("grouped_gemm_triton", x, weight)
+    return grouped_gemm(TRITON, x, weight, ends, transposed)
+
+
+def _like_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(len(x), weight.shape[2])
+
+
+@operation("grouped_gemm_rows(Tensor x, Tensor weight, Tensor ends) -> Tensor", like=_like_rows)
+def _rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    result = _like_rows(x, weight, ends)
+    if not result.numel() or not weight.numel():
+        return result.zero_()
+    experts, inputs, outputs = weight.shape
+    rows = _rows_of_a_tile(len(x), experts)
+    tiles = len(x) // rows + experts
+    _rows_kernel[(tiles * triton.cdiv(outputs, COLUMNS),)](
+        x,
+        weight,
+        ends,
+        result,
+        experts,
+        inputs,
+        outputs,
+        *x.stride(),
+        *weight.stride(),
+        EXPERTS=power_of_two(experts),
+        ROWS=rows,
+        COLUMNS=COLUMNS,
+        STEP=STEP,
+        num_warps=WARPS if rows >= 64 else 4,
+        enable_fp_fusion=True,
+    )
+    return result
+
+
+def _like_matrices(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return a.new_empty(len(ends), a.shape[1], b.shape[1])
+
+
+@operation("grouped_gemm_matrices(Tensor a, Tensor b, Tensor ends) -> Tensor", like=_like_matrices)
+def _matrices(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    result = _like_matrices(a, b, ends)
+    if not result.numel() or not len(a):
+        return result.zero_()
+    experts, height, width = result.shape
+    down, across = triton.cdiv(height, COLUMNS), triton.cdiv(width, COLUMNS)
+    _matrices_kernel[(experts * down * across,)](
+        a,
+        b,
+        ends,
+        result,
+        down,
+        across,
+        height,
+        width,
+        *a.stride(),
+        *b.stride(),
+        HEIGHT=COLUMNS,
+        WIDTH=COLUMNS,
+        STEP=STEP,
+        num_warps=WARPS,
+        enable_fp_fusion=True,
+    )
+    return result
+
+
+def _rows_of_a_tile(rows: int, experts: int) -> int:
+    least, most = ROWS
+    return max(least, min(most, power_of_two(max(1, rows // experts))))
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["experts"])
+def _rows_kernel(
+    x, weight, ends, result, experts, inputs, outputs, x_row, x_channel, weight_expert, weight_row, weight_column,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):
+    # fmt: on
+    across = tl.cdiv(outputs, COLUMNS)
+    tile = tl.program_id(0) // across
+    each = tl.arange(0, EXPERTS)
+    end = tl.load(ends + each, mask=each < experts, other=0)
+    begin = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
+    tiles = tl.where(each < experts, (end - begin + ROWS - 1) // ROWS, 0)
+    past = tl.cumsum(tiles, 0)
+    expert = tl.sum((past <= tile).to(tl.int32), 0)
+    if expert >= experts:
+        return
+    own = each == expert
+    first = tl.sum(tl.where(own, begin + (tile - past + tiles) * ROWS, 0), 0)
+    row = first + tl.arange(0, ROWS)
+    inside = row < tl.sum(tl.where(own, end, 0), 0)
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    channel = tl.arange(0, STEP)
+    x_at = x + row.to(tl.int64)[:, None] * x_row
+    weight_at = weight + expert.to(tl.int64) * weight_expert + column.to(tl.int64)[None, :] * weight_column
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, inputs, STEP):
+        inner = start + channel
+        a = tl.load(x_at + inner[None, :] * x_channel, mask=inside[:, None] & (inner < inputs)[None, :], other=0.0)
+        mask = (inner < inputs)[:, None] & (column < outputs)[None, :]
+        b = tl.load(weight_at + inner.to(tl.int64)[:, None] * weight_row, mask=mask, other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    at = result + row.to(tl.int64)[:, None] * outputs + column[None, :]
+    tl.store(at, total.to(result.dtype.element_ty), mask=inside[:, None] & (column < outputs)[None, :])
+
+
+# fmt: off
+@triton.jit
+def _matrices_kernel(
+    a, b, ends, result, down, across, height, width, a_row, a_channel, b_row, b_channel,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+):
+    # fmt: on
+    expert = tl.program_id(0) // (down * across)
+    tile = tl.program_id(0) % (down * across)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    of_a = (tile // across) * HEIGHT + tl.arange(0, HEIGHT)
+    of_b = (tile % across) * WIDTH + tl.arange(0, WIDTH)
+    total = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    for start in range(begin, end, STEP):
+        row = start + tl.arange(0, STEP)
+        at = a + row.to(tl.int64)[None, :] * a_row + of_a.to(tl.int64)[:, None] * a_channel
+        left = tl.load(at, mask=(row < end)[None, :] & (of_a < height)[:, None], other=0.0)
+        at = b + row.to(tl.int64)[:, None] * b_row + of_b.to(tl.int64)[None, :] * b_channel
+        right = tl.load(at, mask=(row < end)[:, None] & (of_b < width)[None, :], other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    at = result + (expert.to(tl.int64) * height + of_a[:, None]) * width + of_b[None, :]
+    tl.store(at, total.to(result.dtype.element_ty), mask=(of_a < height)[:, None] & (of_b < width)[None, :])
+
+
+TRITON = Implementation(_rows, _matrices)

@@ -1,0 +1,101 @@
+"""Grouped products, by loops and by torch's own, against one row at a time."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.kernels.deferral import Deferral
+from drawloom.kernels.grouped_gemm import grouped_gemm_eager, grouped_gemm_torch
+
+Gemm = Callable[..., Tensor]
+both = pytest.mark.parametrize("gemm", [grouped_gemm_eager, grouped_gemm_torch])
+
+ENDS = [0, 4, 4, 9, 10]
+"""Experts with no rows at the beginning and between others; two of twelve rows are nobody's."""
+
+
+def case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight = torch.randn(12, 6, dtype=dtype), torch.randn(5, 6, 7, dtype=dtype)
+    return x.requires_grad_(), weight.requires_grad_(), torch.tensor(ENDS, dtype=torch.int32)
+
+
+def expected(x: Tensor, weight: Tensor) -> Tensor:
+    """The used rows, one at a time."""
+    owners = [next(expert for expert, end in enumerate(ENDS) if row < end) for row in range(ENDS[-1])]
+    return torch.stack([x[row] @ weight[owner] for row, owner in enumerate(owners)])
+
+
+@both
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_row_times_its_matrix(gemm: Gemm, transposed: bool) -> None:
+    """Rows and both gradients are those of single products, with the matrices one way round or the other."""
+    x, weight, ends = case()
+    given = weight.detach().transpose(1, 2).contiguous().requires_grad_() if transposed else weight
+    found, exact = gemm(x, given, ends, transposed), expected(x, weight)
+    assert found.shape == (12, 7)
+    torch.testing.assert_close(found[:10], exact)
+    grad = torch.randn(10, 7)
+    of_x, of_weight = torch.autograd.grad(found[:10], (x, given), grad)
+    exact_grads = torch.autograd.grad(exact, (x, weight), grad)
+    torch.testing.assert_close(of_x[:10], exact_grads[0][:10])
+    torch.testing.assert_close(of_weight.transpose(1, 2) if transposed else of_weight, exact_grads[1])
+
+
+def test_gradients() -> None:
+    """Gradients are those of finite differences in float64."""
+    x, weight, ends = case(torch.float64)
+    assert torch.autograd.gradcheck(lambda x, weight: grouped_gemm_eager(x, weight, ends), (x, weight))
+
+
+@both
+def test_what_is_past_the_end_reaches_nobody(gemm: Gemm) -> None:
+    """NaN in unused rows, of the input and of the gradient, is in no used row and in no matrix's gradient."""
+    x, weight, ends = case()
+    with torch.no_grad():
+        x[10:] = torch.nan
+    found = gemm(x, weight, ends)
+    grad = torch.randn(12, 7)
+    grad[10:] = torch.nan
+    of_x, of_weight = torch.autograd.grad(found, (x, weight), grad)
+    assert found[:10].isfinite().all() and of_x[:10].isfinite().all() and of_weight.isfinite().all()
+    assert not of_weight[[0, 2]].any()
+
+
+@both
+def test_only_what_is_needed(gemm: Gemm) -> None:
+    """With one input frozen, the other's gradient is the same."""
+    x, weight, ends = case()
+    of_x, of_weight = torch.autograd.grad(gemm(x, weight, ends)[:10].sum(), (x, weight))
+    (alone,) = torch.autograd.grad(gemm(x, weight.detach(), ends)[:10].sum(), x)
+    assert torch.equal(alone[:10], of_x[:10])
+    (alone,) = torch.autograd.grad(gemm(x.detach(), weight, ends)[:10].sum(), weight)
+    assert torch.equal(alone, of_weight)
+
+
+@both
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weight_gradient_can_wait(gemm: Gemm, transposed: bool) -> None:
+    """Put off, the matrices' gradient comes later, and is what it would have been."""
+    x, weight, ends = case()
+    weight = weight.detach().transpose(1, 2).contiguous().requires_grad_() if transposed else weight
+    used = torch.autograd.grad(gemm(x, weight, ends, transposed)[:10].sum(), (x, weight))
+    deferral = Deferral()
+    with deferral.recording():
+        result = gemm(x, weight, ends, transposed)[:10]
+    with deferral.putting_off():
+        found = torch.autograd.grad(result.sum(), (x, weight), allow_unused=True)
+    assert found[1] is None
+    assert torch.equal(found[0][:10], used[0][:10])
+    assert torch.equal(deferral.take()[0].compute(), used[1])
+
+
+@both
+def test_no_rows(gemm: Gemm) -> None:
+    """Without rows the gradient of every matrix is zero."""
+    _, weight, ends = case()
+    x = torch.empty(0, 6, requires_grad=True)
+    found = gemm(x, weight, ends * 0)
+    grads = torch.autograd.grad(found.sum(), (x, weight))
+    assert found.shape == (0, 7) and grads[0].shape == (0, 6) and not grads[1].any()
