@@ -53,7 +53,7 @@ def kill_everywhere(base: Path, staging: bool, mutation: str = "nothing") -> lis
                 save_two(folder, staging, partial(_note, note))
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        found.append(_remains(folder, note.read_bytes()[0]))
+        found.append(remains(folder, note.read_bytes()[0]))
         shutil.rmtree(folder)
         if not os.WIFSIGNALED(status):
             return found
@@ -79,7 +79,7 @@ def cut_everywhere(base: Path, mutation: str = "nothing") -> list[Remains]:
     with watched(lambda _: None, done):
         save_two(folder, False, lambda step: committed.__setitem__(0, step))
     for place, step in zip(places, commits, strict=True):
-        found.append(_remains(place, step))
+        found.append(remains(place, step))
         shutil.rmtree(place)
     return found
 
@@ -90,7 +90,8 @@ def _note(path: Path, step: int) -> None:
     os.close(file)
 
 
-def _remains(folder: Path, committed: int) -> Remains:
+def remains(folder: Path, committed: int) -> Remains:
+    """What is left in a folder in which a step had been committed."""
     torn = not all(map(is_whole, (folder / "checkpoints").glob("step-*")))
     try:
         step = restored(folder)
