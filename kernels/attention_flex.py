@@ -1,0 +1,70 @@
+"""
+Causal attention inside documents by torch's flexible attention, which skips blocks that nobody sees.
+
+Which blocks of keys a block of queries sees follows from the least and the greatest document number in each: blocks
+whose ranges do not meet have no document in common. It is computed on the device, and nothing waits for it.
+"""
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+BLOCK = 128
+"""Tokens in a block."""
+
+
+class AttentionFlex:
+    """What attention_eager gives; backwards on GPUs alone. Layers that share a tensor of documents share its mask."""
+
+    def __init__(self) -> None:
+        self._documents: ref[Tensor] | None = None
+        self._mask: BlockMask | None = None
+        self._compiled: Any = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        grouped = q.shape[2] != k.shape[2]
+        swapped = (x.transpose(1, 2) for x in (q, k, v))
+        attend = self._kernel() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+        mixed: Tensor = attend(*swapped, block_mask=self._mask_of(documents), enable_gqa=grouped)
+        return mixed.transpose(1, 2)
+
+    def _kernel(self) -> Any:
+        """Compiled when it is first needed: that takes seconds. Within compiled code it is compiled anyway."""
+        if self._compiled is None:
+            self._compiled = torch.compile(flex_attention, dynamic=False)
+        return self._compiled
+
+    def _mask_of(self, documents: Tensor) -> BlockMask:
+        if torch.compiler.is_compiling():
+            return block_mask(documents)
+        if self._mask is None or self._documents is None or self._documents() is not documents:
+            self._documents, self._mask = ref(documents), block_mask(documents)
+        return self._mask
+
+
+def block_mask(documents: Tensor) -> BlockMask:
+    """Which blocks see one another wholly, in part or not at all, for documents (rows, length)."""
+    rows, length = documents.shape
+    count = -(-length // BLOCK)
+    last = documents[:, -1:].expand(rows, count * BLOCK - length)
+    blocks = torch.cat((documents, last), 1).view(rows, count, BLOCK)
+    least, greatest = blocks.amin(-1), blocks.amax(-1)
+    before = torch.ones(count, count, dtype=torch.bool, device=documents.device).tril()
+    meet = (least[:, :, None] <= greatest[:, None, :]) & (least[:, None, :] <= greatest[:, :, None]) & before
+    same = (least[:, :, None] == greatest[:, None, :]) & (greatest[:, :, None] == least[:, None, :])
+    whole = same & before.tril(-1)
+
+    def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents[row, query] == documents[row, key])
+
+    part, lengths = meet & ~whole, (length, length)
+    return BlockMask.from_kv_blocks(*_lists(part), *_lists(whole), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
+
+
+def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries has, and which, those first: for all heads."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), order.to(torch.int32).unsqueeze(1)
