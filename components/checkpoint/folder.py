@@ -164,6 +164,7 @@ class CheckpointFolder:
             self._begin(step)
         self._finish_writing()
         if self._skipped == step.index:
+            self._skipped = 0
             raise UserError(f"the checkpoint after step {step.index} failed: {self._trouble}")
 
     def _tell_trouble(self) -> None:

@@ -28,15 +28,13 @@ def prepare(checkpoints: Path) -> None:
     """Make the folder of checkpoints last, and sweep out what a dead run left half written or half removed."""
     files.make_folder(checkpoints)
     files.sync_folder(checkpoints.parent)
-    for name in files.names(checkpoints):
-        if name.startswith((ASIDE, TRASH)):
-            files.remove_folder(checkpoints / name)
+    _sweep(checkpoints)
 
 
 def begin(checkpoint: Path) -> Path:
-    """An empty folder in which a checkpoint is written."""
+    """An empty folder in which a checkpoint is written. What failed saves and rotations left is swept out."""
+    _sweep(checkpoint.parent)
     aside = checkpoint.with_name(ASIDE + checkpoint.name)
-    files.remove_folder(aside)
     files.make_folder(aside)
     return aside
 
@@ -88,6 +86,12 @@ def safetensors(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     yield memoryview(head)
     for name in entries:
         yield bytes_of(tensors[name])
+
+
+def _sweep(checkpoints: Path) -> None:
+    for name in files.names(checkpoints):
+        if name.startswith((ASIDE, TRASH)):
+            files.remove_folder(checkpoints / name)
 
 
 def _free_name(checkpoint: Path) -> Path:

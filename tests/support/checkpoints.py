@@ -102,8 +102,7 @@ class Diary:
 
 def checkpointer(folder: Path, states: Mapping[str, Stateful], mesh: Any = None, **settings: Any) -> CheckpointFolder:
     """An open checkpointer of these nodes."""
-    if not folder.exists():
-        folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     recipe = settings.pop("recipe", ResolvedRecipe("format = 1\n", "hash"))
     processes: Any = getattr(mesh, "processes", AloneProcesses())
     node = CheckpointFolder(
