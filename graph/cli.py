@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None, workshop: Workshop | None = Non
     if words and not hasattr(options, "overlay"):
         return say([Problem("DL110", f"{options.command} takes no values like {words[0]!r}")])
     try:
-        return int(options.main(options, workshop))
+        return int(options.main(options, workshop.importing(getattr(options, "imports", ()))))
     except RecipeError as error:
         return say(error.problems)
     except UserError as error:

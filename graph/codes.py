@@ -158,6 +158,12 @@ CODES = (
         "Tell its author: fields are ports, or of types that TOML has values for.",
     ),
     Code(
+        "DL207",
+        "Two components of one name",
+        "Two installed packages bring a component of the same name, or one has the name of one that ships.",
+        "Uninstall one of them.",
+    ),
+    Code(
         "DL301",
         "A field that can't be set",
         "The container fills this field in itself.",

@@ -10,7 +10,7 @@ from typing import Any
 from drawloom.graph.diff import diff
 from drawloom.graph.exits import FAULTY, FINE, say
 from drawloom.graph.explain import explain
-from drawloom.graph.listing import list_components
+from drawloom.graph.listing import list_components, list_plugins
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.resolving import resolve
 from drawloom.graph.schema.recipes import recipe_schema
@@ -23,7 +23,13 @@ def _takes_recipe(parser: argparse.ArgumentParser, name: str = "RECIPE", what: s
     help = what or "a path, the name of a shipped recipe, or a run folder"
     parser.add_argument("recipe", metavar=name, help=help)
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to lay over it")
+    _takes_packages(parser)
     parser.epilog = "Single values are set by node.key=value."
+
+
+def _takes_packages(parser: argparse.ArgumentParser) -> None:
+    help = "offer the components below this package, too, by their whole dotted path"
+    parser.add_argument("--import", action="append", default=[], metavar="PACKAGE", dest="imports", help=help)
 
 
 def _takes_check(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +56,13 @@ def _takes_target(parser: argparse.ArgumentParser) -> None:
 
 def _takes_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write it there")
+    _takes_packages(parser)
 
 
 def _takes_subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("subject", nargs="?", default="", metavar="SUBJECT", help="such as data, or data.loader")
+    parser.add_argument("--plugins", action="store_true", help="what installed packages bring, and which they are")
+    _takes_packages(parser)
 
 
 def _graph(options: argparse.Namespace, workshop: Workshop) -> Any:
@@ -126,7 +135,7 @@ def _schema(options: argparse.Namespace, workshop: Workshop) -> int:
 
 
 def _list(options: argparse.Namespace, workshop: Workshop) -> int:
-    print(list_components(workshop.catalogue, options.subject))
+    print(list_plugins(workshop.catalogue) if options.plugins else list_components(workshop.catalogue, options.subject))
     return FINE
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.problems import Problem, UserError
+from drawloom.graph.sources import brought_by
 from drawloom.graph.spec import Field, Spec
 from drawloom.graph.suggest import did_you_mean
 from drawloom.graph.values import Values
@@ -16,15 +17,34 @@ def list_components(catalogue: Catalogue, subject: str = "") -> str:
     if not names:
         known = {name.partition(".")[0] for name in catalogue.names()} | set(catalogue.names())
         raise UserError(f"there is no subject {subject!r}; {did_you_mean(subject, known)}".rstrip("; "), 2)
-    found = [spec for spec in map(catalogue.find, names) if not isinstance(spec, Problem)]
     if subject:
-        return "\n\n".join("\n".join(_long(spec)) for spec in found)
-    width = max(len(spec.use) for spec in found)
-    return "\n".join(f"{spec.use:{width}}  {spec.doc}" for spec in found)
+        return "\n\n".join("\n".join(_long(name, catalogue.find(name))) for name in names)
+    width = max(map(len, names))
+    return "\n".join(f"{name:{width}}  {_short(catalogue.find(name))}" for name in names)
 
 
-def _long(spec: Spec) -> Iterator[str]:
-    yield f"{spec.use}: {spec.doc}"
+def list_plugins(catalogue: Catalogue) -> str:
+    """What installed distributions bring, one component a line, with who brings it; those that clash say so."""
+    entries = catalogue.installed.entries
+    if not entries:
+        return f"no installed package declares components in the group {catalogue.installed.group!r}"
+    clashing = [name for name in catalogue.installed.names() if len(catalogue.holders(name)) > 1]
+    rows = [(e.name, brought_by(e), f"{e.value}{' (clashes)' if e.name in clashing else ''}") for e in entries]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"{name:{widths[0]}}  {who:{widths[1]}}  {value}" for name, who, value in sorted(rows))
+
+
+def _short(found: Spec | Problem) -> str:
+    return found.text if isinstance(found, Problem) else found.doc
+
+
+def _long(name: str, found: Spec | Problem) -> Iterator[str]:
+    yield f"{name}: {_short(found)}{f' ({found.brought_by})' if isinstance(found, Spec) and found.brought_by else ''}"
+    if isinstance(found, Spec):
+        yield from _fields(found)
+
+
+def _fields(spec: Spec) -> Iterator[str]:
     for field in spec.fields.values():
         if field.kind == "setting":
             yield f"  {field.name}: {Values().describe_type(field.type)}{_default(field)}{_doc(field)}"

@@ -46,13 +46,14 @@ class Field:
 
 @attrs.frozen
 class Spec:
-    """A component class as recipes see it."""
+    """A component class as recipes see it. `brought_by` is the distribution, if that is not the program's own."""
 
     use: str
     cls: type
     fields: dict[str, Field]
     traits: Traits
     every_fields: tuple[Field, ...] = ()
+    brought_by: str = ""
 
     @property
     def doc(self) -> str:
@@ -60,13 +61,13 @@ class Spec:
         return (self.cls.__doc__ or "").strip().partition("\n")[0]
 
 
-def read_spec(use: str, cls: type) -> Spec:
+def read_spec(use: str, cls: type, brought_by: str = "") -> Spec:
     """What a component class asks for and can be told."""
     hints = typing.get_type_hints(cls)
     traits: Traits = vars(cls)["__component__"]
     fields = [_read_field(a, hints[a.name], traits.change) for a in attrs.fields(cls) if a.init]
     every = tuple(field for field in fields if field.kind == "every")
-    return Spec(use, cls, {field.name: field for field in fields}, traits, every)
+    return Spec(use, cls, {field.name: field for field in fields}, traits, every, brought_by)
 
 
 def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, change: Change) -> Field:

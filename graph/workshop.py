@@ -10,6 +10,7 @@ from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.container import Container
 from drawloom.graph.graph import Graph
 from drawloom.graph.plain import plain_recipe
+from drawloom.graph.problems import UserError
 from drawloom.graph.reading import Shelf
 from drawloom.graph.recipe import Recipe
 from drawloom.graph.resolving import resolve
@@ -28,6 +29,20 @@ class Workshop:
         """The workshop of a package that holds the folders `components` and `recipes`."""
         catalogue = Catalogue.of(f"{package}.components")
         return cls(catalogue, catalogue.folder.parent / "recipes")
+
+    def importing(self, packages: Sequence[str]) -> "Workshop":
+        """
+        A workshop that also knows the components below these packages, because whoever runs it says so.
+
+        A UserError if there is no such package.
+        """
+        catalogue = self.catalogue
+        for package in packages:
+            try:
+                catalogue = catalogue.with_package(package)
+            except (LookupError, ImportError, ValueError) as error:
+                raise UserError(f"--import {package}: {error}", exit_code=2) from error
+        return attrs.evolve(self, catalogue=catalogue)
 
     def load(self, recipe: str, overlays: Sequence[str] = (), words: Sequence[str] = ()) -> Recipe:
         """A recipe with overlays and command-line words laid over it; a RecipeError if it can't be read."""

@@ -155,3 +155,12 @@ def test_timings_go_to_stderr(workshop: Workshop, capsys: pytest.CaptureFixture[
     assert main(["run", "small", "--timings"], workshop) == 0
     said = capsys.readouterr()
     assert said.out == "" and said.err.splitlines()[0].split() == ["ms", "build", "open", "close"]
+
+
+def test_a_package_that_is_not_there_is_a_sentence(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--import` of what can't be imported ends with exit code 2."""
+    assert main(["check", "small", "--import", "no_such_package"], workshop) == 2
+    assert capsys.readouterr().err.startswith("--import no_such_package: there is no package")
+    assert main(["list", "--import", "os", "--plugins"], workshop) == 2
+    assert main(["list", "--plugins"], workshop) == 0
+    assert "no installed package declares" in capsys.readouterr().out

@@ -1,0 +1,1 @@
+"""Perplexity, a metric for drawloom."""

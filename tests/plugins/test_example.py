@@ -1,0 +1,72 @@
+"""The example plugin, installed for real: found, used from a recipe, tested with what drawloom offers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLUGIN = Path(__file__).parent / "perplexity"
+
+TINY = [
+    "--overlay",
+    str(PLUGIN / "with_perplexity.toml"),
+    "trainer.steps=2",
+    "corpus.use=data.text_files",
+    'corpus.paths=["*.txt"]',
+    "corpus.held_out=0.2",
+    "packing.length=16",
+    "sample.context=16",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.head_dim=8",
+    "model.feed_forward=16",
+    "batch.global_size=2",
+    "batch.micro_size=2",
+]
+
+COMMANDS = """
+import sys
+from drawloom.graph.cli import main
+words = sys.argv[1:]
+sys.exit(main(["list", "--plugins"]) or main(["list", "language"]) or main(["show", "first_run", *words])
+         or main(["run", "first_run", *words]))
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a Python that has the plugin, installed without a network."""
+    target = tmp_path_factory.mktemp("site")
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(PLUGIN)]
+    subprocess.run(command, check=True, capture_output=True)
+    paths = os.pathsep.join([str(target), str(ROOT / "src")])
+    return {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+
+
+def test_a_recipe_uses_it(installed: dict[str, str], tmp_path: Path) -> None:
+    """It is listed with its distribution, it is resolved with it, and a run writes down what it measures."""
+    for number in range(12):
+        (tmp_path / f"{number}.txt").write_text(f"{number} " + "some text to learn from\n" * 20, "utf-8")
+    command = [sys.executable, "-c", COMMANDS, *TINY]
+    done = subprocess.run(command, cwd=tmp_path, env=installed, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "language.perplexity  drawloom-perplexity 1.2.0  drawloom_perplexity.metric:Perplexity" in done.stdout
+    assert "most: number = 1000000.0  (what is written down for all that is greater)" in done.stdout
+    assert "drawloom-perplexity 1.2.0; " in done.stdout and "most = 1000.0" in done.stdout
+    lines = (tmp_path / "runs" / "first_run" / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert [0 < json.loads(line)["perplexity"] <= 1000.0 for line in lines] == [True, True]
+
+
+def test_its_own_tests_pass(installed: dict[str, str]) -> None:
+    """A plugin is tested with the fixtures that drawloom brings."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "drawloom.graph.pytest_plugin", "tests"]
+    env = {**installed, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=PLUGIN, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
