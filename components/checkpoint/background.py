@@ -11,20 +11,21 @@ T = TypeVar("T")
 def in_background(name: str, work: Callable[[], T]) -> Future[T]:
     """Begin; what the work gives or raises is in the future. A thread that hangs keeps no process alive."""
     future: Future[T] = Future()
-    threading.Thread(target=_work, args=(future, work), name=name, daemon=True).start()
+    threading.Thread(target=_work, args=(future, [work]), name=name, daemon=True).start()
     return future
 
 
 def at_once(name: str, work: Callable[[], T]) -> Future[T]:
     """The same without a thread: it is done when this returns."""
     future: Future[T] = Future()
-    _work(future, work)
+    _work(future, [work])
     return future
 
 
-def _work(future: Future[T], work: Callable[[], T]) -> None:
+def _work(future: Future[T], works: list[Callable[[], T]]) -> None:
+    """Do what is in the list and forget it, with all that it holds, before anybody is told that it is done."""
     try:
-        result = work()
+        result = works.pop()()
     except BaseException as error:
         future.set_exception(error)
     else:

@@ -1,6 +1,8 @@
 """Work in a thread of its own."""
 
 import threading
+import weakref
+from functools import partial
 
 import pytest
 
@@ -31,6 +33,21 @@ def test_whatever_it_raises_waits_too(error: BaseException) -> None:
 
     assert in_background("writing", fail).exception(10) is error
     assert at_once("writing", fail).exception(0) is error
+
+
+def test_what_it_needed_is_gone_when_it_is_done() -> None:
+    """Memory that it held can be used again as soon as the future has its result."""
+
+    class Large:
+        """Something that takes room."""
+
+    for _ in range(50):
+        large = Large()
+        gone = weakref.ref(large)
+        future = in_background("writing", partial(bool, large))
+        del large
+        future.result(10)
+        assert gone() is None
 
 
 def test_at_once_is_in_this_thread() -> None:
