@@ -51,5 +51,6 @@ def _lines(graph: Graph, node: Node, table: dict[str, Any]) -> Iterator[tuple[st
 def _commented(lines: list[tuple[str, str]]) -> Iterator[str]:
     width = max(len(line) for line, _ in lines if len(line) <= WIDTH or line is lines[0][0])
     for line, comment in lines:
-        printable = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in comment)
-        yield f"{line:{width}}  # {printable}"
+        if not comment.isprintable():
+            comment = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in comment)
+        yield f"{line:{width}}  # {comment}"
