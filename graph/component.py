@@ -44,6 +44,7 @@ def component(
 
     - `constraints(node)` yields problems that take more than one setting, or those of neighbours, to see;
     - `offers(node)` maps kinds to the names that settings anywhere in the graph may use;
+    - `notes(node)` yields lines that `explain` shows of the node;
     - `weigh_change(node, key)` says what it means to resume with another value of a key, or None.
     """
 

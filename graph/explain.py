@@ -58,9 +58,16 @@ def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
     yield from _section("settings", [_setting_line(graph, node, f) for f in fields if f.kind == "setting"])
     yield from _section("edges", [_edge_line(graph, node, f) for f in fields if f.is_edge])
     yield from _section("filled in", [_filled_line(graph, f, root) for f in fields if f.kind in ("every", "recipe")])
+    yield from _section("notes", [*_notes(graph, node)])
     used = [f"[{user}] {', '.join(keys)}" for user, keys in graph.uses_of(node.name)]
     yield from _section("used by", used or ["nobody"])
     yield from _section("place", [*place_in_order(graph, node.name, root), *places_in_sequences(graph, node.name)])
+
+
+def _notes(graph: Graph, node: Node) -> Iterable[str]:
+    """What the component itself says of the node, unless it is at fault."""
+    notes = getattr(node.spec.cls, "notes", None)
+    return notes(graph.view(node.name)) if notes and not node.faulty else ()
 
 
 def _section(title: str, lines: list[str]) -> Iterator[str]:

@@ -1,61 +1,143 @@
 """Operations, each in the implementation that suits the device best, or in the one that the recipe names."""
 
-from typing import Literal
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from drawloom.components.kernels.choosing import GPU, OPERATIONS, TRITON, Chosen, choose, load
 from drawloom.components.ports.data import IGNORED
-from drawloom.graph import component, setting
-from drawloom.kernels.attention import attention_eager
-from drawloom.kernels.embedding import embedding_eager
-from drawloom.kernels.linear import linear_eager
-from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
-from drawloom.kernels.rms_norm import rms_norm_eager
-from drawloom.kernels.rope import rope_eager
-from drawloom.kernels.swiglu import swiglu_eager
+from drawloom.components.ports.distributed import Device
+from drawloom.graph import between, component, setting
+from drawloom.graph.node import NodeView
+from drawloom.graph.problems import Problem
+from drawloom.kernels.cut_cross_entropy import Cut
 
-Choice = Literal["auto", "eager"]
+Plain = Literal["auto", "eager"]
+Choice = Literal["auto", "eager", "triton"]
+Routes = tuple[Tensor, Tensor, Tensor]
 
-LINEAR = {"auto": linear_eager, "eager": linear_eager}
-EMBEDDING = {"auto": embedding_eager, "eager": embedding_eager}
-RMS_NORM = {"auto": rms_norm_eager, "eager": rms_norm_eager}
-SWIGLU = {"auto": swiglu_eager, "eager": swiglu_eager}
-ROPE = {"auto": rope_eager, "eager": rope_eager}
-ATTENTION = {"auto": attention_eager, "eager": attention_eager}
-LINEAR_CROSS_ENTROPY = {"auto": linear_cross_entropy_eager, "eager": linear_cross_entropy_eager}
+
+def _operation(default: str, doc: str) -> Any:
+    """The setting that names an operation's implementation."""
+    return setting(default="auto", alias=default, doc=f"implementation of {doc}")
 
 
 @component
 class AutoKernels:
-    """The operations that a model computes with: `eager` is plain torch, `auto` the best for the device."""
+    """
+    The operations that a model computes with: `eager` is plain torch, `auto` the best for the device.
 
-    _linear: Choice = setting(default="auto", alias="linear", doc="implementation of linear layers")
-    _embedding: Choice = setting(default="auto", alias="embedding", doc="implementation of the embedding of tokens")
-    _rms_norm: Choice = setting(default="auto", alias="rms_norm", doc="implementation of RMSNorm")
-    _swiglu: Choice = setting(default="auto", alias="swiglu", doc="implementation of silu(gate) * up")
-    _rope: Choice = setting(default="auto", alias="rope", doc="implementation of the rotary position embedding")
-    _attention: Choice = setting(default="auto", alias="attention", doc="implementation of attention")
-    _linear_cross_entropy: Choice = setting(
-        default="auto", alias="linear_cross_entropy", doc="implementation of the loss over the vocabulary"
+    `triton` compiles a kernel when it is first used. Attention by `flex` or `varlen` is torch's own for GPUs; the
+    cross entropy `triton` finds gradients with the losses, and `cut` never keeps logits; `torch` is torch's grouped
+    product.
+    """
+
+    device: Device
+    _linear: Plain = _operation("linear", "linear layers")
+    _embedding: Plain = _operation("embedding", "the embedding of tokens")
+    _rms_norm: Choice = _operation("rms_norm", "RMSNorm")
+    _add_rms_norm: Choice = _operation("add_rms_norm", "an addition with the RMSNorm of the sum")
+    _swiglu: Choice = _operation("swiglu", "silu(gate) * up")
+    _rope: Choice = _operation("rope", "the rotary position embedding")
+    _qk_norm_rope: Choice = _operation("qk_norm_rope", "the norms and rotations of queries and keys")
+    _attention: Literal["auto", "eager", "flex", "varlen"] = _operation("attention", "attention")
+    _linear_cross_entropy: Literal["auto", "eager", "triton", "cut"] = _operation(
+        "linear_cross_entropy", "the loss over the vocabulary"
     )
+    least_slope: float = setting(
+        default=0.0, check=between(0, 1), doc="tiles of logits' gradients below it are left out by cut; 0 is exact"
+    )
+    _moe_routes: Choice = _operation("moe_routes", "the table of rows by expert")
+    _moe_permute: Choice = _operation("moe_permute", "copies of tokens for their experts")
+    _moe_unpermute: Choice = _operation("moe_unpermute", "sums of experts' rows by token")
+    _grouped_gemm: Literal["auto", "eager", "torch", "triton"] = _operation("grouped_gemm", "products by expert")
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """What runs on GPUs alone can't be asked of a CPU."""
+        if _kind(node) == "cpu":
+            for operation in OPERATIONS:
+                if node.settings[operation] in TRITON | GPU:
+                    text = f"{node.settings[operation]!r} runs on GPUs, and the device is the CPU"
+                    yield node.fault(operation, text, "write 'auto' or 'eager'")
+
+    @classmethod
+    def notes(cls, node: NodeView) -> Iterator[str]:
+        """What `auto` takes for each operation on the device of the recipe, and why."""
+        here = "cuda" if torch.cuda.is_available() else "cpu"
+        if _kind(node) == "cuda" != here:
+            yield "auto: what suits the GPU; there is none here to ask"
+            return
+        device = torch.device(here if _kind(node) == "auto" else _kind(node))
+        for operation in OPERATIONS:
+            if node.settings[operation] == "auto":
+                chosen = choose(operation, "auto", device)
+                yield f"{operation}: auto is {chosen.name}, for {chosen.why}"
+
+    def open(self) -> None:
+        """Load the implementations; a UserError if the device can't run one."""
+        _ = self._functions
+
+    def chosen(self, operation: str) -> Chosen:
+        """The implementation of an operation, and why it is this one."""
+        return choose(operation, getattr(self, f"_{operation}"), self.device.device)
+
+    @cached_property
+    def _functions(self) -> dict[str, Callable[..., Any]]:
+        return {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}
+
+    @cached_property
+    def _of_loss(self) -> Any:
+        """What the loss is told besides its tensors: which targets are ignored, and how logits are cut."""
+        cuts = self.chosen("linear_cross_entropy").name == "cut"
+        return Cut(ignored=IGNORED, least=self.least_slope) if cuts else IGNORED
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return LINEAR[self._linear](x, weight)
+        return self._functions["linear"](x, weight)  # type: ignore[no-any-return]
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        return EMBEDDING[self._embedding](tokens, weight)
+        return self._functions["embedding"](tokens, weight)  # type: ignore[no-any-return]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return RMS_NORM[self._rms_norm](x, weight, eps)
+        return self._functions["rms_norm"](x, weight, eps)  # type: ignore[no-any-return]
 
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        return SWIGLU[self._swiglu](gate, up)
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return self._functions["add_rms_norm"](x, residual, weight, eps)  # type: ignore[no-any-return]
+
+    def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
+        return self._functions["swiglu"](gate, up, scale)  # type: ignore[no-any-return]
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return ROPE[self._rope](x, cos, sin)
+        return self._functions["rope"](x, cos, sin)  # type: ignore[no-any-return]
+
+    def qk_norm_rope(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self._functions["qk_norm_rope"](q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-        return ATTENTION[self._attention](q, k, v, documents)
+        return self._functions["attention"](q, k, v, documents)  # type: ignore[no-any-return]
 
     def linear_cross_entropy(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return LINEAR_CROSS_ENTROPY[self._linear_cross_entropy](hidden, weight, targets, IGNORED)
+        return self._functions["linear_cross_entropy"](hidden, weight, targets, self._of_loss)  # type: ignore[no-any-return]
+
+    def moe_routes(self, experts_of: Tensor, experts: int) -> Routes:
+        return self._functions["moe_routes"](experts_of, experts)  # type: ignore[no-any-return]
+
+    def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
+        return self._functions["moe_permute"](x, probabilities, routes)  # type: ignore[no-any-return]
+
+    def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
+        return self._functions["moe_unpermute"](rows, routes, probabilities)  # type: ignore[no-any-return]
+
+    def grouped_gemm(self, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
+        return self._functions["grouped_gemm"](x, weight, ends, transposed)  # type: ignore[no-any-return]
+
+
+def _kind(node: NodeView) -> str:
+    """The kind of device that the recipe names: auto, cpu or cuda."""
+    kinds = [device.settings.get("kind") for device in node.neighbours("device")]
+    return str(kinds[0]) if kinds and kinds[0] else "auto"

@@ -86,12 +86,26 @@ class Kernels(Protocol):
         """RMSNorm over the last dimension of (..., width)."""
         ...
 
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up, any shape."""
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """RMSNorm of x + residual, both (..., width), and the sum itself."""
+        ...
+
+    def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
+        """silu(gate) * up, any shape, each vector times its scale if there is one."""
         ...
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate (rows, length, heads, head_dim) by angles (rows, length, head_dim // 2), halves layout."""
+        ...
+
+    def qk_norm_rope(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """
+        RMSNorm by head, each with its weight (head_dim,), and then `rope`, of queries and keys.
+
+        q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim), and such results.
+        """
         ...
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
@@ -105,6 +119,37 @@ class Kernels(Protocol):
 
     def linear_cross_entropy(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Losses by token, float32 of shape (...), of logits hidden (..., width) @ weight.T (vocabulary, width)."""
+        ...
+
+
+@port
+class ExpertKernels(Kernels, Protocol):
+    """
+    The operations of a model with experts.
+
+    Rows are copies of tokens, one for each choice of an expert, sorted by expert. `routes` are three tensors: the row
+    of each choice, int32 (tokens, choices); the choice of each row, int32 (tokens * choices,); and where each expert's
+    rows end, int32 (experts,). Choices of nobody have no row, and rows past the last end may hold anything.
+    """
+
+    def moe_routes(self, experts_of: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Routes for integers (tokens, choices) from 0 to experts - 1, or -1 for nobody."""
+        ...
+
+    def moe_permute(
+        self, x: Tensor, probabilities: Tensor, routes: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The rows (tokens * choices, width) of x (tokens, width), and the probability (tokens, choices) of each."""
+        ...
+
+    def moe_unpermute(
+        self, rows: Tensor, routes: tuple[Tensor, Tensor, Tensor], probabilities: Tensor | None = None
+    ) -> Tensor:
+        """Rows, times their probabilities if there are any, added up by token: (tokens, width)."""
+        ...
+
+    def grouped_gemm(self, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
+        """Each row of x (rows, inputs) times its expert's matrix (experts, inputs, outputs), or transposed."""
         ...
 
 

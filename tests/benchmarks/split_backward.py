@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.split_backward import SplitBackward
 from drawloom.components.pipeline.weight_plan import StageWeights
 from drawloom.components.ports.model import Shared, Span
 from drawloom.kernels.attention import attention_eager
+from support.qwen3 import cpu_kernels
 
 SIZES = [(128, 2, 64), (128, 8, 64), (256, 4, 64)]
 """Width, rows, length."""
@@ -51,6 +51,16 @@ class TorchKernels:
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         (a, b), cos, sin = x.chunk(2, -1), cos.unsqueeze(-2), sin.unsqueeze(-2)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        summed = x + residual
+        return self.rms_norm(summed, weight, eps), summed
+
+    def qk_norm_rope(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        normed = self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps)
+        return self.rope(normed[0], cos, sin), self.rope(normed[1], cos, sin)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
         return attention_eager(q, k, v, documents)
@@ -166,7 +176,7 @@ def main() -> None:
         for size in SIZES:
             for fresh in (True, False):
                 subjects = {
-                    "ours, our operations": Subject(AutoKernels(), size, by_torch=False),
+                    "ours, our operations": Subject(cpu_kernels(), size, by_torch=False),
                     "ours, torch's operations": Subject(TorchKernels(), size, by_torch=False),
                     "torch, torch's operations": Subject(TorchKernels(), size, by_torch=True),
                 }

@@ -10,7 +10,6 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypeByPurpose
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.executor import Executor
@@ -18,6 +17,7 @@ from drawloom.components.pipeline.stages import RealStages
 from drawloom.components.ports.data import IGNORED, Batch
 from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.problems import Problem
+from support.qwen3 import cpu_kernels
 
 
 @attrs.frozen
@@ -80,7 +80,7 @@ def _step(name: str, microbatches: int, tied: bool, frozen: bool, mesh: RankMesh
     """Gradients by name (summed over ranks that share one), this rank's part of the loss, and the held-out loss."""
     sizes: dict[str, Any] = {"width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "feed_forward": 24}
     stages = RealStages(
-        model=Qwen3Dense(kernels=AutoKernels(), tied=tied, layers=8, vocabulary=20, **sizes),
+        model=Qwen3Dense(kernels=cpu_kernels(), tied=tied, layers=8, vocabulary=20, **sizes),
         schedule=schedule(name),
         mesh=mesh,
         device=device,

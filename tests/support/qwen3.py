@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model_state.converting import convert
@@ -22,9 +23,15 @@ SIZES: dict[str, Any] = {
 }
 
 
+def cpu_kernels(**choices: Any) -> AutoKernels:
+    """Kernels on a CPU, those that `auto` takes unless others are chosen."""
+    device: Any = ComputeDevice(kind="cpu")
+    return AutoKernels(device=device, **choices)
+
+
 def dense(**changes: Any) -> Qwen3Dense:
-    """A small model, of other sizes where it is told so."""
-    return Qwen3Dense(kernels=AutoKernels(), **(SIZES | changes))
+    """A small model, of other sizes or kernels where it is told so."""
+    return Qwen3Dense(**({"kernels": cpu_kernels()} | SIZES | changes))
 
 
 def whole(model: Qwen3Dense) -> nn.Module:

@@ -25,8 +25,8 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, documents: Tensor) -> Tensor:
         q, k, v = (self._split(project(hidden)) for project in (self.q, self.k, self.v))
-        q = self.kernels.rope(self.q_norm(q), cos, sin)
-        k = self.kernels.rope(self.k_norm(k), cos, sin)
+        weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+        q, k = self.kernels.qk_norm_rope(q, k, *weights, eps, cos, sin)
         mixed = self.kernels.attention(q, k, v, documents)
         return self.out(mixed.flatten(-2))  # type: ignore[no-any-return]
 

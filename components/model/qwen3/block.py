@@ -18,7 +18,10 @@ class Block(nn.Module):
         self.attention = Attention(architecture, kernels)
         self.feed_forward_norm = Norm(architecture.width, architecture.norm_eps, kernels)
         self.feed_forward = FeedForward(architecture, kernels)
+        self.kernels = kernels
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, documents: Tensor) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, documents)
-        return hidden + self.feed_forward(self.feed_forward_norm(hidden))  # type: ignore[no-any-return]
+        mixed = self.attention(self.attention_norm(hidden), cos, sin, documents)
+        weight, eps = self.feed_forward_norm.weight, self.feed_forward_norm.eps
+        normed, hidden = self.kernels.add_rms_norm(mixed, hidden, weight, eps)
+        return hidden + self.feed_forward(normed)  # type: ignore[no-any-return]

@@ -1,50 +1,161 @@
 """Choosing implementations by name."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
+from torch import Tensor
 
 from drawloom.components.kernels.auto import AutoKernels
+from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.ports.data import IGNORED
-from drawloom.components.ports.model import Kernels
+from drawloom.components.ports.model import ExpertKernels, Kernels
+from drawloom.graph import UserError
 from drawloom.graph.fit import misfits
 from drawloom.graph.spec import read_spec
+from drawloom.graph.workshop import Workshop
 from drawloom.kernels.attention import attention_eager
 from drawloom.kernels.embedding import embedding_eager
+from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.linear import linear_eager
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
-from drawloom.kernels.rms_norm import rms_norm_eager
+from drawloom.kernels.moe_permute import moe_permute_eager, moe_unpermute_eager
+from drawloom.kernels.moe_routes import moe_routes_eager
+from drawloom.kernels.qk_norm_rope import qk_norm_rope_eager
+from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 from drawloom.kernels.rope import rope_eager
 from drawloom.kernels.swiglu import swiglu_eager
+from support.qwen3 import cpu_kernels
 
-OPERATIONS = ["linear", "embedding", "rms_norm", "swiglu", "rope", "attention", "linear_cross_entropy"]
+SOURCE = str(Path(__file__).parents[3] / "src")
 
 
-def test_fits_its_port() -> None:
-    """The component keeps the promises of Kernels."""
-    assert misfits(AutoKernels, Kernels) == []
+@pytest.mark.parametrize("port", [Kernels, ExpertKernels])
+def test_fits_its_ports(port: type) -> None:
+    """The component keeps the promises of both kinds of kernels."""
+    assert misfits(AutoKernels, port) == []
 
 
 def test_each_operation_is_a_setting() -> None:
     """A recipe names an implementation by the operation's own name, and leaves it to us by default."""
     fields = read_spec("kernels.auto", AutoKernels).fields
-    assert {name: field.default for name, field in fields.items()} == dict.fromkeys(OPERATIONS, "auto")
+    settings = {name: field.default for name, field in fields.items() if name not in ("device", "least_slope")}
+    assert settings == dict.fromkeys(OPERATIONS, "auto")
+
+
+def test_names_of_settings_are_those_of_implementations() -> None:
+    """A recipe can write exactly the names that there are, and auto."""
+    for name, field in read_spec("kernels.auto", AutoKernels).fields.items():
+        if name in OPERATIONS:
+            assert set(field.type.__args__) == {"auto", *OPERATIONS[name].implementations}
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether tensors, or tuples of them, are bitwise equal."""
+    if isinstance(found, Tensor):
+        return torch.equal(found, expected)
+    return all(same(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("choice", ["auto", "eager"])
 def test_operations_are_the_eager_ones(choice: Any) -> None:
     """On a CPU each operation is its eager implementation, whichever way it is chosen."""
-    kernels = AutoKernels(**dict.fromkeys(OPERATIONS, choice))
+    kernels = cpu_kernels(**dict.fromkeys(OPERATIONS, choice))
+    kernels.open()
     x, weight = torch.randn(2, 3, 4, 8), torch.randn(8)
     cos, sin = torch.rand(2, 2, 3, 4)
     documents, targets = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([1, 0, IGNORED])
-    assert torch.equal(kernels.linear(x, x[0, 0]), linear_eager(x, x[0, 0]))
-    assert torch.equal(kernels.embedding(targets[:2], x[0, 0]), embedding_eager(targets[:2], x[0, 0]))
-    assert torch.equal(kernels.rms_norm(x, weight, 0.1), rms_norm_eager(x, weight, 0.1))
-    assert torch.equal(kernels.swiglu(x, -x), swiglu_eager(x, -x))
-    assert torch.equal(kernels.rope(x, cos, sin), rope_eager(x, cos, sin))
-    assert torch.equal(kernels.attention(x, x, x, documents), attention_eager(x, x, x, documents))
+    assert same(kernels.linear(x, x[0, 0]), linear_eager(x, x[0, 0]))
+    assert same(kernels.embedding(targets[:2], x[0, 0]), embedding_eager(targets[:2], x[0, 0]))
+    assert same(kernels.rms_norm(x, weight, 0.1), rms_norm_eager(x, weight, 0.1))
+    assert same(kernels.add_rms_norm(x, -2 * x, weight, 0.1), add_rms_norm_eager(x, -2 * x, weight, 0.1))
+    assert same(kernels.swiglu(x, -x), swiglu_eager(x, -x))
+    assert same(kernels.swiglu(x, -x, cos), swiglu_eager(x, -x, cos))
+    assert same(kernels.rope(x, cos, sin), rope_eager(x, cos, sin))
+    arguments = x, x[:, :, :2], weight, weight + 1, 0.1, cos, sin
+    assert same(kernels.qk_norm_rope(*arguments), qk_norm_rope_eager(*arguments))
+    assert same(kernels.attention(x, x, x, documents), attention_eager(x, x, x, documents))
     losses = kernels.linear_cross_entropy(x[0, :, 0], x[0, 0], targets)
-    assert torch.equal(losses, linear_cross_entropy_eager(x[0, :, 0], x[0, 0], targets))
+    assert same(losses, linear_cross_entropy_eager(x[0, :, 0], x[0, 0], targets))
     assert losses[2] == 0
+
+
+def test_operations_of_experts_are_the_eager_ones() -> None:
+    """As for a model without experts."""
+    kernels = cpu_kernels()
+    x, weight, probabilities = torch.randn(5, 8), torch.randn(3, 8, 6), torch.rand(5, 2)
+    experts_of = torch.randint(-1, 3, (5, 2))
+    routes = kernels.moe_routes(experts_of, 3)
+    known = moe_routes_eager(experts_of, 3)
+    assert same(routes, known)
+    rows = kernels.moe_permute(x, probabilities, routes)
+    assert same(rows, moe_permute_eager(x, probabilities, known))
+    product = kernels.grouped_gemm(rows[0], weight, routes[2])
+    assert same(product, grouped_gemm_eager(rows[0], weight, known.ends))
+    assert same(kernels.moe_unpermute(product, routes), moe_unpermute_eager(product, known))
+
+
+def test_the_cut_loss_is_told_what_the_recipe_says() -> None:
+    """Its filter is the recipe's, and without one it is exact."""
+    hidden, weight = torch.randn(9, 16, requires_grad=True), torch.randn(300, 16)
+    targets = torch.zeros(9, dtype=torch.int64)  # in one of three tiles of words
+    targets[3] = IGNORED
+    exact, cut, filtered = (
+        cpu_kernels(linear_cross_entropy=name, least_slope=least).linear_cross_entropy(hidden, weight, targets)
+        for name, least in (("eager", 0.0), ("cut", 0.0), ("cut", 0.9))
+    )
+    torch.testing.assert_close(cut, exact)
+    torch.testing.assert_close(filtered, exact)
+    grads = [torch.autograd.grad(losses.sum(), hidden)[0] for losses in (exact, cut, filtered)]
+    torch.testing.assert_close(grads[0], grads[1])
+    assert not torch.allclose(grads[0], grads[2])
+
+
+def test_triton_on_a_cpu_is_told_when_the_node_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any data is read or a model is built."""
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(UserError, match=r"kernels\.auto: swiglu is 'triton', but Triton runs on GPUs"):
+        cpu_kernels(swiglu="triton").open()
+
+
+def problems(*words: str) -> list[str]:
+    workshop = Workshop.of("drawloom")
+    return [str(problem) for problem in workshop.graph(workshop.load("first_run", (), words)).problems]
+
+
+@pytest.mark.parametrize("choice", ["rms_norm=triton", "attention=flex", "linear_cross_entropy=cut"])
+def test_check_knows_that_a_cpu_is_no_gpu(choice: str) -> None:
+    """Where the recipe says that the device is the CPU, what needs a GPU is a problem at its place."""
+    (problem,) = problems("device.kind=cpu", f"kernels.{choice}")
+    name = choice.partition("=")[2]
+    assert f"[kernels] '{name}' runs on GPUs, and the device is the CPU; write 'auto' or 'eager'" in problem
+    assert problems(f"kernels.{choice}") == []
+
+
+def test_explain_says_what_auto_takes() -> None:
+    """And why; operations that the recipe chooses are among the settings already."""
+    workshop = Workshop.of("drawloom")
+    graph = workshop.graph(workshop.load("first_run", (), ("device.kind=cpu", "kernels.rope=eager")))
+    notes = list(AutoKernels.notes(graph.view("kernels")))
+    assert "rms_norm: auto is eager, for the device is the CPU" in notes
+    assert not [note for note in notes if note.startswith("rope:")]
+
+
+def test_eager_kernels_do_without_triton() -> None:
+    """Importing the kernels' component, and running the eager ones, imports no triton, nor needs it to be there."""
+    code = """
+import sys
+sys.modules["triton"] = None  # importing it fails
+import torch
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.kernels.auto import AutoKernels
+kernels = AutoKernels(device=ComputeDevice(kind="cpu"))
+kernels.open()
+x = torch.randn(2, 3, 4, 8, requires_grad=True)
+kernels.swiglu(kernels.rms_norm(x, torch.ones(8), 1e-6), x).sum().backward()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": SOURCE})

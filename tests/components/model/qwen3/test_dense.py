@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.ports.data import IGNORED
 from drawloom.components.ports.model import Model, Span
 from drawloom.graph import UserError
 from drawloom.graph.fit import misfits
-from support.qwen3 import SIZES, dense, one_document, packed, twin, whole
+from support.qwen3 import SIZES, cpu_kernels, dense, one_document, packed, twin, whole
 
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {},
@@ -140,7 +139,7 @@ class FakeTokenizer:
 def with_tokenizer(**changes: Any) -> Qwen3Dense:
     sizes = {key: value for key, value in SIZES.items() if key != "vocabulary"}
     tokenizer: Any = FakeTokenizer()
-    return Qwen3Dense(kernels=AutoKernels(), tokenizer=tokenizer, **(sizes | changes))
+    return Qwen3Dense(kernels=cpu_kernels(), tokenizer=tokenizer, **(sizes | changes))
 
 
 def test_vocabulary_of_the_tokenizer() -> None:
@@ -159,5 +158,5 @@ def test_vocabulary_too_small_for_the_tokenizer() -> None:
 
 def test_constructor_reads_nothing() -> None:
     """A config that is not there is a fault of use, not of construction."""
-    model = Qwen3Dense(kernels=AutoKernels(), config="/nowhere/config.json")  # type: ignore[arg-type]
+    model = Qwen3Dense(kernels=cpu_kernels(), config="/nowhere/config.json")  # type: ignore[arg-type]
     assert model.config is not None

@@ -7,11 +7,10 @@ from typing import Any
 import attrs
 import pytest
 
-from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
 from drawloom.graph import UserError
-from support.qwen3 import SIZES
+from support.qwen3 import SIZES, cpu_kernels
 
 NONE = dict.fromkeys((a.alias for a in attrs.fields(Qwen3Dense)), None) | {"vocabulary_multiple": 1}  # type: ignore[arg-type]
 
@@ -65,7 +64,7 @@ def test_config_beside_sizes(tmp_path: Path) -> None:
 
 def test_errors_at_run_time_say_the_same() -> None:
     """Without a recipe, use raises what check would have said."""
-    model = Qwen3Dense(kernels=AutoKernels(), **(SIZES | {"kv_heads": 3}))
+    model = Qwen3Dense(kernels=cpu_kernels(), **(SIZES | {"kv_heads": 3}))
     with pytest.raises(UserError, match="kv_heads = 3 does not divide heads = 4; write one of 1, 2, 4"):
         _ = model.layers
 
@@ -89,7 +88,7 @@ def test_constraints_are_faults_of_the_node() -> None:
 
 def test_config_gives_all_sizes(tmp_path: Path) -> None:
     """A model from the config that another exports is that other model."""
-    other = Qwen3Dense(kernels=AutoKernels(), tied=True, rope_base=500.0, norm_eps=1e-5, **SIZES)
+    other = Qwen3Dense(kernels=cpu_kernels(), tied=True, rope_base=500.0, norm_eps=1e-5, **SIZES)
     (tmp_path / "config.json").write_text(json.dumps(other.hugging_face_config()))
     for config in (tmp_path, tmp_path / "config.json"):
-        assert Qwen3Dense(kernels=AutoKernels(), config=config).architecture == other.architecture
+        assert Qwen3Dense(kernels=cpu_kernels(), config=config).architecture == other.architecture

@@ -1,0 +1,114 @@
+"""Which implementations there are of each operation, and which one suits a device."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import attrs
+import torch
+
+from drawloom.graph import UserError
+from drawloom.kernels.availability import why_no_triton
+
+KERNELS = "drawloom.kernels"
+
+
+@attrs.frozen
+class Operation:
+    """
+    The implementations of an operation: name to where its function stands, `module.function` under the kernels.
+
+    `on_gpu` are the names from which `auto` takes the first that the GPU can run. A function whose name begins with a
+    capital is a class of which each user has an object.
+    """
+
+    implementations: Mapping[str, str]
+    on_gpu: tuple[str, ...] = ("triton", "eager")
+
+
+def _pair(module: str, function: str) -> Operation:
+    """An operation in plain torch and in Triton, in modules of one name."""
+    places = {"eager": f"{module}.{function}_eager", "triton": f"triton.{module}.{function}_triton"}
+    return Operation(places)
+
+
+OPERATIONS = {
+    "linear": Operation({"eager": "linear.linear_eager"}, ("eager",)),
+    "embedding": Operation({"eager": "embedding.embedding_eager"}, ("eager",)),
+    "rms_norm": _pair("rms_norm", "rms_norm"),
+    "add_rms_norm": _pair("rms_norm", "add_rms_norm"),
+    "swiglu": _pair("swiglu", "swiglu"),
+    "rope": _pair("rope", "rope"),
+    "qk_norm_rope": _pair("qk_norm_rope", "qk_norm_rope"),
+    "attention": Operation(
+        {
+            "eager": "attention.attention_eager",
+            "flex": "attention_flex.AttentionFlex",
+            "varlen": "attention_varlen.AttentionVarlen",
+        },
+        ("flex", "eager"),
+    ),
+    "linear_cross_entropy": Operation(
+        {
+            "eager": "linear_cross_entropy.linear_cross_entropy_eager",
+            "triton": "triton.linear_cross_entropy.linear_cross_entropy_triton",
+            "cut": "triton.cut_cross_entropy.cut_cross_entropy_triton",
+        }
+    ),
+    "moe_routes": _pair("moe_routes", "moe_routes"),
+    "moe_permute": _pair("moe_permute", "moe_permute"),
+    "moe_unpermute": _pair("moe_permute", "moe_unpermute"),
+    "grouped_gemm": Operation(
+        {
+            "eager": "grouped_gemm.grouped_gemm_eager",
+            "torch": "grouped_gemm.grouped_gemm_torch",
+            "triton": "triton.grouped_gemm.grouped_gemm_triton",
+        }
+    ),
+}
+
+TRITON = {"triton", "cut", "flex"}
+"""Implementations that Triton compiles."""
+
+GPU = {"varlen", "flex"}
+"""Implementations whose backward pass runs on GPUs alone."""
+
+
+@attrs.frozen
+class Chosen:
+    """The implementation that is taken, and why."""
+
+    name: str
+    why: str
+
+
+def choose(operation: str, wanted: str, device: torch.device) -> Chosen:
+    """
+    The implementation of an operation on a device; a UserError if the one that is wanted can't run there.
+
+    On a CPU `auto` is eager, and asks for nothing else.
+    """
+    if wanted != "auto":
+        if problem := why_not(wanted, device):
+            raise UserError(f"kernels.auto: {operation} is {wanted!r}, but {problem}; write {operation} = 'auto'", 2)
+        return Chosen(wanted, "the recipe says so")
+    if device.type == "cpu":
+        return Chosen("eager", "the device is the CPU")
+    problems = [(name, why_not(name, device)) for name in OPERATIONS[operation].on_gpu]
+    name = next(name for name, problem in problems if not problem)
+    reasons = [f"not {other}, for {problem}" for other, problem in problems if problem]
+    return Chosen(name, "; ".join(reasons) or "the device is a GPU")
+
+
+def why_not(implementation: str, device: torch.device) -> str:
+    """Why an implementation can't run on a device, or nothing."""
+    if implementation in GPU and device.type == "cpu":
+        return "its backward pass runs on GPUs, and the device is the CPU"
+    return why_no_triton(device) if implementation in TRITON else ""
+
+
+def load(operation: str, implementation: str) -> Callable[..., Any]:
+    """The function of an implementation; what it needs, triton say, is imported now."""
+    module, _, name = OPERATIONS[operation].implementations[implementation].rpartition(".")
+    found: Any = getattr(import_module(f"{KERNELS}.{module}"), name)
+    return found() if isinstance(found, type) else found  # type: ignore[no-any-return]

@@ -1,0 +1,57 @@
+"""Which implementation a device gets, and what is said when it can't be."""
+
+import pytest
+import torch
+import triton
+
+from drawloom.components.kernels import choosing
+from drawloom.components.kernels.choosing import OPERATIONS, choose, load
+from drawloom.graph import UserError
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ALL = [(operation, name) for operation, about in OPERATIONS.items() for name in about.implementations]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton as it is outside of its interpreter."""
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+
+
+@pytest.mark.parametrize(("operation", "name"), ALL)
+def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
+    """Each name leads to something that can be called."""
+    assert callable(load(operation, name))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_on_a_cpu_auto_is_eager(operation: str) -> None:
+    """Whatever else could run there."""
+    chosen = choose(operation, "auto", CPU)
+    assert (chosen.name, chosen.why) == ("eager", "the device is the CPU")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_on_a_gpu_auto_is_what_suits_it(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of the operation's own list where Triton runs; where it does not, one that needs none, and why."""
+    monkeypatch.setattr(choosing, "why_no_triton", lambda device: "")
+    assert choose(operation, "auto", GPU).name == OPERATIONS[operation].on_gpu[0]
+    monkeypatch.setattr(choosing, "why_no_triton", lambda device: "triton is not installed")
+    chosen = choose(operation, "auto", GPU)
+    assert chosen.name not in choosing.TRITON
+    if OPERATIONS[operation].on_gpu[0] in choosing.TRITON:
+        assert "triton is not installed" in chosen.why
+
+
+@pytest.mark.parametrize(("operation", "name"), [pair for pair in ALL if pair[1] in choosing.TRITON | choosing.GPU])
+@pytest.mark.usefixtures("compiled")
+def test_what_needs_a_gpu_is_refused_on_a_cpu(operation: str, name: str) -> None:
+    """In a sentence that says what to write instead."""
+    with pytest.raises(UserError, match=f"{operation} is '{name}', but .* the device is the CPU; write {operation} ="):
+        choose(operation, name, CPU)
+
+
+def test_triton_runs_on_a_cpu_in_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever turned that on may use it."""
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert choose("rms_norm", "triton", CPU).name == "triton"
