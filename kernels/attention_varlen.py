@@ -1,5 +1,6 @@
 """Causal attention inside documents by torch's flash attention over sequences of different lengths."""
 
+from inspect import signature
 from typing import Any
 from weakref import ref
 
@@ -24,12 +25,17 @@ class AttentionVarlen:
 
         if self._documents is None or self._documents() is not documents:
             self._documents, self._begins = ref(documents), begins(documents)
-        length, grouped = documents.shape[1], q.shape[2] != k.shape[2]
+        length, options = documents.shape[1], {}
+        if q.shape[2] != k.shape[2]:
+            if "enable_gqa" in signature(varlen_attn).parameters:
+                options["enable_gqa"] = True
+            else:  # torch 2.11
+                k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
         flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
         # No document is longer than its row: that is known without asking.
         bounds = self._begins, self._begins, length, length
         attend: Any = varlen_attn
-        found: Tensor = attend(flat_q, flat_k, flat_v, *bounds, window_size=(-1, 0), enable_gqa=grouped)
+        found: Tensor = attend(flat_q, flat_k, flat_v, *bounds, window_size=(-1, 0), **options)
         return found.view(q.shape)
 
 
