@@ -25,8 +25,14 @@ SIZES: dict[str, Any] = {
 
 def cpu_kernels(**choices: Any) -> AutoKernels:
     """Kernels on a CPU, those that `auto` takes unless others are chosen."""
-    device: Any = ComputeDevice(kind="cpu")
-    return AutoKernels(device=device, **choices)
+    return kernels_on(torch.device("cpu"), **choices)
+
+
+def kernels_on(device: torch.device, **choices: Any) -> AutoKernels:
+    """Kernels on a device, those that `auto` takes unless others are chosen."""
+    kind: Any = device.type
+    compute: Any = ComputeDevice(kind=kind)
+    return AutoKernels(device=compute, **choices)
 
 
 def dense(**changes: Any) -> Qwen3Dense:

@@ -29,7 +29,8 @@ from drawloom.kernels.qk_norm_rope import qk_norm_rope_eager
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 from drawloom.kernels.rope import rope_eager
 from drawloom.kernels.swiglu import swiglu_eager
-from support.qwen3 import cpu_kernels
+from support.kernels import DEVICE
+from support.qwen3 import cpu_kernels, kernels_on
 
 SOURCE = str(Path(__file__).parents[3] / "src")
 
@@ -101,11 +102,12 @@ def test_operations_of_experts_are_the_eager_ones() -> None:
 
 def test_the_cut_loss_is_told_what_the_recipe_says() -> None:
     """Its filter is the recipe's, and without one it is exact."""
-    hidden, weight = torch.randn(9, 16, requires_grad=True), torch.randn(300, 16)
-    targets = torch.zeros(9, dtype=torch.int64)  # in one of three tiles of words
+    hidden = torch.randn(9, 16, device=DEVICE, requires_grad=True)
+    weight = torch.randn(300, 16, device=DEVICE)
+    targets = torch.zeros(9, dtype=torch.int64, device=DEVICE)  # in one of three tiles of words
     targets[3] = IGNORED
     exact, cut, filtered = (
-        cpu_kernels(linear_cross_entropy=name, least_slope=least).linear_cross_entropy(hidden, weight, targets)
+        kernels_on(DEVICE, linear_cross_entropy=name, least_slope=least).linear_cross_entropy(hidden, weight, targets)
         for name, least in (("eager", 0.0), ("cut", 0.0), ("cut", 0.9))
     )
     torch.testing.assert_close(cut, exact)

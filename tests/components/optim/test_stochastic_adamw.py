@@ -14,6 +14,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
+from support.kernels import DEVICE
 
 
 class Weights:
@@ -23,8 +24,7 @@ class Weights:
         generator = torch.Generator().manual_seed(0)
         names = names or ("matrix", "vector")
         self.parameters = {
-            name: nn.Parameter(torch.randn(4, 6, generator=generator).bfloat16()[: 4 if name == "matrix" else 1])
-            for name in names
+            name: nn.Parameter(torch.randn(4, 6, generator=generator).bfloat16().to(DEVICE)) for name in names
         }
         if "vector" in self.parameters:
             self.parameters["vector"] = nn.Parameter(self.parameters["vector"].detach()[0].clone())
@@ -35,7 +35,7 @@ class Weights:
     def give_gradients(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for _, parameter in self.named():
-            parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+            parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16().to(DEVICE)
 
 
 @attrs.frozen
@@ -47,7 +47,8 @@ class OneJob:
 
 def made(weights: Weights, seed: int = 3, **settings: Any) -> StochasticAdamW:
     """An open optimizer."""
-    device: Any = ComputeDevice(kind="cpu")
+    kind: Any = DEVICE.type
+    device: Any = ComputeDevice(kind=kind)
     settings = {"lr": 0.01, **settings}
     optimizer = StochasticAdamW(parameters=weights, job=OneJob(seed), device=device, **settings)
     optimizer.open()
@@ -148,5 +149,6 @@ def test_state_that_does_not_fit_is_refused() -> None:
 def test_triton_without_a_gpu_is_a_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking for Triton on a CPU, outside of its interpreter, is told in a sentence."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(ComputeDevice, "device", torch.device("cpu"))
     with pytest.raises(UserError, match="implementation is 'triton', but Triton runs on GPUs"):
         made(Weights(), implementation="triton")

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.ports.data import IGNORED
-from drawloom.components.ports.model import Model, Span
+from drawloom.components.ports.model import Model, Shared, Span
 from drawloom.graph import UserError
 from drawloom.graph.fit import misfits
-from support.qwen3 import SIZES, cpu_kernels, dense, one_document, packed, twin, whole
+from support.kernels import DEVICE
+from support.qwen3 import SIZES, cpu_kernels, dense, kernels_on, one_document, packed, twin, whole
 
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {},
@@ -160,3 +161,51 @@ def test_constructor_reads_nothing() -> None:
     """A config that is not there is a fault of use, not of construction."""
     model = Qwen3Dense(kernels=cpu_kernels(), config="/nowhere/config.json")  # type: ignore[arg-type]
     assert model.config is not None
+
+
+KERNELS: dict[str, dict[str, Any]] = {
+    "rms_norm": {"rms_norm": "triton", "add_rms_norm": "triton"},
+    "qk_norm_rope": {"qk_norm_rope": "triton"},
+    "swiglu": {"swiglu": "triton"},
+    "loss with gradients": {"linear_cross_entropy": "triton"},
+    "cut loss": {"linear_cross_entropy": "cut"},
+}
+TRITON = {name: choice for choices in list(KERNELS.values())[:4] for name, choice in choices.items()}
+
+
+@pytest.mark.parametrize("choices", [*KERNELS.values(), TRITON], ids=[*KERNELS, "all"])
+def test_parity_holds_for_every_choice_of_kernels(choices: dict[str, Any]) -> None:
+    """Losses and gradients are those of transformers, whichever kernels compute them."""
+    model = dense(kernels=kernels_on(DEVICE, **choices))
+    module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
+    theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
+    losses = module(tokens, on_device(one_document(2, 11, targets)))
+    logits = theirs(tokens).logits.flatten(0, 1)
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none").view(2, 11)
+    torch.testing.assert_close(losses, expected, **CLOSE)
+    assert_gradients_equal(model, module, theirs, losses.sum(), expected.sum())
+
+
+@pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
+def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -> None:
+    """
+    With weights and activations of bfloat16, logits are as close to those of float64 as transformers' are.
+
+    How close that is depends on the model's depth, so transformers is the yardstick; a fifth more is allowed, for the
+    two round at different places.
+    """
+    kernels = kernels_on(DEVICE, **choices)
+    model = dense(kernels=kernels, layers=3, vocabulary=61, width=64, head_dim=16, feed_forward=96)
+    module, tokens = whole(model).to(DEVICE).bfloat16(), torch.randint(61, (2, 40)).to(DEVICE)
+    theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
+    exact = theirs.double()(tokens).logits
+    found, peer = module(tokens, on_device(one_document(2, 40))), theirs.bfloat16()(tokens).logits
+    ours, others = ((logits.double() - exact).norm() / exact.norm() for logits in (found, peer))
+    assert found.dtype == torch.bfloat16
+    assert 1e-4 < ours < 1.2 * others
+
+
+def on_device(shared: Shared) -> Shared:
+    """What a microbatch's stages see, where kernels run."""
+    targets = None if shared.targets is None else shared.targets.to(DEVICE)
+    return Shared(shared.positions.to(DEVICE), shared.documents.to(DEVICE), targets)
