@@ -1,8 +1,12 @@
 """A store whose module fails."""
 
-raise RuntimeError("this store burnt down")
+from drawloom.graph import component
+
+FIRE = "this store burnt down"
+if FIRE:
+    raise RuntimeError(FIRE)
 
 
-@component  # noqa: F821
-class Broken:  # type: ignore[unreachable]
+@component
+class Broken:
     """Keeps nothing."""
