@@ -1,6 +1,7 @@
 """The recipe that a graph was built from, as data that a component can be given."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Literal
 
 import attrs
@@ -44,16 +45,27 @@ def _no_changes(_older: str) -> list[RecipeChange]:
     return []
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class ResolvedRecipe:
     """
     The recipe that this graph was built from, as text that can be read again. The container fills in such fields.
 
-    `changes` tells what differs between an older resolved recipe and this one; `accept_changes` says that whoever
-    runs it wants to go on whatever differs.
+    `hash` is equal for recipes that say the same. Both may be given as functions, which are called when somebody first
+    asks: to write a recipe out takes as long as to read it. `changes` tells what differs between an older resolved
+    recipe and this one; `accept_changes` says that whoever runs it wants to go on whatever differs.
     """
 
-    text: str
-    hash: str
+    _text: str | Callable[[], str]
+    _hash: str | Callable[[], str]
     accept_changes: bool = False
-    changes: Callable[[str], list[RecipeChange]] = attrs.field(default=_no_changes, eq=False)
+    changes: Callable[[str], list[RecipeChange]] = _no_changes
+
+    @cached_property
+    def text(self) -> str:
+        """TOML 1.0."""
+        return self._text if isinstance(self._text, str) else self._text()
+
+    @cached_property
+    def hash(self) -> str:
+        """64 hexadecimal digits."""
+        return self._hash if isinstance(self._hash, str) else self._hash()

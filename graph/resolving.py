@@ -24,8 +24,12 @@ def resolve(graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
     A comment behind each line says where it has come from, so that a run folder still tells years later what was
     chosen and what was left as it was. Comments are no part of the hash.
     """
-    plain = plain_graph(graph)
-    return ResolvedRecipe(_text(plain, graph), digest(plain), accept_changes, lambda older: changes_since(older, graph))
+    return ResolvedRecipe(
+        lambda: _text(graph),
+        lambda: digest(plain_graph(graph)),
+        accept_changes,
+        lambda older: changes_since(older, graph),
+    )
 
 
 def digest(plain: Plain) -> str:
@@ -33,9 +37,9 @@ def digest(plain: Plain) -> str:
     return hashlib.sha256(canonical(plain).encode()).hexdigest()
 
 
-def _text(plain: Plain, graph: Graph) -> str:
+def _text(graph: Graph) -> str:
     lines = [f"format = {FORMAT}"]
-    for name, table in plain.items():
+    for name, table in plain_graph(graph).items():
         lines += ["", f"[{'.'.join(key(part) for part in name.split('.'))}]"]
         lines += _commented(list(_lines(graph, graph.nodes[name], table)))
     empty = [name for name, members in graph.recipe.groups.items() if not members]
