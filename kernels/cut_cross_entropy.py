@@ -78,7 +78,7 @@ def cross_entropy(
 ) -> Tensor:
     """The same by any implementation."""
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    later = None if torch.compiler.is_compiling() else weight_gradient_of(weight)
+    later = weight_gradient_of(weight)
     losses: Tensor = _CutCrossEntropy.apply(tokens, weight, flat, cut, implementation, later)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses.reshape(targets.shape)
@@ -96,7 +96,7 @@ class _CutCrossEntropy(Function):
         targets: Tensor,
         cut: Cut,
         implementation: Implementation,
-        weight_gradient: WeightGradient | None,
+        weight_gradient: WeightGradient,
     ) -> Tensor:
         own = own_targets(targets, len(weight), cut.ignored, cut.part)
         totals, chosen = put_together(*implementation.totals(hidden, weight, own, cut), cut.part)

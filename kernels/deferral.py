@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -137,6 +138,8 @@ class _Recording:
 
 def weight_gradient_of(weight: Tensor) -> WeightGradient:
     """How the operation that is asked for in this forward pass shall compute the gradient of this weight."""
+    if torch.compiler.is_compiling():
+        return _now  # compiled code computes what it was compiled to
     deferral = _deferral.get()
     if deferral is None or not (weight.requires_grad and weight.is_leaf):
         return _now

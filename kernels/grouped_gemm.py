@@ -52,7 +52,7 @@ def grouped_gemm_torch(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool
 
 def grouped_gemm(implementation: Implementation, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     """The same by any implementation."""
-    later = None if torch.compiler.is_compiling() else weight_gradient_of(weight)
+    later = weight_gradient_of(weight)
     result: Tensor = _GroupedGemm.apply(x, weight, ends, transposed, implementation, later)  # type: ignore[no-untyped-call]
     return result
 
@@ -68,7 +68,7 @@ class _GroupedGemm(Function):
         ends: Tensor,
         transposed: bool,
         implementation: Implementation,
-        weight_gradient: WeightGradient | None,
+        weight_gradient: WeightGradient,
     ) -> Tensor:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, ends)
@@ -85,8 +85,7 @@ class _GroupedGemm(Function):
             grad_x = ctx.implementation.rows(grad, weight if ctx.transposed else weight.transpose(1, 2), ends)
         if x is not None:
             compute = partial(_weight_gradient, ctx.implementation, ctx.transposed)
-            later = ctx.weight_gradient
-            grad_weight = compute(x, grad, ends) if later is None else later(compute, x, grad, ends)
+            grad_weight = ctx.weight_gradient(compute, x, grad, ends)
         return grad_x, grad_weight, None, None, None, None
 
 

@@ -40,12 +40,23 @@ class _Rope(Function):
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Written into parts of one new tensor: joining results would cost another pass."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    if torch.compiler.is_compiling():
+        return _joined(x, cos, sin, interleaved)
     turned = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype), device=x.device)
     (a, b, rest), (turned_a, turned_b, turned_rest) = (_parts(t, cos.shape[-1], interleaved) for t in (x, turned))
     torch.mul(a, cos, out=turned_a).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=turned_b).addcmul_(a, sin)
     turned_rest.copy_(rest)
     return turned.to(x.dtype)
+
+
+def _joined(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The same without writing into parts of tensors, which torch.compile does not follow; it joins without a pass."""
+    a, b, rest = _parts(x, cos.shape[-1], interleaved)
+    turned_a, turned_b = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
+    if interleaved:
+        return torch.cat((torch.stack((turned_a, turned_b), -1).flatten(-2), rest), -1)
+    return torch.cat((turned_a, turned_b, rest), -1)
 
 
 def _parts(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,7 +39,7 @@ def linear_cross_entropy_triton(hidden: Tensor, weight: Tensor, targets: Tensor,
     """What linear_cross_entropy_eager gives, for float32, bfloat16, float16; NaN for a target that does not exist."""
     check_floats("linear_cross_entropy_triton", hidden, weight)
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    later = None if torch.compiler.is_compiling() else weight_gradient_of(weight)
+    later = weight_gradient_of(weight)
     learns = torch.is_grad_enabled()
     losses: Tensor = _LinearCrossEntropy.apply(tokens, weight, flat, ignored, learns, later)  # type: ignore[no-untyped-call]
     return losses.reshape(targets.shape)
@@ -56,7 +56,7 @@ class _LinearCrossEntropy(Function):
         targets: Tensor,
         ignored: int,
         learns: bool,
-        weight_gradient: WeightGradient | None,
+        weight_gradient: WeightGradient,
     ) -> Tensor:
         wanted = [learns and needs for needs in ctx.needs_input_grad[:2]]
         losses, totals, grad_hidden, grad_weight = _forward(hidden, weight, targets, ignored, *wanted, AT_ONCE)
@@ -74,17 +74,13 @@ class _LinearCrossEntropy(Function):
         grad_hidden = (of_hidden * finite.unsqueeze(-1)).to(hidden.dtype) if wants_hidden else None
         if not wants_weight:
             return grad_hidden, None, None, None, None, None
-        later = _now if ctx.weight_gradient is None else ctx.weight_gradient
+        later = ctx.weight_gradient
         if uniform:
             grad_weight = later(_scaled, of_weight, grad[:1], weight)
         else:
             own = own_targets(targets, len(weight), ctx.ignored, None)
             grad_weight = later(_from_scratch, hidden, weight, own, totals, finite)
         return grad_hidden, grad_weight, None, None, None, None
-
-
-def _now(compute: Any, *tensors: Tensor) -> Any:
-    return compute(*tensors)
 
 
 def _scaled(of_weight: Tensor, factor: Tensor, weight: Tensor) -> Tensor:

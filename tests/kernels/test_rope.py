@@ -1,5 +1,7 @@
 """rope against turning complex numbers."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -93,3 +95,13 @@ def test_in_place() -> None:
     rope_eager(needed, cos, sin, in_place=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(needed.sum(), x)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
+def test_compiles_without_breaks(interleaved: bool) -> None:
+    """Traced as one graph, it turns the same pairs by the same angles."""
+    x, angles = torch.randn(2, 3, 2, 10), angles_of(2, 3, 4)
+    cos, sin = angles.cos().float(), angles.sin().float()
+    compiled: Any = torch.compile(rope_eager, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, cos, sin, interleaved), rope_eager(x, cos, sin, interleaved))

@@ -209,3 +209,17 @@ def on_device(shared: Shared) -> Shared:
     """What a microbatch's stages see, where kernels run."""
     targets = None if shared.targets is None else shared.targets.to(DEVICE)
     return Shared(shared.positions.to(DEVICE), shared.documents.to(DEVICE), targets)
+
+
+@pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
+def test_compiles_without_breaks(choices: dict[str, Any]) -> None:
+    """Traced as one graph, the whole model gives the losses that it gives otherwise, and its gradients."""
+    model = dense(kernels=kernels_on(DEVICE, **choices))
+    module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
+    shared = on_device(one_document(2, 11, targets))
+    runs = []
+    for called in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        losses = called(tokens, shared)
+        runs.append((losses, *torch.autograd.grad(losses.sum(), list(module.parameters()))))
+    torch.testing.assert_close(runs[1], runs[0], **CLOSE)
