@@ -56,10 +56,9 @@ class Graph:
         """What a component's constraints see of a node."""
         return NodeView(self.nodes[name], self.nodes)
 
-    def needs(self, name: str) -> list[str]:
+    def needs(self, name: str) -> tuple[str, ...]:
         """The nodes that one node's edges lead to, each once, in order."""
-        edges = self.nodes[name].edges.values()
-        return list(dict.fromkeys(target for edge in edges for target in edge.targets))
+        return self.nodes[name].needs
 
     def users(self, name: str) -> list[str]:
         """The nodes whose edges lead to one node."""

@@ -53,11 +53,17 @@ class Node(_Placed):
     edges: Mapping[str, Edge]
     owner: str = ""
     problems: tuple[Problem, ...] = ()
+    needs: tuple[str, ...] = attrs.field(init=False)
+    """The nodes that its edges lead to, each once, in order."""
+
+    @needs.default
+    def _needs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(target for edge in self.edges.values() for target in edge.targets))
 
     @property
     def faulty(self) -> bool:
         """Whether anything is wrong with the node itself."""
-        return any(not problem.warning for problem in self.problems)
+        return bool(self.problems) and not all(problem.warning for problem in self.problems)
 
 
 @attrs.define(eq=False)

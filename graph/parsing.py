@@ -54,7 +54,8 @@ def decode(content: bytes) -> str:
 
 def parse(text: str) -> dict[str, Any]:
     """The tree of a text that tomli accepts. Raises Unreadable."""
-    if (long := _first(_LONG_KEY, text)) is not None:
+    has_dots = any(line.count(".") >= PARTS for line in text.split("\n"))  # else there is no need to look closely
+    if has_dots and (long := _first(_LONG_KEY, text)) is not None:
         raise Unreadable(f"a key of more than {PARTS} parts", *_position(text, long))
     try:
         data = tomli.loads(text)

@@ -30,13 +30,15 @@ class Field:
     names: Names | None = None
     may_name: bool = False
     doc: str = ""
+    required: bool = attrs.field(init=False)
+    is_edge: bool = attrs.field(init=False)
 
-    @property
-    def required(self) -> bool:
+    @required.default
+    def _required(self) -> bool:
         return self.default is attrs.NOTHING
 
-    @property
-    def is_edge(self) -> bool:
+    @is_edge.default
+    def _is_edge(self) -> bool:
         return self.kind in ("one", "optional", "list", "mapping", "ordered")
 
     def default_value(self) -> Any:
