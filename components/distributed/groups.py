@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drawloom.components.distributed.roll import Roll
 from drawloom.graph import UserError
 
 
@@ -52,14 +53,17 @@ class ProcessGroup:
     Several processes, over a group of torch.distributed.
 
     `name` and `ranks` are for messages, `device` is where the backend wants tensors; others travel by way of it. A
-    process that fails or goes away is a UserError on the others.
+    process that fails or goes away is a UserError on the others, who learn by the roll which it is.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int], handle: Any, device: torch.device) -> None:
+    def __init__(
+        self, name: str, ranks: Sequence[int], handle: Any, device: torch.device, roll: Roll | None = None
+    ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self._handle = handle
         self.device = device
+        self._roll = roll or Roll(0, 1)
 
     @property
     def rank(self) -> int:
@@ -115,11 +119,15 @@ class ProcessGroup:
 
     @contextmanager
     def _peers(self, deed: str) -> Iterator[None]:
+        self._roll.waits = deed, self.name
         try:
             yield
         except RuntimeError as error:
             ranks = ", ".join(map(str, self.ranks))
+            cause = self._roll.accused() or "most likely another process stopped"
             raise UserError(
-                f"{deed} in group {self.name} (ranks {ranks}) failed on rank {dist.get_rank()}, most likely because "
-                f"another process stopped; see its log. torch says: {str(error).strip().splitlines()[0]}"
+                f"{deed} in group {self.name} (ranks {ranks}) failed on rank {dist.get_rank()}: {cause}; see its log. "
+                f"torch says: {str(error).strip().splitlines()[0]}"
             ) from error
+        finally:
+            self._roll.waits = None

@@ -12,12 +12,17 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @attrs.frozen
 class Launch:
-    """This process's number and how many there are, over all machines and on this one."""
+    """
+    This process's number and how many there are, over all machines and on this one; and where the processes find one
+    another, if torchrun started this one.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    address: str = ""
+    port: int = 0
 
     @property
     def alone(self) -> bool:
@@ -43,7 +48,9 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     numbers = {name: _number(name, environment[name]) for name in VARIABLES[:4]}
     _check_below(numbers, "RANK", "WORLD_SIZE")
     _check_below(numbers, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return Launch(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"])
+    port = _number("MASTER_PORT", environment["MASTER_PORT"])
+    rank, world_size, local_rank, local_world_size = numbers.values()
+    return Launch(rank, world_size, local_rank, local_world_size, environment["MASTER_ADDR"], port)
 
 
 def _number(name: str, text: str) -> int:

@@ -1,5 +1,6 @@
 """The processes that torchrun started, or this one alone; it owns torch's default process group."""
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from drawloom.components.distributed.groups import OneRank, ProcessGroup
 from drawloom.components.distributed.launch import Launch, read_launch
+from drawloom.components.distributed.roll import Roll, connect
 from drawloom.components.ports.distributed import Device, Group
 from drawloom.graph import UserError, above, component, setting
 
@@ -27,6 +29,7 @@ class TorchProcesses:
     _joined: bool = attrs.field(init=False, default=False)
     _limit: timedelta = attrs.field(init=False)
     _handles: list[Any] = attrs.field(init=False, factory=list)
+    _roll: Roll = attrs.field(init=False, factory=lambda: Roll(0, 1))
 
     @property
     def rank(self) -> int:
@@ -59,9 +62,11 @@ class TorchProcesses:
             )
         if not self._launch.alone:
             self._join()
+        self._roll = self._start_roll()
 
     def close(self) -> None:
         """Leave the other processes; torch is as it was."""
+        self._roll.stop()
         if self._joined:
             self._joined = False
             self._handles = []
@@ -73,17 +78,38 @@ class TorchProcesses:
         return next(group for own, group in groups if own)
 
     def apart(self, name: str) -> Group:
-        """All processes, on CPUs and by a channel of their own, where they wait for one another as long as they live."""
+        """All processes, on CPUs, by a channel of their own where they wait for one another as long as they live."""
         if not self._joined:
             return OneRank()
         ranks = list(range(self.world_size))
-        return ProcessGroup(name, ranks, dist.new_group(ranks, backend="gloo", timeout=FOR_EVER), torch.device("cpu"))
+        handle = dist.new_group(ranks, backend="gloo", timeout=FOR_EVER)
+        return ProcessGroup(name, ranks, handle, torch.device("cpu"), attrs.evolve(self._roll))
 
     def set_timeout(self, seconds: float) -> None:
         """From now on a process waits this long for the others in any group, also in groups that are made later."""
         self._limit = timedelta(seconds=seconds)
         for handle in [dist.group.WORLD, *self._handles] if self._joined else []:
             dist.distributed_c10d._set_pg_timeout(self._limit, handle)
+
+    def note(self, place: str) -> None:
+        """Where this process is, for the others to be told if it keeps them waiting."""
+        self._roll.place = place
+
+    def accused(self) -> str:
+        """Who keeps the others waiting, in words, as far as it can be known; empty if it can't. It takes a second."""
+        return self._roll.accused()
+
+    def _start_roll(self) -> Roll:
+        """A roll of this start of the processes; alone, and without torchrun, there is nothing to look at."""
+        launch = self._launch
+        roll = Roll(self.rank, self.world_size, parent=os.getppid() if launch.address else None)
+        if self._joined:
+            world = ProcessGroup("world", range(self.world_size), dist.group.WORLD, self._where, roll)
+            name = "-".join(map(str, world.gather_json(os.getpid())))
+            roll.store = connect(launch.address, launch.port, name, self.timeout)
+        if launch.address:
+            roll.start()
+        return roll
 
     def _join(self) -> None:
         bound = self.device.device if self.device.backend == "nccl" else None
@@ -96,6 +122,11 @@ class TorchProcesses:
             ) from error
         self._joined = True
 
+    @property
+    def _where(self) -> torch.device:
+        """Where the backend wants tensors."""
+        return self.device.device if self.device.backend == "nccl" else torch.device("cpu")
+
     def _make(self, name: str, ranks: Sequence[int]) -> Group:
         if len(ranks) == 1:
             return OneRank()
@@ -103,5 +134,4 @@ class TorchProcesses:
         if len(ranks) < self.world_size:
             handle = dist.new_group(list(ranks), timeout=self._limit)
             self._handles += [handle] if self.rank in ranks else []
-        where = self.device.device if self.device.backend == "nccl" else torch.device("cpu")
-        return ProcessGroup(name, ranks, handle, where)
+        return ProcessGroup(name, ranks, handle, self._where, self._roll)

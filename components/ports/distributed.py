@@ -109,6 +109,14 @@ class Timed(Protocol):
         """From now on a rank waits this long for the others in any group, and then fails; alone it waits for nobody."""
         ...
 
+    def note(self, place: str) -> None:
+        """Where this rank is, for the others to be told if it keeps them waiting."""
+        ...
+
+    def accused(self) -> str:
+        """Who keeps the others waiting, in words, as far as it can be known; empty if it can't. It takes a second."""
+        ...
+
 
 @port
 class Mesh(Protocol):

@@ -16,6 +16,7 @@ from drawloom.graph import above, component, setting
 
 log = logging.getLogger("drawloom.run")
 
+MERCY = 2.0  # seconds more than ranks wait for one another: one that waits can say so itself
 LAST_WORDS = 5.0  # seconds for the message and the stacks, which may hang on the same disk as the run
 
 
@@ -24,8 +25,9 @@ class Timeouts:
     """
     Limits, by what the run is doing, how long ranks wait for one another and how long a step may take in all.
 
-    A process beyond its limit logs where it is, dumps the stacks of its threads to its log, and ends with exit code 1:
-    it may hang where nothing else would notice.
+    A rank that waits for another longer than that fails, and names the other. A process that is beyond its limit by
+    some seconds hangs where nothing else would notice: it logs where it is and who keeps it waiting, dumps the stacks
+    of its threads to its log, and ends with exit code 1.
     """
 
     processes: Timed
@@ -36,15 +38,17 @@ class Timeouts:
     saving: float = setting(default=1800.0, check=above(0), doc="seconds to save, and to finish after the last step")
 
     exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
-    tick: float = attrs.field(init=False, default=1.0)
+    tick: float = attrs.field(init=False, default=0.5)
+    mercy: float = attrs.field(init=False, default=MERCY)
     _watchdog: Watchdog | None = attrs.field(init=False, default=None)
     _stepped: bool = attrs.field(init=False, default=False)
     _where: str = attrs.field(init=False, default="before the first step")
     _phase: str = attrs.field(init=False, default="")
+    _allowed: float = attrs.field(init=False, default=0.0)
 
     def open(self) -> None:
         """Start to watch; there is no limit yet."""
-        self._watchdog = Watchdog(self._expired, self.tick)
+        self._watchdog = Watchdog(self._expired, self.tick, slow=self._slow)
         self._watchdog.start()
 
     def close(self) -> None:
@@ -82,6 +86,7 @@ class Timeouts:
             self._where = f"step {event.step.index}"
         if event.moment in ("phase_started", "phase_ended"):
             self._phase = event.phase if event.moment == "phase_started" else ""
+        self.processes.note(f"{self._where}, phase [{self._phase}]" if self._phase else self._where)
 
     def _end_step(self, last: bool) -> None:
         first, self._stepped = not self._stepped, True
@@ -99,12 +104,19 @@ class Timeouts:
         self._allow(seconds)
 
     def _allow(self, seconds: float | None) -> None:
+        self._allowed = seconds or 0.0
         if self._watchdog is not None:
-            self._watchdog.allow(seconds)
+            self._watchdog.allow(None if seconds is None else seconds + self.mercy)
 
-    def _expired(self, limit: float) -> None:
+    def _slow(self, _limit: float) -> None:
+        """In the watchdog's thread: half of the time is over."""
+        phase = f" in phase [{self._phase}]" if self._phase else ""
+        half = "rank %d is slow: %s takes more than %g s by now%s, and its limit is %g s"
+        log.warning(half, self.mesh.world.rank, self._where, self._allowed / 2, phase, self._allowed)
+
+    def _expired(self, _limit: float) -> None:
         """In the watchdog's thread: say so, if that is still possible, and end."""
-        speaking = threading.Thread(target=self._say, args=(limit,), name="last words", daemon=True)
+        speaking = threading.Thread(target=self._say, args=(self._allowed,), name="last words", daemon=True)
         speaking.start()
         speaking.join(LAST_WORDS)
         self.exit(1)
@@ -113,6 +125,9 @@ class Timeouts:
         phase = f" in phase [{self._phase}]" if self._phase else ""
         path = rank_log(self.folder, self.mesh)
         rank = self.mesh.world.rank
-        log.error("rank %d hangs: %s took more than %g s%s; stacks are in %s", rank, self._where, limit, phase, path)
         with path.open("a") as file:
             faulthandler.dump_traceback(file, all_threads=True)
+        accused = self.processes.accused()
+        why = f"; {accused}" if accused else ""
+        hangs = "rank %d hangs: %s took more than %g s%s%s; stacks are in %s"
+        log.error(hangs, rank, self._where, limit, phase, why, path)

@@ -9,20 +9,29 @@ Clock = Callable[[], float]
 
 class Watchdog:
     """
-    Calls `expired` with a limit, once, when what was allowed so many seconds has not ended after them.
+    Calls `expired` with a limit, once, when what was allowed so many seconds has not ended after them, and `slow` when
+    half of them are over.
 
     The thread looks every `tick` seconds. Of the time between two looks no more than two ticks count: a process that
     was suspended, or a machine that slept, is not taken for one that hangs.
     """
 
-    def __init__(self, expired: Callable[[float], None], tick: float = 1.0, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        expired: Callable[[float], None],
+        tick: float = 1.0,
+        clock: Clock = time.monotonic,
+        slow: Callable[[float], None] = lambda _limit: None,
+    ) -> None:
         self._expired = expired
+        self._slow = slow
         self._tick = tick
         self._clock = clock
         self._lock = threading.Lock()
         self._limit: float | None = None
         self._left = 0.0
         self._looked = 0.0
+        self._warned = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -39,7 +48,7 @@ class Watchdog:
     def allow(self, seconds: float | None) -> None:
         """What begins now may take so long; None is as long as it likes."""
         with self._lock:
-            self._limit, self._left, self._looked = seconds, seconds or 0.0, self._clock()
+            self._limit, self._left, self._looked, self._warned = seconds, seconds or 0.0, self._clock(), False
 
     def look(self) -> None:
         """See whether time is up."""
@@ -47,11 +56,16 @@ class Watchdog:
             now = self._clock()
             self._left -= min(now - self._looked, 2 * self._tick)
             self._looked = now
-            limit = self._limit if self._left <= 0 else None
-            if limit is not None:
+            limit = self._limit or 0.0
+            expired = self._limit is not None and self._left <= 0
+            slow = self._limit is not None and not self._warned and self._left <= limit / 2
+            self._warned = self._warned or slow
+            if expired:
                 self._limit = None
-        if limit is not None:
+        if expired:
             self._expired(limit)
+        elif slow:
+            self._slow(limit)
 
     def _watch(self) -> None:
         while not self._closing.wait(self._tick):

@@ -17,7 +17,7 @@ TORCHRUN = {
 
 def test_torchrun_says_which_process_this_is() -> None:
     """Each number comes from its own variable."""
-    assert read_launch(TORCHRUN) == Launch(rank=5, world_size=8, local_rank=1, local_world_size=4)
+    assert read_launch(TORCHRUN) == Launch(5, 8, 1, 4, "127.0.0.1", 29500)
 
 
 def test_without_variables_there_is_one_process() -> None:

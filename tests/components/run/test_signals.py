@@ -1,5 +1,6 @@
 """Signals that ask the run to end."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -35,10 +36,23 @@ class Alone:
     world: World = attrs.field(factory=lambda: World(rank=0, others=0))
 
 
+@attrs.define
+class Exit:
+    """Stands in for the end of the process."""
+
+    codes: list[int] = attrs.field(factory=list)
+    called: threading.Event = attrs.field(factory=threading.Event)
+
+    def __call__(self, code: int) -> None:
+        self.codes.append(code)
+        self.called.set()
+
+
 @pytest.fixture
 def signals(one_rank: Any) -> Iterator[Signals]:
-    """Open, on one rank."""
-    signals = Signals(mesh=one_rank)
+    """Open, on one rank, in a process that does not end."""
+    signals = Signals(mesh=one_rank, also=["SIGUSR1"])
+    signals.exit = Exit()
     signals.open()
     yield signals
     signals.close()
@@ -49,37 +63,80 @@ def _send(number: int) -> None:
     time.sleep(0)  # lets the interpreter see it
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_the_first_signal_is_only_noted(signals: Signals, number: int, capfd: pytest.CaptureFixture[str]) -> None:
     """The run learns its number, and whoever sent it what happens now."""
     assert signals.agreed() == 0
     _send(number)
     assert signals.agreed() == number
+    assert not signals.exit.called.wait(0.2)  # type: ignore[attr-defined]
     assert capfd.readouterr().err == "\nstopping after this step; a second signal ends at once\n"
 
 
-def test_a_second_signal_does_what_it_did_before(signals: Signals) -> None:
-    """After SIGTERM was noted, SIGINT interrupts, and both handlers are those from before."""
+def test_a_second_signal_ends_at_once(signals: Signals) -> None:
+    """With the code of the second, whichever was the first."""
     _send(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt):
-        _send(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    _send(signal.SIGINT)
+    assert signals.exit.called.wait(5)  # type: ignore[attr-defined]
+    assert signals.exit.codes == [130]  # type: ignore[attr-defined]
 
 
-def _be_terminated_twice() -> None:
-    mesh: Any = Alone()
-    signals = Signals(mesh=mesh)
+def test_other_signals_are_none_of_its_business(signals: Signals) -> None:
+    """One that somebody else takes is not counted, though the interpreter writes its number too."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, _frame: heard.append(number))
+    try:
+        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGUSR2):
+            _send(number)
+        assert not signals.exit.called.wait(0.2)  # type: ignore[attr-defined]
+        assert signals.agreed() == signal.SIGTERM and heard == [signal.SIGUSR2] * 2
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_run_that_does_not_end_in_time_is_ended(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """With the code of the signal, and a line in the log; until then it is left alone."""
+    signals = Signals(mesh=one_rank, grace=0.3)
+    signals.exit = Exit()
     signals.open()
     _send(signal.SIGTERM)
+    assert not signals.exit.called.wait(0.1)
+    assert signals.exit.called.wait(5) and signals.exit.codes == [143]
+    signals.close()
+    assert caplog.messages == [
+        "the run did not end within 0.3 s after signal 15, so it ends as it stands; what was saved last is there"
+    ]
+
+
+def test_after_the_run_nothing_is_ended(one_rank: Any) -> None:
+    """A run that ends in time takes its deadline with it."""
+    signals = Signals(mesh=one_rank, grace=0.2)
+    signals.exit = Exit()
+    signals.open()
     _send(signal.SIGTERM)
+    signals.close()
+    assert not signals.exit.called.wait(0.5)
+    assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_a_second_sigterm_ends_the_process() -> None:
-    """By that signal, and at once."""
+def _hang(grace: float, signals_sent: int) -> None:
+    """Wait in a C library, out of reach of handlers in Python, and be sent signals."""
+    mesh: Any = Alone()
+    signals = Signals(mesh=mesh, grace=grace)
+    signals.open()
+    for _ in range(signals_sent):
+        threading.Timer(0.1, _send, [signal.SIGTERM]).start()
+    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    for _ in range(2):
+        library.pthread_mutex_lock(mutex)
+
+
+@pytest.mark.parametrize(("grace", "signals_sent"), [(0.3, 1), (60.0, 2)])
+def test_a_process_that_hangs_is_ended_too(grace: float, signals_sent: int) -> None:
+    """When its time is up, or by the second signal, though its main thread never comes back."""
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(_be_terminated_twice, 1, variables=False)
-    assert str(caught.value) == f"rank 0: died with exit code {-signal.SIGTERM}"
+        run_ranks(_hang, 1, grace, signals_sent, variables=False, timeout=20)
+    assert str(caught.value) == "rank 0: died with exit code 143"
 
 
 def test_closing_restores_the_handlers(one_rank: Any) -> None:

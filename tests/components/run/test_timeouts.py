@@ -25,11 +25,18 @@ class Groups:
 
     limits: list[float] = attrs.field(factory=list)
     fail: bool = False
+    place: str = ""
 
     def set_timeout(self, seconds: float) -> None:
         if self.fail:
             raise RuntimeError("no such group")
         self.limits.append(seconds)
+
+    def note(self, place: str) -> None:
+        self.place = place
+
+    def accused(self) -> str:
+        return "rank 7 does not answer"
 
 
 @attrs.define
@@ -56,7 +63,7 @@ def timeouts(tmp_path: Path, one_rank: Any, groups: Groups) -> Iterator[Timeouts
     timeouts = Timeouts(
         processes=groups, folder=Folder(tmp_path), mesh=one_rank, first_step=30.0, step=10.0, saving=20.0
     )
-    timeouts.exit, timeouts.tick = Exit(), 0.01
+    timeouts.exit, timeouts.tick, timeouts.mercy = Exit(), 0.01, 0.0
     timeouts.open()
     yield timeouts
     timeouts.close()
@@ -86,10 +93,30 @@ def test_groups_wait_as_long_as_what_the_run_is_doing(timeouts: Timeouts, groups
     assert groups.limits == [30, 20, 30, 10, 20, 10, 20]
 
 
+def test_others_can_be_told_where_a_rank_is(timeouts: Timeouts, groups: Groups) -> None:
+    """The step, and the phase while it is in one."""
+    _tell(timeouts, "phase_started", 3, "clip")
+    assert groups.place == "step 3, phase [clip]"
+    _tell(timeouts, "phase_ended", 3, "clip")
+    assert groups.place == "step 3"
+
+
+def test_whoever_waits_for_others_can_say_so_first(timeouts: Timeouts) -> None:
+    """The process ends some seconds after a rank has given up waiting for another, which names it."""
+    timeouts.mercy, timeouts.step = 0.3, 0.05
+    _tell(timeouts, "step_ended", 1)
+    _tell(timeouts, "step_started", 2)
+    assert not timeouts.exit.called.wait(0.2)  # type: ignore[attr-defined]
+    assert timeouts.exit.called.wait(5)  # type: ignore[attr-defined]
+
+
 def test_a_step_beyond_its_limit_ends_the_process(
     timeouts: Timeouts, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The error names rank, step, phase and limit; the stacks, this function's among them, are in the rank's log."""
+    """
+    The error names rank, step, phase and limit, and who keeps it waiting; the stacks, this function's among them, are
+    in the rank's log. At half of the time there was a warning.
+    """
     timeouts.step = 0.05
     timeouts.hear(Event("run_started"))
     _tell(timeouts, "step_ended", 1)
@@ -99,7 +126,11 @@ def test_a_step_beyond_its_limit_ends_the_process(
     timeouts.close()
     assert timeouts.exit.codes == [1]  # type: ignore[attr-defined]
     path = tmp_path / "log" / "rank-0.log"
-    assert caplog.messages == [f"rank 0 hangs: step 2 took more than 0.05 s in phase [clip]; stacks are in {path}"]
+    assert caplog.messages == [
+        "rank 0 is slow: step 2 takes more than 0.025 s by now in phase [clip], and its limit is 0.05 s",
+        "rank 0 hangs: step 2 took more than 0.05 s in phase [clip]; rank 7 does not answer; stacks are in "
+        + str(path),
+    ]
     assert "test_a_step_beyond_its_limit_ends_the_process" in path.read_text()
 
 
