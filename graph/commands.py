@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drawloom.graph.diff import diff
+from drawloom.graph.drawing.draw import FORMATS, draw
 from drawloom.graph.exits import FAULTY, FINE, say
 from drawloom.graph.explain import explain
 from drawloom.graph.listing import list_components, list_plugins
@@ -15,7 +16,6 @@ from drawloom.graph.problems import RecipeError
 from drawloom.graph.resolving import resolve
 from drawloom.graph.schema.recipes import recipe_schema
 from drawloom.graph.spans import report
-from drawloom.graph.tree import draw_tree
 from drawloom.graph.workshop import Workshop
 
 
@@ -35,6 +35,13 @@ def _takes_packages(parser: argparse.ArgumentParser) -> None:
 def _takes_check(parser: argparse.ArgumentParser) -> None:
     _takes_recipe(parser)
     parser.add_argument("--format", choices=("text", "json"), default="text", help="text on stderr, or JSON on stdout")
+
+
+def _takes_draw(parser: argparse.ArgumentParser) -> None:
+    _takes_recipe(parser)
+    parser.add_argument("--format", choices=FORMATS, default="tree", help="text, or a picture for a program or a page")
+    parser.add_argument("--focus", default="", metavar="NODE", help="only what this node needs, and who uses it")
+    parser.add_argument("--step", action="store_true", help="what each member of a sequence reads, changes, writes")
 
 
 def _takes_run(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +115,9 @@ def _show(options: argparse.Namespace, workshop: Workshop) -> int:
 
 
 def _draw(options: argparse.Namespace, workshop: Workshop) -> int:
-    print(draw_tree(_graph(options, workshop).or_error(), workshop.root))
+    graph = _graph(options, workshop).or_error()
+    title = Path(options.recipe).stem
+    print(draw(graph, title, workshop.root, options.format, options.focus, step=options.step), end="")
     return FINE
 
 
@@ -146,7 +155,7 @@ COMMANDS: dict[str, Command] = {
     "check": (_check, "check a recipe, and print every problem at once", _takes_check),
     "explain": (_explain, "say where values come from and why nodes are connected as they are", _takes_target),
     "show": (_show, "print the resolved recipe as TOML", _takes_recipe),
-    "draw": (_draw, "draw what is built for a run, as a tree", _takes_recipe),
+    "draw": (_draw, "draw what is built for a run, or one step of it", _takes_draw),
     "diff": (_diff, "say what differs between two recipes or runs, and how much it weighs", _takes_two),
     "schema": (_schema, "print the JSON Schema of recipes, for editors", _takes_output),
     "list": (_list, "list components with their settings", _takes_subject),

@@ -1,0 +1,164 @@
+"""
+Boxes in columns, so that every arrow leads to the right and few arrows cross.
+
+After Sugiyama, Tagawa and Toda, "Methods for visual understanding of hierarchical system structures" (1981): a box's
+column is the longest way to it, an arrow over several columns bends in those between, and each column is sorted by the
+mean place of its neighbours. Arrows to the same box share their bends, so that they join on the way like roads.
+"""
+
+from bisect import bisect_right, insort
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import attrs
+
+SWEEPS = 12
+
+Columns = list[list["Stop"]]
+
+
+@attrs.frozen
+class Stop:
+    """Where an arrow begins, bends or ends: a box, or a bend on the way to it."""
+
+    box: str
+    column: int
+    bend: bool = False
+
+
+@attrs.frozen
+class Layering:
+    """Columns from left to right, each from top to bottom; from stop to stop, the pieces of all arrows, each once."""
+
+    columns: Columns
+    pieces: tuple[tuple[Stop, Stop], ...]
+    ways: Mapping[tuple[str, str], tuple[Stop, ...]]
+
+    @property
+    def neighbours(self) -> dict[Stop, list[Stop]]:
+        """The stops on both sides of each."""
+        found: dict[Stop, list[Stop]] = defaultdict(list)
+        for left, right in self.pieces:
+            found[left].append(right)
+            found[right].append(left)
+        return found
+
+
+def layer(names: Sequence[str], arrows: Sequence[tuple[str, str]], sequences: Sequence[Sequence[str]] = ()) -> Layering:
+    """Columns with few crossings, from boxes in reading order and arrows without a circle; sequences keep theirs."""
+    depth = depths(names, arrows)
+    ways = {arrow: _way(*arrow, depth) for arrow in arrows}
+    pieces = tuple(dict.fromkeys(piece for way in ways.values() for piece in pairwise(way)))
+    stops = dict.fromkeys([Stop(name, depth[name]) for name in names] + [stop for piece in pieces for stop in piece])
+    columns: Columns = [[] for _ in range(max(depth.values(), default=-1) + 1)]
+    for stop in stops:
+        columns[stop.column].append(stop)
+    return Layering(_fewest_crossings(columns, pieces, sequences), pieces, ways)
+
+
+def depths(names: Iterable[str], arrows: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """The number of arrows on the longest way to each box."""
+    found = dict.fromkeys(names, 0)
+    waiting = Counter(target for _, target in arrows)
+    leads: dict[str, list[str]] = defaultdict(list)
+    for source, target in arrows:
+        leads[source].append(target)
+    ready = [name for name in found if not waiting[name]]
+    while ready:
+        name = ready.pop()
+        for target in leads[name]:
+            found[target] = max(found[target], found[name] + 1)
+            waiting[target] -= 1
+            ready += [] if waiting[target] else [target]
+    return found
+
+
+def _way(source: str, target: str, depth: Mapping[str, int]) -> tuple[Stop, ...]:
+    bends = [Stop(target, column, bend=True) for column in range(depth[source] + 1, depth[target])]
+    return (Stop(source, depth[source]), *bends, Stop(target, depth[target]))
+
+
+def _fewest_crossings(
+    columns: Columns, pieces: Sequence[tuple[Stop, Stop]], sequences: Sequence[Sequence[str]]
+) -> Columns:
+    """The best of some sweeps: each column sorted by the one before it, then by the one behind it."""
+    lefts: dict[Stop, list[Stop]] = defaultdict(list)
+    rights: dict[Stop, list[Stop]] = defaultdict(list)
+    for left, right in pieces:
+        lefts[right].append(left)
+        rights[left].append(right)
+    columns = [_in_order(column, sequences) for column in columns]
+    best, least = columns, crossings(columns, pieces)
+    for sweep in range(SWEEPS):
+        columns = (
+            _sweep(columns, lefts, sequences) if sweep % 2 == 0 else _sweep(columns[::-1], rights, sequences)[::-1]
+        )
+        if (now := crossings(columns, pieces)) < least:
+            best, least = columns, now
+    return best
+
+
+def _sweep(columns: Columns, toward: Mapping[Stop, list[Stop]], sequences: Sequence[Sequence[str]]) -> Columns:
+    swept: Columns = []
+    place: dict[Stop, float] = {}
+    for column in columns:
+        own = {stop: (number + 0.5) / len(column) for number, stop in enumerate(column)}
+        wish = {stop: _mean([place[other] for other in toward.get(stop, ())], own[stop]) for stop in column}
+        swept.append(_in_order(sorted(column, key=wish.__getitem__), sequences))
+        place |= {stop: (number + 0.5) / len(column) for number, stop in enumerate(swept[-1])}
+    return swept
+
+
+def _in_order(column: list[Stop], sequences: Sequence[Sequence[str]]) -> list[Stop]:
+    """The members of each sequence in its order, on the places that they have taken together."""
+    column = list(column)
+    for sequence in sequences:
+        rank = {name: number for number, name in enumerate(sequence)}
+        places = [number for number, stop in enumerate(column) if stop.box in rank and not stop.bend]
+        members = sorted((column[number] for number in places), key=lambda stop: rank[stop.box])
+        for number, stop in zip(places, members, strict=True):
+            column[number] = stop
+    return column
+
+
+def _mean(numbers: Sequence[float], otherwise: float) -> float:
+    return sum(numbers) / len(numbers) if numbers else otherwise
+
+
+def crossings(columns: Columns, pieces: Iterable[tuple[Stop, Stop]]) -> int:
+    """How many pairs of pieces cross."""
+    place = {stop: number for column in columns for number, stop in enumerate(column)}
+    gaps: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for left, right in pieces:
+        gaps[left.column].append((place[left], place[right]))
+    return sum(_inversions([right for _, right in sorted(gap)]) for gap in gaps.values())
+
+
+def _inversions(numbers: Iterable[int]) -> int:
+    seen: list[int] = []
+    count = 0
+    for number in numbers:
+        count += len(seen) - bisect_right(seen, number)
+        insort(seen, number)
+    return count
+
+
+def spread(wishes: Sequence[float], rooms: Sequence[float]) -> list[float]:
+    """
+    Middles as near as can be to where they wish to be, in this order, each with its room to itself.
+
+    Least squares by pooling neighbours that push one another (Ayer and others, 1955).
+    """
+    offsets = [0.0] if rooms else []
+    for above, below in pairwise(rooms):
+        offsets.append(offsets[-1] + (above + below) / 2)
+    pools: list[tuple[float, int]] = []
+    for wish, offset in zip(wishes, offsets, strict=True):
+        total, count = wish - offset, 1
+        while pools and pools[-1][0] / pools[-1][1] > total / count:
+            above, members = pools.pop()
+            total, count = total + above, count + members
+        pools.append((total, count))
+    starts = [total / count for total, count in pools for _ in range(count)]
+    return [start + offset for start, offset in zip(starts, offsets, strict=True)]

@@ -1,0 +1,62 @@
+"""One walk through a sequence: its members in order, and the values that pass from one to another like threads."""
+
+import attrs
+
+from drawloom.graph.drawing.picture import Arrow, Box, Picture, boxes
+from drawloom.graph.graph import Graph
+from drawloom.graph.problems import UserError
+
+
+@attrs.frozen
+class Thread:
+    """A value, and what each member that touches it does to it, by the number of the member."""
+
+    value: str
+    touches: dict[int, str]
+
+    @property
+    def written(self) -> bool:
+        """Whether some member writes it; else it is read only where there is one that does."""
+        return "writes" in self.touches.values()
+
+
+@attrs.frozen
+class Step:
+    """The members of a sequence edge, and their threads in the order in which they begin."""
+
+    title: str
+    members: tuple[Box, ...]
+    threads: tuple[Thread, ...]
+
+    def picture(self) -> Picture:
+        """An arrow from each member to those that take what it has written or changed."""
+        values: dict[tuple[str, str], list[str]] = {}
+        for thread in self.threads:
+            last = ""
+            for number, verb in thread.touches.items():
+                name = self.members[number].name
+                if last and verb != "writes":
+                    values.setdefault((last, name), []).append(thread.value)
+                last = last if verb == "reads" else name
+        arrows = tuple(Arrow(*ends, tuple(labels)) for ends, labels in values.items())
+        return Picture(self.title, self.members, arrows)
+
+
+def step_of(graph: Graph, name: str) -> Step:
+    """The walk through a node's sequence edge; a UserError if it has none."""
+    node = graph.nodes[name]
+    fields = [field for field in node.edges if node.spec.fields[field].kind == "ordered" and node.edges[field].targets]
+    if not fields:
+        raise UserError(f"[{name}] leads through no sequence of members; name a node that does by --focus", 2)
+    targets = node.edges[fields[0]].targets
+    return Step(f"[{name}] {fields[0]}", boxes(graph, targets), _threads(graph, targets))
+
+
+def _threads(graph: Graph, members: tuple[str, ...]) -> tuple[Thread, ...]:
+    touches: dict[str, dict[int, str]] = {}
+    for number, name in enumerate(members):
+        flow = graph.nodes[name].spec.traits.flow
+        for verb, values in (("reads", flow.reads), ("changes", flow.changes), ("writes", flow.writes)):
+            for value in values:
+                touches.setdefault(value.removesuffix("?"), {})[number] = verb
+    return tuple(Thread(value, members) for value, members in touches.items())
