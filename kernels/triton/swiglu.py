@@ -74,7 +74,7 @@ def _forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
         return result
     rows = _rows((gate, up, result), whole=scale is not None)
     count, width = rows[0].shape
-    block = min(TILE, power_of_two(width))
+    block = _block(count, width)
     tiles = triton.cdiv(width, block)
     _forward_kernel[(count * tiles,)](
         *rows,
@@ -130,7 +130,7 @@ def _launch_backward(tensors: tuple[Tensor, ...], scale: Tensor | None, grad_sca
         return
     rows = _rows(tensors, whole=scale is not None)
     count, width = rows[0].shape
-    block = min(TILE, power_of_two(width))
+    block = _block(count, width)
     tiles = 1 if scale is not None else triton.cdiv(width, block)
     _backward_kernel[(count * tiles,)](
         *rows,
@@ -150,6 +150,11 @@ def _rows(tensors: tuple[Tensor, ...], whole: bool) -> list[Tensor]:
     if not whole and all(x.is_contiguous() for x in tensors):
         return [x.view(1, -1) for x in tensors]
     return [as_rows(x) for x in tensors]
+
+
+def _block(count: int, width: int) -> int:
+    """Of a single row any part may be left empty: one size serves all."""
+    return TILE if count == 1 else min(TILE, power_of_two(width))
 
 
 @triton.jit(do_not_specialize=["tiles"])

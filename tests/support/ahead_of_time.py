@@ -1,0 +1,153 @@
+"""
+Triton's kernels compiled for a GPU that is not there.
+
+Launches go through Triton's own front, which finds out types and what numbers are divisible by; then they are compiled,
+and not run. Run as a program, it compiles all kernels, whole or up to their types, and prints what it found as JSON.
+"""
+
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class NoGpu:
+    """What Triton asks of its driver before it launches."""
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class Compiler:
+    """Compiles what is launched, each variety once, and keeps it under the name of its kernel."""
+
+    def __init__(self, whole: bool) -> None:
+        self.compiled: list[tuple[str, Any]] = []
+        driver.set_active(NoGpu())
+        run, compile_ = JITFunction.run, JITFunction._do_compile
+
+        def launch(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
+            return run(kernel, *arguments, grid=grid, warmup=True, **settings)
+
+        def compile_whole(kernel: Any, *arguments: Any) -> Any:
+            made = compile_(kernel, *arguments)
+            self.compiled.append((kernel.fn.__name__, made))
+            return made
+
+        def find_types(
+            kernel: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, attrs: Any, _: Any
+        ) -> Any:
+            source = kernel.ASTSource(kernel, signature, constants, attrs)
+            backend, context = make_backend(HOPPER), ir.context()
+            ir.load_dialects(context)
+            backend.load_dialects(context)
+            functions = backend.get_codegen_implementation(options)
+            source.make_ir(HOPPER, options, functions, backend.get_module_map(), context)
+            self.compiled.append((kernel.fn.__name__, None))
+            kernel.device_caches[device][0][key] = source
+            return source
+
+        JITFunction.run, JITFunction._do_compile = launch, compile_whole if whole else find_types
+
+
+def usage(kernel: Any) -> dict[str, int]:
+    """Registers and spilled bytes of a thread, shared bytes of a program, warps, and instructions in all."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        resources = subprocess.check_output([TOOLS / "cuobjdump", "-res-usage", file.name], text=True)
+        code = subprocess.check_output([TOOLS / "nvdisasm", "-c", file.name], text=True)
+    found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", resources)}
+    return {
+        "registers": found["REG"],
+        "spilled": found["STACK"] + found["LOCAL"],
+        "shared": kernel.metadata.shared,
+        "warps": kernel.metadata.num_warps,
+        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.M)),
+        "wide": len(re.findall(r"\b(?:LDG|STG)\S*\.128|\bLDGSTS\S*\.128|UTMA", code)),
+    }
+
+
+def report() -> dict[str, list[dict[str, Any]]]:
+    """All launches compiled whole: what each uses."""
+    from support.kernel_launches import launches
+
+    compiler, found = Compiler(whole=True), {}
+    for name, launch in launches():
+        launch()
+        found[name] = [{"kernel": kernel, **usage(made)} for kernel, made in compiler.compiled]
+        compiler.compiled.clear()
+    return found
+
+
+def failures() -> dict[str, str]:
+    """What goes wrong when the types of all launches are found out."""
+    from support.kernel_launches import launches
+
+    Compiler(whole=False)
+    found = {}
+    for name, launch in launches():
+        try:
+            launch()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def varieties() -> dict[str, int]:
+    """How many varieties of each operation's kernels a hundred random sizes take."""
+    from drawloom.kernels.triton import grouped_gemm, moe_permute, moe_routes, rms_norm, rope, swiglu
+
+    compiler, found = Compiler(whole=False), {}
+    sizes = random.Random(0)
+    weight, angles = torch.empty(2048), torch.empty(1, 400, 16)
+    calls: dict[str, Callable[[int], object]] = {
+        "swiglu of any size": lambda size: swiglu._forward(torch.empty(size), torch.empty(size), None),
+        "swiglu backward": lambda size: swiglu._backward(*(torch.empty(size, 96) for _ in "123"), None),
+        "rms_norm of any rows": lambda size: rms_norm._forward(torch.empty(size, 2048), None, weight, 1e-6, False),
+        "rope of any length": lambda size: rope._turned(
+            torch.empty(1, size, 4, 32), angles[:, :size], angles[:, :size], False, False
+        ),
+        "moe_routes": lambda size: moe_routes._routes(torch.zeros(size, 8, dtype=torch.int64), 16),
+        "moe_permute": lambda size: moe_permute._spread(
+            torch.empty(size, 64), None, torch.empty(size, 8), torch.zeros(size, 8, dtype=torch.int32),
+            torch.zeros(16, dtype=torch.int32), False,
+        ),
+        "grouped_gemm": lambda size: grouped_gemm._rows(
+            torch.empty(size, 64), torch.empty(4, 64, 32), torch.zeros(4, dtype=torch.int32)
+        ),
+    }  # fmt: skip
+    for name, call in calls.items():
+        for _ in range(100):
+            call(sizes.randint(1, 400))
+        found[name] = len(compiler.compiled)
+        compiler.compiled.clear()
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps({"failures": failures, "varieties": varieties, "report": report}[sys.argv[1]]()))

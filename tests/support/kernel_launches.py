@@ -1,0 +1,124 @@
+"""Every Triton kernel, in the sizes and dtypes that models use, for compilers that have no GPU to run them on."""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from drawloom.kernels.stochastic_adamw import Trained, numbers_of
+from drawloom.kernels.triton import (
+    cut_cross_entropy,
+    grouped_gemm,
+    indices_to_multihot,
+    linear_cross_entropy,
+    moe_permute,
+    moe_routes,
+    qk_norm_rope,
+    rms_norm,
+    rope,
+    swiglu,
+)
+from drawloom.kernels.triton.stochastic_adamw import StochasticAdamwTriton
+from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
+
+Launch = Callable[[], object]
+BF16, FLOAT = torch.bfloat16, torch.float32
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Memory that nobody touches costs nothing."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def launches() -> Iterator[tuple[str, Launch]]:
+    """Names, and calls that launch the kernels of one operation in one direction."""
+    for part in (norms, gates, rotations, steps, losses, experts):
+        yield from part()
+
+
+def norms() -> Iterator[tuple[str, Launch]]:
+    for width, dtype in [(128, BF16), (2048, BF16), (4096, BF16), (5120, BF16), (4096, FLOAT)]:
+        x, weight, inverse = empty(64, width, dtype=dtype), empty(width, dtype=dtype), empty(64, dtype=FLOAT)
+        yield f"rms_norm {width} {dtype}", lambda x=x, w=weight: rms_norm._forward(x, None, w, 1e-6, False)
+        yield f"add_rms_norm {width} {dtype}", lambda x=x, w=weight: rms_norm._forward(x, x, w, 1e-6, True)
+        for name, summed in (("rms_norm", None), ("add_rms_norm", x)):
+            yield (
+                f"{name} backward {width} {dtype}",
+                lambda x=x, s=summed, w=weight, i=inverse: rms_norm._backward(x, s, x, w, i, False, True),
+            )
+
+
+def gates() -> Iterator[tuple[str, Launch]]:
+    for dtype in (BF16, FLOAT):
+        gate, both, scale = empty(64, 1536, dtype=dtype), empty(64, 3072, dtype=dtype), empty(64, dtype=FLOAT)
+        yield f"swiglu {dtype}", lambda g=gate: swiglu._forward(g, g, None)
+        yield f"swiglu backward {dtype}", lambda g=gate: swiglu._backward(g, g, g, None)
+        yield f"swiglu scaled {dtype}", lambda b=both, s=scale: swiglu._forward(*b.chunk(2, -1), s)
+        yield (
+            f"swiglu of halves backward {dtype}",
+            lambda g=gate, b=both, s=scale: swiglu._backward_of_halves(g, b, s),
+        )
+
+
+def rotations() -> Iterator[tuple[str, Launch]]:
+    q, k, cos, weight = empty(2, 64, 32, 128), empty(2, 64, 8, 128), empty(2, 64, 64, dtype=FLOAT), empty(128)
+    inverses = empty(2, 64, 32, dtype=FLOAT), empty(2, 64, 8, dtype=FLOAT)
+    for interleaved, back, part in product((False, True), (False, True), (64, 32)):
+        angles = cos[..., :part]
+        yield (
+            f"rope interleaved={interleaved} back={back} of {2 * part}",
+            lambda a=angles, i=interleaved, b=back: rope._turned(q, a, a, i, b),
+        )
+    yield "rope in place", lambda: rope._turn(q, cos, cos, False, False)
+    yield "qk_norm_rope", lambda: qk_norm_rope._forward(q, k, weight, weight, 1e-6, cos, cos)
+    yield "qk_norm_rope backward", lambda: qk_norm_rope._backward(q, k, q, k, weight, weight, *inverses, cos, cos)
+
+
+def steps() -> Iterator[tuple[str, Launch]]:
+    yield "stochastic_copy", lambda: stochastic_copy_triton(empty(4096), empty(4096, dtype=FLOAT), 1 << 60, 1)
+    for of_weight, of_gradient, of_means in product((BF16, FLOAT), repeat=3):
+
+        def step(w: torch.dtype = of_weight, g: torch.dtype = of_gradient, m: torch.dtype = of_means) -> None:
+            trained = Trained(empty(4096, dtype=w), empty(4096, dtype=m), empty(4096, dtype=m), 0.1, 1 << 60)
+            stepper = StochasticAdamwTriton([trained])
+            stepper.step([empty(4096, dtype=g)], numbers_of(1e-3, (0.9, 0.95), 1e-8, 1), 1)
+
+        yield f"stochastic_adamw {of_weight} {of_gradient} {of_means}", step
+
+
+def losses() -> Iterator[tuple[str, Launch]]:
+    logits, numbers, targets = empty(4, 151936), empty(256, dtype=FLOAT), torch.zeros(256, dtype=torch.int64)
+    hidden, weight = empty(256, 128), empty(512, 128)
+    backward = hidden, weight, targets, numbers, numbers
+    yield (
+        "linear_cross_entropy",
+        lambda: linear_cross_entropy._turn_into_slopes(logits, targets[:4], numbers[:4], numbers[:4], -100),
+    )
+    yield "cut_cross_entropy", lambda: cut_cross_entropy._totals(hidden, weight, targets, None, 128, 256)
+    yield "cut_cross_entropy capped", lambda: cut_cross_entropy._totals(hidden, weight, targets, 30.0, 128, 256)
+    for least, tile in ((0.0, (128, 256)), (1e-4, (128, 128))):
+        yield (
+            f"cut_cross_entropy backward {least}",
+            lambda e=least, t=tile: cut_cross_entropy._gradients(*backward, None, e, *t, 2**28, True, True),
+        )
+
+
+def experts() -> Iterator[tuple[str, Launch]]:
+    experts_of, ends = torch.zeros(64, 8, dtype=torch.int64), torch.zeros(128, dtype=torch.int32)
+    x, rows, chances = empty(64, 2048), empty(512, 2048), empty(64, 8, dtype=FLOAT)
+    of_choices = experts_of.to(torch.int32)
+    yield "moe_routes", lambda: moe_routes._routes(experts_of, 128)
+    yield "indices_to_multihot", lambda: indices_to_multihot._multihot(experts_of, chances, 128)
+    yield "moe_permute", lambda: moe_permute._spread(x, None, chances, of_choices, ends, False)
+    yield "moe_permute backward", lambda: moe_permute._gather(rows, None, chances.flatten(), of_choices)
+    yield "moe_unpermute", lambda: moe_permute._gather(rows, chances, None, of_choices)
+    yield "moe_unpermute backward", lambda: moe_permute._spread(x, rows, chances, of_choices, ends, True)
+    for count in (4096, 512):
+        a, b, weight = empty(count, 512), empty(count, 256), empty(16, 512, 256)
+        yield f"grouped_gemm {count}", lambda a=a, w=weight: grouped_gemm._rows(a, w, ends[:16])
+        yield (
+            f"grouped_gemm of inputs {count}",
+            lambda b=b, w=weight: grouped_gemm._rows(b, w.transpose(1, 2), ends[:16]),
+        )
+        yield f"grouped_gemm of weights {count}", lambda a=a, b=b: grouped_gemm._matrices(a, b, ends[:16])
