@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.fit import misfits
+from drawloom.graph.fit import fits, misfits
 from drawloom.graph.layers import Leaf, Path, Table
 from drawloom.graph.node import Draft, Edge, dotted
 from drawloom.graph.port import is_named
@@ -187,13 +187,13 @@ class Connecting:
 
     def fits(self, spec: Spec, field: Field) -> bool:
         """Whether a component keeps the promises of any of a field's ports."""
-        return any(not misfits(spec.cls, port) for port in field.ports)
+        return any(fits(spec.cls, port) for port in field.ports)
 
     def refuse_unnamed(self) -> None:
         """Refuse nodes in place whose port wants them to have names."""
         ports = {port for node in self.nodes.values() for field in node.spec.fields.values() for port in field.ports}
         for node in self.nodes.values():
             for port in ports:
-                if node.owner and is_named(port) and not misfits(node.spec.cls, port):
+                if node.owner and is_named(port) and fits(node.spec.cls, port):
                     text = f"{node.spec.use!r} is {port.__name__}, so it is known by its name and can't stand in place"
                     node.fault("DL317", text, f'give it a table of its own and write "@name" in [{node.owner}]')

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph.closing import Opened
-from drawloom.graph.fit import misfits
+from drawloom.graph.fit import fits, misfits
 from drawloom.graph.graph import Graph
 from drawloom.graph.node import Edge, Node
 from drawloom.graph.port import Every, Ordered
@@ -146,4 +146,4 @@ def _own(value: Any) -> Any:
 
 
 def _fits(cls: type, ports: Iterable[type]) -> bool:
-    return any(not misfits(cls, port) for port in ports)
+    return any(fits(cls, port) for port in ports)

@@ -31,35 +31,43 @@ OWN_OF_PROTOCOLS = frozenset(dir(typing.Protocol)) | {
 
 def misfits(cls: type, port: Any) -> list[str]:
     """Why a class does not fit a port, which may be a generic one with its parameters; nothing if it does."""
-    return list(_known_misfits(cls, port))
+    return list(_misfits(frozenset(), cls, port))
 
 
 @functools.cache  # of classes, which do not change: the same pair is asked for by every edge
-def _known_misfits(cls: type, port: Any) -> tuple[str, ...]:
-    return _misfits(frozenset(), cls, port)
+def fits(cls: type, port: Any) -> bool:
+    """Whether there is no misfit; the first one settles it."""
+    return _fits(frozenset(), cls, port)
 
 
-def _misfits(asked: frozenset[tuple[type, Any]], cls: type, port: Any) -> tuple[str, ...]:
+def _fits(asked: frozenset[tuple[type, Any]], cls: type, port: Any) -> bool:
+    return next(_misfits(asked, cls, port), None) is None
+
+
+def _misfits(asked: frozenset[tuple[type, Any]], cls: type, port: Any) -> Iterator[str]:
     """The same, for classes that promise things of one another: what is `asked` already is taken to fit."""
     if (cls, port) in asked:
-        return ()
+        return
     plain, wanted = typing.get_origin(port) or port, bindings(port, port)
-    look = _Look(cls, plain, wanted, lambda inner, kind: not _misfits(asked | {(cls, port)}, inner, kind))
+    look = _Look(cls, plain, wanted, functools.partial(_fits, asked | {(cls, port)}))
     if plain in cls.__mro__:
-        return tuple(look.parameters())
-    if not getattr(plain, "_is_protocol", False):
-        return (f"is no {plain.__name__}",)
-    return tuple(reason for member in members(plain) for reason in look.member(member))
+        yield from look.parameters()
+    elif getattr(plain, "_is_protocol", False):
+        for member in members(plain):
+            yield from look.member(member)
+    else:
+        yield f"is no {plain.__name__}"
 
 
-def members(port: type) -> list[str]:
+@functools.cache  # of ports, which do not change
+def members(port: type) -> tuple[str, ...]:
     """What a Protocol demands, in the order in which it is written."""
     found: dict[str, None] = {}
     for cls in reversed(port.__mro__):
         if getattr(cls, "_is_protocol", False) and cls is not typing.Protocol:
             names = [*inspect.get_annotations(cls), *vars(cls)]
             found |= dict.fromkeys(name for name in names if name not in OWN_OF_PROTOCOLS)
-    return list(found)
+    return tuple(found)
 
 
 @attrs.frozen

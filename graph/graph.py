@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph.catalogue import Catalogue
-from drawloom.graph.fit import misfits
+from drawloom.graph.fit import fits
 from drawloom.graph.named import check_names
 from drawloom.graph.node import Node, NodeView
 from drawloom.graph.problems import Place, Problem, RecipeError, in_order
@@ -75,11 +75,11 @@ class Graph:
         """The ports whose promises a node's component keeps, of those that some node asks for."""
         fields = (field for node in self.nodes.values() for field in node.spec.fields.values())
         ports = {port for field in fields for port in field.ports}
-        return {port for port in ports if not misfits(self.nodes[name].spec.cls, port)}
+        return {port for port in ports if fits(self.nodes[name].spec.cls, port)}
 
     def fitting(self, port: type) -> list[str]:
         """The nodes whose components keep the promises of a port."""
-        return [name for name, node in self.nodes.items() if not misfits(node.spec.cls, port)]
+        return [name for name, node in self.nodes.items() if fits(node.spec.cls, port)]
 
     def closure(self, roots: Iterable[str], without: Container[str] = ()) -> list[str]:
         """

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.fit import misfits
+from drawloom.graph.fit import fits
 from drawloom.graph.layers import Path
 from drawloom.graph.node import Node, NodeView, dotted
 from drawloom.graph.problems import Problem
@@ -59,7 +59,7 @@ def _inside(value: Any, path: Path, names: Names | None) -> Iterator[tuple[Path,
 
 
 def _fitting(nodes: Mapping[str, Node], port: type) -> set[str]:
-    return {name for name, node in nodes.items() if not misfits(node.spec.cls, port)}
+    return {name for name, node in nodes.items() if fits(node.spec.cls, port)}
 
 
 def _offers(nodes: Mapping[str, Node]) -> dict[str, set[str]]:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 
 from drawloom.graph.catalogue import Catalogue
-from drawloom.graph.fit import misfits
+from drawloom.graph.fit import fits
 from drawloom.graph.listing import ports
 from drawloom.graph.problems import Problem
 from drawloom.graph.recipe import FORMAT, NAME
@@ -103,7 +103,7 @@ def _key(field: Field, specs: list[Spec]) -> Schema:
     if field.kind == "setting":
         return setting_schema(field.type, field.check) | described(field.doc, field.default)
     words = {"description": f"leads to {ports(field)}"}
-    fitting = [spec for spec in specs if any(not misfits(spec.cls, port) for port in field.ports)]
+    fitting = [spec for spec in specs if any(fits(spec.cls, port) for port in field.ports)]
     if field.kind not in ("list", "ordered", "mapping"):
         # Editors follow `properties` as deep as they lead, so here only the names are given of what may stand in place.
         names = {"use": {"enum": [spec.use for spec in fitting]}}

@@ -200,4 +200,4 @@ def test_members_are_those_of_all_protocols_above() -> None:
     class More(Reads, Protocol):
         more: int
 
-    assert members(More) == ["name", "size", "read", "more"]
+    assert members(More) == ("name", "size", "read", "more")
