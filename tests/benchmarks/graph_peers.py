@@ -1,0 +1,200 @@
+"""
+The same layered graph made by other libraries, each beside hand-written constructors in the same interpreter.
+
+All of them run in a virtual environment of their own, made with pip in the cache folder when it is not there. This file
+is also the program that runs in it. Those that copy what is referred to (hydra, confection) get no fallbacks.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NewType
+
+import tomli
+
+from drawloom.graph.workshop import Workshop
+from support.cpu_time import cpu_ms
+from support.layered import WIDTH, by_hand, by_recipe, recipe_text, serving
+from support.shop.components.pages.plain import Plain
+from support.shop.components.servers.loop import Loop
+from support.shop.components.stores.memory import Memory
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path.home() / ".cache" / "drawloom" / f"graph-peers-{sys.version_info.major}.{sys.version_info.minor}"
+PACKAGES = {
+    "dependency-injector": "dependency-injector==4.49.1",
+    "fiddle": "fiddle==0.3.1",
+    "dishka": "dishka==1.10.1",
+    "confection, flat": "confection==1.3.4",
+    "hydra, flat": "hydra-core==1.3.8",
+}
+SIZES = (10, 100, 1000, 10000)
+SECONDS = 60
+"""For one library and size; more is not waited for."""
+
+
+def tables(text: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The store's table and those of the pages, as libraries without a format of their own are fed."""
+    data = tomli.loads(text)
+    return data["store"], [table for name, table in data.items() if name.startswith("page")]
+
+
+def by_drawloom(text: str) -> Any:
+    return by_recipe(Workshop.of("support.shop"), text)
+
+
+def by_dependency_injector(text: str) -> Any:
+    providers: Any = importlib.import_module("dependency_injector.providers")
+    kept, tabled = tables(text)
+    store = providers.Singleton(Memory, size=kept["size"], name=kept["name"])
+    pages: list[Any] = []
+    for number, table in enumerate(tabled):
+        below = {"fallback": pages[number - WIDTH]} if number >= WIDTH else {}
+        pages.append(providers.Singleton(Plain, title=table["title"], store=store, **below))
+    return providers.Singleton(serving, store=store, pages=providers.List(*pages))()
+
+
+def by_fiddle(text: str) -> Any:
+    fiddle: Any = importlib.import_module("fiddle")
+    kept, tabled = tables(text)
+    store, pages = fiddle.Config(Memory, size=kept["size"], name=kept["name"]), list[Any]()
+    for number, table in enumerate(tabled):
+        below = {"fallback": pages[number - WIDTH]} if number >= WIDTH else {}
+        pages.append(fiddle.Config(Plain, title=table["title"], store=store, **below))
+    return fiddle.build(fiddle.Config(serving, store=store, pages=pages))
+
+
+def by_dishka(text: str) -> Any:
+    """A type for each page, since it tells things apart by type."""
+    dishka: Any = importlib.import_module("dishka")
+    kept, tabled = tables(text)
+    provider = dishka.Provider(scope=dishka.Scope.APP)
+    kinds = [NewType(f"Page{number}", Plain) for number in range(len(tabled))]
+    provider.provide(lambda: Memory(size=kept["size"], name=kept["name"]), provides=Memory)
+    for number, table in enumerate(tabled):
+        provider.provide(_factory(table["title"], kinds, number))
+    container = dishka.make_container(provider)
+    return serving(container.get(Memory), [container.get(kind) for kind in kinds])
+
+
+def _factory(title: str, kinds: list[Any], number: int) -> Callable[..., Plain]:
+    def first(store: Any) -> Plain:
+        return Plain(title=title, store=store)
+
+    def other(store: Any, fallback: Any) -> Plain:
+        return Plain(title=title, store=store, fallback=fallback)
+
+    made: Callable[..., Plain] = other if number >= WIDTH else first
+    below = {"fallback": kinds[number - WIDTH]} if number >= WIDTH else {}
+    made.__annotations__ = {"store": Memory, **below, "return": kinds[number]}
+    return made
+
+
+def _path(thing: Any) -> str:
+    return f"{thing.__module__}.{thing.__name__}"
+
+
+def by_hydra(text: str) -> Any:
+    omegaconf: Any = importlib.import_module("omegaconf")
+    instantiate: Any = importlib.import_module("hydra.utils").instantiate
+    kept, tabled = tables(text)
+    store = {"_target_": _path(Memory), "size": kept["size"], "name": kept["name"]}
+    pages = [{"_target_": _path(Plain), "title": table["title"], "store": "${store}"} for table in tabled]
+    server = {"_target_": _path(serving), "store": "${store}", "pages": pages}
+    return instantiate(omegaconf.OmegaConf.create({"store": store, "server": server}).server, _convert_="all")
+
+
+def _page(title: str, store: Any) -> Plain:
+    return Plain(title=title, store=store)
+
+
+def _served(store: Any, pages: dict[str, Any]) -> Loop:
+    return serving(store, [*pages.values()])
+
+
+def by_confection(text: str) -> Any:
+    confection: Any = importlib.import_module("confection")
+    things = {"things": {"store": Memory, "page": _page, "server": _served}}
+    registry: Any = type("Registry", (confection.registry,), things)
+    kept, tabled = tables(text)
+    lines = [f'[store]\n@things = "store"\nsize = {kept["size"]}\nname = "{kept["name"]}"\n']
+    lines.append('[server]\n@things = "server"\nstore = ${store}\n[server.pages]\n')
+    for number, table in enumerate(tabled):
+        lines.append(f'[server.pages.p{number}]\n@things = "page"\ntitle = "{table["title"]}"\nstore = ${{store}}\n')
+    return registry.resolve(confection.Config().from_str("\n".join(lines)))["server"]
+
+
+WAYS: dict[str, Callable[[str], Any]] = {
+    "drawloom": by_drawloom,
+    "dependency-injector": by_dependency_injector,
+    "fiddle": by_fiddle,
+    "dishka": by_dishka,
+    "confection, flat": by_confection,
+    "hydra, flat": by_hydra,
+}
+
+
+def measure(name: str, nodes: int) -> dict[str, Any]:
+    """Milliseconds of a library and of the constructors, or why there are none."""
+    text = recipe_text(nodes)
+    try:
+        WAYS[name](text)  # what is imported and made once
+        return {"ms": cpu_ms(lambda: WAYS[name](text)), "hand": cpu_ms(lambda: by_hand(nodes))}
+    except Exception as error:
+        return {"why": type(error).__name__}
+
+
+def prepare() -> Path:
+    """The interpreter that has the libraries; those that could not be installed are missing from it."""
+    python = FOLDER / "bin" / "python"
+    if not python.exists():
+        venv.create(FOLDER, with_pip=True)
+    for packages in (["attrs", "cattrs", "tomli"], *([package] for package in PACKAGES.values())):
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
+        subprocess.run(install, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=300, check=False)
+    return python
+
+
+def ask(python: Path, name: str, nodes: int) -> dict[str, Any]:
+    """The same from an interpreter of its own."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests"))}
+    command = [str(python), __file__, name, str(nodes)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=True)
+    except subprocess.TimeoutExpired:
+        return {"why": f"> {SECONDS} s"}
+    except subprocess.CalledProcessError as error:
+        return {"why": f"exit code {error.returncode}"}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    """Print a row for each library, milliseconds and times the constructors for each number of nodes."""
+    try:
+        python = prepare()
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"not measured, there is no virtual environment: {error}")
+        return
+    print(f"{'ms of CPU (x constructors)':26}" + "".join(f"{nodes:>20}" for nodes in SIZES))
+    for name in WAYS:
+        print(f"{name:26}" + "".join(f"{cell:>20}" for cell in _cells(python, name)), flush=True)
+
+
+def _cells(python: Path, name: str) -> Iterator[str]:
+    """One for each number of nodes, up to the first that the library fails at."""
+    for nodes in SIZES:
+        found = ask(python, name, nodes)
+        if "why" in found:
+            yield found["why"]
+            return
+        yield f"{found['ms']:.1f} (x{found['ms'] / found['hand']:.0f})"
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))

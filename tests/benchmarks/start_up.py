@@ -1,0 +1,20 @@
+"""What starting costs: the graph layer's import beside bare Python, and `check` of a shipped recipe beside torch."""
+
+import sys
+
+from support.cpu_time import program_ms
+
+PROGRAMS = {
+    "python": ["-c", ""],
+    "import drawloom.graph": ["-c", "import drawloom.graph"],
+    "import torch": ["-c", "import torch"],
+    "drawloom check first_run": ["-m", "drawloom", "check", "first_run"],
+}
+
+
+def main() -> None:
+    """Print a row for each program."""
+    print(f"{'':26} {'wall ms':>8} {'CPU ms':>8}")
+    for name, arguments in PROGRAMS.items():
+        wall, cpu = program_ms([sys.executable, *arguments])
+        print(f"{name:26} {wall:>8.0f} {cpu:>8.0f}", flush=True)

@@ -1,0 +1,35 @@
+"""How much CPU time a function takes, and a program."""
+
+import gc
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def cpu_ms(function: Callable[[], Any], rounds: int = 9, at_most: float = 3.0) -> float:
+    """The median of a few rounds in milliseconds; no more rounds are begun after `at_most` seconds."""
+    times: list[float] = []
+    while len(times) < rounds and sum(times) < at_most:
+        gc.collect()
+        began = time.process_time()
+        function()
+        times.append(time.process_time() - began)
+    return 1e3 * statistics.median(times)
+
+
+def program_ms(command: Sequence[str], rounds: int = 3) -> tuple[float, float]:
+    """The median wall and CPU time of a program, in milliseconds; its output goes nowhere."""
+    walls, cpus = [], []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, list(command))
+        walls.append(time.perf_counter() - began)
+        cpus.append(used.ru_utime + used.ru_stime)
+    return 1e3 * statistics.median(walls), 1e3 * statistics.median(cpus)
