@@ -32,14 +32,14 @@ def draw(graph: Graph, title: str, root: str, format: Format = "tree", focus: st
         hint = did_you_mean(focus, graph.nodes)
         raise UserError(f"there is no node [{focus}] to draw; {hint}".rstrip("; "), 2)
     if step:
-        return _draw_step(graph, root, format, focus)
+        return _draw_step(graph, title, focus or root, format)
     if format == "tree":
         return _tree(graph, focus or root, focus)
     return PICTURES[format](wiring(graph, f"{title}: [{focus}]" if focus else title, root, focus))
 
 
-def _draw_step(graph: Graph, root: str, format: Format, focus: str) -> str:
-    step = step_of(graph, focus or root)
+def _draw_step(graph: Graph, title: str, name: str, format: Format) -> str:
+    step = step_of(graph, title, name)
     if format == "tree":
         return draw_step_text(step)
     return draw_step(step) if format == "svg" else PICTURES[format](step.picture())

@@ -9,15 +9,19 @@ from drawloom.graph.problems import UserError
 
 @attrs.frozen
 class Thread:
-    """A value, and what each member that touches it does to it, by the number of the member."""
+    """A value, and the most that each member does to it (it writes, changes or reads it), by the member's number."""
 
     value: str
     touches: dict[int, str]
 
     @property
     def written(self) -> bool:
-        """Whether some member writes it; else it is read only where there is one that does."""
+        """Whether some member writes it; else it is one of those that need not be written."""
         return "writes" in self.touches.values()
+
+    @property
+    def title(self) -> str:
+        return self.value if self.written else f"{self.value} (not written)"
 
 
 @attrs.frozen
@@ -42,14 +46,14 @@ class Step:
         return Picture(self.title, self.members, arrows)
 
 
-def step_of(graph: Graph, name: str) -> Step:
+def step_of(graph: Graph, title: str, name: str) -> Step:
     """The walk through a node's sequence edge; a UserError if it has none."""
     node = graph.nodes[name]
     fields = [field for field in node.edges if node.spec.fields[field].kind == "ordered" and node.edges[field].targets]
     if not fields:
         raise UserError(f"[{name}] leads through no sequence of members; name a node that does by --focus", 2)
     targets = node.edges[fields[0]].targets
-    return Step(f"[{name}] {fields[0]}", boxes(graph, targets), _threads(graph, targets))
+    return Step(f"{title}: [{name}] {fields[0]}", boxes(graph, targets), _threads(graph, targets))
 
 
 def _threads(graph: Graph, members: tuple[str, ...]) -> tuple[Thread, ...]:

@@ -1,7 +1,7 @@
 """
 A walk through a sequence as cloth: members are the warp, from left to right, and values the weft that passes them.
 
-A thread begins where its value is written. A full circle writes, a diamond changes, a ring reads.
+A thread begins where its value is written. A disc writes, a diamond changes, a ring reads.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ class _Drawing:
 
     def __attrs_post_init__(self) -> None:
         boxes = self.step.members
-        self.margin = max((width_of(thread.value, VALUE) for thread in self.step.threads), default=0.0) + 14
+        self.margin = max((width_of(thread.title, VALUE) for thread in self.step.threads), default=0.0) + 14
         self.widths = [max(width_of(b.name, NAME, bold=True), width_of(b.use, USE)) + 2 * PADDING for b in boxes]
         starts = [sum(self.widths[:number]) + BETWEEN * number for number in range(len(boxes))]
         self.middles = [
@@ -91,9 +91,8 @@ class _Drawing:
 
     def _thread(self, thread: Thread, y: float, colour: Colour) -> Iterator[str]:
         first, last = self.middles[min(thread.touches)], self.middles[max(thread.touches)]
-        dashes = "" if thread.written else ' stroke-dasharray="2 5"'
-        yield text(first - MARK - 7, y + 4, thread.value, VALUE, colour.strong, END + HALO)
-        yield f'<path d="M{n(first)} {n(y)}H{n(last)}" stroke="{colour.strong}" stroke-width="3"{dashes}/>'
+        yield text(first - MARK - 7, y + 4, thread.title, VALUE, colour.strong, END + HALO)
+        yield f'<path d="M{n(first)} {n(y)}H{n(last)}" stroke="{colour.strong}" stroke-width="3"/>'
         for number, verb in thread.touches.items():
             words = f"{self.step.members[number].name} {verb} {thread.value}"
             yield _mark(verb, self.middles[number], y, colour.strong, words)

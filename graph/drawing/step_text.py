@@ -14,6 +14,6 @@ def _lines(step: Step) -> Iterator[str]:
     for number, box in enumerate(step.members):
         yield f"{number + 1:3d}. [{box.name}] {box.use}"
         for verb in ("reads", "changes", "writes"):
-            values = [thread.value for thread in step.threads if thread.touches.get(number) == verb]
+            values = [thread.title for thread in step.threads if thread.touches.get(number) == verb]
             if values:
                 yield f"     {verb} {', '.join(values)}"

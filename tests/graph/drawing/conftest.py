@@ -1,0 +1,13 @@
+"""Graphs to draw: a large one, and what is read back from an SVG."""
+
+import pytest
+
+from drawloom.graph.graph import Graph
+from drawloom.graph.workshop import Workshop
+
+
+@pytest.fixture(scope="session")
+def first_run() -> Graph:
+    """The wiring of the recipe that people see first, with some forty nodes."""
+    workshop = Workshop.of("drawloom")
+    return workshop.graph(workshop.load("first_run")).or_error()
