@@ -3,7 +3,8 @@ Boxes in columns, so that every arrow leads to the right and few arrows cross.
 
 After Sugiyama, Tagawa and Toda, "Methods for visual understanding of hierarchical system structures" (1981): a box's
 column is the longest way to it, an arrow over several columns bends in those between, and each column is sorted by the
-mean place of its neighbours. Arrows to the same box share their bends, so that they join on the way like roads.
+mean place of its neighbours. Arrows to the same box share their bends, so that they join on the way like roads; that,
+and the same picture on every machine, is why the layout is our own and not Graphviz's, for which there is DOT.
 """
 
 from bisect import bisect_right, insort
