@@ -106,7 +106,7 @@ class Timeouts:
     def _allow(self, seconds: float | None) -> None:
         self._allowed = seconds or 0.0
         if self._watchdog is not None:
-            self._watchdog.allow(None if seconds is None else seconds + self.mercy)
+            self._watchdog.allow(None if seconds is None else seconds + self.mercy, slow=self._allowed / 2)
 
     def _slow(self, _limit: float) -> None:
         """In the watchdog's thread: half of the time is over."""

@@ -1,5 +1,6 @@
 """A thread that notices when something takes too long, wherever it hangs."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -9,8 +10,8 @@ Clock = Callable[[], float]
 
 class Watchdog:
     """
-    Calls `expired` with a limit, once, when what was allowed so many seconds has not ended after them, and `slow` when
-    half of them are over.
+    Calls `expired` with a limit, once, when what was allowed so many seconds has not ended after them, and `slow`
+    before, when as many of them are over as it was told.
 
     The thread looks every `tick` seconds. Of the time between two looks no more than two ticks count: a process that
     was suspended, or a machine that slept, is not taken for one that hangs.
@@ -31,7 +32,7 @@ class Watchdog:
         self._limit: float | None = None
         self._left = 0.0
         self._looked = 0.0
-        self._warned = False
+        self._until_slow = -math.inf
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -45,10 +46,11 @@ class Watchdog:
         if self._thread.is_alive():
             self._thread.join()
 
-    def allow(self, seconds: float | None) -> None:
-        """What begins now may take so long; None is as long as it likes."""
+    def allow(self, seconds: float | None, slow: float = math.inf) -> None:
+        """What begins now may take so long, and is slow after `slow` seconds; None is as long as it likes."""
         with self._lock:
-            self._limit, self._left, self._looked, self._warned = seconds, seconds or 0.0, self._clock(), False
+            self._limit, self._left, self._looked = seconds, seconds or 0.0, self._clock()
+            self._until_slow = self._left - slow
 
     def look(self) -> None:
         """See whether time is up."""
@@ -58,8 +60,9 @@ class Watchdog:
             self._looked = now
             limit = self._limit or 0.0
             expired = self._limit is not None and self._left <= 0
-            slow = self._limit is not None and not self._warned and self._left <= limit / 2
-            self._warned = self._warned or slow
+            slow = self._limit is not None and self._left <= self._until_slow
+            if slow:
+                self._until_slow = -math.inf
             if expired:
                 self._limit = None
         if expired:

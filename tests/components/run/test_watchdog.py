@@ -84,16 +84,17 @@ def test_the_thread_looks_by_itself_and_ends() -> None:
     assert "watchdog" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_half_of_the_time_is_told_once_too() -> None:
-    """For each thing that is allowed time, and not after it expired."""
+def test_what_is_slow_is_told_once_too() -> None:
+    """For each thing that is allowed time, when it is told to, and not after it expired."""
     hands, slow = Hands(), list[float]()
     dog = Watchdog(lambda _limit: None, tick=1.0, clock=hands, slow=slow.append)
     for _ in range(2):
-        dog.allow(8)
+        dog.allow(8, slow=4)
         _pass(dog, hands, 3)
         assert slow in ([], [8])
         _pass(dog, hands, 3)
     assert slow == [8, 8]
+    dog.allow(8)
     _pass(dog, hands, 30)
     dog.allow(None)
     _pass(dog, hands, 30)

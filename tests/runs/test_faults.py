@@ -1,0 +1,259 @@
+"""Runs whose ranks are stopped, signalled, slow or faulty: how they end, and what they say."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from drawloom.components.ports.run import Step
+from drawloom.components.run.forward_backward import ForwardBackward
+from support.mutations import put
+from support.processes import RanksFailed, run_ranks
+from support.runs import Outcome, command, drawloom, rows, series, write_corpus
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "held_out_loss")
+TWO = ("run", "tiny.toml", "batch.micro_size=2", "trainer.afterwards=[]")
+LONG = (*TWO, "trainer.steps=1000000", "checkpoint.every='last'", "evaluate.every='never'")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a corpus and the tiny recipe."""
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+def _last_step(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+def _when(folder: Path, steps: int, deed: Callable[[], None]) -> None:
+    """In a thread of its own, when so many steps are written down."""
+
+    def wait() -> None:
+        while _last_step(folder / "runs/tiny") < steps:
+            time.sleep(0.005)
+        deed()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _struck(folder: Path, arguments: Sequence[str], ranks: Sequence[int], steps: int, number: int) -> Outcome:
+    """A process of a run; some of them send themselves a signal after so many steps."""
+    if int(os.environ.get("RANK", "0")) in ranks:
+        _when(folder, steps, partial(os.kill, os.getpid(), number))
+    return command(folder, arguments, None)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_all_ranks_stop_after_the_same_step(place: Path, ranks: tuple[int, ...], number: int) -> None:
+    """Whether all were sent the signal or one: a checkpoint of that step, exit codes by the signal, no traceback."""
+    outcomes = run_ranks(_struck, 2, place, LONG, ranks, 3, int(number), timeout=40)
+    assert [outcome.code for outcome in outcomes] == [128 + number] * 2
+    assert not any("Traceback" in outcome.text for outcome in outcomes)
+    saved = [path.name for path in (place / "runs/tiny/checkpoints").iterdir()]
+    assert saved == [f"step-{rows(place / 'runs/tiny')[-1]['step']}"]
+
+
+def _bits(run: Path, step: int) -> list[bytes]:
+    """Every file of every rank of a checkpoint."""
+    return [path.read_bytes() for path in sorted((run / f"checkpoints/step-{step}").glob("rank-*"))]
+
+
+def _stopped_again_and_again(place: Path, ranks: int, times: int, seed: int) -> None:
+    common = (*TWO, "trainer.steps=30", "checkpoint.every=7")
+    assert {outcome.code for outcome in drawloom(place, *common, "run.name=straight", ranks=ranks)} == {0}
+    moments = random.Random(seed)
+    stops = 0
+    for _ in range(times):
+        done = _last_step(place / "runs/tiny")
+        arguments = place, common, range(ranks), min(done + moments.randrange(1, 8), 29), int(signal.SIGTERM)
+        began = time.monotonic()
+        codes = {outcome.code for outcome in run_ranks(_struck, ranks, *arguments, variables=ranks > 1, timeout=60)}
+        assert time.monotonic() - began < 25
+        assert codes in ({143}, {0})
+        stops += codes == {143}
+    assert stops
+    assert {outcome.code for outcome in drawloom(place, *common, ranks=ranks)} == {0}
+    assert series(place / "runs/tiny", *LEARNED) == series(place / "runs/straight", *LEARNED)
+    assert _bits(place / "runs/tiny", 30) == _bits(place / "runs/straight", 30) != []
+
+
+def test_runs_that_are_stopped_end_with_the_same_bits(place: Path) -> None:
+    """Stopped by SIGTERM twice at random steps, two ranks end where the run that was not stopped ends."""
+    _stopped_again_and_again(place, 2, 2, seed=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(3))
+def test_thirty_stops(place: Path, seed: int) -> None:
+    """The same thirty times over, on one process and on two."""
+    _stopped_again_and_again(place, 1 + seed % 2, 10, seed)
+
+
+def _told(failed: RanksFailed, place: Path, rank: int) -> str:
+    """All that a rank has said: to its log, and to its terminal if it came to an end."""
+    outcome = failed.values.get(rank)
+    return (place / f"runs/tiny/log/rank-{rank}.log").read_text("utf-8") + (outcome.text if outcome else "")
+
+
+LIMITS = ("watch.timeouts.step=2", "watch.timeouts.first_step=30", "watch.timeouts.saving=30")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stands_still_is_named(place: Path, rank: int) -> None:
+    """The other one ends within the limit and some seconds, and says in its log which rank does not answer."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(_struck, 2, place, (*LONG, *LIMITS), (rank,), 3, int(signal.SIGSTOP), timeout=9)
+    told = _told(caught.value, place, 1 - rank)
+    assert f"rank {rank} does not answer" in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.soak
+def test_a_rank_that_stands_still_at_any_moment_is_named(tmp_path: Path) -> None:
+    """Twenty times: in a step, in an exchange, while saving."""
+    for number in range(20):
+        place = tmp_path / str(number)
+        place.mkdir()
+        write_corpus(place)
+        rank = number % 2
+        saving = ("checkpoint.every=2", f"staging.use=checkpoint.staging.{['blocking', 'none'][number // 2 % 2]}")
+        arguments = (*LONG, *LIMITS, "watch.timeouts.saving=2", *saving)
+        with pytest.raises(RanksFailed) as caught:
+            run_ranks(_struck, 2, place, arguments, (rank,), 3 + number, int(signal.SIGSTOP), timeout=9)
+        assert f"rank {rank} does not answer" in _told(caught.value, place, 1 - rank)
+
+
+def _slow(folder: Path, arguments: Sequence[str], rank: int, number: int, seconds: float) -> Outcome:
+    """A process of a run, of which one rank takes its time in one step."""
+    run = ForwardBackward.run_phase
+
+    def slowly(self: ForwardBackward, step: Step) -> None:
+        if step.index == number and int(os.environ["RANK"]) == rank:
+            time.sleep(seconds)
+        run(self, step)
+
+    put(ForwardBackward, "run_phase", slowly)
+    return command(folder, arguments, None)
+
+
+def test_a_slow_rank_is_warned_of_and_waited_for(place: Path) -> None:
+    """One that takes more than half of its time; the run goes on, and learns what it would have learned."""
+    common = (*TWO, *LIMITS)
+    assert {outcome.code for outcome in drawloom(place, *common, "run.name=straight", ranks=2)} == {0}
+    outcomes = run_ranks(_slow, 2, place, (*common, "watch.timeouts.step=3"), 1, 5, 2.3)
+    assert [outcome.code for outcome in outcomes] == [0, 0]
+    warning = "is slow: step 5 takes more than 1.5 s by now in phase"
+    assert f"rank 1 {warning} [forward_backward]" in (place / "runs/tiny/log/rank-1.log").read_text()
+    assert f"rank 0 {warning}" in outcomes[0].text
+    assert _bits(place / "runs/tiny", 10) == _bits(place / "runs/straight", 10) != []
+
+
+def test_a_long_first_step_is_no_hang(place: Path) -> None:
+    """It has a limit of its own."""
+    outcomes = run_ranks(_slow, 2, place, (*TWO, "watch.timeouts.step=1", "watch.timeouts.first_step=30"), 1, 1, 4.0)
+    assert [outcome.code for outcome in outcomes] == [0, 0]
+
+
+def _fail(folder: Path, arguments: Sequence[str], rank: int, number: int) -> Outcome:
+    """A process of a run, of which one rank has a fault in one step."""
+    run = ForwardBackward.run_phase
+
+    def faulty(self: ForwardBackward, step: Step) -> None:
+        if step.index == number and int(os.environ["RANK"]) == rank:
+            raise ZeroDivisionError("the cause of it all")
+        run(self, step)
+
+    put(ForwardBackward, "run_phase", faulty)
+    return command(folder, arguments, None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_with_a_fault_tells_it_and_the_other_points_to_it(place: Path, rank: int) -> None:
+    """The traceback is that of the first cause; the other rank ends within seconds and names whose log to read."""
+    began = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(_fail, 2, place, LONG, rank, 4, timeout=30)
+    assert time.monotonic() - began < 15
+    assert "the cause of it all" in caught.value.failures[rank]
+    other = caught.value.values[1 - rank]
+    assert other.code == 1 and f"rank {rank}" in other.text and "see its log" in other.text
+    assert "the cause of it all" not in other.text and "Traceback" not in other.text
+
+
+def _workers(agent: int) -> list[int]:
+    """The processes that a process has started, and that run our command."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            if parent == agent and b"drawloom" in (path.parent / "cmdline").read_bytes():
+                found.append(int(path.parent.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_workers_of_a_dead_torchrun_end_themselves(place: Path) -> None:
+    """Its agent is killed; a moment later its workers are gone, the folder is free, and the run goes on."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    with subprocess.Popen(
+        [*torchrun, "-m", "drawloom", *LONG, "checkpoint.every=1"],
+        cwd=place,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as agent:
+        end = time.monotonic() + 60
+        while not list((place / "runs/tiny/checkpoints").glob("step-*")) and time.monotonic() < end:
+            time.sleep(0.05)
+        workers = _workers(agent.pid)
+        agent.kill()
+        agent.wait()
+    end = time.monotonic() + 2
+    while any(map(_lives, workers)) and time.monotonic() < end:
+        time.sleep(0.02)
+    left = list(filter(_lives, workers))
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert len(workers) == 2 and not left
+    committed = max(int(path.name.removeprefix("step-")) for path in (place / "runs/tiny/checkpoints").glob("step-*"))
+    outcomes = run_ranks(_struck, 2, place, LONG, (0, 1), committed + 2, int(signal.SIGTERM), timeout=40)
+    assert [outcome.code for outcome in outcomes] == [143, 143]
+    assert rows(place / "runs/tiny")[0]["step"] == 1
+
+
+def test_a_checkpoint_folder_that_disappears_ends_in_words(place: Path) -> None:
+    """Somebody removes it in the middle of the run: training goes on for a while, and then it is told why not."""
+    arguments = (*TWO, "trainer.steps=1000000", "checkpoint.every=5", "checkpoint.failures=2", "run.name=tiny")
+
+    outcome = run_ranks(_removing, 1, place, arguments, variables=False, timeout=60)[0]
+    assert outcome.code == 1 and "Traceback" not in outcome.text
+    assert "2 checkpoints in a row failed" in outcome.text and "No such file or directory" in outcome.text
+
+
+def _removing(folder: Path, arguments: Sequence[str]) -> Outcome:
+    """A process of a run whose checkpoints are removed after six steps."""
+    checkpoints = folder / "runs/tiny/checkpoints"
+    _when(folder, 6, partial(os.rename, checkpoints, folder / "gone"))
+    return command(folder, arguments, None)
