@@ -4,6 +4,8 @@ from collections.abc import Callable
 from itertools import combinations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from drawloom.graph.drawing.picture import Arrow, Box, Picture, wiring
 from drawloom.graph.drawing.wiring_svg import draw_wiring
@@ -37,6 +39,19 @@ def test_no_two_boxes_overlap_and_no_field_stands_on_a_box(first_run: Graph, foc
     assert not [pair for pair in combinations(labels, 2) if svg.overlap(pair[0].area, pair[1].area)]
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.dictionaries(st.sampled_from(list(combinations("abcdefgh", 2))), st.text("xy", min_size=9, max_size=15)))
+def test_what_stands_at_arrows_is_legible(labels: dict[tuple[str, str], str]) -> None:
+    """Whatever leads where: no words on other words, none on a box, none outside."""
+    boxes = tuple(Box(name, "some.component") for name in "abcdefgh")
+    arrows = tuple(Arrow(source, target, (label,)) for (source, target), label in labels.items())
+    drawn = draw_wiring(Picture("t", boxes, arrows))
+    shown = [one for one in svg.words(drawn) if set(one.text) <= {"x", "y"}]
+    assert not [pair for pair in combinations(shown, 2) if svg.overlap(pair[0].area, pair[1].area)]
+    assert not [one for one in shown for box in svg.areas(drawn) if svg.overlap(one.area, box)]
+    assert not svg.outside(drawn)
+
+
 def test_the_members_of_a_sequence_stand_in_its_order(first_run: Graph) -> None:
     """From top to bottom, as they are walked through."""
     height = {one.text: one.area[1] for one in svg.words(draw_wiring(wiring(first_run, "", "trainer")))}
@@ -57,6 +72,8 @@ def test_a_name_at_a_meeting_point_holds_for_all_that_meet() -> None:
     one = Picture("t", boxes, (Arrow("a", "c", ("left",)), Arrow("b", "c", ("left",))))
     two = Picture("t", boxes, (Arrow("a", "c", ("left",)), Arrow("b", "c", ("right",))))
     assert [words.text for words in svg.words(draw_wiring(one))].count("left") == 1
+    shown = [words.text for words in svg.words(draw_wiring(two))]
+    assert shown.count("left") == shown.count("right") == 1
     edge = svg.areas(draw_wiring(two))[0][2]
     starts = {words.text: words.area[0] for words in svg.words(draw_wiring(two))}
     assert starts["left"] == starts["right"] == pytest.approx(edge + 5)
