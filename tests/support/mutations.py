@@ -77,7 +77,7 @@ def manifest_first() -> None:
 def no_moments() -> None:
     """An optimizer starts anew."""
 
-    def nothing(_optimizer: TorchOptimizer, _state: dict[str, Any]) -> None:
+    def nothing(self: TorchOptimizer, state: dict[str, Any]) -> None:
         return
 
     put(TorchOptimizer, "load_state_dict", nothing)
@@ -86,7 +86,7 @@ def no_moments() -> None:
 def no_randomness() -> None:
     """Generators stand where they stood at the start."""
 
-    def nothing(_randomness: ProcessRandomness, _state: dict[str, Any]) -> None:
+    def nothing(self: ProcessRandomness, state: dict[str, Any]) -> None:
         return
 
     put(ProcessRandomness, "load_state_dict", nothing)
@@ -95,7 +95,7 @@ def no_randomness() -> None:
 def no_waiting_for_copies() -> None:
     """The weights change while they are copied."""
 
-    def nothing(_checkpointer: CheckpointFolder) -> None:
+    def nothing(self: CheckpointFolder) -> None:
         return
 
     put(CheckpointFolder, "staged", nothing)

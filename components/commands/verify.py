@@ -1,0 +1,36 @@
+"""read every checkpoint of a run, and say which are as they were committed"""
+
+import argparse
+from pathlib import Path
+
+from drawloom.components.checkpoint.manifest import Damaged, verify
+from drawloom.components.checkpoint.reading import FOLDER, committed
+from drawloom.components.checkpoint.trouble import size
+from drawloom.graph import UserError
+from drawloom.graph.workshop import Workshop
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
+
+
+def main(options: argparse.Namespace, _workshop: Workshop) -> int:
+    """A line for each; 1 if any is damaged. The run itself is not touched, and may go on meanwhile."""
+    checkpoints = committed(options.run_folder / FOLDER)
+    if not checkpoints:
+        raise UserError(
+            f"{options.run_folder} holds no checkpoint; give the folder of a run, such as runs/first_run", 2
+        )
+    lines = [line for checkpoint in checkpoints if (line := _line(checkpoint))]
+    print("\n".join(lines))
+    return int(any("damaged" in line for line in lines))
+
+
+def _line(checkpoint: Path) -> str:
+    """What is to be said of a checkpoint; nothing if the run has removed it meanwhile."""
+    try:
+        manifest = verify(checkpoint)
+    except Damaged as error:
+        return f"{checkpoint}: damaged: {error}" if checkpoint.exists() else ""
+    return f"{checkpoint}: whole, {len(manifest.files)} files, {size(manifest.bytes)}"

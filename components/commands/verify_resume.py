@@ -1,0 +1,179 @@
+"""run a recipe straight, and again with a kill in the middle, and compare the two to the last bit"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from drawloom.components.checkpoint.digests import read_lines
+from drawloom.components.ports.run import Tracker
+from drawloom.graph import UserError
+from drawloom.graph.graph import Graph
+from drawloom.graph.workshop import Workshop
+
+DIGESTS = "digests_of_verify_resume"
+NEVER_THE_SAME = {"tokens_per_second", "memory"}  # metrics that tell of the machine, and not of the learning
+TRIES = 3  # a short run may be over before it can be killed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
+    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to lay over it")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="how many steps to run (default 20)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="R", help="processes to run it in (default 1)")
+    parser.epilog = "Single values are set by node.key=value."
+
+
+def main(options: argparse.Namespace, workshop: Workshop) -> int:
+    """Say that the runs are the same, or the first step and the tensor that differ; 1 then."""
+    if options.steps < 4:
+        raise UserError(f"{options.steps} steps are too few to kill a run in the middle; take 4 at least", 2)
+    graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words)).or_error()
+    place = Path(tempfile.mkdtemp(prefix="verify-resume-"))
+    try:
+        runs = Runs(place, _command(options, graph), options.steps)
+        runs.straight()
+        killed = runs.killed_and_resumed()
+    except BaseException:
+        shutil.rmtree(place)
+        raise
+    half = options.steps // 2
+    print(
+        f"{options.steps} steps straight, and {half} steps, a kill after step {killed}, and the rest from step {half}:"
+    )
+    own = graph.fitting(Tracker)  # each run has a series of its own
+    difference = next(differences(place / "straight", place / "resumed", own), None)
+    if difference is not None:
+        print(f"{difference}\nboth runs are in {place}")
+        return 1
+    print(f"the same, to the last bit: {_compared(place / 'straight')}")
+    shutil.rmtree(place)
+    return 0
+
+
+@attrs.frozen
+class Runs:
+    """Two runs of a command in a folder."""
+
+    place: Path
+    command: list[str]
+    steps: int
+
+    def straight(self) -> None:
+        """Run from the beginning to the end."""
+        self._finish("straight")
+
+    def killed_and_resumed(self) -> int:
+        """Run, kill it when half is committed, and run the rest; the step that had been written down last."""
+        for _ in range(TRIES):
+            step = self._kill()
+            if step < self.steps:
+                self._finish("resumed")
+                return step
+            shutil.rmtree(self.place / "resumed")
+        raise UserError(f"the run is over before it can be killed; take more steps than {self.steps} (--steps)")
+
+    def _kill(self) -> int:
+        """Start it, and kill all of its processes when half of the steps are committed."""
+        checkpoints = self.place / "resumed" / "checkpoints"
+        with self._start("resumed") as process:
+            try:
+                while not (checkpoints / f"step-{self.steps // 2}").exists() and process.poll() is None:
+                    time.sleep(0.001)
+            finally:
+                _kill_all(process.pid)
+        if not (checkpoints / f"step-{self.steps // 2}").exists():
+            raise self._failed("resumed")
+        if (checkpoints / f"step-{self.steps}").exists():
+            return self.steps
+        return max((row["step"] for row in _rows(self.place / "resumed" / "metrics.jsonl")), default=self.steps // 2)
+
+    def _finish(self, name: str) -> None:
+        with self._start(name) as process:
+            try:
+                code = process.wait()
+            except BaseException:
+                _kill_all(process.pid)
+                raise
+        if code:
+            raise self._failed(name)
+
+    def _start(self, name: str) -> "subprocess.Popen[bytes]":
+        with open(self.place / f"{name}.txt", "wb") as out:
+            command = [*self.command, f"run.folder={self.place / name}"]
+            return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def _failed(self, name: str) -> UserError:
+        lines = (self.place / f"{name}.txt").read_text("utf-8", "replace").splitlines()
+        return UserError("the run failed, which has nothing to do with resuming:\n" + "\n".join(lines[-20:]))
+
+
+def _kill_all(group: int) -> None:
+    """Kill a process and all that it started, if there is one left."""
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def differences(one: Path, other: Path, own: Collection[str] = ()) -> Iterator[str]:
+    """Where two runs part: step after step, numbers first, then tensors but those of `own` nodes; each in a line."""
+    tensors = sorted(path.name for path in (one / "digests").glob("rank-*.jsonl"))
+    ours, theirs = ({row["step"]: row for row in _rows(run / "metrics.jsonl")} for run in (one, other))
+    digests = [[_digests(run / "digests" / name, own) for run in (one, other)] for name in tensors]
+    for step in sorted({*ours, *theirs, *(step for pair in digests for each in pair for step in each)}):
+        yield from _numbers(step, ours.get(step, {}), theirs.get(step, {}))
+        for name, (mine, yours) in zip(tensors, digests, strict=True):
+            yield from _tensors(step, name.removesuffix(".jsonl"), mine.get(step, {}), yours.get(step, {}))
+
+
+def _numbers(step: int, mine: Mapping[str, Any], yours: Mapping[str, Any]) -> Iterator[str]:
+    for name in (key for key in {**mine, **yours} if key not in NEVER_THE_SAME):
+        if mine.get(name, "missing") != yours.get(name, "missing"):
+            values = f"{mine.get(name, 'missing')} straight, {yours.get(name, 'missing')} resumed"
+            yield f"step {step} differs: {name} is {values}"
+
+
+def _tensors(step: int, rank: str, mine: Mapping[str, str], yours: Mapping[str, str]) -> Iterator[str]:
+    if other := [name for name in {**mine, **yours} if mine.get(name) != yours.get(name)]:
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        yield f"step {step} differs: {other[0]}{more} of {rank.replace('-', ' ')}"
+
+
+def _command(options: argparse.Namespace, graph: Graph) -> list[str]:
+    """What both runs are started with; where they write is left open."""
+    phases = ", ".join(f'"@{name}"' for name in (*graph.nodes["trainer"].edges["phases"].targets, DIGESTS))
+    words = [
+        *(f"trainer.steps={options.steps}", f"trainer.phases=[{phases}]", "trainer.afterwards=[]"),
+        *(f"checkpoint.every={options.steps // 2}", f"{DIGESTS}.use=checkpoint.digests"),
+    ]
+    overlays = [word for path in options.overlay for word in ("--overlay", path)]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}", "-m"]
+    module = [*(launcher if options.ranks > 1 else []), "drawloom"]
+    return [sys.executable, "-m", *module, "run", options.recipe, *overlays, *options.words, *words]
+
+
+def _compared(run: Path) -> str:
+    steps = len(_rows(run / "metrics.jsonl"))
+    names = {name for path in (run / "digests").iterdir() for row in _digests(path).values() for name in row}
+    return f"{steps} steps, {len(names)} tensors and other values of the state after each"
+
+
+def _digests(path: Path, own: Collection[str] = ()) -> dict[int, dict[str, str]]:
+    """Step to digest by name."""
+    rows = {row["step"]: row["digests"].items() for row in _rows(path)}
+    return {step: {name: digest for name, digest in row if name.split("/")[0] not in own} for step, row in rows.items()}
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in read_lines(path)]

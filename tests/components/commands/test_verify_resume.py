@@ -1,0 +1,100 @@
+"""A run that is killed and resumed, compared with one that is not."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawloom.components.commands.verify_resume import Runs, differences
+from drawloom.graph import UserError
+
+RUN = """
+import json, sys, time
+from pathlib import Path
+folder = Path(sys.argv[-1].partition("=")[2])
+steps, pause, fail = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "fail"
+(folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+if fail:
+    print("no such corpus")
+    sys.exit(2)
+done = max((int(path.name[5:]) for path in (folder / "checkpoints").iterdir()), default=0)
+lines = (folder / "metrics.jsonl").read_text().splitlines()[:done] if done else []
+(folder / "metrics.jsonl").write_text("".join(line + chr(10) for line in lines))
+for step in range(done + 1, steps + 1):
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step}) + chr(10))
+    if step == steps and sys.argv[3] == "short":
+        (folder / "checkpoints" / f"step-{steps}").mkdir()
+        (folder / "checkpoints" / f"step-{steps // 2}").mkdir()
+    elif step in (steps // 2, steps) and sys.argv[3] != "short":
+        (folder / "checkpoints" / f"step-{step}").mkdir()
+    time.sleep(pause)
+"""
+"""Something that behaves like a run."""
+
+
+def _runs(place: Path, steps: int, pause: float, how: str = "") -> Runs:
+    return Runs(place, [sys.executable, "-c", RUN, str(steps), str(pause), how], steps)
+
+
+def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
+    """The second run is killed when half is committed, and goes on from there to the end."""
+    runs = _runs(tmp_path, 10, 0.05)
+    runs.straight()
+    assert 5 <= runs.killed_and_resumed() < 10
+    for name in ("straight", "resumed"):
+        rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(row)["step"] for row in rows] == list(range(1, 11))
+
+
+def test_a_run_that_is_too_short_to_be_killed_is_told(tmp_path: Path) -> None:
+    """Comparing a run with itself would show nothing."""
+    with pytest.raises(UserError, match="is over before it can be killed; take more steps than 4"):
+        _runs(tmp_path, 4, 0.0, "short").killed_and_resumed()
+
+
+def test_a_run_that_fails_is_shown(tmp_path: Path) -> None:
+    """With its last words; it says nothing of resuming."""
+    for run in (Runs.straight, Runs.killed_and_resumed):
+        with pytest.raises(UserError, match="nothing to do with resuming:\nno such corpus"):
+            run(_runs(tmp_path, 4, 0.0, "fail"))
+
+
+def _write(run: Path, rows: list[dict[str, Any]], ranks: list[list[dict[str, Any]]]) -> Path:
+    (run / "digests").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for rank, lines in enumerate(ranks):
+        (run / "digests" / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def _run(run: Path, **changes: Any) -> Path:
+    """A run of three steps on two ranks; `loss` and `digest` give the values of the third."""
+    rows = [{"step": step, "loss": step / 3, "memory": changes.get("memory", 1)} for step in (1, 2, 3)]
+    rows[2]["loss"] = changes.get("loss", 1.0)
+    digests = {"stages": "a", "stages/w": "b", "optimizer/w": "c", "aim": "d"}
+    ranks = [[{"step": step, "digests": dict(digests)} for step in (1, 2, 3)] for _ in range(2)]
+    ranks[1][2]["digests"] = digests | changes.get("digests", {})
+    return _write(run, rows[: changes.get("length", 3)], ranks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, []),
+        ({"memory": 7}, []),
+        ({"digests": {"aim": "other"}}, []),
+        ({"loss": 1.5}, ["step 3 differs: loss is 1.0 straight, 1.5 resumed"]),
+        ({"digests": {"stages/w": "x"}}, ["step 3 differs: stages/w of rank 1"]),
+        ({"digests": {"stages": "x", "optimizer/w": "y"}}, ["step 3 differs: stages and 1 more of rank 1"]),
+        ({"digests": {"more": "x"}}, ["step 3 differs: more of rank 1"]),
+        ({"length": 2}, [f"step 3 differs: {name} is " for name in ("step", "loss")]),
+    ],
+)
+def test_the_first_difference_is_named(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    """With step, number or tensor, and rank; what tells of the machine or of the run's own series is not compared."""
+    found = list(differences(_run(tmp_path / "a"), _run(tmp_path / "b", **changes), ["aim"]))
+    assert len(found) == len(words)
+    assert all(text.startswith(word) for text, word in zip(found, words, strict=True))

@@ -1,0 +1,56 @@
+"""A recipe that is shown to resume, by the command that anybody can type."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.runs import write_corpus
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+TESTS = str(Path(__file__).parents[1])
+
+
+def _verify(folder: Path, *words: str, path: str = "") -> tuple[int, str]:
+    write_corpus(folder)
+    environment = {"PYTHONPATH": f"{path}:{SOURCE}:{TESTS}", "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-m", "drawloom", "verify-resume", "tiny.toml", "--steps", "10", *words]
+    done = subprocess.run(
+        command, cwd=folder, env=environment | {"TMPDIR": str(folder)}, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_recipe_resumes_to_the_last_bit(tmp_path: Path) -> None:
+    """Numbers and state of every step are those of the run that was not killed; nothing is left of either."""
+    code, text = _verify(tmp_path)
+    assert code == 0, text
+    assert "10 steps straight, and 5 steps, a kill after step " in text
+    assert "the same, to the last bit: 10 steps, " in text
+    assert not list(tmp_path.glob("verify-resume-*"))
+
+
+@pytest.mark.soak
+def test_two_ranks_do_too(tmp_path: Path) -> None:
+    """Under torchrun."""
+    code, text = _verify(tmp_path, "--ranks", "2", "batch.micro_size=2")
+    assert code == 0, text
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("mutation", "tensor"), [("no_moments", "stages/"), ("no_randomness", "randomness/")])
+def test_what_is_not_restored_is_named(tmp_path: Path, mutation: str, tensor: str) -> None:
+    """The first step after the kill, and the first thing in it that is not the same."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif 'run' in sys.orig_argv:\n    from support.mutations import MUTATIONS, put\n"
+        f"    MUTATIONS['{mutation}']()\n"
+        "    import random\n    from drawloom.components.gradients.synchronise import Synchronise\n"
+        "    real = Synchronise.run_phase\n"
+        "    def noisy(self, step):\n        random.random()\n        real(self, step)\n"
+        "    noisy.__annotations__ = real.__annotations__\n    put(Synchronise, 'run_phase', noisy)\n"
+    )
+    code, text = _verify(tmp_path, path=str(tmp_path))
+    assert code == 1, text
+    assert "step 6 differs: " in text and tensor in text
