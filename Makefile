@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test bench soak clean
+.PHONY: train test bench soak clean test-gpu bench-gpu bench-train-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -19,6 +19,19 @@ bench: .venv/test
 
 soak: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m soak
+
+# On a machine with a GPU: kernels compiled and not interpreted, great sizes, and the benchmarks beside those of others.
+# What others need may stand in an environment of its own: make bench-gpu PEERS=/path/to/its/site-packages
+GPU_TESTS := tests/gpu tests/kernels tests/components/kernels tests/components/optim tests/components/model
+
+test-gpu: .venv/test
+	$(BIN)/pytest -q -m "not soak" $(GPU_TESTS)
+
+bench-gpu: .venv/test
+	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu $(ONLY)
+
+bench-train-gpu: .venv/test
+	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/training.py $(ONLY)
 
 clean:
 	rm -rf .venv runs dist .mypy_cache .pytest_cache .ruff_cache

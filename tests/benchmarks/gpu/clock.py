@@ -1,0 +1,124 @@
+"""What a call costs: device time, host time, memory; and how far its results are from exact ones."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+REPLAYS = 20
+WARM_UPS = 3
+CALLS = 20
+"""Calls between two looks at the host's clock."""
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """
+    Milliseconds on the device, microseconds of the host, and MiB at most beyond what was there before.
+
+    `captured` says whether the time is that of a CUDA graph that was run again, in which the host has no part.
+    """
+
+    milliseconds: float
+    host_microseconds: float
+    mebibytes: float
+    captured: bool
+
+
+def cost(call: Call) -> Cost:
+    """The median over many calls."""
+    if not torch.cuda.is_available():
+        return _cost_on_cpu(call)
+    for _ in range(WARM_UPS):
+        call()
+    torch.cuda.synchronize()
+    memory, host = _memory(call), _host_time(call)
+    try:
+        replay = _captured(call)
+    except RuntimeError:
+        return Cost(_median(call), host, memory, False)
+    return Cost(_median(replay), host, memory, True)
+
+
+def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The greatest relative error of a whole tensor, in the norm."""
+    errors: list[float] = [
+        ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-30)).item()
+        for ours, theirs in zip(found, exact, strict=True)
+    ]
+    return max(errors)
+
+
+def copy_rate(elements: int) -> float:
+    """Bytes a second that a copy reads and writes."""
+    source = torch.empty(elements, dtype=torch.bfloat16, device=_device())
+    target = torch.empty_like(source)
+    return 4 * elements / (cost(lambda: target.copy_(source)).milliseconds * 1e-3)
+
+
+def matmul_rate(size: int) -> float:
+    """Operations a second of a square product in bfloat16."""
+    a, b = (torch.randn(size, size, device=_device()).bfloat16() for _ in "ab")
+    return 2 * size**3 / (cost(lambda: a @ b).milliseconds * 1e-3)
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _cost_on_cpu(call: Call) -> Cost:
+    call()
+    start = time.perf_counter()
+    call()
+    seconds = time.perf_counter() - start
+    return Cost(seconds * 1e3, seconds * 1e6, float("nan"), False)
+
+
+def _memory(call: Call) -> float:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kept = call()
+    torch.cuda.synchronize()
+    del kept
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _host_time(call: Call) -> float:
+    """Of the calls alone: the device is idle when they begin, and nobody waits for it."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    seconds = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return seconds / CALLS * 1e6
+
+
+def _captured(call: Call) -> Call:
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _median(call: Call) -> float:
+    times: list[float] = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")  # type: ignore[no-untyped-call]
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)

@@ -1,0 +1,136 @@
+"""The same operations by others, where they are installed; each function takes what ours take."""
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+INSTALL = {
+    "liger_kernel": "pip install liger-kernel==0.8.5",
+    "cut_cross_entropy": "pip install cut-cross-entropy",
+    "d9d": "pip install d9d==0.24.0",
+}
+NAMES = {"liger": "liger_kernel", "cce": "cut_cross_entropy", "d9d": "d9d"}
+"""Who stands in which package."""
+
+Function = Callable[..., Any]
+
+
+def absent() -> dict[str, str]:
+    """Packages that are not here, and how to get each; a package of its own environment may go first on the path."""
+    return {module: how for module, how in INSTALL.items() if find_spec(module) is None}
+
+
+def of(operation: str) -> dict[str, Function]:
+    """Name of a peer to its function, for those that have the operation and are here."""
+    here = {name for name, module in NAMES.items() if find_spec(module) is not None}
+    return {name: function for name, function in PEERS.get(operation, {}).items() if name in here}
+
+
+def compiled(function: Function) -> Function:
+    """A function of plain torch, compiled."""
+    made: Function = torch.compile(function)
+    return made
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    summed = x + residual
+    return rms_norm(summed, weight, eps), summed
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    (a, b), cos, sin = x.chunk(2, -1), cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def qk_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    return rope(rms_norm(q, q_weight, eps), cos, sin), rope(rms_norm(k, k_weight, eps), cos, sin)
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy((hidden @ weight.T).float(), targets, reduction="sum")
+
+
+def _liger(module: str, function: str) -> Any:
+    return getattr(import_module(f"liger_kernel.ops.{module}"), function).apply
+
+
+def _liger_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """It takes queries and keys together, heads before positions, and tables of both halves."""
+    tables = (torch.cat((table, table), -1).to(x.dtype) for table in (cos, sin))
+    half = x.shape[2] // 2
+    q, k = (part.transpose(1, 2) for part in (x[:, :, :half], x[:, :, half:]))
+    turned: tuple[Tensor, Tensor] = _liger("rope", "LigerRopeFunction")(q, k, *tables)
+    return torch.cat(turned, 1).transpose(1, 2)
+
+
+def _liger_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    apply = _liger("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
+    found: Tensor = apply(hidden, weight, targets, None, None, -100, 0.0, 0.0, "sum")[0]
+    return found
+
+
+def _cce(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    loss: Tensor = import_module("cut_cross_entropy").linear_cross_entropy(hidden, weight, targets, reduction="sum")
+    return loss
+
+
+def _d9d(module: str, function: str) -> Any:
+    return getattr(import_module(f"d9d.kernel.{module}"), function)
+
+
+def _d9d_experts(x: Tensor, probabilities: Tensor, experts_of: Tensor, experts: int) -> Tensor:
+    """From choices to rows and back."""
+    chosen, spread = _d9d("moe.indices_to_multihot", "fused_indices_to_multihot")(experts_of, probabilities, experts)
+    permute = _d9d("moe.permute_with_probs", "moe_permute_with_probs")
+    rows, of_rows, places = permute(x, spread, chosen, experts_of.numel())
+    weighted = rows * of_rows.unsqueeze(-1).to(rows.dtype)
+    back: Tensor = _d9d("moe.permute_with_probs", "moe_unpermute_mask")(weighted, places, None, x.shape)
+    return back
+
+
+def _d9d_steps(weights: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]) -> None:
+    step = _d9d("stochastic", "adamw_stochastic_bf16_")
+    for tensors in zip(weights, gradients, means, squares, strict=True):
+        step(*tensors, 1e-3, 0.9, 0.95, 1e-8, 0.1, 7)
+
+
+PEERS: dict[str, dict[str, Function]] = {
+    "rms_norm": {
+        "liger": lambda x, weight, eps: _liger("rms_norm", "LigerRMSNormFunction")(x, weight, eps, 0.0, "llama", False),
+        "d9d": lambda x, weight, eps: _d9d("normalization.rms", "rms_norm")(x, weight, eps),
+    },
+    "add_rms_norm": {
+        "liger": lambda x, residual, weight, eps: _liger("fused_add_rms_norm", "LigerFusedAddRMSNormFunction")(
+            x, residual, weight, eps
+        ),
+    },
+    "swiglu": {
+        "liger": lambda gate, up: _liger("swiglu", "LigerSiLUMulFunction")(gate, up),
+        "d9d": lambda gate, up: _d9d("swiglu", "silu_mul")(gate, up),
+    },
+    "rope": {"liger": _liger_rope},
+    "linear_cross_entropy": {"liger": _liger_loss, "cce": _cce},
+    "experts": {"d9d": _d9d_experts},
+    "stochastic_adamw": {"d9d": _d9d_steps},
+    "stochastic_copy": {
+        "d9d": lambda target, source: _d9d("stochastic", "copy_fp32_to_bf16_stochastic_")(target, source)
+    },
+    "grouped_gemm": {
+        "d9d": lambda x, weight, ends: _d9d("grouped_mm.torch", "grouped_mm")(x, weight, ends, None, None)
+    },
+}

@@ -1,0 +1,280 @@
+"""What is compared: each operation at the sizes of models, with its floor in bytes or operations."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import peers
+from drawloom.kernels.attention import attention_eager
+from drawloom.kernels.cut_cross_entropy import Cut
+from drawloom.kernels.grouped_gemm import grouped_gemm_torch
+from drawloom.kernels.moe_permute import moe_permute_eager, moe_unpermute_eager
+from drawloom.kernels.moe_routes import moe_routes_eager
+from drawloom.kernels.qk_norm_rope import qk_norm_rope_eager
+from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
+from drawloom.kernels.rope import rope_eager
+from drawloom.kernels.rope_frequencies import rope_angles
+from drawloom.kernels.stochastic_adamw import Trained, numbers_of
+from drawloom.kernels.swiglu import swiglu_eager
+from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
+from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
+from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
+from drawloom.kernels.triton.moe_permute import moe_permute_triton, moe_unpermute_triton
+from drawloom.kernels.triton.moe_routes import moe_routes_triton
+from drawloom.kernels.triton.qk_norm_rope import qk_norm_rope_triton
+from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_triton
+from drawloom.kernels.triton.rope import rope_triton
+from drawloom.kernels.triton.stochastic_adamw import StochasticAdamwTriton
+from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
+from drawloom.kernels.triton.swiglu import swiglu_triton
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    An operation at one size: `make` gives inputs that learn and inputs that don't, in the order of the functions.
+
+    `floor` is bytes, or operations of the matrix units, forwards and backwards. `reference` is computed with float32
+    inputs. What has no gradients has no second floor, and is called with `make` alone.
+    """
+
+    operation: str
+    size: str
+    make: Callable[[], tuple[tuple[Tensor, ...], tuple[Any, ...]]]
+    ours: dict[str, Callable[..., Any]]
+    torch: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    reference: Callable[..., Any] | None = None
+    floor: tuple[float, float] = (0.0, 0.0)
+    in_operations: bool = False
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """Everybody's, ours first."""
+        return {**self.ours, **self.torch, **peers.of(self.operation)}
+
+
+def numbers(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device=DEVICE) * scale).bfloat16().requires_grad_()
+
+
+def rows(tiny: bool) -> Iterator[Row]:
+    """All rows, or the same at sizes that an interpreter can do."""
+    yield from _norms(tiny)
+    yield from _gates(tiny)
+    yield from _rotations(tiny)
+    yield from _losses(tiny)
+    yield from _steps(tiny)
+    yield from _experts(tiny)
+    yield from _attentions(tiny)
+
+
+def _norms(tiny: bool) -> Iterator[Row]:
+    for count, width in [(6, 40)] if tiny else [(8192, 4096), (16384, 2048), (2**20, 128)]:
+        elements = count * width
+        yield Row(
+            "rms_norm",
+            f"{count} x {width}",
+            lambda c=count, w=width: ((numbers(c, w), numbers(w)), (1e-6,)),  # type: ignore[misc]
+            {"drawloom": rms_norm_triton},
+            {"eager": peers.rms_norm, "compile": peers.compiled(peers.rms_norm)},
+            rms_norm_eager,
+            (4.0 * elements, 6.0 * elements),
+        )
+    count, width = (6, 40) if tiny else (16384, 2048)
+    yield Row(
+        "add_rms_norm",
+        f"{count} x {width}",
+        lambda: ((numbers(count, width), numbers(count, width), numbers(width)), (1e-6,)),
+        {"drawloom": add_rms_norm_triton},
+        {"eager": peers.add_rms_norm, "compile": peers.compiled(peers.add_rms_norm)},
+        add_rms_norm_eager,
+        (8.0 * count * width, 8.0 * count * width),
+    )
+
+
+def _gates(tiny: bool) -> Iterator[Row]:
+    for count, width in [(6, 40)] if tiny else [(16384, 6144), (16384, 1536)]:
+        yield Row(
+            "swiglu",
+            f"{count} x {width}",
+            lambda c=count, w=width: ((numbers(c, w), numbers(c, w)), ()),  # type: ignore[misc]
+            {"drawloom": swiglu_triton},
+            {"eager": peers.swiglu, "compile": peers.compiled(peers.swiglu)},
+            swiglu_eager,
+            (6.0 * count * width, 10.0 * count * width),
+        )
+
+
+def _rotations(tiny: bool) -> Iterator[Row]:
+    batch, length, heads, kv_heads, channels = (1, 5, 4, 2, 8) if tiny else (8, 4096, 32, 8, 128)
+    positions = torch.arange(length, device=DEVICE).expand(batch, length)
+    angles = rope_angles(positions, channels, 1e6)
+    elements = batch * length * (heads + kv_heads) * channels
+    yield Row(
+        "rope",
+        f"{batch} x {length}, {heads + kv_heads} heads of {channels}",
+        lambda: ((numbers(batch, length, heads + kv_heads, channels),), angles),
+        {"drawloom": rope_triton},
+        {"eager": peers.rope, "compile": peers.compiled(peers.rope)},
+        rope_eager,
+        (4.0 * elements, 4.0 * elements),
+    )
+    yield Row(
+        "qk_norm_rope",
+        f"{batch} x {length}, {heads}/{kv_heads} heads of {channels}",
+        lambda: (
+            (*(numbers(batch, length, h, channels) for h in (heads, kv_heads)), numbers(channels), numbers(channels)),
+            (1e-6, *angles),
+        ),
+        {"drawloom": qk_norm_rope_triton},
+        {"eager": peers.qk_norm_rope, "compile": peers.compiled(peers.qk_norm_rope)},
+        qk_norm_rope_eager,
+        (4.0 * elements, 6.0 * elements),
+    )
+
+
+def _losses(tiny: bool) -> Iterator[Row]:
+    tokens, width, words = (20, 32, 50) if tiny else (8192, 2048, 151936)
+    targets = torch.randint(words, (tokens,), device=DEVICE)
+    product = 2.0 * tokens * width * words
+
+    def summed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        return function(*arguments).sum()
+
+    yield Row(
+        "linear_cross_entropy",
+        f"{tokens} tokens, {width} x {words}",
+        lambda: ((numbers(tokens, width), numbers(words, width, scale=width**-0.5)), (targets,)),
+        {
+            "drawloom": partial(summed, linear_cross_entropy_triton),
+            "drawloom cut": partial(summed, cut_cross_entropy_triton),
+            "drawloom filtered": lambda h, w, t: cut_cross_entropy_triton(h, w, t, Cut(least=2.0**-12)).sum(),
+        },
+        {"eager": peers.linear_cross_entropy, "compile": peers.compiled(peers.linear_cross_entropy)},
+        peers.linear_cross_entropy,
+        (product, 2 * product),
+        in_operations=True,
+    )
+
+
+def _steps(tiny: bool) -> Iterator[Row]:
+    sizes = [40, 100] if tiny else [1_666_667 // 2048 * 2048] * 300
+    elements = sum(sizes)
+
+    def make() -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        kinds = [[torch.rand(size, device=DEVICE).bfloat16() for size in sizes] for _ in "wgms"]
+        return (), tuple(kinds)
+
+    def ours() -> Callable[..., Any]:
+        made: dict[int, StochasticAdamwTriton] = {}
+
+        def step(weights: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]) -> None:
+            if id(weights) not in made:
+                kept = zip(weights, means, squares, strict=True)
+                made[id(weights)] = StochasticAdamwTriton([Trained(w, m, s, 0.1, 7) for w, m, s in kept])
+            made[id(weights)].step(gradients, numbers_of(1e-3, (0.9, 0.95), 1e-8, 7), 7)
+
+        return step
+
+    yield Row(
+        "stochastic_adamw",
+        f"{elements / 1e6:.0f}M in {len(sizes)}, all bfloat16",
+        make,
+        {"drawloom": ours()},
+        {"torch's own, rounding to nearest": _torch_step},
+        None,
+        (14.0 * elements, 0.0),
+    )
+    count = 100 if tiny else 2**27
+    yield Row(
+        "stochastic_copy",
+        f"{count / 1e6:.0f}M",
+        lambda: ((), (torch.empty(count, dtype=torch.bfloat16, device=DEVICE), torch.randn(count, device=DEVICE))),
+        {"drawloom": lambda target, source: stochastic_copy_triton(target, source, 1, 2)},
+        {"copy, rounding to nearest": lambda target, source: target.copy_(source)},
+        None,
+        (6.0 * count, 0.0),
+    )
+
+
+def _torch_step(weights: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]) -> None:
+    steps = [torch.ones((), device=weights[0].device)] * len(weights)
+    rates = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
+    torch._fused_adamw_(weights, gradients, means, squares, [], steps, amsgrad=False, maximize=False, **rates)  # type: ignore[call-overload]
+
+
+def _experts(tiny: bool) -> Iterator[Row]:
+    tokens, choices, experts, width, inner = (10, 2, 4, 16, 24) if tiny else (32768, 8, 128, 2048, 1536)
+    experts_of = torch.rand(tokens, experts, device=DEVICE).topk(choices, 1).indices
+    routes = moe_routes_eager(experts_of, experts)
+    rows_of_all, byte = tokens * choices, 2.0
+
+    def there_and_back(x: Tensor, probabilities: Tensor, chosen: Tensor, count: int) -> Tensor:
+        found = moe_routes_triton(chosen, count)
+        made, _ = moe_permute_triton(x, probabilities, found)
+        return moe_unpermute_triton(made, found, probabilities)
+
+    def eagerly(x: Tensor, probabilities: Tensor, chosen: Tensor, count: int) -> Tensor:
+        found = moe_routes_eager(chosen, count)
+        made, _ = moe_permute_eager(x, probabilities, found)
+        return moe_unpermute_eager(made, found, probabilities)
+
+    yield Row(
+        "moe_routes",
+        f"{tokens} tokens, {choices} of {experts}",
+        lambda: ((), (experts_of, experts)),
+        {"drawloom": moe_routes_triton},
+        {"eager": moe_routes_eager},
+        None,
+        (16.0 * rows_of_all, 0.0),
+    )
+    yield Row(
+        "experts",
+        f"{tokens} tokens, {choices} of {experts}, {width}",
+        lambda: (
+            (numbers(tokens, width), torch.rand(tokens, choices, device=DEVICE).requires_grad_()),
+            (experts_of, experts),
+        ),
+        {"drawloom": there_and_back},
+        {"eager": eagerly},
+        eagerly,
+        (2 * byte * (tokens + rows_of_all) * width, byte * (2 * tokens + 4 * rows_of_all) * width),
+    )
+    product = 2.0 * rows_of_all * width * inner
+    yield Row(
+        "grouped_gemm",
+        f"{rows_of_all} x {width} x {inner}, {experts} experts",
+        lambda: ((numbers(rows_of_all, width), numbers(experts, width, inner, scale=width**-0.5)), (routes.ends,)),
+        {"drawloom": grouped_gemm_triton},
+        {"torch": grouped_gemm_torch},
+        None,
+        (product, 2 * product),
+        in_operations=True,
+    )
+
+
+def _attentions(tiny: bool) -> Iterator[Row]:
+    batch, length, heads, channels = (1, 20, 2, 16) if tiny else (8, 4096, 16, 128)
+    documents = torch.zeros(batch, length, dtype=torch.int64, device=DEVICE)
+    product = 2.0 * batch * heads * length * length * channels  # causal: half of two products
+    fast: dict[str, Callable[..., Any]] = {}
+    if DEVICE.type == "cuda":
+        from drawloom.kernels.attention_flex import AttentionFlex
+        from drawloom.kernels.attention_varlen import AttentionVarlen
+
+        fast = {"drawloom flex": AttentionFlex(), "drawloom varlen": AttentionVarlen()}
+    yield Row(
+        "attention",
+        f"{batch} x {length}, {heads} heads of {channels}, one document a row",
+        lambda: (tuple(numbers(batch, length, heads, channels) for _ in "qkv"), (documents,)),
+        fast,
+        {"eager": attention_eager},
+        attention_eager,
+        (product, 2.5 * product),
+        in_operations=True,
+    )
