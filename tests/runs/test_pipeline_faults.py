@@ -35,7 +35,7 @@ def strike(folder: Path, number: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_other_rank_ends_and_says_at_which_action(place: Path, number: int) -> None:
-    """A rank that waits for one that is gone, or stands still, ends in time and names stage and action."""
+    """A rank that waits for one that is gone, or stands still, ends in time and names itself and what it was at."""
     arguments = [
         *("run", "tiny.toml", "model.layers=2", "batch.micro_size=1", "mesh.pipeline=2", "trainer.steps=1000000"),
         *(
@@ -52,4 +52,5 @@ def test_the_other_rank_ends_and_says_at_which_action(place: Path, number: int) 
     if survivor is not None:
         assert survivor.code == 1 and "Traceback" not in survivor.text
         told += survivor.text
-    assert "stage" in told and "rank 0" in told
+    assert "rank 0" in told
+    assert "stage" in told or "in group" in told, told  # it may have been between stages, in a sum over ranks
