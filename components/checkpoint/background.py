@@ -1,8 +1,9 @@
 """Work in a thread of its own, whose outcome waits until somebody asks."""
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -15,11 +16,25 @@ def in_background(name: str, work: Callable[[], T]) -> Future[T]:
     return future
 
 
+def side_by_side(name: str, works: Sequence[Callable[[], T]], most: int) -> list[T]:
+    """What these give, in order, done by at most so many threads; the first error, when all are over."""
+    if len(works) < 2:
+        return [work() for work in works]
+    shares = [in_background(name, partial(_all, works[start::most])) for start in range(min(most, len(works)))]
+    wait(shares)
+    done = [share.result() for share in shares]
+    return [done[number % len(done)][number // len(done)] for number in range(len(works))]
+
+
 def at_once(name: str, work: Callable[[], T]) -> Future[T]:
     """The same without a thread: it is done when this returns."""
     future: Future[T] = Future()
     _work(future, [work])
     return future
+
+
+def _all(works: Sequence[Callable[[], T]]) -> list[T]:
+    return [work() for work in works]
 
 
 def _work(future: Future[T], works: list[Callable[[], T]]) -> None:

@@ -5,13 +5,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from drawloom.components.checkpoint import files
+from drawloom.components.checkpoint.background import side_by_side
 from drawloom.components.checkpoint.files import Content
 from drawloom.components.model_state.strict_json import parse
 from drawloom.graph import UserError
@@ -19,7 +20,7 @@ from drawloom.graph import UserError
 FORMAT = 2
 MANIFEST = "manifest.json"
 LARGEST = 2**24  # bytes of a manifest
-READERS = 8  # files that are read at a time: more than a disk has use for, if not more than a network has
+READERS = 4  # files that are read at a time
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,255}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -103,8 +104,7 @@ def faults_of_files(checkpoint: Path, committed: Mapping[str, Content]) -> Itera
         except OSError as error:
             return f"{name} can't be read ({error.strerror})"
 
-    with ThreadPoolExecutor(READERS) as pool:
-        yield from filter(None, pool.map(fault, committed))
+    yield from filter(None, side_by_side("verifier", [partial(fault, name) for name in committed], READERS))
 
 
 def difference(name: str, found: Content, committed: Content) -> str:

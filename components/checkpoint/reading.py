@@ -3,6 +3,8 @@
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,18 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.checkpoint import files
-from drawloom.components.checkpoint.manifest import MANIFEST, Damaged, Manifest, difference, read_manifest, verify
+from drawloom.components.checkpoint.background import side_by_side
+from drawloom.components.checkpoint.manifest import (
+    MANIFEST,
+    READERS,
+    Damaged,
+    Manifest,
+    difference,
+    read_manifest,
+    verify,
+)
 from drawloom.components.checkpoint.state import Tree, entries, named, unpack
-from drawloom.components.checkpoint.writing import rank_files
+from drawloom.components.checkpoint.writing import tensors_file, tree_file
 from drawloom.components.model_state.safetensors_header import BadHeader, header_length, parse_header
 from drawloom.components.model_state.strict_json import parse
 from drawloom.components.model_state.tensor_bytes import empty
@@ -98,7 +109,7 @@ class Reader:
     def tree(self, rank: int) -> dict[str, Tree]:
         """Node to tree, of all that one rank wrote; Damaged if that is not what was committed."""
         if rank not in self._trees:
-            name, _ = rank_files(rank)
+            name = tree_file(rank)
             try:
                 text, found = files.read_file(self.checkpoint / name, LARGEST_TREE)
                 self._verify(name, found)
@@ -124,17 +135,24 @@ class Reader:
             wanted = named(whole)
             states: dict[str, dict[str, Any]] = unpack(whole, self._tensors(rank, wanted) if wanted else {})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            both = " and ".join(rank_files(rank))
-            raise Damaged(f"{both} don't belong together: {error}") from error
+            raise Damaged(f"{tree_file(rank)} and its tensors don't belong together: {error}") from error
         return states
 
     def _tensors(self, rank: int, wanted: Collection[str]) -> dict[str, Tensor]:
-        """The wanted tensors of a file, which is read once and in order."""
-        _, name = rank_files(rank)
+        """The wanted tensors of a rank; its files are read side by side, each once and in order."""
+        names = list(takewhile(self.manifest.files.__contains__, map(partial(tensors_file, rank), count())))
+        if not names:
+            raise Damaged(f"{MANIFEST} does not list {tensors_file(rank)}")
+        works = [partial(self._tensors_of, name, wanted) for name in names]
+        return dict(item for tensors in side_by_side("reader", works, READERS) for item in tensors.items())
+
+    def _tensors_of(self, name: str, wanted: Collection[str]) -> dict[str, Tensor]:
+        """The wanted tensors of a file; if it has none, it is not read to its end."""
         try:
             with files.reading(self.checkpoint / name) as file:
                 tensors = _wanted_tensors(file, wanted)
-                self._verify(name, file.content())
+                if tensors:
+                    self._verify(name, file.content())
                 return tensors
         except OSError as error:
             raise Damaged(f"{name} can't be read ({error.strerror})") from error
@@ -161,6 +179,8 @@ def _wanted_tensors(file: files.Reading, wanted: Collection[str]) -> dict[str, T
     length = header_length(file.read(min(8, file.size)), file.size)
     found = parse_header(file.read(length), file.size - 8 - length)
     tensors: dict[str, Tensor] = {}
+    if not found.keys() & wanted:
+        return tensors
     for name, entry in sorted(found.items(), key=lambda item: (item[1].start, item[1].end)):
         if name in wanted:
             tensors[name], memory = empty(entry.kind)

@@ -7,12 +7,14 @@ are on the disk before the manifest that names them, all names before the rename
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from drawloom.components.checkpoint import files
+from drawloom.components.checkpoint.background import side_by_side
 from drawloom.components.checkpoint.files import Content
 from drawloom.components.checkpoint.manifest import MANIFEST, Manifest
 from drawloom.components.model_state.safetensors_header import layout
@@ -22,6 +24,9 @@ from drawloom.components.model_state.tensor_source import TensorKind
 ASIDE = ".tmp-"
 TRASH = ".trash-"
 KEPT = ".damaged-"
+
+SHARD = 2**28  # bytes of tensors in a file
+WRITERS = 2  # files that are written at a time: what keeps a disk busy while digests are computed
 
 
 def prepare(checkpoints: Path) -> None:
@@ -43,20 +48,38 @@ def write_rank(aside: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor])
     """
     Write the states of a rank, tensor by tensor; file name to content.
 
-    No tensor changes meanwhile. There is no second copy of them, but for one at a time that is not dense or not on
-    the CPU.
+    No tensor changes meanwhile. There is no second copy of them, but for those that are not dense or not on the CPU,
+    one at a time in each of the files that are written side by side.
     """
-    text = json.dumps(tree, allow_nan=False).encode()
-    json_name, tensors_name = rank_files(rank)
-    return {
-        json_name: files.write_file(aside / json_name, text),
-        tensors_name: files.write_parts(aside / tensors_name, safetensors(tensors)),
-    }
+    tree_name = tree_file(rank)
+    contents = {tree_name: files.write_file(aside / tree_name, json.dumps(tree, allow_nan=False).encode())}
+    shards = split(tensors)
+    names = [tensors_file(rank, number) for number in range(len(shards))]
+    works = [partial(_write_shard, aside / name, shard) for name, shard in zip(names, shards, strict=True)]
+    return contents | dict(zip(names, side_by_side("writer", works, WRITERS), strict=True))
 
 
-def rank_files(rank: int) -> tuple[str, str]:
-    """The names of a rank's files: its tree, and its tensors."""
-    return f"rank-{rank}.json", f"rank-{rank}.safetensors"
+def tree_file(rank: int) -> str:
+    """The name of the file that says where each tensor of a rank belongs."""
+    return f"rank-{rank}.json"
+
+
+def tensors_file(rank: int, number: int = 0) -> str:
+    """The name of a file of a rank's tensors."""
+    return f"rank-{rank}-{number}.safetensors" if number else f"rank-{rank}.safetensors"
+
+
+def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Tensors in files of about the same size, so that they are written and read side by side; at least one file."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > SHARD:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
 
 
 def commit(checkpoint: Path, manifest: Manifest) -> None:
@@ -78,6 +101,10 @@ def discard(checkpoints: Iterable[Path]) -> None:
         files.rename(checkpoint, trash)
         files.sync_folder(checkpoint.parent)
         files.remove_folder(trash)
+
+
+def _write_shard(path: Path, tensors: Mapping[str, Tensor]) -> Content:
+    return files.write_parts(path, safetensors(tensors))
 
 
 def safetensors(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:

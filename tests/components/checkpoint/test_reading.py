@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from drawloom.components.checkpoint.reading import load_node, newest
+from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 from support.checkpoints import Memory, SpreadMemory, checkpointer, restored, save_steps, state_of
 
@@ -166,3 +168,38 @@ def test_checkpoints_of_every_format_are_read_for_ever(tmp_path: Path, version: 
     assert optimizer.state["embedding.weight"]["step"] == 3
     assert states["data"].state == {"step": 3}
     assert str(states["odd"].state["a/b"]) == "[1, None, True, nan]"
+
+
+def _many_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint whose tensors lie in four files, the last of them with nothing of the first node."""
+    monkeypatch.setattr("drawloom.components.checkpoint.writing.SHARD", 100)
+    state = {f"w{number}": torch.full((20,), float(number)) for number in range(3)}
+    checkpointer(folder, {"a": Memory(state), "b": Memory({"small": torch.ones(20), "odd": None})}).save(Step(1, 1))
+    return folder / "checkpoints/step-1"
+
+
+def test_large_states_lie_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written and read side by side; each tensor is in one of them, and one larger than a file has its own."""
+    checkpoint = _many_files(tmp_path, monkeypatch)
+    names = ["rank-0.safetensors", *(f"rank-0-{number}.safetensors" for number in (1, 2, 3))]
+    assert {path.name for path in checkpoint.glob("*.safetensors")} == {*names}
+    assert [list(load_file(checkpoint / name)) for name in names] == [["a/w0"], ["a/w1"], ["a/w2"], ["b/small"]]
+    a, b = Memory(), Memory()
+    assert checkpointer(tmp_path, {"a": a, "b": b}).restore() == 1
+    assert [a.state[f"w{number}"].tolist() for number in range(3)] == [[float(number)] * 20 for number in range(3)]
+    assert b.state["small"].sum() == 20 and b.state["odd"] is None
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+@pytest.mark.parametrize("damage", [_flip, _truncate, Path.unlink])
+def test_damage_to_any_of_several_files_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], number: int
+) -> None:
+    """Also to one of which this run wants nothing."""
+    checkpoint = _many_files(tmp_path, monkeypatch)
+    path = checkpoint / (f"rank-0-{number}.safetensors" if number else "rank-0.safetensors")
+    damage(path)
+    with pytest.raises(UserError, match=f"{path.name} "):
+        checkpointer(tmp_path, {"a": Memory(), "b": Memory()}).restore()
+    with pytest.raises(UserError, match=f"{path.name} "):
+        checkpointer(tmp_path, {"a": SpreadMemory({}, names=["w1"])}).restore()

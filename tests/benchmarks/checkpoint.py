@@ -1,0 +1,130 @@
+"""What a checkpoint of 1 GB costs: the stall of training beside torch's async_save, the whole beside raw writing."""
+
+import hashlib
+import os
+import queue
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drawloom.components.checkpoint.folder import CheckpointFolder
+from drawloom.components.checkpoint.staging.blocking import Blocking
+from drawloom.components.checkpoint.staging.overlapped import Overlapped
+from drawloom.components.model_state.tensor_bytes import bytes_of
+from drawloom.components.ports.run import Step
+from support.checkpoints import Memory, checkpointer
+from support.dcp import begin_save
+
+TENSORS, NUMBERS = 64, 2**22  # float32: 1 GiB
+ROUNDS = 5
+CHUNK = 2**22
+
+Measured = dict[str, tuple[float, float]]
+"""What was done, to the seconds that training stood still and the seconds until all was on the disk."""
+
+
+def main() -> None:
+    """Print medians of interleaved rounds."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    state = {f"weight_{number}": torch.randn(NUMBERS) for number in range(TENSORS)}
+    size = sum(tensor.nbytes for tensor in state.values())
+    rounds: dict[str, list[tuple[float, float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="checkpoint-") as place, _nodes(Path(place), state) as nodes:
+        for number in range(ROUNDS + 1):
+            for name, seconds in _round(Path(place), state, nodes, number + 1).items():
+                if number:  # the first time memory is new to everybody who keeps it
+                    rounds.setdefault(name, []).append(seconds)
+    print(
+        f"{size / 1e9:.2f} GB in {TENSORS} tensors, medians of {ROUNDS} interleaved rounds, {os.cpu_count()} processors"
+    )
+    print(f"{'':44}{'stall':>9}{'in all':>9}")
+    medians = {name: tuple(map(statistics.median, zip(*times, strict=True))) for name, times in rounds.items()}
+    for name, (stall, total) in medians.items():
+        print(f"{name:44}{stall:8.3f}s{total:8.3f}s")
+    peer, raw = medians["torch async_save"][0], medians["raw: write, sha256 beside, fsync"][1]
+    for staging in ("blocking", "overlapped"):
+        stall, total = medians[f"drawloom, {staging}"]
+        print(f"{staging}: stall {stall / peer:.2f} of torch async_save's, in all {total / raw:.2f} of raw")
+    print(f"no staging: in all {medians['drawloom, no staging'][1] / raw:.2f} of raw")
+
+
+def _round(place: Path, state: dict[str, Any], nodes: dict[str, CheckpointFolder], step: int) -> Measured:
+    found: Measured = {}
+    found["raw: write, fsync"] = _raw(place, state, digest=False)
+    found["raw: write, sha256 beside, fsync"] = _raw(place, state, digest=True)
+    for name, node in nodes.items():
+        found[f"drawloom, {name}"] = _ours(node, step)
+    found["torch async_save"] = _torch(place / "torch", state)
+    return found
+
+
+@contextmanager
+def _nodes(place: Path, state: dict[str, Any]) -> Iterator[dict[str, CheckpointFolder]]:
+    stagers: dict[str, Any] = {"no staging": None, "blocking": Blocking(), "overlapped": Overlapped()}
+    yield {
+        name: checkpointer(place / name, {"stages": Memory(state)}, staging=stager, every=1, keep=100)
+        for name, stager in stagers.items()
+    }
+
+
+def _raw(place: Path, state: dict[str, Any], *, digest: bool) -> tuple[float, float]:
+    """The same bytes into one file, digested in a second thread."""
+    pieces: queue.Queue[memoryview | None] = queue.Queue(4)
+    known = hashlib.sha256()
+
+    def work() -> None:
+        for piece in iter(pieces.get, None):
+            known.update(piece)
+
+    began = time.perf_counter()
+    thread = threading.Thread(target=work)
+    thread.start()
+    file = os.open(place / "raw", os.O_WRONLY | os.O_CREAT)
+    for tensor in state.values():
+        data = bytes_of(tensor)
+        for start in range(0, len(data), CHUNK):
+            if digest:
+                pieces.put(data[start : start + CHUNK])
+            os.write(file, data[start : start + CHUNK])
+    os.fsync(file)
+    os.close(file)
+    pieces.put(None)
+    thread.join()
+    seconds = time.perf_counter() - began
+    (place / "raw").unlink()
+    return seconds, seconds
+
+
+def _ours(node: CheckpointFolder, step: int) -> tuple[float, float]:
+    """Training stands still while the state is copied; the whole ends with the commit."""
+    began = time.perf_counter()
+    node.run_phase(Step(step, 10**6))
+    node.staged()  # at once: the worst that can happen to a copy that is made beside training
+    stall = time.perf_counter() - began
+    node._finish_writing()
+    seconds = time.perf_counter() - began
+    shutil.rmtree(node.folder.folder / "checkpoints" / f"step-{step}")
+    return stall, seconds
+
+
+def _torch(folder: Path, state: dict[str, Any]) -> tuple[float, float]:
+    return _timed(lambda: begin_save(state, folder), folder)
+
+
+def _timed(begin: Callable[[], Any], folder: Path) -> tuple[float, float]:
+    began = time.perf_counter()
+    future = begin()
+    stall = time.perf_counter() - began
+    future.result()
+    seconds = time.perf_counter() - began
+    shutil.rmtree(folder)
+    return stall, seconds
