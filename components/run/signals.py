@@ -26,8 +26,48 @@ from drawloom.graph import above, component, setting
 
 TAKEN = (signal.SIGINT, signal.SIGTERM)
 NOTICE = b"\nstopping after this step; a second signal ends at once\n"
+ABANDONED = "the run did not end within %g s after signal %d, so it ends as it stands; what was saved last is there"
 
 log = logging.getLogger("drawloom.run")
+
+
+class _Listener:
+    """Reads the numbers of signals from the socket into which the interpreter writes them, and tells some of them."""
+
+    def __init__(
+        self, taken: Set[int], hear: Callable[[int, int], float | None], expired: Callable[[int], None]
+    ) -> None:
+        self._taken = taken
+        self._hear = hear
+        self._expired = expired
+        self._ours, self._theirs = socket.socketpair()
+        self._theirs.setblocking(False)
+        self._before = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Read no more."""
+        signal.set_wakeup_fd(self._before)
+        self._theirs.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._ours.close()
+
+    def _listen(self) -> None:
+        count, first, end = 0, 0, float("inf")
+        while True:
+            patience = None if end == float("inf") else max(0.0, end - time.monotonic())
+            if not select.select([self._ours], [], [], patience)[0]:
+                self._expired(first)
+                return
+            numbers = self._ours.recv(64)
+            if not numbers:
+                return
+            for number in filter(self._taken.__contains__, numbers):
+                count, first = count + 1, first or number
+                grace = self._hear(number, count)
+                end = end if grace is None else time.monotonic() + grace
 
 
 @component(change="free")
@@ -48,7 +88,7 @@ class Signals:
     exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
     _before: dict[int, Any] = attrs.field(init=False, factory=dict)
     _noted: int = attrs.field(init=False, default=0)
-    _listener: "_Listener | None" = attrs.field(init=False, default=None)
+    _listener: _Listener | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
         """Take the signals."""
@@ -95,45 +135,3 @@ class Signals:
         told.start()
         told.join(1.0)  # the log may hang on the same disk as the run
         self.exit(128 + number)
-
-
-ABANDONED = "the run did not end within %g s after signal %d, so it ends as it stands; what was saved last is there"
-
-
-class _Listener:
-    """Reads the numbers of signals from the socket into which the interpreter writes them, and tells some of them."""
-
-    def __init__(
-        self, taken: Set[int], hear: Callable[[int, int], float | None], expired: Callable[[int], None]
-    ) -> None:
-        self._taken = taken
-        self._hear = hear
-        self._expired = expired
-        self._ours, self._theirs = socket.socketpair()
-        self._theirs.setblocking(False)
-        self._before = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Read no more."""
-        signal.set_wakeup_fd(self._before)
-        self._theirs.close()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-        self._ours.close()
-
-    def _listen(self) -> None:
-        count, first, end = 0, 0, float("inf")
-        while True:
-            patience = None if end == float("inf") else max(0.0, end - time.monotonic())
-            if not select.select([self._ours], [], [], patience)[0]:
-                self._expired(first)
-                return
-            numbers = self._ours.recv(64)
-            if not numbers:
-                return
-            for number in filter(self._taken.__contains__, numbers):
-                count, first = count + 1, first or number
-                grace = self._hear(number, count)
-                end = end if grace is None else time.monotonic() + grace
