@@ -153,7 +153,10 @@ def remove_folder(path: Path) -> None:
 
 def names(folder: Path) -> list[str]:
     """What a folder holds, in order; nothing if there is no such folder."""
-    return sorted(os.listdir(folder)) if folder.is_dir() else []
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def is_folder(path: Path) -> bool:

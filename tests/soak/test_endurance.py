@@ -1,0 +1,252 @@
+"""Checkpoints under everything at once, for a long time."""
+
+import errno
+import os
+import random
+import resource
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from drawloom.components.checkpoint.folder import CheckpointFolder
+from drawloom.components.checkpoint.manifest import Damaged, verify
+from drawloom.components.checkpoint.reading import load_node, newest
+from drawloom.components.checkpoint.staging.blocking import Blocking
+from drawloom.components.ports.run import Step
+from drawloom.graph import UserError
+from support.checkpoints import Memory, OwnMemory, checkpointer, state_of
+from support.disk import FailAt, watched
+from support.processes import run_ranks
+
+
+def _flip(path: Path, moments: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    place = moments.randrange(len(data) - (path.name == "manifest.json"))  # its line end is of no account
+    data[place] ^= 1 << moments.randrange(8)
+    path.write_bytes(data)
+
+
+def _cut(path: Path, moments: random.Random) -> None:
+    os.truncate(path, moments.randrange(path.stat().st_size))
+
+
+def _zero(path: Path, moments: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    start = moments.randrange(len(data) - 1)
+    data[start:] = bytes(len(data) - start)
+    path.write_bytes(data)
+
+
+def _grow(path: Path, moments: random.Random) -> None:
+    with path.open("ab") as file:
+        file.write(moments.randbytes(moments.randrange(1, 9)))
+
+
+@pytest.mark.parametrize(("damage", "times"), [(_flip, 500), (_cut, 100), (_zero, 100), (_grow, 100)])
+def test_every_damage_to_every_file_is_detected_by_name(
+    tmp_path: Path, damage: Callable[[Path, random.Random], None], times: int
+) -> None:
+    """So many times, at random places, in each kind of file that a checkpoint has."""
+    memory = Memory({"weight": torch.randn(300), "list": list(range(30))})
+    checkpointer(tmp_path, {"memory": memory, "own": OwnMemory(state_of(1))}).save(Step(1, 9, values={"loss": 0.5}))
+    checkpoint, moments = tmp_path / "checkpoints/step-1", random.Random(5)
+    names = sorted(os.listdir(checkpoint))
+    for _ in range(times):
+        path = checkpoint / moments.choice(names)
+        good = path.read_bytes()
+        while path.read_bytes() == good or (path.name == "manifest.json" and path.read_bytes().strip() == good.strip()):
+            path.write_bytes(good)
+            damage(path, moments)
+        with pytest.raises(Damaged, match=path.name):
+            verify(checkpoint)
+        path.write_bytes(good)
+    verify(checkpoint)
+
+
+class Folder(RuleBasedStateMachine):
+    """
+    A run folder to which anything happens. What is restored was committed, is whole to the last bit, and nothing newer
+    is whole; if nothing is, that is said.
+    """
+
+    @initialize()
+    def begin(self) -> None:
+        """An empty folder, and a run in it."""
+        self.place = Path(tempfile.mkdtemp(prefix="stateful-"))
+        self.memory = Memory()
+        self.step = 0
+        self.whole: set[int] = set()
+        self.start()
+
+    def teardown(self) -> None:
+        """Nothing is left."""
+        shutil.rmtree(self.place, ignore_errors=True)
+
+    def start(self) -> None:
+        """A new process on the same folder."""
+        self.node: CheckpointFolder = checkpointer(self.place, {"memory": self.memory}, keep=2, staging=Blocking())
+
+    @rule(ahead=st.integers(1, 3))
+    def save(self, ahead: int) -> None:
+        """Some steps later."""
+        self.step += ahead
+        self.memory.state = state_of(self.step)
+        self.node.save(Step(self.step, 10**6))
+        self.whole.add(self.step)
+
+    @rule(number=st.integers(1, 25), code=st.sampled_from([errno.ENOSPC, errno.EIO]))
+    def save_with_trouble(self, number: int, code: int) -> None:
+        """A call of it fails; if it was the last one, the checkpoint is there all the same."""
+        self.step += 1
+        self.memory.state = state_of(self.step)
+        try:
+            with watched(FailAt(number, code)):
+                self.node.save(Step(self.step, 10**6))
+        except UserError:
+            if not (self.place / f"checkpoints/step-{self.step}").exists():
+                return
+        self.whole.add(self.step)
+
+    @precondition(lambda self: self.whole)
+    @rule(data=st.data(), how=st.sampled_from([_flip, _cut, None]))
+    def damage(self, data: st.DataObject, how: Callable[[Path, random.Random], None] | None) -> None:
+        """A file of some checkpoint that is there is changed, or is gone."""
+        there = sorted(step for step in self.whole if (self.place / f"checkpoints/step-{step}").exists())
+        if not there:
+            return
+        checkpoint = self.place / f"checkpoints/step-{data.draw(st.sampled_from(there))}"
+        path = checkpoint / data.draw(st.sampled_from(sorted(os.listdir(checkpoint))))
+        before = path.read_bytes()
+        if how is None:
+            path.unlink()
+        else:
+            how(path, random.Random(data.draw(st.integers(0, 99))))
+        if not path.exists() or path.read_bytes() != before:
+            self.whole.discard(int(checkpoint.name.removeprefix("step-")))
+
+    @rule()
+    def restart(self) -> None:
+        """The process is gone; another one restores what there is."""
+        there = {step for step in self.whole if (self.place / f"checkpoints/step-{step}").exists()}
+        names = list((self.place / "checkpoints").glob("step-*"))
+        self.start()
+        try:
+            restored = self.node.restore()
+        except UserError as error:
+            assert not there and names, error
+            for path in names:
+                shutil.rmtree(path)
+            restored = 0
+        else:
+            assert restored == max(there, default=0)
+        if restored:
+            expected = state_of(restored)
+            assert torch.equal(self.memory.state.pop("weight"), expected.pop("weight"))
+            assert self.memory.state == expected
+        self.step = max(self.step, restored)
+
+    @invariant()
+    def nothing_is_left_over(self) -> None:
+        """Beside what is damaged there are never many checkpoints."""
+        there = [step for step in self.whole if (self.place / f"checkpoints/step-{step}").exists()]
+        assert len(there) <= 3
+
+
+def test_whatever_happens_in_whatever_order() -> None:
+    """Saves, full disks, damage and restarts: what is restored is always the newest that is whole."""
+    run_state_machine_as_test(
+        Folder, settings=settings(max_examples=40, stateful_step_count=15, suppress_health_check=list(HealthCheck))
+    )
+
+
+def _rotate_or_read(folder: Path, seconds: float) -> int:
+    """The first process saves and rotates without end, the other one reads what is newest; how often."""
+    end, times = time.monotonic() + seconds, 0
+    memory = Memory()
+    node = checkpointer(folder, {"memory": memory}, keep=1) if os.environ["RANK"] == "0" else None
+    while time.monotonic() < end:
+        times += 1
+        if node is not None:
+            memory.state = {"weight": torch.full((100_000,), float(times))}
+            node.save(Step(times, 10**9))
+        elif (found := newest(folder)) is not None:
+            try:
+                weight = load_node(found, "memory")["weight"]
+            except UserError:
+                if found.exists():
+                    raise
+                continue  # it was rotated away after it was found, which is no damage
+            if weight.unique().numel() != 1 or weight[0].item() != int(found.name.removeprefix("step-")):
+                raise ValueError(f"{found} holds {weight.unique()}")
+    return times
+
+
+@pytest.mark.parametrize("seconds", [3.0, pytest.param(60.0, marks=pytest.mark.soak)])
+def test_whoever_reads_while_a_run_rotates_sees_whole_checkpoints(tmp_path: Path, seconds: float) -> None:
+    """A command that looks never finds one that is half gone, and nothing is read by way of mapped memory."""
+    saved, read = run_ranks(_rotate_or_read, 2, tmp_path, seconds)
+    assert saved > 10 and read > 10
+
+
+def _endure(folder: Path, steps: int, every: int) -> tuple[list[int], list[int]]:
+    """Open files, threads and memory of a process, early and at the end of a long run with faults."""
+    moments = random.Random(1)
+    weight = torch.zeros(20_000)
+    memory = Memory({"weight": weight, "step": 0})
+    node = checkpointer(folder, {"memory": memory}, every=every, keep=2, staging=Blocking(), failures=10**9)
+    seen: list[list[int]] = []
+    for index in range(1, steps):
+        weight.fill_(index)
+        memory.state["step"] = index
+        if moments.random() < 0.1 / every:
+            with watched(FailAt(moments.randrange(1, 30), errno.ENOSPC)):
+                node.run_phase(Step(index, steps))
+                node._finish_writing()
+        else:
+            node.run_phase(Step(index, steps))
+        node.staged()
+        if index % (steps // 10) == 0:
+            memory_used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            seen.append([len(os.listdir("/proc/self/fd")), threading.active_count(), memory_used])
+    node.run_phase(Step(steps, steps))
+    return seen[1], seen[-1]
+
+
+@pytest.mark.parametrize(("steps", "every"), [(600, 5), pytest.param(10_000, 20, marks=pytest.mark.soak)])
+def test_a_long_run_needs_no_more_at_its_end(tmp_path: Path, steps: int, every: int) -> None:
+    """No file, thread or memory is left behind by hundreds of saves, of which some fail."""
+    [(early, late)] = run_ranks(_endure, 1, tmp_path, steps, every, timeout=500)
+    assert late[0] <= early[0] + 3 and late[1] <= early[1] + 3  # a save may be under way
+    assert late[2] - early[2] < 8_000  # KiB
+    memory = Memory()
+    assert checkpointer(tmp_path, {"memory": memory}).restore() == steps
+    assert memory.state["step"] == steps - 1 and set(memory.state["weight"].tolist()) == {steps - 1}
+
+
+def test_checkpoints_of_two_runs_can_t_be_mixed(tmp_path: Path) -> None:
+    """A manifest or a file of another run, with the same step and sizes, is not taken for this one's."""
+    for run, factor in (("a", 1.0), ("b", 2.0)):
+        checkpointer(tmp_path / run, {"memory": Memory({"w": torch.ones(5) * factor})}).save(Step(3, 9))
+    ours, theirs = (tmp_path / run / "checkpoints/step-3" for run in ("a", "b"))
+    for name in ("manifest.json", "rank-0.safetensors"):
+        good = (ours / name).read_bytes()
+        shutil.copy(theirs / name, ours / name)
+        with pytest.raises(Damaged, match=r"rank-0\.safetensors has other bytes"):
+            verify(ours)
+        (ours / name).write_bytes(good)
