@@ -8,6 +8,9 @@ and the relative error against float32. `--tiny` does it all at sizes for Triton
 
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 TINY = "--tiny" in sys.argv
 if TINY:
@@ -17,7 +20,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks.gpu import clock, peers  # noqa: E402
-from benchmarks.gpu.rows import DEVICE, Row, rows  # noqa: E402
+from benchmarks.gpu.rows import DEVICE, RANDOM, Row, rows  # noqa: E402
 
 HEADS = ("forward ms", "of best", "backward ms", "of best", "host us", "MiB", "error")
 
@@ -41,54 +44,81 @@ def main() -> None:
             show(row, operations if row.in_operations else bytes_)
 
 
+@dataclass(frozen=True)
+class Line:
+    """Milliseconds and shares of the floor, forwards and backwards; what does not learn has no way back."""
+
+    forward: float
+    share: float
+    backward: float | None
+    share_back: float
+    spent: clock.Cost
+    wrong: float | None
+
+    def __str__(self) -> str:
+        back = ["-", "-"] if self.backward is None else [f"{self.backward:.4f}", f"{self.share_back:.1%}"]
+        spent = [f"{self.spent.host_microseconds:.0f}", f"{self.spent.mebibytes:.0f}"]
+        cells = [f"{self.forward:.4f}", f"{self.share:.1%}", *back, *spent]
+        cells.append("-" if self.wrong is None else f"{self.wrong:.1e}")
+        return "".join(f"{cell:>13}" for cell in cells) + ("" if self.spent.captured else "  not captured")
+
+
 def show(row: Row, rate: float) -> None:
-    """A heading, and a line for each implementation."""
+    """A heading, a line for each implementation, and what ours takes of the best other's time."""
     print(f"{f'{row.operation}, {row.size}':<60}" + "".join(f"{head:>13}" for head in HEADS))
     exact = _exact(row)
+    lines: dict[str, Line] = {}
     for name, function in row.functions().items():
+        said = ""
         try:
-            line = _line(row, function, exact, rate)
+            lines[name] = _line(row, function, exact, rate)
         except Exception as failure:  # a peer that does not run here is said so, and the others go on
-            line = f"  {type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"[:100]
-        print(f"  {name:<58}{line}", flush=True)
-    print()
+            said = f"  {type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"[:100]
+        print(f"  {name:<58}{said or lines[name]}", flush=True)
+    print(_verdict(row, lines), flush=True)
 
 
-def _line(row: Row, function: object, exact: list[Tensor] | None, rate: float) -> str:
-    torch.manual_seed(0)
+def _verdict(row: Row, lines: dict[str, Line]) -> str:
+    ours = [line for name, line in lines.items() if name in row.ours]
+    others = [line for name, line in lines.items() if name not in row.ours]
+    if not ours or not others:
+        return ""
+    words = [f"forwards {min(line.forward for line in ours) / min(line.forward for line in others):.2f}"]
+    back, back_others = ([line.backward for line in some if line.backward is not None] for some in (ours, others))
+    if back and back_others:
+        whole, whole_others = (min(line.forward + (line.backward or 0) for line in some) for some in (ours, others))
+        words += [f"backwards {min(back) / min(back_others):.2f}", f"both {whole / whole_others:.2f}"]
+    return f"  ours in times of the best other: {', '.join(words)}\n"
+
+
+def _line(row: Row, function: Callable[..., Any], exact: list[Tensor] | None, rate: float) -> Line:
+    RANDOM.manual_seed(0)
     learned, others = row.make()
     if not learned:
-        spent = clock.cost(lambda: function(*others))  # type: ignore[operator]
-        return _cells(spent.milliseconds, row.floor[0] / rate, None, 0, spent, None)
-    found = function(*learned, *others)  # type: ignore[operator]
+        spent = clock.cost(lambda: function(*others))
+        return Line(spent.milliseconds, row.floor[0] / rate * 1e3 / spent.milliseconds, None, 0.0, spent, None)
+    found = function(*learned, *others)
     grads = [torch.ones_like(result) for result in _several(found)]
     wrong = None if exact is None else clock.error(_all(found, learned), exact)
+    del found  # its graph remembers this stream, which a capture may not look at
 
     def both() -> object:
-        results = _several(function(*learned, *others))  # type: ignore[operator]
+        results = _several(function(*learned, *others))
         return torch.autograd.grad(results, learned, grads)
 
     with torch.no_grad():
-        forward = clock.cost(lambda: function(*learned, *others))  # type: ignore[operator]
+        forward = clock.cost(lambda: function(*learned, *others)).milliseconds
     whole = clock.cost(both)
-    backward = whole.milliseconds - forward.milliseconds
-    return _cells(forward.milliseconds, row.floor[0] / rate, backward, row.floor[1] / rate, whole, wrong)
-
-
-def _cells(
-    forward: float, floor: float, backward: float | None, floor_back: float, spent: clock.Cost, wrong: float | None
-) -> str:
-    cells = [f"{forward:.4f}", f"{floor * 1e3 / forward:.1%}"]
-    cells += ["-", "-"] if backward is None else [f"{backward:.4f}", f"{floor_back * 1e3 / max(backward, 1e-9):.1%}"]
-    cells += [f"{spent.host_microseconds:.0f}", f"{spent.mebibytes:.0f}", "-" if wrong is None else f"{wrong:.1e}"]
-    return "".join(f"{cell:>13}" for cell in cells) + ("" if spent.captured else "  not captured")
+    backward = max(whole.milliseconds - forward, 1e-9)
+    shares = (floor / rate * 1e3 / spent for floor, spent in zip(row.floor, (forward, backward), strict=True))
+    return Line(forward, next(shares), backward, next(shares), whole, wrong)
 
 
 def _exact(row: Row) -> list[Tensor] | None:
     """Results and gradients with inputs of float32, or nothing where that says nothing."""
     if row.reference is None:
         return None
-    torch.manual_seed(0)
+    RANDOM.manual_seed(0)
     learned, others = row.make()
     wide = tuple(x.detach().float().requires_grad_() for x in learned)
     return _all(row.reference(*wide, *others), wide)

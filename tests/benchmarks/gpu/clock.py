@@ -107,7 +107,7 @@ def _captured(call: Call) -> Call:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         call()
     return graph.replay
 

@@ -33,6 +33,8 @@ from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
 from drawloom.kernels.triton.swiglu import swiglu_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RANDOM = torch.Generator(DEVICE)
+"""Of its own: torch's is out of use where a capture failed."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Row:
 
 
 def numbers(*shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(shape, device=DEVICE) * scale).bfloat16().requires_grad_()
+    return (torch.randn(shape, device=DEVICE, generator=RANDOM) * scale).bfloat16().requires_grad_()
 
 
 def rows(tiny: bool) -> Iterator[Row]:
@@ -140,7 +142,7 @@ def _rotations(tiny: bool) -> Iterator[Row]:
 
 def _losses(tiny: bool) -> Iterator[Row]:
     tokens, width, words = (20, 32, 50) if tiny else (8192, 2048, 151936)
-    targets = torch.randint(words, (tokens,), device=DEVICE)
+    targets = torch.randint(words, (tokens,), device=DEVICE, generator=RANDOM)
     product = 2.0 * tokens * width * words
 
     def summed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -167,7 +169,7 @@ def _steps(tiny: bool) -> Iterator[Row]:
     elements = sum(sizes)
 
     def make() -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        kinds = [[torch.rand(size, device=DEVICE).bfloat16() for size in sizes] for _ in "wgms"]
+        kinds = [[torch.rand(size, device=DEVICE, generator=RANDOM).bfloat16() for size in sizes] for _ in "wgms"]
         return (), tuple(kinds)
 
     def ours() -> Callable[..., Any]:
@@ -194,7 +196,13 @@ def _steps(tiny: bool) -> Iterator[Row]:
     yield Row(
         "stochastic_copy",
         f"{count / 1e6:.0f}M",
-        lambda: ((), (torch.empty(count, dtype=torch.bfloat16, device=DEVICE), torch.randn(count, device=DEVICE))),
+        lambda: (
+            (),
+            (
+                torch.empty(count, dtype=torch.bfloat16, device=DEVICE),
+                torch.randn(count, device=DEVICE, generator=RANDOM),
+            ),
+        ),
         {"drawloom": lambda target, source: stochastic_copy_triton(target, source, 1, 2)},
         {"copy, rounding to nearest": lambda target, source: target.copy_(source)},
         None,
@@ -210,7 +218,7 @@ def _torch_step(weights: list[Tensor], gradients: list[Tensor], means: list[Tens
 
 def _experts(tiny: bool) -> Iterator[Row]:
     tokens, choices, experts, width, inner = (10, 2, 4, 16, 24) if tiny else (32768, 8, 128, 2048, 1536)
-    experts_of = torch.rand(tokens, experts, device=DEVICE).topk(choices, 1).indices
+    experts_of = torch.rand(tokens, experts, device=DEVICE, generator=RANDOM).topk(choices, 1).indices
     routes = moe_routes_eager(experts_of, experts)
     rows_of_all, byte = tokens * choices, 2.0
 
@@ -237,7 +245,7 @@ def _experts(tiny: bool) -> Iterator[Row]:
         "experts",
         f"{tokens} tokens, {choices} of {experts}, {width}",
         lambda: (
-            (numbers(tokens, width), torch.rand(tokens, choices, device=DEVICE).requires_grad_()),
+            (numbers(tokens, width), torch.rand(tokens, choices, device=DEVICE, generator=RANDOM).requires_grad_()),
             (experts_of, experts),
         ),
         {"drawloom": there_and_back},
