@@ -1,5 +1,6 @@
 """Rows from documents: tokenised once, laid end to end, cut to length."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,11 @@ from drawloom.components.data.order import permutation
 from drawloom.components.data.packed import Packed, pack
 from drawloom.components.ports.data import Batch, Corpus, Split, Tokenizer
 from drawloom.components.ports.run import Job
-from drawloom.graph import component, setting
+from drawloom.graph import ResolvedRecipe, UserError, component, setting
+
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+
+log = logging.getLogger("drawloom.data")
 
 
 @component
@@ -19,12 +24,14 @@ class Packing:
     Documents, each with its end, cut into rows; a document goes on in the next row, as if it began there.
 
     What is learned comes in an order drawn from the run's seed, what is held out stays in the order of the corpus.
-    Empty documents are left out. The last row is filled up with ends that have no target.
+    Empty documents are left out. The last row is filled up with ends that have no target. A run goes on with the rows
+    that it began with: if the corpus is another one by then, that is refused.
     """
 
     corpus: Corpus
     tokenizer: Tokenizer
     job: Job
+    recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
     length: int = setting(
         check=lambda length: None if length >= 2 else f"{length} leaves rows in which there is nothing to predict",
         doc="tokens in a row, at least 2",
@@ -33,7 +40,7 @@ class Packing:
 
     def open(self) -> None:
         """Tokenise both splits into memory: two bytes a token up to 65,536 ids, else four."""
-        for split in ("train", "held_out"):
+        for split in SPLITS:
             self._packed[split] = self._pack(split)
 
     def close(self) -> None:
@@ -48,6 +55,23 @@ class Packing:
         """The rows of these indices, each from 0 to below count."""
         return self._packed[split].batch(indices)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the rows are known by."""
+        return {split: self._packed[split].known_by for split in SPLITS}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A UserError if the run began with other rows, unless changes are accepted."""
+        now = self.state_dict()
+        other = [f"{split} had {_rows(state[split], now[split])}" for split in SPLITS if state[split] != now[split]]
+        if other and not self.recipe.accept_changes:
+            raise UserError(
+                f"the corpus is not the one that this run began with: {', and '.join(other)}; bring the old one back, "
+                "name another run, or go on with --accept-changes",
+                exit_code=2,
+            )
+        if other:
+            log.warning("the corpus is not the one that this run began with: %s", ", and ".join(other))
+
     def _pack(self, split: Split) -> Packed:
         dtype = np.uint16 if self.tokenizer.vocabulary <= 1 << 16 else np.int32
         encoded = (self.tokenizer.encode(text).astype(dtype) for text in self.corpus.documents(split))
@@ -59,4 +83,11 @@ class Packing:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a worker process needs: the rows, and not what made them."""
-        return {**self.__dict__, "corpus": None, "tokenizer": None, "job": None}
+        return {**self.__dict__, "corpus": None, "tokenizer": None, "job": None, "recipe": None}
+
+
+def _rows(then: dict[str, Any], now: dict[str, Any]) -> str:
+    """How the rows of then differ from those of now."""
+    if then["rows"] == now["rows"]:
+        return f"other tokens in its {then['rows']} rows"
+    return f"{then['rows']} rows, and has {now['rows']}"

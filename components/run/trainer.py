@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.ports.run import Event, Events, Finisher, Listener, Phase, Randomness, Restorer, Step, Stop
-from drawloom.graph import Ordered, at_least, component, setting
+from drawloom.graph import Ordered, UserError, at_least, component, setting
 from drawloom.graph.component import Traits
 
 log = logging.getLogger("drawloom.run")
@@ -24,6 +24,11 @@ class Trainer:
     watch: list[Listener] = attrs.field(factory=list)
     afterwards: list[Finisher] = attrs.field(factory=list)
     steps: int = setting(check=at_least(1), doc="optimizer steps in the whole run")
+    patience: int = setting(
+        default=100, change="free", check=at_least(1), doc="steps that may be refused in a row before the run stops"
+    )
+
+    _refused: int = attrs.field(init=False, default=0)
 
     def run(self) -> None:
         """Go on from where the run was, to its end."""
@@ -47,8 +52,19 @@ class Trainer:
             phase.run_phase(step)
             self.events.tell(Event("phase_ended", step, name))
         self.events.tell(Event("step_ended", step))
+        self._count_refused(step)
         if signal := self.stop.agreed():
             self._stop(step, signal)
+
+    def _count_refused(self, step: Step) -> None:
+        """Stop a run in which nothing is learned any more. All ranks refuse the same steps."""
+        self._refused = self._refused + 1 if step.refused else 0
+        if self._refused >= self.patience:
+            raise UserError(
+                f"{self._refused} steps in a row were refused, at last step {step.index}: {step.refused}; to go back, "
+                "remove the checkpoints that were saved since (the newest with a finite loss is always kept), lower "
+                "the rate or clip more, and start the run again"
+            )
 
     def _stop(self, step: Step, signal: int) -> None:
         if self.resume:

@@ -1,9 +1,12 @@
 """The same run in one process and over pipeline ranks."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from drawloom.components.checkpoint.digests import state_digests
+from drawloom.components.checkpoint.reading import load_node
 from drawloom.graph.catalogue import Catalogue
 from support.runs import drawloom, series, take_back, write_corpus
 
@@ -42,16 +45,33 @@ def test_every_schedule_has_the_losses_of_one_process(place: Path, schedule: str
     assert (place / "runs" / name / "export/config.json").exists()
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_a_run_moves_between_layouts(place: Path, before: int, after: int) -> None:
-    """A run that was saved on so many pipeline ranks goes on with others, with the losses that it would have had."""
-    name = f"moved{before}{after}"
-    halfway = [*COMMON, f"run.name={name}", "checkpoint.every=3", "checkpoint.keep=5"]
-    drawloom(place, *halfway, f"mesh.pipeline={before}", ranks=before)
-    take_back(place / "runs" / name, 3)
-    outcomes = drawloom(place, *halfway, f"mesh.pipeline={after}", ranks=after)
-    assert {outcome.code for outcome in outcomes} == {0}, outcomes
-    assert_same(place / "runs/one", place / "runs" / name)
+def moved(place: Path, name: str, layouts: Sequence[int], *words: str) -> Path:
+    """A run that goes on for some steps on each of these numbers of pipeline ranks."""
+    often = 6 // len(layouts)
+    common = [*COMMON, *words, f"run.name={name}", f"checkpoint.every={often}", "checkpoint.keep=9"]
+    for number, ranks in enumerate(layouts):
+        if number:
+            take_back(place / "runs" / name, often * number)
+        outcomes = drawloom(place, *common, f"mesh.pipeline={ranks}", ranks=ranks)
+        assert {outcome.code for outcome in outcomes} == {0}, outcomes
+    return place / "runs" / name
+
+
+def test_a_run_moves_between_layouts(place: Path) -> None:
+    """A run that was saved on one rank goes on with two, with the losses that it would have had, to rounding."""
+    assert_same(place / "runs/one", moved(place, "tied", (1, 2)))
+
+
+def test_a_run_without_shared_weights_moves_to_the_same_bits(place: Path) -> None:
+    """Where backward passes come in one order, every number, weight and moment is that of the run on one rank."""
+    words = ("model.tied=false", "trainer.afterwards=[]")
+    assert drawloom(place, *COMMON, *words, "run.name=straight")[0].code == 0
+    runs = moved(place, "to-and-fro", (1, 2, 1), *words), place / "runs/straight"
+    assert series(runs[0], *LEARNED) == series(runs[1], *LEARNED)
+    for node in ("stages", "optimizer"):
+        states = [load_node(run / "checkpoints/step-6", node) for run in runs]
+        ours, theirs = (state_digests(dict(sorted(state.items()))) for state in states)
+        assert ours == theirs and len(ours) > 30
 
 
 def test_a_checkpoint_of_two_ranks_is_whole_for_commands(place: Path) -> None:

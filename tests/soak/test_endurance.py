@@ -200,7 +200,7 @@ def _rotate_or_read(folder: Path, seconds: float) -> int:
 @pytest.mark.parametrize("seconds", [3.0, pytest.param(60.0, marks=pytest.mark.soak)])
 def test_whoever_reads_while_a_run_rotates_sees_whole_checkpoints(tmp_path: Path, seconds: float) -> None:
     """A command that looks never finds one that is half gone, and nothing is read by way of mapped memory."""
-    saved, read = run_ranks(_rotate_or_read, 2, tmp_path, seconds)
+    saved, read = run_ranks(_rotate_or_read, 2, tmp_path, seconds, timeout=seconds + 60)
     assert saved > 10 and read > 10
 
 

@@ -129,5 +129,6 @@ def take_back(run: Path, step: int) -> None:
     for path in (run / "checkpoints").iterdir():
         if int(path.name.removeprefix("step-")) > step:
             shutil.rmtree(path)
-    shutil.rmtree(run / "export")
-    (run / "sample.txt").unlink()
+    if (run / "export").exists():
+        shutil.rmtree(run / "export")
+        (run / "sample.txt").unlink()

@@ -1,5 +1,6 @@
 """Rows from documents."""
 
+import json
 import pickle
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.packing import Packing
 from drawloom.components.ports.data import IGNORED, Split
+from drawloom.graph import ResolvedRecipe, UserError
 
 
 @attrs.frozen
@@ -117,3 +119,36 @@ def test_rows_of_one_token_are_refused(job: Any) -> None:
     """With a length of 1 there would be rows without a target."""
     with pytest.raises(ValueError, match="nothing to predict"):
         Packing(corpus=Texts([]), tokenizer=Bytes(), job=job, length=1)
+
+
+def _went_on(job: Any, then: Texts, now: Texts, *, accept: bool) -> Packing:
+    rows = packing(now, job)
+    rows.recipe = ResolvedRecipe("", "", accept_changes=accept)
+    rows.load_state_dict(json.loads(json.dumps(packing(then, job).state_dict())))
+    return rows
+
+
+def test_the_same_corpus_goes_on(job: Any) -> None:
+    """However its documents lie in files: what counts are the tokens."""
+    _went_on(job, Texts(["abc", "", "defg"], ["h"]), Texts(["abc", "defg"], ["h"]), accept=False)
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        (Texts(["abcd", "efgh", "ijkl"], ["h"]), "train had 3 rows, and has 4"),
+        (Texts(["abcd", "efgX"], ["h"]), "train had other tokens in its 3 rows"),
+        (Texts(["abc", "defgh"], ["h"]), "train had other tokens in its 3 rows"),
+        (Texts(["abcd", "efgX"], []), "train had other tokens in its 3 rows, and held_out had 1 rows, and has 0"),
+    ],
+)
+def test_another_corpus_is_refused_unless_accepted(
+    job: Any, caplog: pytest.LogCaptureFixture, now: Texts, words: str
+) -> None:
+    """More documents, another letter, another place where one begins: told by split, as a mistake or as a warning."""
+    then = Texts(["abcd", "efgh"], ["h"])
+    with pytest.raises(UserError, match=words) as caught:
+        _went_on(job, then, now, accept=False)
+    assert caught.value.exit_code == 2 and "--accept-changes" in str(caught.value)
+    _went_on(job, then, now, accept=True)
+    assert words in caplog.text

@@ -8,7 +8,7 @@ import torch
 
 from drawloom.components.ports.run import Event, Step
 from drawloom.components.run.trainer import Trainer
-from drawloom.graph import Ordered, component
+from drawloom.graph import Ordered, UserError, component
 
 
 @attrs.define
@@ -93,6 +93,32 @@ def test_a_signal_saves_and_ends_with_its_code() -> None:
     with pytest.raises(SystemExit) as ended:
         trainer(record).run()
     assert ended.value.code == 143 and record.said == ["phase 1/3", "phase 2/3", "save 2"]
+
+
+@attrs.define
+class Refusing(Record):
+    """Refuses these steps."""
+
+    which: set[int] = attrs.field(factory=set)
+
+    def run_phase(self, step: Step) -> None:
+        super().run_phase(step)
+        step.refused = "the loss is nan" if step.index in self.which else ""
+
+
+@pytest.mark.parametrize(
+    ("refused", "last"), [({2, 3, 4}, 4), ({1, 2, 4, 5, 7, 8, 9}, 9), ({1, 2, 4, 5, 7, 8}, 10), (set(), 10)]
+)
+def test_a_run_that_learns_nothing_any_more_stops(refused: set[int], last: int) -> None:
+    """Three refused steps in a row are told with the last one's reason; a good one in between starts the count anew."""
+    record = Refusing(which=refused)
+    run = trainer(record, steps=10, patience=3).run
+    if last < 10:
+        with pytest.raises(UserError, match=f"3 steps in a row were refused, at last step {last}: the loss is nan;"):
+            run()
+    else:
+        run()
+    assert record.last == last
 
 
 def test_events_surround_steps_and_phases() -> None:

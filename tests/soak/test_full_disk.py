@@ -1,0 +1,65 @@
+"""A disk that is really full, where this process may mount a small one."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from drawloom.components.checkpoint.staging.blocking import Blocking
+from drawloom.components.ports.run import Step
+from support.checkpoints import Memory, checkpointer
+from support.power import is_possible
+
+
+@contextmanager
+def _small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+if is_possible():
+
+    @pytest.mark.parametrize("staging", [False, True])
+    def test_a_full_disk_is_lived_with_until_there_is_room(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture, staging: bool
+    ) -> None:
+        """
+        Checkpoints that don't fit are skipped with a line each and leave nothing behind; what was committed stays, and
+        when somebody makes room the next one is committed.
+        """
+        with _small_disk(tmp_path, 1000) as disk:
+            memory = Memory({"weight": torch.zeros(100_000)})  # 400 kB: two fit, and not a third
+            stager = Blocking() if staging else None
+            node = checkpointer(disk, {"memory": memory}, every=1, keep=9, staging=stager, failures=9)
+            (disk / "other").write_bytes(bytes(100_000))
+            for index in range(1, 6):
+                memory.state["weight"].fill_(index)
+                node.run_phase(Step(index, 99))
+            node._finish_writing()
+            node._tell_trouble()
+            left = sorted(path.name for path in (disk / "checkpoints").iterdir())
+            assert left == ["step-1", "step-2"]
+            said = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
+            assert [line.split()[1] for line in said] == ["3", "4", "5"]
+            for line in said:
+                assert "skipped: disk full: needs 400.0 kB, " in line and f" free in {disk}/checkpoints (" in line
+                assert "rank-0.safetensors: No space left on device)" in line
+            (disk / "other").unlink()
+            for path in (disk / "checkpoints/step-1").iterdir():
+                path.unlink()
+            os.rmdir(disk / "checkpoints/step-1")
+            memory.state["weight"].fill_(6)
+            node.save(Step(6, 99))
+            fresh = Memory()
+            again = checkpointer(disk, {"memory": fresh})
+            assert set(fresh.state) == set() and again._find() is not None
+            found = again._find()
+            assert found is not None and found.manifest.step == 6
+            assert set(found.states["memory"]["weight"].tolist()) == {6.0}
