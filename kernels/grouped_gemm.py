@@ -93,15 +93,28 @@ def _weight_gradient(implementation: Implementation, transposed: bool, x: Tensor
     return implementation.matrices(grad, x, ends) if transposed else implementation.matrices(x, grad, ends)
 
 
+@torch.library.custom_op("drawloom::grouped_gemm_rows_eager", mutates_args=())
 def _rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """An operation of torch: neither compilers nor the meta device can do what depends on the numbers in `ends`."""
     result = x.new_zeros(len(x), weight.shape[2])
     for matrix, own in zip(weight, _slices(ends), strict=True):
         result[own] = x[own] @ matrix
     return result
 
 
+@_rows.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(len(x), weight.shape[2])
+
+
+@torch.library.custom_op("drawloom::grouped_gemm_matrices_eager", mutates_args=())
 def _matrices(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return torch.stack([a[own].T @ b[own] for own in _slices(ends)])
+
+
+@_matrices.register_fake
+def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return a.new_empty(len(ends), a.shape[1], b.shape[1])
 
 
 def _slices(ends: Tensor) -> list[slice]:

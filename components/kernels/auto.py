@@ -41,6 +41,7 @@ class AutoKernels:
     _rms_norm: Choice = _operation("rms_norm", "RMSNorm")
     _add_rms_norm: Choice = _operation("add_rms_norm", "an addition with the RMSNorm of the sum")
     _swiglu: Choice = _operation("swiglu", "silu(gate) * up")
+    _swiglu_halves: Choice = _operation("swiglu_halves", "silu(gate) * up of experts, whose gate and up are one tensor")
     _rope: Choice = _operation("rope", "the rotary position embedding")
     _qk_norm_rope: Choice = _operation("qk_norm_rope", "the norms and rotations of queries and keys")
     _attention: Literal["auto", "eager", "flex", "varlen"] = _operation("attention", "attention")
@@ -123,6 +124,9 @@ class AutoKernels:
 
     def linear_cross_entropy(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return self._functions["linear_cross_entropy"](hidden, weight, targets, self._of_loss)  # type: ignore[no-any-return]
+
+    def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
+        return self._functions["swiglu_halves"](both, scale)  # type: ignore[no-any-return]
 
     def moe_routes(self, experts_of: Tensor, experts: int) -> Routes:
         return self._functions["moe_routes"](experts_of, experts)  # type: ignore[no-any-return]

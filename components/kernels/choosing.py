@@ -38,6 +38,7 @@ OPERATIONS = {
     "rms_norm": _pair("rms_norm", "rms_norm"),
     "add_rms_norm": _pair("rms_norm", "add_rms_norm"),
     "swiglu": _pair("swiglu", "swiglu"),
+    "swiglu_halves": _pair("swiglu", "swiglu_halves"),
     "rope": _pair("rope", "rope"),
     "qk_norm_rope": _pair("qk_norm_rope", "qk_norm_rope"),
     "attention": Operation(

@@ -132,6 +132,10 @@ class ExpertKernels(Kernels, Protocol):
     rows end, int32 (experts,). Choices of nobody have no row, and rows past the last end may hold anything.
     """
 
+    def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
+        """`swiglu` of the two halves of (..., 2 * width); gives (..., width)."""
+        ...
+
     def moe_routes(self, experts_of: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
         """Routes for integers (tokens, choices) from 0 to experts - 1, or -1 for nobody."""
         ...

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.kernels.auto import AutoKernels
+from drawloom.components.model.qwen3.blueprint import Blueprint
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.model_state.converting import convert
+from drawloom.components.model.qwen3.sparse import Qwen3Sparse
 from drawloom.components.ports.model import Shared, Span
 
 SIZES: dict[str, Any] = {
@@ -21,6 +22,8 @@ SIZES: dict[str, Any] = {
     "feed_forward": 40,
     "vocabulary": 29,
 }
+
+SPARSE_SIZES: dict[str, Any] = SIZES | {"experts": 5, "experts_per_token": 2, "expert_feed_forward": 12}
 
 
 def cpu_kernels(**choices: Any) -> AutoKernels:
@@ -40,7 +43,12 @@ def dense(**changes: Any) -> Qwen3Dense:
     return Qwen3Dense(**({"kernels": cpu_kernels()} | SIZES | changes))
 
 
-def whole(model: Qwen3Dense) -> nn.Module:
+def sparse(**changes: Any) -> Qwen3Sparse:
+    """A small model with experts, of other sizes or kernels where it is told so."""
+    return Qwen3Sparse(**({"kernels": cpu_kernels()} | SPARSE_SIZES | changes))
+
+
+def whole(model: Blueprint) -> nn.Module:
     """All of a model in one module, every parameter random: norms of weight 1 would hide that they are not used."""
     module = model.build(Span(0, model.layers, embedding=True, head=True))
     for parameter in module.parameters():
@@ -48,17 +56,30 @@ def whole(model: Qwen3Dense) -> nn.Module:
     return module
 
 
-def twin(model: Qwen3Dense, parameters: Mapping[str, Tensor]) -> Any:
+def twin(model: Blueprint, parameters: Mapping[str, Tensor], **settings: Any) -> Any:
     """The same model in transformers, with the same weights."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM  # takes seconds, which ranks of other tests can do without
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds, which ranks of other tests do without
 
-    config = Qwen3Config(**model.hugging_face_config() | {"attn_implementation": "eager"})
-    made = Qwen3ForCausalLM(config)
-    state = {name: tensor.detach() for name, tensor in convert(model.hugging_face_mapper(), parameters).items()}
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    kinds: Any = AutoModelForCausalLM
+    config = AutoConfig.for_model(**model.hugging_face_config() | plain | settings)
+    made = kinds.from_config(config)
+    names = names_in_transformers(model)
+    state = {names[name]: tensor.detach() for name, tensor in parameters.items()}
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     made.load_state_dict(state)
     return made
+
+
+def names_in_transformers(model: Blueprint) -> dict[str, str]:
+    """Our parameters' names and those in transformers' modules, which hold the experts of a layer in one tensor."""
+    names = {group.inputs[0]: group.outputs[0] for group in model.hugging_face_mapper().groups}
+    for layer in range(model.layers):
+        ours, theirs = f"layers.{layer}.feed_forward", f"model.layers.{layer}.mlp.experts"
+        if f"{ours}.router.weight" in names:
+            names |= {f"{ours}.gate_up.weight": f"{theirs}.gate_up_proj", f"{ours}.down.weight": f"{theirs}.down_proj"}
+    return names
 
 
 def one_document(rows: int, length: int, targets: Tensor | None = None) -> Shared:

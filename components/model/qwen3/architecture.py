@@ -1,6 +1,6 @@
 """The numbers that make one Qwen3 model differ from another, and which of them can't go together."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 
@@ -23,6 +23,33 @@ class Architecture:
     initial_std: float = 0.02
 
 
+@attrs.frozen(kw_only=True)
+class SparseArchitecture(Architecture):
+    """
+    The same of a Qwen3 model with experts.
+
+    `dense_layers` are the numbers of layers without any. `balance` is what the loss that spreads tokens over experts
+    weighs, beside that of the tokens.
+    """
+
+    experts: int
+    experts_per_token: int
+    expert_feed_forward: int
+    normalised: bool = True
+    sparse_step: int = 1
+    dense_layers: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    balance: float = 0.001
+
+    def is_sparse(self, number: int) -> bool:
+        """Whether the layer of this number has experts."""
+        return has_experts(number, self.sparse_step, self.dense_layers)
+
+    @property
+    def sparse_layers(self) -> int:
+        """How many layers have experts."""
+        return sum(map(self.is_sparse, range(self.layers)))
+
+
 @attrs.frozen
 class Fault:
     """Why a setting can't be what it is, and what to write instead."""
@@ -30,6 +57,11 @@ class Fault:
     key: str
     why: str
     instead: str
+
+
+def has_experts(number: int, sparse_step: int, dense_layers: Sequence[int]) -> bool:
+    """Whether a layer has experts: the last of every `sparse_step`, unless it is named as dense."""
+    return number not in dense_layers and (number + 1) % sparse_step == 0
 
 
 def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[Fault]:
@@ -41,3 +73,18 @@ def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[Fault]:
     if head_dim % 2:
         why = f"head_dim = {head_dim} is odd, and rotary positions turn channels in pairs"
         yield Fault("head_dim", why, f"write {head_dim + 1}")
+
+
+def expert_faults(
+    layers: int, experts: int, experts_per_token: int, sparse_step: int, dense_layers: Sequence[int]
+) -> Iterator[Fault]:
+    """What is wrong with the numbers of experts, and with the layers that have them."""
+    if experts_per_token > experts:
+        why = f"experts_per_token = {experts_per_token} is more than experts = {experts}"
+        yield Fault("experts_per_token", why, f"write {experts}, or less")
+    if strange := [number for number in dense_layers if not 0 <= number < layers]:
+        why = f"dense_layers names layer {strange[0]}, and layers are counted from 0 to {layers - 1}"
+        yield Fault("dense_layers", why, f"remove {strange[0]}")
+    elif not any(has_experts(number, sparse_step, dense_layers) for number in range(layers)):
+        key = "sparse_step" if sparse_step > layers else "dense_layers"
+        yield Fault(key, "no layer has experts", 'write less, or use = "model.qwen3.dense"')

@@ -4,24 +4,23 @@ from torch import Tensor, nn
 
 from drawloom.components.model.qwen3.architecture import Architecture
 from drawloom.components.model.qwen3.attention import Attention
-from drawloom.components.model.qwen3.feed_forward import FeedForward
 from drawloom.components.model.qwen3.norm import Norm
-from drawloom.components.ports.model import Kernels
+from drawloom.components.ports.model import Kernels, Shared
 
 
 class Block(nn.Module):
-    """Attention, then the feed-forward network, each behind a norm and added to what came in."""
+    """Attention, then a feed-forward network, dense or of experts, each behind a norm and added to what came in."""
 
-    def __init__(self, architecture: Architecture, kernels: Kernels) -> None:
+    def __init__(self, architecture: Architecture, kernels: Kernels, feed_forward: nn.Module) -> None:
         super().__init__()
         self.attention_norm = Norm(architecture.width, architecture.norm_eps, kernels)
         self.attention = Attention(architecture, kernels)
         self.feed_forward_norm = Norm(architecture.width, architecture.norm_eps, kernels)
-        self.feed_forward = FeedForward(architecture, kernels)
+        self.feed_forward = feed_forward
         self.kernels = kernels
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, documents: Tensor) -> Tensor:
-        mixed = self.attention(self.attention_norm(hidden), cos, sin, documents)
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, shared: Shared) -> Tensor:
+        mixed = self.attention(self.attention_norm(hidden), cos, sin, shared.documents)
         weight, eps = self.feed_forward_norm.weight, self.feed_forward_norm.eps
         normed, hidden = self.kernels.add_rms_norm(mixed, hidden, weight, eps)
-        return hidden + self.feed_forward(normed)  # type: ignore[no-any-return]
+        return hidden + self.feed_forward(normed, shared.targets)  # type: ignore[no-any-return]

@@ -1,5 +1,7 @@
 """The module that a span of the model becomes."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from drawloom.components.model.qwen3.architecture import Architecture
@@ -15,19 +17,22 @@ class Decoder(nn.Module):
     """
     A run of layers, named by their numbers in the whole model, with or without either end.
 
+    `feed_forward` makes the feed-forward network of a layer, from its number.
     A tied head's weight is called `embedding.weight` on every span that has it: where the head stands without the
     embedding, that is a tensor of its own.
     """
 
-    def __init__(self, architecture: Architecture, span: Span, kernels: Kernels) -> None:
+    def __init__(
+        self, architecture: Architecture, span: Span, kernels: Kernels, feed_forward: Callable[[int], nn.Module]
+    ) -> None:
         super().__init__()
         self.architecture = architecture
         self.span = span
         self.kernels = kernels
-        numbers = range(span.first, span.last)
+        blocks = {n: Block(architecture, kernels, feed_forward(n)) for n in range(span.first, span.last)}
         if span.embedding or (span.head and architecture.tied):
             self.embedding = Embedding(architecture.vocabulary, architecture.width, kernels)
-        self.layers = nn.ModuleDict({str(number): Block(architecture, kernels) for number in numbers})
+        self.layers = nn.ModuleDict({str(number): block for number, block in blocks.items()})
         if span.head:
             self.norm = Norm(architecture.width, architecture.norm_eps, kernels)
         if span.head and not architecture.tied:
@@ -37,7 +42,7 @@ class Decoder(nn.Module):
         hidden = self.embedding(inputs) if self.span.embedding else inputs
         cos, sin = rotary_angles(shared.positions, self.architecture.head_dim, self.architecture.rope_base)
         for block in self.layers.values():
-            hidden = block(hidden, cos, sin, shared.documents)
+            hidden = block(hidden, cos, sin, shared)
         return self._predict(self.norm(hidden), shared.targets) if self.span.head else hidden
 
     def _predict(self, hidden: Tensor, targets: Tensor | None) -> Tensor:

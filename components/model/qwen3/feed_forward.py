@@ -8,7 +8,7 @@ from drawloom.components.ports.model import Kernels
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)) for each token; (..., width) in and out."""
+    """down(silu(gate(x)) * up(x)) for each token; (..., width) in and out. Targets are nothing to it."""
 
     def __init__(self, architecture: Architecture, kernels: Kernels) -> None:
         super().__init__()
@@ -17,5 +17,5 @@ class FeedForward(nn.Module):
         self.down = Linear(architecture.feed_forward, architecture.width, kernels)
         self.kernels = kernels
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         return self.down(self.kernels.swiglu(self.gate(hidden), self.up(hidden)))  # type: ignore[no-any-return]

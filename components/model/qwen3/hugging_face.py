@@ -1,41 +1,32 @@
-"""Qwen3 as Hugging Face describes it: `config.json` and parameters, in both directions."""
+"""Qwen3 as Hugging Face describes it: `config.json`, in both directions."""
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from drawloom.components.model.qwen3.architecture import Architecture, head_faults
-from drawloom.components.model_state.composing import parallel, prefixed
-from drawloom.components.model_state.leaves import rename
+from drawloom.components.model.qwen3.architecture import (
+    Architecture,
+    Fault,
+    SparseArchitecture,
+    expert_faults,
+    head_faults,
+)
+from drawloom.components.model.qwen3.family import Family
 from drawloom.components.model_state.regular_file import open_regular_file
 from drawloom.components.model_state.strict_json import parse
-from drawloom.components.ports.model_state import Mapper
 from drawloom.graph import UserError
-
-KEYS = {
-    "layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "feed_forward": "intermediate_size",
-    "vocabulary": "vocab_size",
-    "tied": "tie_word_embeddings",
-    "max_positions": "max_position_embeddings",
-    "rope_base": "rope_theta",
-    "norm_eps": "rms_norm_eps",
-    "initial_std": "initializer_range",
-}
-"""Our names to the config's."""
 
 MAX_CONFIG = 2**20
 """Bytes that are read of a config; real ones have a few thousand."""
 
+OTHER_KEYS = {"num_local_experts": "num_experts"}
+"""What transformers has called something lately, and what it is called in files."""
+
 FIXED = {
-    "model_type": "qwen3",
     "attention_bias": False,
     "attention_dropout": 0.0,
     "hidden_act": "silu",
@@ -43,42 +34,17 @@ FIXED = {
 }
 """What a config says of every model that we can build."""
 
-LAYER_NAMES = {
-    "attention_norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "attention.out": "self_attn.o_proj",
-    "feed_forward_norm": "post_attention_layernorm",
-    "feed_forward.gate": "mlp.gate_proj",
-    "feed_forward.up": "mlp.up_proj",
-    "feed_forward.down": "mlp.down_proj",
-}
 
-
-def config_of(architecture: Architecture, end: int | None) -> dict[str, Any]:
+def config_of(family: Family, architecture: Architecture, end: int | None) -> dict[str, Any]:
     """The `config.json` of a model, with the id that ends a text if it is known."""
-    numbers = {theirs: getattr(architecture, ours) for ours, theirs in KEYS.items()}
+    numbers = {theirs: _plain(getattr(architecture, ours)) for ours, theirs in family.keys.items()}
     known_end = {} if end is None else {"eos_token_id": end}
-    return {"architectures": ["Qwen3ForCausalLM"], **FIXED, **numbers, **known_end, "use_cache": True}
+    named = {"architectures": [family.class_name], "model_type": family.model_type}
+    return {**named, **FIXED, **numbers, **known_end, "use_cache": True}
 
 
-def mapper_of(architecture: Architecture) -> Mapper:
-    """Our parameters to Hugging Face's."""
-    layer = rename({f"{ours}.weight": f"{theirs}.weight" for ours, theirs in LAYER_NAMES.items()})
-    numbers = range(architecture.layers)
-    head = {} if architecture.tied else {"head.weight": "lm_head.weight"}
-    return parallel(
-        rename({"embedding.weight": "model.embed_tokens.weight"}),
-        *(prefixed(layer, source=f"layers.{n}.", target=f"model.layers.{n}.") for n in numbers),
-        rename({"norm.weight": "model.norm.weight"} | head),
-    )
-
-
-def read_config(path: Path) -> Architecture:
-    """The model that a `config.json`, or the folder that holds it, describes; UserError if we can't build it."""
+def read_config(family: Family, path: Path) -> Architecture:
+    """The model that a `config.json`, or the folder that holds it, describes; UserError if it is not of the family."""
     path = path / "config.json" if path.is_dir() else path
     try:
         with open_regular_file(path, "write the path of a config.json") as file:
@@ -91,42 +57,69 @@ def read_config(path: Path) -> Architecture:
         raise UserError(f"config: {path} is not JSON ({error}); write the path of a config.json") from error
     if not isinstance(config, dict):
         raise UserError(f"config: {path} holds no JSON object; write the path of a config.json")
-    return _architecture(_with_rope_base(config, path), path)
+    return _architecture(family, _with_rope_base(config, path), path)
 
 
-def _architecture(config: Mapping[str, Any], path: Path) -> Architecture:
-    found = {ours: config[theirs] for ours, theirs in KEYS.items() if config.get(theirs) is not None}
-    for reason in (*_differences(config), *_gaps(found), *_wrong_types(found)):
-        raise UserError(f"config: {path} {reason}; take the config.json of a Qwen3 dense model")
-    architecture = Architecture(**found)
-    for fault in head_faults(architecture.heads, architecture.kv_heads, architecture.head_dim):
-        raise UserError(f"config: in {path}, {fault.why}; take the config.json of a Qwen3 dense model")
+def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Architecture:
+    config = {OTHER_KEYS.get(key, key): value for key, value in config.items()}
+    found = {ours: config[theirs] for ours, theirs in family.keys.items() if config.get(theirs) is not None}
+    for reason in (*_differences(family, config), *_gaps(family, found), *_wrong_types(family, found)):
+        raise UserError(f"config: {path} {reason}; take the config.json of {family.called}")
+    architecture = family.architecture(**{**family.silent, **found})
+    for fault in _faults(architecture):
+        raise UserError(f"config: in {path}, {fault.why}; take the config.json of {family.called}")
     return architecture
 
 
-def _differences(config: Mapping[str, Any]) -> Iterator[str]:
+def _faults(architecture: Architecture) -> Iterator[Fault]:
+    yield from head_faults(architecture.heads, architecture.kv_heads, architecture.head_dim)
+    if isinstance(architecture, SparseArchitecture):
+        keys = ("layers", "experts", "experts_per_token", "sparse_step", "dense_layers")
+        yield from expert_faults(*(getattr(architecture, key) for key in keys))
+
+
+def _differences(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
     """What a config says that the model can't do."""
-    for key, value in FIXED.items():
+    for key, value in {"model_type": family.model_type, **FIXED}.items():
         if config.get(key, value) != value:
             yield f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built"
     if set(config.get("layer_types") or ()) - {"full_attention"}:
         yield "says layer_types of more than one kind, where only full_attention can be built"
 
 
-def _gaps(found: Mapping[str, Any]) -> Iterator[str]:
+def _gaps(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
     """Hugging Face's default for the base is not that of Qwen3, so it must be there."""
-    needed = [field.name for field in attrs.fields(Architecture) if field.default is attrs.NOTHING]
-    if missing := [KEYS[key] for key in (*needed, "rope_base") if key not in found]:
+    needed = [field.name for field in attrs.fields(family.architecture) if field.default is attrs.NOTHING]
+    if missing := [family.keys[key] for key in (*needed, "rope_base") if key not in found]:
         yield f"lacks {', '.join(missing)}"
 
 
-def _wrong_types(found: Mapping[str, Any]) -> Iterator[str]:
-    for field in attrs.fields(Architecture):
-        value, kind = found.get(field.name), field.type or int
-        fits = type(value) is kind or (kind is float and type(value) is int)
-        if value is not None and not (fits and (kind is bool or value > 0)):
-            wanted = "true or false" if kind is bool else f"{kind.__name__} above 0"
-            yield f"says {KEYS[field.name]} = {json.dumps(value)}, which is not {wanted}"
+def _wrong_types(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
+    for field in attrs.fields(family.architecture):
+        value, (wanted, fits) = found.get(field.name), KINDS.get(field.name) or KINDS[field.type]
+        if value is not None and not fits(value):
+            yield f"says {family.keys[field.name]} = {json.dumps(value)}, which is not {wanted}"
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and math.isfinite(value))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("true or false", lambda value: type(value) is bool),
+    int: ("int above 0", lambda value: type(value) is int and value > 0),
+    float: ("float above 0", lambda value: _is_number(value) and value > 0),
+    "balance": ("float of 0 or more", lambda value: _is_number(value) and value >= 0),
+    "dense_layers": (
+        "a list of layers' numbers",
+        lambda value: type(value) is list and all(type(number) is int and number >= 0 for number in value),
+    ),
+}
+"""By type or name of a field: what a value must be, and whether one is."""
 
 
 def _with_rope_base(config: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from drawloom.kernels.moe_routes import moe_routes_eager
 from drawloom.kernels.qk_norm_rope import qk_norm_rope_eager
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 from drawloom.kernels.rope import rope_eager
-from drawloom.kernels.swiglu import swiglu_eager
+from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
 from support.kernels import DEVICE
 from support.qwen3 import cpu_kernels, kernels_on
 
@@ -95,6 +95,7 @@ def test_operations_of_experts_are_the_eager_ones() -> None:
     assert same(routes, known)
     rows = kernels.moe_permute(x, probabilities, routes)
     assert same(rows, moe_permute_eager(x, probabilities, known))
+    assert same(kernels.swiglu_halves(*rows), swiglu_halves_eager(*rows))
     product = kernels.grouped_gemm(rows[0], weight, routes[2])
     assert same(product, grouped_gemm_eager(rows[0], weight, known.ends))
     assert same(kernels.moe_unpermute(product, routes), moe_unpermute_eager(product, known))

@@ -14,7 +14,17 @@ from drawloom.components.ports.model import Model, Shared, Span
 from drawloom.graph import UserError
 from drawloom.graph.fit import misfits
 from support.kernels import DEVICE
-from support.qwen3 import SIZES, cpu_kernels, dense, kernels_on, one_document, packed, twin, whole
+from support.qwen3 import (
+    SIZES,
+    cpu_kernels,
+    dense,
+    kernels_on,
+    names_in_transformers,
+    one_document,
+    packed,
+    twin,
+    whole,
+)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {},
@@ -89,7 +99,7 @@ def assert_gradients_equal(
 ) -> None:
     """The same parameters, under their two names, with the same gradients."""
     ours, others = dict(module.named_parameters()), dict(theirs.named_parameters())
-    names = dict(zip(model.hugging_face_mapper().inputs, model.hugging_face_mapper().outputs, strict=True))
+    names = names_in_transformers(model)
     assert sorted(names[name] for name in ours) == sorted(others)
     found = torch.autograd.grad(our_loss, list(ours.values()))
     expected = torch.autograd.grad(their_loss, [others[names[name]] for name in ours])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config
 
+from drawloom.components.model.qwen3.family import DENSE
 from drawloom.components.model.qwen3.hugging_face import config_of, read_config
 from drawloom.graph import UserError
 from support.qwen3 import dense
@@ -28,7 +29,7 @@ def test_reads_what_transformers_writes(tmp_path: Path) -> None:
     """What transformers saves of our config, in its newest form, is read as the same model."""
     Qwen3Config(**good()).save_pretrained(tmp_path)
     assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
-    assert read_config(tmp_path) == dense().architecture
+    assert read_config(DENSE, tmp_path) == dense().architecture
 
 
 def test_transformers_reads_what_we_write() -> None:
@@ -47,10 +48,10 @@ def test_transformers_reads_what_we_write() -> None:
 
 def test_older_form_of_the_rotary_base(tmp_path: Path) -> None:
     """`rope_theta` at the top and within `rope_parameters` mean the same."""
-    top = read_config(written(tmp_path, rope_theta=123.0, rope_scaling=None))
+    top = read_config(DENSE, written(tmp_path, rope_theta=123.0, rope_scaling=None))
     assert top.rope_base == 123.0
     rope = {"rope_type": "default", "rope_theta": 123.0}
-    assert read_config(written(tmp_path, rope_theta=None, rope_parameters=rope)) == top
+    assert read_config(DENSE, written(tmp_path, rope_theta=None, rope_parameters=rope)) == top
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -74,7 +75,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 def test_refuses_what_it_can_not_build(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     """A config of a model that would compute something else is refused, and never read as something near it."""
     with pytest.raises(UserError) as caught:
-        read_config(written(tmp_path, **changes))
+        read_config(DENSE, written(tmp_path, **changes))
     assert message in str(caught.value)
     assert str(tmp_path / "config.json") in str(caught.value)
 
@@ -84,7 +85,7 @@ def test_refuses_what_is_no_config(tmp_path: Path, text: str, message: str) -> N
     """A file that is no JSON object is told so."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
-        read_config(tmp_path)
+        read_config(DENSE, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -99,24 +100,24 @@ def test_refuses_what_a_stranger_may_write(tmp_path: Path, text: str, message: s
     """Two meanings, nesting without end and texts without end are refused like any broken file."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
-        read_config(tmp_path)
+        read_config(DENSE, tmp_path)
 
 
 def test_waits_for_no_pipe(tmp_path: Path) -> None:
     """A pipe in the place of a config is refused, and nobody waits for its other end."""
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(UserError, match=r"config: .*config\.json is no regular file"):
-        read_config(tmp_path)
+        read_config(DENSE, tmp_path)
 
 
 def test_refuses_a_missing_file(tmp_path: Path) -> None:
     """A folder without config.json, and a path to nothing, are told so."""
     for path in (tmp_path, tmp_path / "other.json"):
         with pytest.raises(UserError, match="can't be read"):
-            read_config(path)
+            read_config(DENSE, path)
 
 
 def test_end_is_written_only_if_known() -> None:
     """Without a tokenizer the config says nothing of the end of a text."""
-    assert "eos_token_id" not in config_of(dense().architecture, None)
-    assert config_of(dense().architecture, 0)["eos_token_id"] == 0
+    assert "eos_token_id" not in config_of(DENSE, dense().architecture, None)
+    assert config_of(DENSE, dense().architecture, 0)["eos_token_id"] == 0

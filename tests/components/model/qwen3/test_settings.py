@@ -8,15 +8,16 @@ import attrs
 import pytest
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.model.qwen3.family import DENSE
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
 from drawloom.graph import UserError
 from support.qwen3 import SIZES, cpu_kernels
 
-NONE = dict.fromkeys((a.alias for a in attrs.fields(Qwen3Dense)), None) | {"vocabulary_multiple": 1}  # type: ignore[arg-type]
+NONE = dict.fromkeys((a.alias for a in attrs.fields(Qwen3Dense)), None) | {"vocabulary_multiple": 1}
 
 
 def faults_of(tokenizer: bool = False, **settings: Any) -> list[tuple[str, str, str]]:
-    return [(fault.key, fault.why, fault.instead) for fault in faults(NONE | settings, tokenizer)]
+    return [(fault.key, fault.why, fault.instead) for fault in faults(DENSE, NONE | settings, tokenizer)]
 
 
 def test_sizes_that_fit() -> None:
@@ -27,7 +28,9 @@ def test_sizes_that_fit() -> None:
 
 def test_defaults() -> None:
     """Without kv_heads each head has its own, without head_dim the heads share the width."""
-    found = choose_architecture(NONE | {"layers": 1, "width": 24, "heads": 3, "feed_forward": 4, "vocabulary": 9}, None)
+    found = choose_architecture(
+        DENSE, NONE | {"layers": 1, "width": 24, "heads": 3, "feed_forward": 4, "vocabulary": 9}, None
+    )
     assert (found.kv_heads, found.head_dim, found.tied) == (3, 8, False)
     assert (found.rope_base, found.norm_eps, found.initial_std, found.max_positions) == (1e6, 1e-6, 0.02, 32768)
 

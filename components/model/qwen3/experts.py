@@ -1,0 +1,49 @@
+"""The feed-forward network of a layer with experts: each token visits a few of many small networks."""
+
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.model.qwen3.architecture import SparseArchitecture
+from drawloom.components.model.qwen3.balance import balanced
+from drawloom.components.model.qwen3.grouped_linear import GroupedLinear
+from drawloom.components.model.qwen3.linear import Linear
+from drawloom.components.ports.data import IGNORED
+from drawloom.components.ports.model import ExpertKernels
+
+
+class Experts(nn.Module):
+    """
+    The sum over a token's experts of probability * down(silu(gate(x)) * up(x)); (rows, length, width) in and out.
+
+    The probabilities are multiplied in before `down`, which is linear, where it costs no pass of its own.
+    """
+
+    def __init__(self, architecture: SparseArchitecture, kernels: ExpertKernels) -> None:
+        super().__init__()
+        experts, width, inner = architecture.experts, architecture.width, architecture.expert_feed_forward
+        self.router = Linear(width, experts, kernels)
+        self.gate_up = GroupedLinear(experts, width, 2 * inner, kernels)
+        self.down = GroupedLinear(experts, inner, width, kernels)
+        self.architecture = architecture
+        self.kernels = kernels
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        chosen, probabilities = self._choose(hidden, targets)
+        routes = self.kernels.moe_routes(chosen.flatten(0, -2), self.architecture.experts)
+        rows, scale = self.kernels.moe_permute(hidden.flatten(0, -2), probabilities.flatten(0, -2), routes)
+        _, _, ends = routes
+        mixed = self.kernels.swiglu_halves(self.gate_up(rows, ends), scale)
+        return self.kernels.moe_unpermute(self.down(mixed, ends), routes).view_as(hidden)
+
+    def _choose(self, hidden: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The experts of each token, and their probabilities, (rows, length, choices), at least in float32."""
+        logits = self.router(hidden)
+        all_probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        chosen = all_probabilities.detach().topk(self.architecture.experts_per_token).indices
+        if targets is not None and self.architecture.balance:
+            weights = (targets != IGNORED).sum(1) * (self.architecture.balance / self.architecture.sparse_layers)
+            all_probabilities = balanced(all_probabilities, chosen, weights)
+        probabilities = all_probabilities.gather(-1, chosen)
+        if self.architecture.normalised:
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        return chosen, probabilities
