@@ -61,6 +61,16 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.hugging_face_tokenizer": tokenizer_file,
     "data.jsonl": jsonl_file,
     "data.standard_library": lambda folder: {},
+    "model.qwen3.sparse": lambda folder: {
+        "model": {
+            **TINY["model"],
+            "use": "model.qwen3.sparse",
+            "tokenizer": "@tokenizer",
+            "experts": 3,
+            "experts_per_token": 2,
+            "expert_feed_forward": 8,
+        }
+    },
     "optim.sgd": lambda folder: {"optimizer": {"use": "optim.sgd", "lr": 0.1}},
     "optim.stochastic_adamw": lambda folder: {
         "optimizer": {"use": "optim.stochastic_adamw", "lr": 0.1},
