@@ -81,3 +81,39 @@ def test_a_checkpoint_of_two_ranks_is_whole_for_commands(place: Path) -> None:
     exported = drawloom(place, "export", "runs/parts", "--to", "whole")[0]
     assert exported.code == 0 and (place / "whole/model.safetensors").exists(), exported
     assert drawloom(place, "generate", "runs/parts", "--prompt", "def", "--tokens", "3")[0].text.startswith("def")
+
+
+SPARSE = """
+extends = "./tiny.toml"
+
+[model]
+use = "model.qwen3.sparse"
+tokenizer = "@tokenizer"
+layers = 4
+width = 16
+heads = 2
+kv_heads = 1
+head_dim = 8
+experts = 4
+experts_per_token = 2
+expert_feed_forward = 16
+feed_forward = 32
+dense_layers = [2]
+balance = 0.1
+tied = true
+"""
+
+
+def test_a_model_with_experts_has_the_losses_of_one_process(place: Path) -> None:
+    """Its experts too are learned over two ranks as over one, also balanced, exported, and sampled from."""
+    (place / "sparse.toml").write_text(SPARSE, "utf-8")
+    common = ["run", "sparse.toml", "batch.global_size=8", "trainer.steps=6"]
+    assert drawloom(place, *common, "run.name=one_sparse", "batch.micro_size=8")[0].code == 0
+    words = ["batch.micro_size=1", "run.name=sparse", "mesh.pipeline=2"]
+    outcomes = drawloom(place, *common, *words, "schedule.use=pipeline.schedules.zero_bubble_1p", ranks=2)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    run, one = place / "runs/sparse", place / "runs/one_sparse"
+    assert_same(one, run)
+    assert (run / "sample.txt").read_bytes() == (one / "sample.txt").read_bytes()
+    assert (run / "export/config.json").read_text() == (one / "export/config.json").read_text()
+    assert drawloom(place, "generate", str(run), "--prompt", "def", "--tokens", "3")[0].text.startswith("def")

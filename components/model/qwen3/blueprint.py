@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import attrs
 from torch import Tensor, nn
@@ -22,7 +22,16 @@ from drawloom.components.ports.model_state import Mapper
 from drawloom.graph import Problem, above, at_least, setting
 
 
-@attrs.define(slots=False, eq=False, kw_only=True)
+T = TypeVar("T")
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(setting, attrs.field))
+def inherited(cls: type[T]) -> type[T]:
+    """Make a class's fields those of the components that inherit from it; type checkers see them as `component`'s."""
+    return attrs.define(cls, slots=False, eq=False, kw_only=True)
+
+
+@inherited
 class Blueprint:
     """A Qwen3 model of sizes given by settings or by a Hugging Face `config.json`."""
 

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
-from drawloom.components.model.qwen3.family import DENSE
+from drawloom.components.model.qwen3.architecture import SparseArchitecture
+from drawloom.components.model.qwen3.family import DENSE, SPARSE
 from drawloom.components.model.qwen3.hugging_face import config_of, read_config
 from drawloom.graph import UserError
-from support.qwen3 import dense
+from support.qwen3 import dense, sparse
 
 
 def written(folder: Path, **changes: Any) -> Path:
@@ -44,6 +45,57 @@ def test_transformers_reads_what_we_write() -> None:
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 77.0}
     assert (config.tie_word_embeddings, config.rms_norm_eps, config.max_position_embeddings) == (True, 0.5, 99)
+
+
+def test_reads_what_transformers_writes_of_experts(tmp_path: Path) -> None:
+    """Also of a model with experts, whose number transformers calls otherwise."""
+    model = sparse(layers=4, sparse_step=2, dense_layers=[3], normalised=False, balance=0.0, feed_forward=50)
+    Qwen3MoeConfig(**model.hugging_face_config()).save_pretrained(tmp_path)
+    assert "num_experts" not in json.loads((tmp_path / "config.json").read_text())
+    assert read_config(SPARSE, tmp_path) == model.architecture
+
+
+def test_transformers_reads_what_we_write_of_experts() -> None:
+    """Every number of the experts arrives in transformers' config, and whether they are balanced is left to it."""
+    model = sparse(layers=4, sparse_step=2, dense_layers=[3], normalised=False, balance=0.25, feed_forward=50)
+    config = Qwen3MoeConfig(**model.hugging_face_config())
+    assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (5, 2, 12)
+    assert (config.norm_topk_prob, config.decoder_sparse_step, config.mlp_only_layers) == (False, 2, [3])
+    assert (config.router_aux_loss_coef, config.output_router_logits, config.intermediate_size) == (0.25, False, 50)
+
+
+def test_silence_means_what_it_means_to_transformers(tmp_path: Path) -> None:
+    """Keys that a config of a model with experts leaves out are read as transformers reads them."""
+    optional = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef")
+    config = {key: value for key, value in sparse().hugging_face_config().items() if key not in optional}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs, ours = Qwen3MoeConfig(**config), read_config(SPARSE, tmp_path)
+    assert isinstance(ours, SparseArchitecture)
+    assert (ours.normalised, ours.sparse_step) == (theirs.norm_topk_prob, theirs.decoder_sparse_step)
+    assert (list(ours.dense_layers), ours.balance) == (theirs.mlp_only_layers, theirs.router_aux_loss_coef)
+
+
+FAULTS_OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a dense model": ({"model_type": "qwen3"}, 'model_type = "qwen3", where only "qwen3_moe"'),
+    "missing sizes": ({"num_experts": None, "moe_intermediate_size": None}, "lacks num_experts, moe_intermediate_size"),
+    "too many choices": ({"num_experts_per_tok": 6}, "experts_per_token = 6 is more than experts = 5"),
+    "a layer that is not there": ({"mlp_only_layers": [2]}, "dense_layers names layer 2, and layers are counted"),
+    "no sparse layer": ({"mlp_only_layers": [0, 1]}, "no layer has experts"),
+    "text for layers": ({"mlp_only_layers": "0"}, 'mlp_only_layers = "0", which is not a list of layers\' numbers'),
+    "fractions of layers": ({"mlp_only_layers": [0.5]}, "mlp_only_layers = [0.5], which is not a list"),
+    "below zero": ({"router_aux_loss_coef": -1}, "router_aux_loss_coef = -1, which is not float of 0 or more"),
+    "number for a truth": ({"norm_topk_prob": 1}, "norm_topk_prob = 1, which is not true or false"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), FAULTS_OF_EXPERTS.values(), ids=FAULTS_OF_EXPERTS.keys())
+def test_refuses_experts_that_it_can_not_build(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """So is a config of a model with experts."""
+    config = {key: value for key, value in (sparse().hugging_face_config() | changes).items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as caught:
+        read_config(SPARSE, tmp_path)
+    assert message in str(caught.value) and "take the config.json of a Qwen3 model with experts" in str(caught.value)
 
 
 def test_older_form_of_the_rotary_base(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 
+import pytest
 import torch
 
+from drawloom.components.model.qwen3.blueprint import Blueprint
 from drawloom.components.model.qwen3.initial_weights import fill_with_initial_weights
 from drawloom.components.ports.model import Span
-from support.qwen3 import dense
+from support.qwen3 import dense, sparse
 
 SCRIPT = """
 import torch
@@ -30,6 +33,8 @@ def test_scale() -> None:
         assert abs(drawn(name, 300, 200).std() / std - 1) < 0.02
     for name in ("layers.7.attention.out.weight", "layers.0.feed_forward.down.weight"):
         assert abs(drawn(name, 300, 200).std() / 0.005 - 1) < 0.02
+    experts = drawn("layers.0.feed_forward.down.weight", 3, 200, 100)
+    assert (experts.std((1, 2)) / 0.005 - 1).abs().max() < 0.02
     assert abs(drawn("head.weight", 300, 200).mean()) < 0.0005
 
 
@@ -73,9 +78,10 @@ def test_same_in_another_process() -> None:
     assert results == {f"{expected.double().sum().item()}\n"}
 
 
-def test_does_not_depend_on_spans() -> None:
+@pytest.mark.parametrize("make", [dense, sparse])
+def test_does_not_depend_on_spans(make: Callable[..., Blueprint]) -> None:
     """A parameter starts the same in the whole model and in any span, a tied head like the embedding."""
-    model = dense(layers=4, tied=True)
+    model = make(layers=4, tied=True)
     spans = [Span(0, 4, True, True), Span(0, 1, True, False), Span(1, 3, False, False), Span(3, 4, False, True)]
     found: dict[str, torch.Tensor] = {}
     for module in map(model.build, spans):

@@ -8,12 +8,13 @@ import attrs
 import pytest
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.model.qwen3.family import DENSE
+from drawloom.components.model.qwen3.family import DENSE, SPARSE
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
+from drawloom.components.model.qwen3.sparse import Qwen3Sparse
 from drawloom.graph import UserError
-from support.qwen3 import SIZES, cpu_kernels
+from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
 
-NONE = dict.fromkeys((a.alias for a in attrs.fields(Qwen3Dense)), None) | {"vocabulary_multiple": 1}
+NONE = dict.fromkeys(DENSE.settings) | {"config": None, "vocabulary_multiple": 1}
 
 
 def faults_of(tokenizer: bool = False, **settings: Any) -> list[tuple[str, str, str]]:
@@ -95,3 +96,66 @@ def test_config_gives_all_sizes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(other.hugging_face_config()))
     for config in (tmp_path, tmp_path / "config.json"):
         assert Qwen3Dense(kernels=cpu_kernels(), config=config).architecture == other.architecture
+
+
+NO_EXPERTS = dict.fromkeys(SPARSE.settings) | {"config": None, "vocabulary_multiple": 1}
+
+
+def faults_of_experts(**settings: Any) -> list[tuple[str, str, str]]:
+    found = faults(SPARSE, NO_EXPERTS | settings, False)
+    return [(fault.key, fault.why, fault.instead) for fault in found]
+
+
+def test_experts_that_fit() -> None:
+    """Sizes that fit have no fault; without layers of another kind, feed_forward may be left out."""
+    assert faults_of_experts(**SPARSE_SIZES) == []
+    assert faults_of_experts(**SPARSE_SIZES | {"feed_forward": None}) == []
+    assert faults_of_experts(**SPARSE_SIZES | {"dense_layers": [1]}) == []
+    found = choose_architecture(SPARSE, NO_EXPERTS | SPARSE_SIZES | {"feed_forward": None, "dense_layers": []}, None)
+    assert found.feed_forward == 2 * 12  # as many channels as a token has in its experts
+
+
+def test_everything_of_experts_that_is_missing_is_told() -> None:
+    """An empty table is told of each setting that it needs."""
+    needed = ["layers", "width", "heads", "experts", "experts_per_token", "expert_feed_forward", "vocabulary"]
+    assert [key for key, _, _ in faults_of_experts()] == needed
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (
+            {"experts_per_token": 6},
+            ("experts_per_token", "experts_per_token = 6 is more than experts = 5", "write 5, or less"),
+        ),
+        (
+            {"dense_layers": [0, 2]},
+            ("dense_layers", "dense_layers names layer 2, and layers are counted from 0 to 1", "remove 2"),
+        ),
+        (
+            {"dense_layers": [0, 1]},
+            ("dense_layers", "no layer has experts", 'write less, or use = "model.qwen3.dense"'),
+        ),
+        (
+            {"sparse_step": 3},
+            ("sparse_step", "no layer has experts", 'write less, or use = "model.qwen3.dense"'),
+        ),
+        (
+            {"sparse_step": 2, "feed_forward": None},
+            ("feed_forward", "feed_forward is missing, and layer 0 has no experts", "write feed_forward = 768, say"),
+        ),
+    ],
+)
+def test_faults_of_experts(changes: dict[str, Any], fault: tuple[str, str, str]) -> None:
+    """What can't go together is told on the key that it concerns, with what to write instead."""
+    assert faults_of_experts(**SPARSE_SIZES | changes) == [fault]
+
+
+def test_balance_may_stand_beside_a_config(tmp_path: Path) -> None:
+    """What the loss that spreads tokens weighs is the recipe's to say; all that makes the model is the config's."""
+    other = Qwen3Sparse(kernels=cpu_kernels(), balance=0.5, **SPARSE_SIZES)
+    (tmp_path / "config.json").write_text(json.dumps(other.hugging_face_config()))
+    assert Qwen3Sparse(kernels=cpu_kernels(), config=tmp_path).architecture == other.architecture
+    found: Any = Qwen3Sparse(kernels=cpu_kernels(), config=tmp_path, balance=0.0).architecture
+    assert (found.balance, attrs.evolve(found, balance=0.5)) == (0.0, other.architecture)
+    assert [key for key, _, _ in faults_of_experts(config=tmp_path, balance=0.0, experts=5)] == ["experts"]
