@@ -21,7 +21,6 @@ from drawloom.components.ports.model import Kernels, Span
 from drawloom.components.ports.model_state import Mapper
 from drawloom.graph import Problem, above, at_least, setting
 
-
 T = TypeVar("T")
 
 

@@ -195,6 +195,31 @@ def test_parity_holds_for_every_choice_of_kernels(choices: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
+def test_no_size_depends_on_numbers(choices: dict[str, Any]) -> None:
+    """
+    Forward and backward run on the meta device, which has no numbers: pipelines ask it what passes between stages.
+
+    It also means that, but for the eager product, whose loop is one operation to torch, no GPU is waited for.
+    """
+    model = sparse(kernels=kernels_on(DEVICE, **choices))
+    with torch.device("meta"):
+        module = model.build(Span(0, 2, embedding=True, head=True))
+        tokens = torch.zeros(2, 7, dtype=torch.int64)
+        losses = module(tokens, one_document(2, 7, tokens))
+        losses.sum().backward()
+    assert losses.is_meta and losses.shape == (2, 7)
+    assert all(parameter.grad is not None and parameter.grad.is_meta for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("choices", [*KERNELS.values(), TRITON], ids=[*KERNELS, "all"])
+def test_parity_holds_for_every_choice_of_kernels(choices: dict[str, Any]) -> None:
+    """Losses and gradients are those of transformers, whichever kernels compute them."""
+    torch.manual_seed(0)
+    model = sparse(kernels=kernels_on(DEVICE, **choices), balance=0.0)
+    assert_parity(model, *(x.to(DEVICE) for x in random_rows(model, 2, 11)))
+
+
+@pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
 def test_shapes_are_known_on_the_meta_device(choices: dict[str, Any]) -> None:
     """On the meta device, where experts' rows are unknown, hidden states have their shape: pipelines ask for it."""
     model = sparse(kernels=kernels_on(DEVICE, **choices))
@@ -202,6 +227,26 @@ def test_shapes_are_known_on_the_meta_device(choices: dict[str, Any]) -> None:
         module = model.build(Span(0, 2, embedding=True, head=False))
         hidden = module(torch.zeros(2, 7, dtype=torch.int64), one_document(2, 7))
     assert hidden.is_meta and hidden.shape == (2, 7, 24)
+
+
+@pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
+def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -> None:
+    """
+    With weights and activations of bfloat16, logits are as close to those of float64 as transformers' are.
+
+    Tokens visit all experts, for which of two like ones is chosen is no matter of precision. A fifth more is allowed,
+    as for a dense model.
+    """
+    torch.manual_seed(0)
+    sizes = {"experts": 3, "experts_per_token": 3, "vocabulary": 61, "width": 64, "expert_feed_forward": 32}
+    model = sparse(kernels=kernels_on(DEVICE, **choices), layers=3, **sizes)
+    module, tokens = whole(model).to(DEVICE).bfloat16(), torch.randint(61, (2, 40)).to(DEVICE)
+    theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
+    exact = theirs.double()(tokens).logits
+    found, peer = module(tokens, one_document(2, 40)), theirs.bfloat16()(tokens).logits
+    ours, others = ((logits.double() - exact).norm() / exact.norm() for logits in (found, peer))
+    assert found.dtype == torch.bfloat16
+    assert 1e-4 < ours < 1.2 * others
 
 
 @pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
