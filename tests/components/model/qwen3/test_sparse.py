@@ -211,24 +211,6 @@ def test_no_size_depends_on_numbers(choices: dict[str, Any]) -> None:
     assert all(parameter.grad is not None and parameter.grad.is_meta for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("choices", [*KERNELS.values(), TRITON], ids=[*KERNELS, "all"])
-def test_parity_holds_for_every_choice_of_kernels(choices: dict[str, Any]) -> None:
-    """Losses and gradients are those of transformers, whichever kernels compute them."""
-    torch.manual_seed(0)
-    model = sparse(kernels=kernels_on(DEVICE, **choices), balance=0.0)
-    assert_parity(model, *(x.to(DEVICE) for x in random_rows(model, 2, 11)))
-
-
-@pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
-def test_shapes_are_known_on_the_meta_device(choices: dict[str, Any]) -> None:
-    """On the meta device, where experts' rows are unknown, hidden states have their shape: pipelines ask for it."""
-    model = sparse(kernels=kernels_on(DEVICE, **choices))
-    with torch.device("meta"), torch.no_grad():
-        module = model.build(Span(0, 2, embedding=True, head=False))
-        hidden = module(torch.zeros(2, 7, dtype=torch.int64), one_document(2, 7))
-    assert hidden.is_meta and hidden.shape == (2, 7, 24)
-
-
 @pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
 def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -> None:
     """
