@@ -27,6 +27,8 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.distributed": ({"graph", "components.ports", "components.model_state"}, {"attrs", "numpy", "torch"}),
     "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
+    # Angles of rotary positions come from one formula, of which there is no choice to make.
+    "components.model": (BELOW | {"kernels.rope_frequencies"}, {"attrs", "torch"}),
     # The mechanism by which operations put weight gradients off is shared with who goes backward in two passes.
     "components.pipeline": (BELOW | {"kernels.deferral"}, {"attrs", "numpy", "torch"}),
     "components.checkpoint": (BELOW, {"attrs", "torch", "safetensors"}),

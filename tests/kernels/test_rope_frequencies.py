@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from drawloom.kernels.rope_frequencies import Linear, Ntk, Scaling, Yarn, rope_angles, rope_frequencies, rope_sharpening
+from drawloom.kernels.rope_frequencies import (
+    Dynamic,
+    Linear,
+    Llama3,
+    Ntk,
+    Scaling,
+    Yarn,
+    rope_angles,
+    rope_frequencies,
+    rope_sharpening,
+)
 
 
 def theirs(kind: str, channels: int, base: float, length: int | None = None, **parameters: Any) -> tuple[Any, float]:
@@ -66,6 +76,33 @@ def test_ntk_is_that_of_transformers_at_a_length(channels: int, base: float, fac
     assert rope_sharpening(Ntk(factor)) == attention
 
 
+@settings(max_examples=20, deadline=None)
+@given(channels, bases, factors, st.sampled_from([1, 7, 32, 33, 50, 131]))
+def test_dynamic_grows_with_each_row(channels: int, base: float, factor: float, length: int) -> None:
+    """A row's angles are those of transformers' dynamic scaling at the row's length, whatever rows are beside it."""
+    expected, _ = theirs("dynamic", channels, base, max(length * 1024, 1), factor=factor)
+    positions = torch.stack([torch.arange(1024) * length + length - 1, torch.arange(1024)])
+    cos, sin = rope_angles(positions, channels, base, Dynamic(factor, 32768))
+    angles = (positions[0, :, None] * expected).double()
+    torch.testing.assert_close(cos[0].double(), angles.cos(), rtol=0, atol=2e-2)  # positions reach 130 thousand
+    torch.testing.assert_close(sin[0].double(), angles.sin(), rtol=0, atol=2e-2)
+    assert torch.equal(cos[1], rope_angles(positions[1:], channels, base)[0][0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(channels, bases, factors, st.sampled_from([2048, 8192]), st.sampled_from([(1.0, 4.0), (0.5, 9.0), (2.0, 2.5)]))
+def test_llama3_is_that_of_transformers(
+    channels: int, base: float, factor: float, length: int, bounds: tuple[float, float]
+) -> None:
+    """Frequencies are those of transformers, which are not sharpened."""
+    low, high = bounds
+    names: dict[str, Any] = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": length}
+    expected, attention = theirs("llama3", channels, base, factor=factor, **names)
+    scaling = Llama3(factor, length, low, high)
+    torch.testing.assert_close(rope_frequencies(channels, base, scaling), expected, rtol=2e-6, atol=0)
+    assert rope_sharpening(scaling) == attention
+
+
 def test_ntk_slows_the_slowest_pair_by_the_factor() -> None:
     """The first pair turns as before, the last `factor` times slower."""
     plain, slowed = rope_frequencies(64, 1e4), rope_frequencies(64, 1e4, Ntk(4.0))
@@ -73,7 +110,7 @@ def test_ntk_slows_the_slowest_pair_by_the_factor() -> None:
     assert slowed[-1] == pytest.approx(plain[-1].item() / 4)
 
 
-@pytest.mark.parametrize("scaling", [None, Linear(2.0), Yarn(4.0, 64)])
+@pytest.mark.parametrize("scaling", [None, Linear(2.0), Yarn(4.0, 64), Llama3(8.0, 64)])
 def test_angles_are_positions_times_frequencies(scaling: Scaling) -> None:
     """Cosines and sines are those of position times frequency, sharpened, for positions in any order."""
     positions = torch.tensor([[0, 1, 2, 0, 1], [5, 3, 900, 1, 0]])

@@ -4,6 +4,9 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from drawloom.components.model.qwen3.fault import Fault
+from drawloom.components.model.qwen3.rope_scaling import RopeScaling
+
 
 @attrs.frozen(kw_only=True)
 class Architecture:
@@ -19,6 +22,7 @@ class Architecture:
     tied: bool = False
     max_positions: int = 32_768
     rope_base: float = 1e6
+    rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-6
     initial_std: float = 0.02
 
@@ -48,15 +52,6 @@ class SparseArchitecture(Architecture):
     def sparse_layers(self) -> int:
         """How many layers have experts."""
         return sum(map(self.is_sparse, range(self.layers)))
-
-
-@attrs.frozen
-class Fault:
-    """Why a setting can't be what it is, and what to write instead."""
-
-    key: str
-    why: str
-    instead: str
 
 
 def has_experts(number: int, sparse_step: int, dense_layers: Sequence[int]) -> bool:

@@ -15,6 +15,7 @@ from drawloom.components.model.qwen3.family import Family
 from drawloom.components.model.qwen3.hugging_face import config_of
 from drawloom.components.model.qwen3.initial_weights import fill_with_initial_weights
 from drawloom.components.model.qwen3.parameter_names import mapper_of
+from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
 from drawloom.components.ports.data import Tokenizer
 from drawloom.components.ports.model import Kernels, Span
@@ -58,6 +59,9 @@ class Blueprint:
     rope_base: float | None = setting(
         default=None, check=above(1), change="semantic", doc="base of rotary positions; 1e6 if left out"
     )
+    rope_scaling: RopeScaling | None = setting(
+        default=None, change="semantic", doc="how rotary positions are stretched for longer texts; not if left out"
+    )
     norm_eps: float | None = setting(
         default=None, check=above(0), change="semantic", doc="added to mean squares in norms; 1e-6 if left out"
     )
@@ -70,6 +74,12 @@ class Blueprint:
         """What the settings of a recipe can't be together."""
         for fault in faults(cls.family, node.settings, bool(node.neighbours("tokenizer"))):
             yield node.fault(fault.key, fault.why, fault.instead)
+
+    @classmethod
+    def weigh_change(cls, node: Any, key: str) -> str | None:
+        """The longest text is a claim and no more, but where positions beyond it are stretched."""
+        rope = node.settings["rope_scaling"]
+        return "semantic" if key == "max_positions" and rope and rope.kind == "dynamic" else None
 
     @cached_property
     def architecture(self) -> Architecture:

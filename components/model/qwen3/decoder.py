@@ -9,8 +9,9 @@ from drawloom.components.model.qwen3.block import Block
 from drawloom.components.model.qwen3.embedding import Embedding
 from drawloom.components.model.qwen3.linear import Linear
 from drawloom.components.model.qwen3.norm import Norm
-from drawloom.components.model.qwen3.rotary import rotary_angles
+from drawloom.components.model.qwen3.rope_scaling import scaling_of
 from drawloom.components.ports.model import Kernels, Shared, Span
+from drawloom.kernels.rope_frequencies import rope_angles
 
 
 class Decoder(nn.Module):
@@ -29,6 +30,7 @@ class Decoder(nn.Module):
         self.architecture = architecture
         self.span = span
         self.kernels = kernels
+        self.scaling = scaling_of(architecture.rope_scaling, architecture.max_positions)
         blocks = {n: Block(architecture, kernels, feed_forward(n)) for n in range(span.first, span.last)}
         if span.embedding or (span.head and architecture.tied):
             self.embedding = Embedding(architecture.vocabulary, architecture.width, kernels)
@@ -40,10 +42,14 @@ class Decoder(nn.Module):
 
     def forward(self, inputs: Tensor, shared: Shared) -> Tensor:
         hidden = self.embedding(inputs) if self.span.embedding else inputs
-        cos, sin = rotary_angles(shared.positions, self.architecture.head_dim, self.architecture.rope_base)
+        cos, sin = self._angles(shared.positions)
         for block in self.layers.values():
             hidden = block(hidden, cos, sin, shared)
         return self._predict(self.norm(hidden), shared.targets) if self.span.head else hidden
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines that turn queries and keys, float32 (rows, length, head_dim // 2)."""
+        return rope_angles(positions, self.architecture.head_dim, self.architecture.rope_base, self.scaling)
 
     def _predict(self, hidden: Tensor, targets: Tensor | None) -> Tensor:
         """Losses by token if there are targets, else logits."""

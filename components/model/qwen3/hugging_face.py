@@ -10,12 +10,14 @@ import attrs
 
 from drawloom.components.model.qwen3.architecture import (
     Architecture,
-    Fault,
     SparseArchitecture,
     expert_faults,
     head_faults,
 )
 from drawloom.components.model.qwen3.family import Family
+from drawloom.components.model.qwen3.fault import Fault
+from drawloom.components.model.qwen3.rope_config import read_rope, rope_parameters_of
+from drawloom.components.model.qwen3.rope_scaling import rope_faults
 from drawloom.components.model_state.regular_file import open_regular_file
 from drawloom.components.model_state.strict_json import parse
 from drawloom.graph import UserError
@@ -40,7 +42,8 @@ def config_of(family: Family, architecture: Architecture, end: int | None) -> di
     numbers = {theirs: _plain(getattr(architecture, ours)) for ours, theirs in family.keys.items()}
     known_end = {} if end is None else {"eos_token_id": end}
     named = {"architectures": [family.class_name], "model_type": family.model_type}
-    return {**named, **FIXED, **numbers, **known_end, "use_cache": True}
+    rope = rope_parameters_of(architecture.rope_scaling, architecture.rope_base)
+    return {**named, **FIXED, **numbers, **rope, **known_end, "use_cache": True}
 
 
 def read_config(family: Family, path: Path) -> Architecture:
@@ -57,15 +60,20 @@ def read_config(family: Family, path: Path) -> Architecture:
         raise UserError(f"config: {path} is not JSON ({error}); write the path of a config.json") from error
     if not isinstance(config, dict):
         raise UserError(f"config: {path} holds no JSON object; write the path of a config.json")
-    return _architecture(family, _with_rope_base(config, path), path)
+    return _architecture(family, config, path)
 
 
 def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Architecture:
     config = {OTHER_KEYS.get(key, key): value for key, value in config.items()}
+    try:
+        base, rope = read_rope(config)
+    except ValueError as error:
+        raise UserError(f"config: {path} {error}; take the config.json of {family.called}") from error
+    config |= {"rope_theta": base}
     found = {ours: config[theirs] for ours, theirs in family.keys.items() if config.get(theirs) is not None}
     for reason in (*_differences(family, config), *_gaps(family, found), *_wrong_types(family, found)):
         raise UserError(f"config: {path} {reason}; take the config.json of {family.called}")
-    architecture = family.architecture(**{**family.silent, **found})
+    architecture = family.architecture(**{**family.silent, **found, "rope_scaling": rope})
     for fault in _faults(architecture):
         raise UserError(f"config: in {path}, {fault.why}; take the config.json of {family.called}")
     return architecture
@@ -73,6 +81,8 @@ def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Arch
 
 def _faults(architecture: Architecture) -> Iterator[Fault]:
     yield from head_faults(architecture.heads, architecture.kv_heads, architecture.head_dim)
+    if architecture.rope_scaling is not None:
+        yield from rope_faults(architecture.rope_scaling, architecture.head_dim)
     if isinstance(architecture, SparseArchitecture):
         keys = ("layers", "experts", "experts_per_token", "sparse_step", "dense_layers")
         yield from expert_faults(*(getattr(architecture, key) for key in keys))
@@ -95,10 +105,11 @@ def _gaps(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wrong_types(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
-    for field in attrs.fields(family.architecture):
-        value, (wanted, fits) = found.get(field.name), KINDS.get(field.name) or KINDS[field.type]
-        if value is not None and not fits(value):
-            yield f"says {family.keys[field.name]} = {json.dumps(value)}, which is not {wanted}"
+    types = {field.name: field.type for field in attrs.fields(family.architecture)}
+    for name, value in found.items():
+        wanted, fits = KINDS.get(name) or KINDS[types[name]]
+        if not fits(value):
+            yield f"says {family.keys[name]} = {json.dumps(value)}, which is not {wanted}"
 
 
 def _is_number(value: Any) -> bool:
@@ -120,12 +131,3 @@ KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     ),
 }
 """By type or name of a field: what a value must be, and whether one is."""
-
-
-def _with_rope_base(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The base of rotary positions stands at the top in older configs and in `rope_parameters` in newer ones."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise UserError(f"config: {path} stretches rotary positions ({kind}), which can't be built; choose another")
-    return {**config, "rope_theta": rope.get("rope_theta", config.get("rope_theta"))}

@@ -7,14 +7,15 @@ import attrs
 
 from drawloom.components.model.qwen3.architecture import (
     Architecture,
-    Fault,
     SparseArchitecture,
     expert_faults,
     has_experts,
     head_faults,
 )
 from drawloom.components.model.qwen3.family import Family
+from drawloom.components.model.qwen3.fault import Fault
 from drawloom.components.model.qwen3.hugging_face import read_config
+from drawloom.components.model.qwen3.rope_scaling import rope_faults
 from drawloom.graph import UserError
 
 EXAMPLES = {
@@ -46,6 +47,8 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
         yield Fault("vocabulary", "there is neither a vocabulary nor a tokenizer to ask for it", instead)
     if "width" in given and "heads" in given:
         yield from _attention_faults(given)
+    if "rope_scaling" in given:
+        yield from rope_faults(given["rope_scaling"], given.get("head_dim"))
     if family.architecture is SparseArchitecture and given.keys() >= set(family.needed):
         yield from _expert_faults(given)
 

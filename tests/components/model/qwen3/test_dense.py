@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 from drawloom.components.ports.data import IGNORED
 from drawloom.components.ports.model import Model, Shared, Span
 from drawloom.graph import UserError
@@ -35,10 +36,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one layer, odd sizes": {"layers": 1, "width": 17, "heads": 1, "kv_heads": 1, "head_dim": 2, "feed_forward": 5},
     "another base and eps": {"rope_base": 100.0, "norm_eps": 0.1, "layers": 3, "tied": True},
 }
+STRETCHED: dict[str, dict[str, Any]] = {
+    "linear": {"rope_scaling": RopeScaling(kind="linear", factor=2.0)},
+    "yarn": {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, trained_positions=8), "rope_base": 100.0},
+    "yarn, all told": {
+        "rope_scaling": RopeScaling(
+            kind="yarn", factor=4.0, trained_positions=16, fast=2.0, slow=0.5, whole=False, sharpening=1.5
+        )
+    },
+    "llama3": {"rope_scaling": RopeScaling(kind="llama3", factor=8.0, trained_positions=16), "rope_base": 50.0},
+}
 CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
 
-@pytest.fixture(params=list(SHAPES.values()), ids=list(SHAPES))
+@pytest.fixture(params=[*SHAPES.values(), *STRETCHED.values()], ids=[*SHAPES, *STRETCHED])
 def model(request: pytest.FixtureRequest) -> Qwen3Dense:
     """A model of each shape."""
     torch.manual_seed(0)
@@ -105,7 +116,32 @@ def assert_gradients_equal(
     expected = torch.autograd.grad(their_loss, [others[names[name]] for name in ours])
     for name, gradient, reference in zip(ours, found, expected, strict=True):
         assert gradient.any(), name
-        torch.testing.assert_close(gradient, reference, **CLOSE)
+        size = max(1.0, reference.abs().max().item())  # sums of many terms round by their size
+        torch.testing.assert_close(gradient / size, reference / size, **CLOSE)
+
+
+def test_stretched_positions_matter(model: Qwen3Dense) -> None:
+    """A model that stretches positions gives other logits than one that does not, but for the first token."""
+    if model.rope_scaling is None:
+        return
+    module, tokens = whole(model), torch.randint(model.vocabulary, (1, 9))
+    plain = dense(rope_base=model.rope_base).build(Span(0, 2, embedding=True, head=True))
+    plain.load_state_dict(module.state_dict())
+    found, other = (each(tokens, one_document(1, 9)) for each in (module, plain))
+    assert (found - other).abs()[:, 1:].amax(-1).min() > 1e-4
+
+
+@pytest.mark.parametrize("length", [5, 16, 17, 23])
+def test_dynamic_positions_are_those_of_transformers(length: int) -> None:
+    """Up to the longest text of the training nothing is stretched, and then by as much as texts are longer."""
+    model = dense(rope_scaling=RopeScaling(kind="dynamic", factor=3.0), max_positions=16, rope_base=100.0)
+    module, (tokens, targets) = whole(model), random_rows(model, 2, length)
+    theirs = twin(model, dict(module.named_parameters()))
+    logits = theirs(tokens).logits.flatten(0, 1)
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none").view(2, length)
+    losses = module(tokens, one_document(2, length, targets))
+    torch.testing.assert_close(losses, expected, **CLOSE)
+    assert_gradients_equal(model, module, theirs, losses.sum(), expected.sum())
 
 
 def test_names_cover_the_model(model: Qwen3Dense) -> None:
@@ -221,11 +257,18 @@ def on_device(shared: Shared) -> Shared:
     return Shared(shared.positions.to(DEVICE), shared.documents.to(DEVICE), targets)
 
 
-@pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
+COMPILED: list[tuple[dict[str, Any], RopeScaling | None]] = [
+    ({}, None),
+    (TRITON, RopeScaling(kind="yarn", factor=4.0, trained_positions=8)),
+    ({}, RopeScaling(kind="dynamic", factor=4.0)),
+]
+
+
+@pytest.mark.parametrize(("choices", "rope"), COMPILED, ids=["eager", "triton, yarn", "eager, dynamic"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
-def test_compiles_without_breaks(choices: dict[str, Any]) -> None:
+def test_compiles_without_breaks(choices: dict[str, Any], rope: RopeScaling | None) -> None:
     """Traced as one graph, the whole model gives the losses that it gives otherwise, and its gradients."""
-    model = dense(kernels=kernels_on(DEVICE, **choices))
+    model = dense(kernels=kernels_on(DEVICE, **choices), rope_scaling=rope, max_positions=8)
     module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
     shared = on_device(one_document(2, 11, targets))
     runs = []

@@ -11,6 +11,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from drawloom.components.model.qwen3.architecture import SparseArchitecture
 from drawloom.components.model.qwen3.family import DENSE, SPARSE
 from drawloom.components.model.qwen3.hugging_face import config_of, read_config
+from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 from drawloom.graph import UserError
 from support.qwen3 import dense, sparse
 
@@ -106,6 +107,42 @@ def test_older_form_of_the_rotary_base(tmp_path: Path) -> None:
     assert read_config(DENSE, written(tmp_path, rope_theta=None, rope_parameters=rope)) == top
 
 
+STRETCHES = [
+    RopeScaling(kind="linear", factor=2.0),
+    RopeScaling(kind="dynamic", factor=3.0),
+    RopeScaling(kind="yarn", factor=4.0, trained_positions=8),
+    RopeScaling(kind="yarn", factor=4.0, trained_positions=8, fast=3.0, slow=0.5, whole=False, sharpening=1.5),
+    RopeScaling(kind="llama3", factor=8.0, trained_positions=8, low=0.5, high=2.0),
+]
+
+
+@pytest.mark.parametrize("rope", STRETCHES, ids=lambda rope: rope.kind)
+def test_stretched_positions_go_to_transformers_and_back(tmp_path: Path, rope: RopeScaling) -> None:
+    """How positions are stretched is read again from what we write, and from what transformers saves of that."""
+    for make, family, kind in ((dense, DENSE, Qwen3Config), (sparse, SPARSE, Qwen3MoeConfig)):
+        model = make(rope_scaling=rope, rope_base=500.0, max_positions=32)
+        (tmp_path / "config.json").write_text(json.dumps(model.hugging_face_config()))
+        assert read_config(family, tmp_path) == model.architecture
+        kind.from_pretrained(tmp_path).save_pretrained(tmp_path / "theirs")
+        assert read_config(family, tmp_path / "theirs") == model.architecture
+
+
+def test_older_form_of_stretched_positions(tmp_path: Path) -> None:
+    """`type` in `rope_scaling`, with what is left out, means what transformers takes it for."""
+    old = {"type": "yarn", "factor": 4.0}
+    found = read_config(DENSE, written(tmp_path, rope_scaling=old, max_position_embeddings=77))
+    assert found.rope_scaling == RopeScaling(kind="yarn", factor=4.0, trained_positions=77)
+    theirs: Any = Qwen3Config(**good() | {"rope_scaling": old, "max_position_embeddings": 77})
+    assert theirs.rope_parameters["original_max_position_embeddings"] == 77
+
+
+def test_llama3_is_written_with_what_transformers_has_no_defaults_for() -> None:
+    """Bounds that were left out are in the config."""
+    rope = RopeScaling(kind="llama3", factor=8.0, trained_positions=8)
+    config: Any = Qwen3Config(**dense(rope_scaling=rope).hugging_face_config())
+    assert (config.rope_parameters["low_freq_factor"], config.rope_parameters["high_freq_factor"]) == (1.0, 4.0)
+
+
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "another family": ({"model_type": "llama"}, 'model_type = "llama", where only "qwen3"'),
     "biases": ({"attention_bias": True}, "attention_bias = true, where only false"),
@@ -113,7 +150,31 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "layer types": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types of more than one kind"),
     "missing sizes": ({"hidden_size": None, "head_dim": None}, "lacks hidden_size, head_dim"),
     "no rotary base": ({"rope_theta": None}, "lacks rope_theta"),
-    "stretched rotary positions": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "stretches rotary"),
+    "stretched in another way": (
+        {"rope_scaling": {"rope_type": "longrope"}},
+        "stretches rotary positions by 'longrope'",
+    ),
+    "stretched in no way": ({"rope_scaling": {"rope_type": ["yarn"]}}, "stretches rotary positions by ['yarn']"),
+    "no object": ({"rope_scaling": [4.0]}, "has rope_scaling that is no object"),
+    "no factor": ({"rope_scaling": {"type": "linear"}}, "lacks the factor by which rotary positions are stretched"),
+    "a factor below 1": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "says factor of rotary positions, and"),
+    "text for a factor": ({"rope_scaling": {"type": "linear", "factor": "2"}}, "says factor = '2' of rotary positions"),
+    "a key of others": (
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 2.0}},
+        "says beta_fast of rotary positions of kind 'linear'",
+    ),
+    "a key that changes all": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}},
+        "says mrope_section of rotary positions of kind 'default'",
+    ),
+    "a part of each head": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "turns a part of each head only",
+    ),
+    "bounds that cross": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 64}},
+        "rope_scaling.fast = 32 is not above slow = 64",
+    ),
     "text for a number": ({"hidden_size": "24"}, 'hidden_size = "24", which is not int above 0'),
     "fraction for a size": ({"hidden_size": 24.5}, "hidden_size = 24.5, which is not int above 0"),
     "truth for a size": ({"num_hidden_layers": True}, "num_hidden_layers = true, which is not int above 0"),

@@ -9,6 +9,7 @@ import pytest
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.family import DENSE, SPARSE
+from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
 from drawloom.components.model.qwen3.sparse import Qwen3Sparse
 from drawloom.graph import UserError
@@ -17,7 +18,10 @@ from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
 NONE = dict.fromkeys(DENSE.settings) | {"config": None, "vocabulary_multiple": 1}
 
 
-def faults_of(tokenizer: bool = False, **settings: Any) -> list[tuple[str, str, str]]:
+Found = list[tuple[str | tuple[str, ...], str, str]]
+
+
+def faults_of(tokenizer: bool = False, **settings: Any) -> Found:
     return [(fault.key, fault.why, fault.instead) for fault in faults(DENSE, NONE | settings, tokenizer)]
 
 
@@ -57,6 +61,66 @@ def test_width_that_heads_do_not_divide() -> None:
     """Without head_dim, heads must divide the width."""
     assert [key for key, _, _ in faults_of(**(SIZES | {"width": 25, "head_dim": None}))] == ["heads"]
     assert faults_of(**(SIZES | {"width": 25})) == []
+
+
+STRETCHES: list[tuple[RopeScaling, tuple[str | tuple[str, ...], str, str]]] = [
+    (
+        RopeScaling(kind="linear", factor=2.0, low=1.0),
+        (("rope_scaling", "low"), "rope_scaling.low belongs to llama3, and this is linear", "remove low"),
+    ),
+    (
+        RopeScaling(kind="dynamic", factor=2.0, trained_positions=9),
+        (
+            ("rope_scaling", "trained_positions"),
+            "rope_scaling.trained_positions belongs to yarn and llama3, and this is dynamic",
+            "remove trained_positions",
+        ),
+    ),
+    (
+        RopeScaling(kind="yarn", factor=2.0),
+        (
+            "rope_scaling",
+            "rope_scaling lacks trained_positions, which yarn needs",
+            "write trained_positions = 32768, say",
+        ),
+    ),
+    (
+        RopeScaling(kind="yarn", factor=2.0, trained_positions=9, slow=40.0),
+        (("rope_scaling", "slow"), "rope_scaling.fast = 32 is not above slow = 40", "write fast = 80"),
+    ),
+    (
+        RopeScaling(kind="llama3", factor=2.0, trained_positions=9, high=1.0),
+        (("rope_scaling", "high"), "rope_scaling.high = 1 is not above low = 1", "write high = 2"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("rope", "fault"), STRETCHES)
+def test_stretched_positions(rope: RopeScaling, fault: tuple[str | tuple[str, ...], str, str]) -> None:
+    """What a stretch is told must belong to its kind, and be all that it needs."""
+    assert faults_of(**SIZES | {"rope_scaling": rope}) == [fault]
+
+
+def test_one_pair_can_not_be_stretched_dynamically() -> None:
+    """Dynamic scaling leaves the first pair alone, so there must be another."""
+    rope = RopeScaling(kind="dynamic", factor=2.0)
+    assert faults_of(**SIZES | {"rope_scaling": rope}) == []
+    assert [key for key, _, _ in faults_of(**SIZES | {"rope_scaling": rope, "head_dim": 2})] == [
+        ("rope_scaling", "kind")
+    ]
+
+
+def test_resuming_with_another_longest_text() -> None:
+    """It is a claim alone, and changes what is learned only where positions beyond it are stretched."""
+
+    @attrs.frozen
+    class View:
+        settings: dict[str, Any]
+
+    rope = RopeScaling(kind="dynamic", factor=2.0)
+    assert Qwen3Dense.weigh_change(View(NONE), "max_positions") is None
+    assert Qwen3Dense.weigh_change(View(NONE | {"rope_scaling": rope}), "max_positions") == "semantic"
+    assert Qwen3Dense.weigh_change(View(NONE | {"rope_scaling": rope}), "tied") is None
 
 
 def test_config_beside_sizes(tmp_path: Path) -> None:
@@ -101,7 +165,7 @@ def test_config_gives_all_sizes(tmp_path: Path) -> None:
 NO_EXPERTS = dict.fromkeys(SPARSE.settings) | {"config": None, "vocabulary_multiple": 1}
 
 
-def faults_of_experts(**settings: Any) -> list[tuple[str, str, str]]:
+def faults_of_experts(**settings: Any) -> Found:
     found = faults(SPARSE, NO_EXPERTS | settings, False)
     return [(fault.key, fault.why, fault.instead) for fault in found]
 

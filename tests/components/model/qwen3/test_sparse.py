@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 from drawloom.components.model.qwen3.sparse import Qwen3Sparse
 from drawloom.components.ports.data import IGNORED
 from drawloom.components.ports.model import Model, Span
@@ -24,6 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "some layers dense": {"layers": 3, "dense_layers": [0]},
     "one expert of one": {"layers": 1, "experts": 1, "experts_per_token": 1, "normalised": False},
     "all experts, odd sizes": {"width": 17, "experts": 3, "experts_per_token": 3, "expert_feed_forward": 5},
+    "stretched positions": {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, trained_positions=8), "layers": 1},
     "mostly empty experts": {"layers": 1, "experts": 70, "experts_per_token": 2},
 }
 CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
@@ -99,9 +101,9 @@ def assert_gradients_equal(
     assert sorted(names[name] for name in ours) == sorted(others)
     found = torch.autograd.grad(our_loss, list(ours.values()))
     expected = torch.autograd.grad(their_loss, [others[names[name]] for name in ours], materialize_grads=True)
-    for name, gradient, reference in zip(ours, found, expected, strict=True):
-        size = max(1.0, reference.abs().max().item())
-        assert (gradient - reference).abs().max() <= 1e-5 * size, name
+    for gradient, reference in zip(found, expected, strict=True):
+        size = max(1.0, reference.abs().max().item())  # sums of many terms round by their size
+        torch.testing.assert_close(gradient / size, reference / size, **CLOSE)
 
 
 def test_packed_documents_equal_each_alone() -> None:
@@ -222,10 +224,10 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
     torch.manual_seed(0)
     sizes = {"experts": 3, "experts_per_token": 3, "vocabulary": 61, "width": 64, "expert_feed_forward": 32}
     model = sparse(kernels=kernels_on(DEVICE, **choices), layers=3, **sizes)
-    module, tokens = whole(model).to(DEVICE).bfloat16(), torch.randint(61, (2, 40)).to(DEVICE)
+    module, tokens = whole(model).to(DEVICE).bfloat16(), torch.randint(61, (2, 16)).to(DEVICE)
     theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
     exact = theirs.double()(tokens).logits
-    found, peer = module(tokens, one_document(2, 40)), theirs.bfloat16()(tokens).logits
+    found, peer = module(tokens, one_document(2, 16)), theirs.bfloat16()(tokens).logits
     ours, others = ((logits.double() - exact).norm() / exact.norm() for logits in (found, peer))
     assert found.dtype == torch.bfloat16
     assert 1e-4 < ours < 1.2 * others
