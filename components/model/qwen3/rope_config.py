@@ -19,7 +19,7 @@ THEIRS = {
 }
 """Our names to Hugging Face's."""
 
-BESIDES = ("rope_type", "type", "rope_theta")
+BESIDES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that are no settings of a stretch."""
 
 
@@ -38,6 +38,11 @@ def read_rope(config: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ValueError("has rope_scaling that is no object")
+    for part in (rope, config):
+        if part.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+            raise ValueError(
+                "turns a part of each head only (partial_rotary_factor), where only the whole can be built"
+            )
     base = rope.get("rope_theta", config.get("rope_theta"))
     return base, _scaling(rope, config.get("max_position_embeddings"))
 
@@ -45,8 +50,6 @@ def read_rope(config: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
 def _scaling(rope: Mapping[str, Any], max_positions: Any) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     told = {key: value for key, value in rope.items() if key not in BESIDES and value is not None}
-    if told.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("turns a part of each head only (partial_rotary_factor), where only the whole can be built")
     if kind not in ("default", *USED):
         kinds = ", ".join(USED)
         raise ValueError(f"stretches rotary positions by {kind!r}, where only default, {kinds} can be built")

@@ -171,6 +171,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         "turns a part of each head only",
     ),
+    "a part of each head, at the top": ({"partial_rotary_factor": 0.5}, "turns a part of each head only"),
     "bounds that cross": (
         {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 64}},
         "rope_scaling.fast = 32 is not above slow = 64",
