@@ -96,7 +96,8 @@ def test_llama3_is_that_of_transformers(
 ) -> None:
     """Frequencies are those of transformers, which are not sharpened."""
     low, high = bounds
-    names: dict[str, Any] = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": length}
+    names: dict[str, Any] = {"low_freq_factor": low, "high_freq_factor": high}
+    names["original_max_position_embeddings"] = length
     expected, attention = theirs("llama3", channels, base, factor=factor, **names)
     scaling = Llama3(factor, length, low, high)
     torch.testing.assert_close(rope_frequencies(channels, base, scaling), expected, rtol=2e-6, atol=0)
