@@ -93,3 +93,9 @@ def packed(lengths: list[list[int]], targets: Tensor | None = None) -> Shared:
     positions = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
     documents = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
     return Shared(torch.stack(positions), torch.stack(documents), targets)
+
+
+def to(device: torch.device, shared: Shared) -> Shared:
+    """What stages see of a microbatch, on another device."""
+    targets = None if shared.targets is None else shared.targets.to(device)
+    return Shared(shared.positions.to(device), shared.documents.to(device), targets)

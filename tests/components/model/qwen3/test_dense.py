@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 from drawloom.components.ports.data import IGNORED
-from drawloom.components.ports.model import Model, Shared, Span
+from drawloom.components.ports.model import Model, Span
 from drawloom.graph import UserError
 from drawloom.graph.fit import misfits
 from support.kernels import DEVICE
@@ -23,6 +23,7 @@ from support.qwen3 import (
     names_in_transformers,
     one_document,
     packed,
+    to,
     twin,
     whole,
 )
@@ -225,7 +226,7 @@ def test_parity_holds_for_every_choice_of_kernels(choices: dict[str, Any]) -> No
     model = dense(kernels=kernels_on(DEVICE, **choices))
     module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
     theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
-    losses = module(tokens, on_device(one_document(2, 11, targets)))
+    losses = module(tokens, to(DEVICE, one_document(2, 11, targets)))
     logits = theirs(tokens).logits.flatten(0, 1)
     expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none").view(2, 11)
     torch.testing.assert_close(losses, expected, **CLOSE)
@@ -245,16 +246,10 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
     module, tokens = whole(model).to(DEVICE).bfloat16(), torch.randint(61, (2, 40)).to(DEVICE)
     theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
     exact = theirs.double()(tokens).logits
-    found, peer = module(tokens, on_device(one_document(2, 40))), theirs.bfloat16()(tokens).logits
+    found, peer = module(tokens, to(DEVICE, one_document(2, 40))), theirs.bfloat16()(tokens).logits
     ours, others = ((logits.double() - exact).norm() / exact.norm() for logits in (found, peer))
     assert found.dtype == torch.bfloat16
     assert 1e-4 < ours < 1.2 * others
-
-
-def on_device(shared: Shared) -> Shared:
-    """What a microbatch's stages see, where kernels run."""
-    targets = None if shared.targets is None else shared.targets.to(DEVICE)
-    return Shared(shared.positions.to(DEVICE), shared.documents.to(DEVICE), targets)
 
 
 COMPILED: list[tuple[dict[str, Any], RopeScaling | None]] = [
@@ -270,7 +265,7 @@ def test_compiles_without_breaks(choices: dict[str, Any], rope: RopeScaling | No
     """Traced as one graph, the whole model gives the losses that it gives otherwise, and its gradients."""
     model = dense(kernels=kernels_on(DEVICE, **choices), rope_scaling=rope, max_positions=8)
     module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
-    shared = on_device(one_document(2, 11, targets))
+    shared = to(DEVICE, one_document(2, 11, targets))
     runs = []
     for called in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
         losses = called(tokens, shared)

@@ -16,7 +16,7 @@ from drawloom.components.ports.data import IGNORED
 from drawloom.components.ports.model import Model, Span
 from drawloom.graph.fit import misfits
 from support.kernels import DEVICE
-from support.qwen3 import kernels_on, names_in_transformers, one_document, packed, sparse, twin, whole
+from support.qwen3 import kernels_on, names_in_transformers, one_document, packed, sparse, to, twin, whole
 
 SHAPES: dict[str, dict[str, Any]] = {
     "two of five": {},
@@ -82,13 +82,14 @@ def test_parity_for_random_sizes(data: st.DataObject) -> None:
 
 
 def assert_parity(model: Qwen3Sparse, tokens: Tensor, targets: Tensor) -> None:
-    module, shared = whole(model).to(DEVICE), one_document(len(tokens), tokens.shape[1], targets)
-    theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
+    module = whole(model).to(tokens.device)
+    shared = to(tokens.device, one_document(len(tokens), tokens.shape[1], targets))
+    theirs = twin(model, dict(module.named_parameters())).to(tokens.device)
     losses = module(tokens, shared)
     logits = theirs(tokens).logits.flatten(0, 1)
     expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none").view_as(losses)
     torch.testing.assert_close(losses, expected, **CLOSE)
-    weights = torch.rand(losses.shape)
+    weights = torch.rand(losses.shape).to(losses.device)
     assert_gradients_equal(model, module, theirs, (losses * weights).sum(), (expected * weights).sum())
 
 
@@ -183,8 +184,9 @@ KERNELS: dict[str, dict[str, Any]] = {
     "permutation": {"moe_permute": "triton", "moe_unpermute": "triton"},
     "swiglu": {"swiglu_halves": "triton"},
     "products": {"grouped_gemm": "triton"},
-    "products of torch": {"grouped_gemm": "torch"},
 }
+if DEVICE.type == "cpu":
+    KERNELS["products of torch"] = {"grouped_gemm": "torch"}  # on GPUs it is for bfloat16
 TRITON = {name: "triton" for choices in list(KERNELS.values())[:4] for name in choices}
 
 
@@ -227,7 +229,7 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
     module, tokens = whole(model).to(DEVICE).bfloat16(), torch.randint(61, (2, 16)).to(DEVICE)
     theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
     exact = theirs.double()(tokens).logits
-    found, peer = module(tokens, one_document(2, 16)), theirs.bfloat16()(tokens).logits
+    found, peer = module(tokens, to(DEVICE, one_document(2, 16))), theirs.bfloat16()(tokens).logits
     ours, others = ((logits.double() - exact).norm() / exact.norm() for logits in (found, peer))
     assert found.dtype == torch.bfloat16
     assert 1e-4 < ours < 1.2 * others
@@ -239,7 +241,7 @@ def test_compiles_without_breaks(choices: dict[str, Any]) -> None:
     """Traced as one graph, the whole model gives the losses that it gives otherwise, and its gradients."""
     model = sparse(kernels=kernels_on(DEVICE, **choices), dense_layers=[0], balance=0.3)
     module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
-    shared = one_document(2, 11, targets)
+    shared = to(DEVICE, one_document(2, 11, targets))
     runs = []
     for called in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
         losses = called(tokens, shared)
