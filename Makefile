@@ -17,6 +17,7 @@ test: .venv/test
 bench: .venv/test
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/benchmarks $(ONLY)
 
+# About ten minutes on two cores, and half an hour at most: every part of it has a limit of its own.
 soak: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m soak
 

@@ -151,6 +151,7 @@ def _forget(aside: Path) -> None:
 
 
 def _values(step: Step) -> dict[str, float | None]:
-    """The numbers that a step left behind."""
+    """The numbers that a step left behind; one that was refused has no loss."""
     numbers = {name: value for name, value in step.values.items() if type(value) in (int, float)}
-    return {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
+    values = {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
+    return values | {"loss": None} if step.refused else values

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from drawloom.graph.workshop import Workshop
 
 DIGESTS = "digests_of_verify_resume"
 NEVER_THE_SAME = {"tokens_per_second", "memory"}  # metrics that tell of the machine, and not of the learning
+OF_TORCHRUN = re.compile(r"[WE]\d{4} \S+ \d+ torch/")  # its warnings; after an error comes nothing but its report
 TRIES = 3  # a short run may be over before it can be killed
 
 
@@ -117,7 +120,9 @@ class Runs:
 
     def _failed(self, name: str) -> UserError:
         lines = (self.place / f"{name}.txt").read_text("utf-8", "replace").splitlines()
-        return UserError("the run failed, which has nothing to do with resuming:\n" + "\n".join(lines[-20:]))
+        told = takewhile(lambda line: not OF_TORCHRUN.match(line) or line.startswith("W"), lines)
+        own = [line for line in told if not OF_TORCHRUN.match(line)] or lines
+        return UserError("the run failed, which has nothing to do with resuming:\n" + "\n".join(own[-20:]))
 
 
 def _kill_all(group: int) -> None:

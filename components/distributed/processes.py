@@ -83,7 +83,7 @@ class TorchProcesses:
             return OneRank()
         ranks = list(range(self.world_size))
         handle = dist.new_group(ranks, backend="gloo", timeout=FOR_EVER)
-        return ProcessGroup(name, ranks, handle, torch.device("cpu"), attrs.evolve(self._roll))
+        return ProcessGroup(name, ranks, handle, torch.device("cpu"), self._roll.beside())
 
     def set_timeout(self, seconds: float) -> None:
         """From now on a process waits this long for the others in any group, also in groups that are made later."""

@@ -27,10 +27,14 @@ PATIENCE = 0.8  # seconds in which a process that is there answers
 
 @attrs.frozen
 class Answer:
-    """Where a process is, and in which deed it waits for others; empty if in none."""
+    """
+    Where a process is, and in which deed it waits for others; empty if in none. `beside` is in which deed a thread
+    waits that works beside the main one.
+    """
 
     place: str = ""
     waits: str = ""
+    beside: str = ""
 
 
 @attrs.define(eq=False)
@@ -53,6 +57,13 @@ class Roll:
 
     _closing: threading.Event = attrs.field(init=False, factory=threading.Event)
     _thread: threading.Thread | None = attrs.field(init=False, default=None)
+    _beside: list["Roll"] = attrs.field(init=False, factory=list)
+
+    def beside(self) -> "Roll":
+        """The same roll for what another thread of this process waits for."""
+        other = attrs.evolve(self)
+        self._beside.append(other)
+        return other
 
     def start(self) -> None:
         """Answer from now on; and end this process if the one that started it is gone, if there is one to look at."""
@@ -66,10 +77,17 @@ class Roll:
             self._thread.join(PATIENCE)
 
     def accused(self) -> str:
-        """Who keeps the others waiting, in words, as far as it can be known; empty if it can't. It takes a second."""
+        """
+        Who keeps the others waiting, in words, as far as it can be known; empty if it can't, or if this process waits
+        for nobody. It takes a second.
+        """
         if self.lost:
             return LOST
         if self.store is None:
+            return ""
+        answer = self._own()
+        if not (answer.waits or answer.beside):
+            time.sleep(PATIENCE)  # this process may be about to end, and the others about to ask where it is
             return ""
         answers: dict[int, Answer] = {}
         asking = threading.Thread(target=self._ask, args=(answers,), daemon=True)  # the store may hang as well
@@ -93,8 +111,11 @@ class Roll:
             self.lost = True
 
     def _answer(self) -> None:
-        waits = "waits for {} in group {}".format(*self.waits) if self.waits else ""
-        self.store.set(str(self.rank), json.dumps(attrs.asdict(Answer(self.place, waits))))
+        self.store.set(str(self.rank), json.dumps(attrs.asdict(self._own())))
+
+    def _own(self) -> Answer:
+        beside = (_words(other.waits) for other in self._beside)
+        return Answer(self.place, _words(self.waits), next(filter(None, beside), ""))
 
     def _watch(self) -> None:
         while not self._closing.wait(TICK):
@@ -119,12 +140,17 @@ def accusation(answers: Mapping[int, Answer], size: int) -> str:
     if silent := [rank for rank in range(size) if rank not in answers]:
         return f"{_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
     busy = {rank: answer for rank, answer in answers.items() if not answer.waits}
+    busy = {rank: answer for rank, answer in busy.items() if not answer.beside} or busy
     if 0 < len(busy) < size:
         return "; ".join(f"rank {rank}{_at(answer)} waits for nobody" for rank, answer in sorted(busy.items()))
     told = (
         f"rank {rank}{_at(answer)} {answer.waits or 'waits for nobody'}" for rank, answer in sorted(answers.items())
     )
     return "; ".join(told)
+
+
+def _words(waits: tuple[str, str] | None) -> str:
+    return "waits for {} in group {}".format(*waits) if waits else ""
 
 
 def _at(answer: Answer) -> str:

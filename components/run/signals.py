@@ -25,6 +25,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.graph import above, component, setting
 
 TAKEN = (signal.SIGINT, signal.SIGTERM)
+ECHO = 1.0  # seconds; what a cluster sends to every process of a job, torchrun sends on to its workers once more
 NOTICE = b"\nstopping after this step; a second signal ends at once\n"
 ABANDONED = "the run did not end within %g s after signal %d, so it ends as it stands; what was saved last is there"
 
@@ -35,9 +36,10 @@ class _Listener:
     """Reads the numbers of signals from the socket into which the interpreter writes them, and tells some of them."""
 
     def __init__(
-        self, taken: Set[int], hear: Callable[[int, int], float | None], expired: Callable[[int], None]
+        self, taken: Set[int], echo: float, hear: Callable[[int, int], float | None], expired: Callable[[int], None]
     ) -> None:
         self._taken = taken
+        self._echo = echo
         self._hear = hear
         self._expired = expired
         self._ours, self._theirs = socket.socketpair()
@@ -55,7 +57,7 @@ class _Listener:
         self._ours.close()
 
     def _listen(self) -> None:
-        count, first, end = 0, 0, float("inf")
+        count, first, began, end = 0, 0, 0.0, float("inf")
         while True:
             patience = None if end == float("inf") else max(0.0, end - time.monotonic())
             if not select.select([self._ours], [], [], patience)[0]:
@@ -65,7 +67,9 @@ class _Listener:
             if not numbers:
                 return
             for number in filter(self._taken.__contains__, numbers):
-                count, first = count + 1, first or number
+                if count and time.monotonic() - began < self._echo:
+                    continue
+                count, first, began = count + 1, first or number, began or time.monotonic()
                 grace = self._hear(number, count)
                 end = end if grace is None else time.monotonic() + grace
 
@@ -73,7 +77,7 @@ class _Listener:
 @component(change="free")
 class Signals:
     """
-    Takes SIGINT and SIGTERM while the run is open: the first asks for an end, a second one ends at once.
+    Takes SIGINT and SIGTERM while the run is open: the first asks for an end, one a second later ends at once.
 
     A process that has not ended in the time that whoever stops it grants is ended as it stands: what was committed
     last is where the run goes on. In a thread other than the main one no signal can be taken, and none is.
@@ -86,6 +90,7 @@ class Signals:
     )
 
     exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
+    echo: float = attrs.field(init=False, default=ECHO)
     _before: dict[int, Any] = attrs.field(init=False, factory=dict)
     _noted: int = attrs.field(init=False, default=0)
     _listener: _Listener | None = attrs.field(init=False, default=None)
@@ -95,7 +100,7 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         taken = {*TAKEN, *(signal.Signals[name] for name in self.also)}
-        self._listener = _Listener(taken, self._hear, self._expired)
+        self._listener = _Listener(taken, self.echo, self._hear, self._expired)
         for number in taken:
             self._before[number] = signal.signal(number, self._note)
 

@@ -16,12 +16,12 @@ log = logging.getLogger("drawloom.run")
 class Trainer:
     """Takes every step through the phases, in their order; then finishes what is left to do once."""
 
+    watch: list[Listener] = attrs.field(factory=list)  # first, so that what they need to hear and tell is open first
     phases: Ordered[Phase]
     events: Events
     stop: Stop
     randomness: Randomness
     resume: Restorer | None = None
-    watch: list[Listener] = attrs.field(factory=list)
     afterwards: list[Finisher] = attrs.field(factory=list)
     steps: int = setting(check=at_least(1), doc="optimizer steps in the whole run")
     patience: int = setting(
@@ -36,6 +36,8 @@ class Trainer:
         done = self.resume.restore() if self.resume else 0
         if done >= self.steps and all(finisher.is_finished() for finisher in self.afterwards):
             log.info("finished: all %d steps are done, there is nothing left to do", self.steps)
+        elif done:
+            log.info("going on after step %d", done)
         for index in range(done + 1, self.steps + 1):
             self._take(Step(index, self.steps))
         for finisher in self.afterwards:

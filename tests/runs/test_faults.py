@@ -72,22 +72,25 @@ def _bits(run: Path, step: int) -> list[bytes]:
 
 
 def _stopped_again_and_again(place: Path, ranks: int, times: int, seed: int) -> None:
-    common = (*TWO, "trainer.steps=30", "checkpoint.every=7")
+    steps = 15 * times  # so many that it is not over before it was stopped that often
+    common = (*TWO, f"trainer.steps={steps}", "checkpoint.every=7")
     assert {outcome.code for outcome in drawloom(place, *common, "run.name=straight", ranks=ranks)} == {0}
     moments = random.Random(seed)
     stops = 0
     for _ in range(times):
         done = _last_step(place / "runs/tiny")
-        arguments = place, common, range(ranks), min(done + moments.randrange(1, 8), 29), int(signal.SIGTERM)
+        arguments = place, common, range(ranks), done + moments.randrange(1, 8), int(signal.SIGTERM)
         began = time.monotonic()
         codes = {outcome.code for outcome in run_ranks(_struck, ranks, *arguments, variables=ranks > 1, timeout=60)}
         assert time.monotonic() - began < 25
         assert codes in ({143}, {0})
         stops += codes == {143}
-    assert stops
+        if codes == {0}:
+            break
+    assert stops > times // 2
     assert {outcome.code for outcome in drawloom(place, *common, ranks=ranks)} == {0}
     assert series(place / "runs/tiny", *LEARNED) == series(place / "runs/straight", *LEARNED)
-    assert _bits(place / "runs/tiny", 30) == _bits(place / "runs/straight", 30) != []
+    assert _bits(place / "runs/tiny", steps) == _bits(place / "runs/straight", steps) != []
 
 
 def test_runs_that_are_stopped_end_with_the_same_bits(place: Path) -> None:
@@ -115,7 +118,7 @@ LIMITS = ("watch.timeouts.step=2", "watch.timeouts.first_step=30", "watch.timeou
 def test_a_rank_that_stands_still_is_named(place: Path, rank: int) -> None:
     """The other one ends within the limit and some seconds, and says in its log which rank does not answer."""
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(_struck, 2, place, (*LONG, *LIMITS), (rank,), 3, int(signal.SIGSTOP), timeout=9)
+        run_ranks(_struck, 2, place, (*LONG, *LIMITS), (rank,), 3, int(signal.SIGSTOP), timeout=30, lost={rank})
     told = _told(caught.value, place, 1 - rank)
     assert f"rank {rank} does not answer" in told
     assert "Traceback" not in told
@@ -132,7 +135,7 @@ def test_a_rank_that_stands_still_at_any_moment_is_named(tmp_path: Path) -> None
         saving = ("checkpoint.every=2", f"staging.use=checkpoint.staging.{['blocking', 'none'][number // 2 % 2]}")
         arguments = (*LONG, *LIMITS, "watch.timeouts.saving=2", *saving)
         with pytest.raises(RanksFailed) as caught:
-            run_ranks(_struck, 2, place, arguments, (rank,), 3 + number, int(signal.SIGSTOP), timeout=9)
+            run_ranks(_struck, 2, place, arguments, (rank,), 3 + number, int(signal.SIGSTOP), timeout=30, lost={rank})
         assert f"rank {rank} does not answer" in _told(caught.value, place, 1 - rank)
 
 

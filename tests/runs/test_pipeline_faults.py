@@ -46,7 +46,7 @@ def test_the_other_rank_ends_and_says_at_which_action(place: Path, number: int) 
         ),
     ]
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(struck, 2, place, arguments, int(number), timeout=25)
+        run_ranks(struck, 2, place, arguments, int(number), timeout=60, lost={1})
     told = (place / "runs/tiny/log/rank-0.log").read_text("utf-8")
     survivor = caught.value.values.get(0)
     if survivor is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.processes import run_ranks
-from support.soak import Findings, Job, soak
+from support.soak import Findings, Job, crash_loop, soak
 
 JOBS = [Job(1, "blocking"), Job(2, "blocking"), Job(1, "overlapped"), Job(2, "overlapped"), Job(1, "none")]
 
@@ -40,6 +40,16 @@ def test_two_hundred_kills(tmp_path: Path) -> None:
     _assert_sound(findings)
     assert findings.kills.total() >= 200
     assert {"start", "train", "write"} <= findings.kills.keys()
+
+
+@pytest.mark.parametrize("times", [10, pytest.param(60, marks=pytest.mark.soak)])
+def test_a_crash_loop_costs_nothing(tmp_path: Path, times: int) -> None:
+    """Killed while it starts and loads, time and again: nothing is lost, nothing piles up, in the end it is done."""
+    arguments = tmp_path, Job(1, "blocking"), times, 4
+    findings: Findings = run_ranks(crash_loop, 1, *arguments, timeout=300, variables=False)[0]
+    print(findings)
+    _assert_sound(findings)
+    assert findings.finished == 1 and findings.kills.total() > times // 2
 
 
 @pytest.mark.soak

@@ -8,8 +8,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -18,7 +19,7 @@ import attrs
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-PRELOADED = ["torch", "torch.distributed", "numpy", "pytest", "drawloom.graph"]
+PRELOADED = ["torch.distributed", "numpy", "pytest", "support.preloaded"]
 GRACE = 5.0  # seconds that the others have to notice that a rank failed
 
 
@@ -46,17 +47,22 @@ class Call:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 60, variables: bool = True
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    timeout: float = 60,
+    variables: bool = True,
+    lost: Set[int] = frozenset(),
 ) -> list[Any]:
     """
     What `function(*arguments)` returns in each of `world_size` new processes, by rank.
 
     The function is a plain function of a module; arguments and results are pickled. Each process has torchrun's
     variables, unless `variables` is false. Raises RanksFailed when a rank raises, dies or is not done after `timeout`
-    seconds.
+    seconds; it does not wait for those that are `lost`, who fail in any case.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    _start_fork_server()
     call = Call(
         function.__module__,
         str(sys.modules[function.__module__].__file__),
@@ -75,12 +81,25 @@ def run_ranks(
             sender.close()
             processes.append(process)
             pipes.append(receiver)
-        return _results(processes, pipes, timeout)
+        return _results(processes, pipes, timeout, lost)
     finally:
         for process in processes:
             _end(process)
         for pipe in pipes:
             pipe.close()
+
+
+def _start_fork_server() -> None:
+    """Start the process from which all others are forked, unless it is there."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    try:
+        forkserver.set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -95,12 +114,12 @@ def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]
     }
 
 
-def _results(processes: list[BaseProcess], pipes: list[Connection], timeout: float) -> list[Any]:
+def _results(processes: list[BaseProcess], pipes: list[Connection], timeout: float, lost: Set[int]) -> list[Any]:
     values: dict[int, Any] = {}
     failures: dict[int, str] = {}
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     end = time.monotonic() + timeout
-    while waiting:
+    while not lost >= set(waiting.values()):
         ready = wait(list(waiting), max(0, end - time.monotonic()))
         if not ready:
             failures |= {rank: f"not done after {timeout} s" for rank in waiting.values() if not failures}
@@ -111,6 +130,7 @@ def _results(processes: list[BaseProcess], pipes: list[Connection], timeout: flo
             (values if done else failures)[rank] = value
         if failures:
             end = min(end, time.monotonic() + GRACE)
+    failures |= {rank: "was not waited for" for rank in lost if rank not in {*values, *failures}}
     if failures:
         raise RanksFailed(failures, values)
     return [values[rank] for rank in range(len(processes))]

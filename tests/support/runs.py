@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,32 +80,43 @@ class Outcome:
     text: str
 
 
-def drawloom(folder: Path, *arguments: str, ranks: int = 1, kill_after: float | None = None) -> list[Outcome]:
-    """Run a command in `folder` in this many processes; each kills itself by SIGKILL after so many seconds."""
-    found: list[Outcome] = run_ranks(command, ranks, folder, arguments, kill_after, timeout=120, variables=ranks > 1)
+def drawloom(folder: Path, *arguments: str, ranks: int = 1) -> list[Outcome]:
+    """Run a command in `folder` in this many processes."""
+    found: list[Outcome] = run_ranks(command, ranks, folder, arguments, None, timeout=120, variables=ranks > 1)
     return found
 
 
-def killed(folder: Path, *arguments: str, after: float, ranks: int = 1) -> bool:
-    """Run a command that is killed by SIGKILL; whether that came before its end."""
+def killed(folder: Path, name: str, *arguments: str, after: float) -> bool:
+    """Run a command that kills itself so many steps after those that its run has written down; whether it did."""
+    written = folder / "runs" / name / "metrics.jsonl"
+    done = len(rows(written.parent)) if written.exists() else 0
+    words = (*arguments, f"run.name={name}")
     try:
-        drawloom(folder, *arguments, ranks=ranks, kill_after=after)
+        run_ranks(command, 1, folder, words, (written, done + after), timeout=120, variables=False)
     except RanksFailed as failed:
         assert all("-9" in text or "gone" in text for text in failed.failures.values()), failed
         return True
     return False
 
 
-def command(folder: Path, arguments: Sequence[str], kill_after: float | None) -> Outcome:
-    """One process of `drawloom`; for `run_ranks`."""
+def command(folder: Path, arguments: Sequence[str], kill_after: tuple[Path, float] | None) -> Outcome:
+    """One process of `drawloom`, which kills itself after so many lines of a file; for `run_ranks`."""
     os.chdir(folder)
     if kill_after is not None:
-        threading.Timer(kill_after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Thread(target=_kill_after, args=kill_after, daemon=True).start()
     with open(f"printed-{os.getpid()}", "w+", encoding="utf-8") as file:
         with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
             code = _code(list(arguments))
         file.seek(0)
         return Outcome(code, file.read())
+
+
+def _kill_after(path: Path, lines: float) -> None:
+    """At some moment after so many: what is left over of the number is a part of a twentieth of a second."""
+    while not path.exists() or path.read_bytes().count(b"\n") < int(lines):
+        time.sleep(0.001)
+    time.sleep(lines % 1 / 20)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _code(arguments: list[str]) -> int:

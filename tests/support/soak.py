@@ -115,6 +115,38 @@ def soak(folder: Path, jobs: list[Job], kills: int, seed: int, seconds: float, w
     return findings
 
 
+def crash_loop(folder: Path, job: Job, times: int, seed: int) -> Findings:
+    """
+    A run that is killed when it has committed something, and then again and again before it commits anything more; at
+    last it is let run to its end. For a process of its own.
+    """
+    os.chdir(folder)
+    write_corpus(folder)
+    _warm()
+    moments, found, name, run = random.Random(seed), Findings(), "looping", Path("runs/looping")
+    expected, length = _straight(job)
+    life = _Life(job, name)
+    while not life.committed():
+        time.sleep(0.001)
+    life.kill(range(job.ranks))
+    committed, longest = life.committed(), length / 3
+    for _ in range(times):
+        life = _Life(job, name)
+        if life.end_by_itself(moments.uniform(0.0, longest)) is None:
+            found.kills[life.phase()] += 1
+            life.kill(range(job.ranks))
+        if life.committed():
+            longest /= 2  # it was no crash loop: this one came further than the last commit
+        _look(name, run, life, committed, found)
+        committed = max(committed, life.committed())
+    last = _Life(job, name)
+    if last.end_by_itself(60.0) != [0] * job.ranks or _result(run) != expected:
+        found.different.append(f"{name}: {Path(f'printed-{name}-0').read_text()[-500:]}")
+    _look(name, run, last, committed, found)
+    found.finished += 1
+    return found
+
+
 def _warm() -> None:
     """Import all that a run needs, so that a fork has it at once."""
     import torch._dynamo

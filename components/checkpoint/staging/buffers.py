@@ -14,6 +14,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom.graph import UserError
+
 KEPT = 2  # unused buffers: one for the next copy, one in case it begins before the last is written
 ALIGNED = 64  # bytes, as torch does itself
 SMALLEST = 2**20  # bytes of a buffer
@@ -92,7 +94,14 @@ class Pool:
 
     def _make(self, size: int) -> Buffer:
         size = max(SMALLEST, size)
-        return Buffer(size, torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned).numpy())
+        try:
+            return Buffer(size, torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned).numpy())
+        except (RuntimeError, MemoryError) as error:
+            why = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(
+                f"there is no memory for a copy of the state, {size} bytes ({why}); give the run more memory, or write "
+                'staging.use = "checkpoint.staging.none", which copies nothing'
+            ) from error
 
 
 def aligned(size: int) -> int:

@@ -18,6 +18,7 @@ from drawloom.components.ports.run import Step
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.resolved import RecipeChange
 from support.checkpoints import Diary, Memory, checkpointer, restored, save_steps, state_of
+from support.disk import Call, watched
 
 
 def _steps(folder: Path) -> list[int]:
@@ -259,3 +260,14 @@ def test_trouble_with_tidying_is_a_warning(
     save_steps(tmp_path, 2, keep=1)
     assert restored(tmp_path) == 2
     assert "could not be tidied" in caplog.text
+
+
+def test_restoring_changes_nothing_on_the_disk(tmp_path: Path) -> None:
+    """So a run that is killed while it loads, or again and again before it saves, loses and fills nothing."""
+    save_steps(tmp_path, 1, 2)
+    path = tmp_path / "checkpoints/step-2/rank-0.json"
+    path.write_bytes(path.read_bytes() + b" ")
+    node, calls = checkpointer(tmp_path, {"memory": Memory()}), list[Call]()
+    with watched(calls.append):
+        assert node.restore() == 1
+    assert calls == []

@@ -4,10 +4,13 @@ import errno
 import os
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
+from drawloom.components.checkpoint import writing
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
@@ -120,6 +123,28 @@ def test_a_failing_call_is_a_step_that_is_not_committed(tmp_path: Path, code: in
         assert len(os.listdir(folder / "checkpoints")) == (3 if committed[-1] else 2)
     assert committed == [False] * (len(committed) - 1) + [True]  # the last call makes the new name last
     assert len(committed) > 12
+
+
+def test_a_failing_call_of_any_thread_is_a_step_that_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large state is written by several threads: a full disk for one of them is never taken for success."""
+    monkeypatch.setattr(writing, "SHARD", 100)
+    state = {f"weight {number}": torch.full((20,), float(number)) for number in range(4)}
+    for number in range(1, 100):
+        folder = tmp_path / f"run-{number}"
+        save_steps(folder, 2)
+        memory = Memory(state)
+        node, fault = checkpointer(folder, {"memory": memory}), FailAt(number, errno.ENOSPC)
+        with watched(fault), suppress(UserError):
+            node.save(Step(3, 3))
+        if fault.hit is None:
+            break
+        names = os.listdir(folder / "checkpoints")
+        assert names == ["step-2"] or (number > 18 and sorted(names) == ["step-2", "step-3"])
+    assert number > 18
+    files = sorted(path.name for path in (folder / "checkpoints/step-3").glob("*.safetensors"))
+    assert files == ["rank-0-1.safetensors", "rank-0-2.safetensors", "rank-0-3.safetensors", "rank-0.safetensors"]
 
 
 def _fail_once(folder: Path, number: int, code: int, staging: bool) -> tuple[str, FailAt]:

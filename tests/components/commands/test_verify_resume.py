@@ -62,6 +62,23 @@ def test_a_run_that_fails_is_shown(tmp_path: Path) -> None:
             run(_runs(tmp_path, 4, 0.0, "fail"))
 
 
+REPORT = """W1120 13:39:52.602000 10888 torch/distributed/run.py:874] Setting OMP_NUM_THREADS
+no such corpus
+E1120 13:39:52.856000 10888 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 2) local_rank: 0
+Traceback (most recent call last):
+  File "torchrun", line 6, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+"""
+
+
+def test_what_torchrun_says_of_a_run_that_fails_is_left_out(tmp_path: Path) -> None:
+    """Its report is long, and tells nothing of the cause; if there is nothing else, it is shown."""
+    for report, words in ((REPORT, "resuming:\nno such corpus$"), (REPORT[-66:], "ChildFailedError:$")):
+        command = [sys.executable, "-c", f"print({report.strip()!r}); exit(1)"]
+        with pytest.raises(UserError, match=words):
+            Runs(tmp_path, command, 4).straight()
+
+
 def _write(run: Path, rows: list[dict[str, Any]], ranks: list[list[dict[str, Any]]]) -> Path:
     (run / "digests").mkdir(parents=True)
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,14 @@ WAITS = "waits for a reduction in group world"
         (
             {0: Answer("step 3", WAITS), 1: Answer("", "waits for a message in group ring"), 2: Answer("", WAITS)},
             f"rank 0 (step 3) {WAITS}; rank 1 waits for a message in group ring; rank 2 {WAITS}",
+        ),
+        (
+            {0: Answer("a", WAITS), 1: Answer("b", "", WAITS), 2: Answer("c")},
+            "rank 2 (c) waits for nobody",
+        ),
+        (
+            {0: Answer("a", WAITS), 1: Answer("b", "", WAITS), 2: Answer("c", WAITS)},
+            "rank 1 (b) waits for nobody",
         ),
         (
             {0: Answer("a"), 1: Answer("b"), 2: Answer("c")},
@@ -65,6 +74,30 @@ def _work(limit: float, deed: str, guilty: int) -> tuple[str, float]:
     return "", 0.0
 
 
+def _write(slow: int) -> str:
+    """A thread exchanges something with the other rank, and one is slow to; whom each accuses that waits for it."""
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
+    processes.open()
+    everybody = processes.group("world", [[*range(processes.world_size)]])
+    apart = processes.apart("writing")
+    everybody.sum(torch.zeros(1))
+    deed = (lambda: time.sleep(1.7)) if processes.rank == slow else (lambda: apart.gather_json(None))
+    threading.Thread(target=deed, daemon=True).start()
+    time.sleep(0.5)
+    told = processes.accused()
+    time.sleep(1.3)
+    if processes.rank == slow:
+        apart.gather_json(None)
+    everybody.sum(torch.zeros(1))
+    processes.close()
+    return told
+
+
+def test_whoever_s_thread_waits_for_others_accuses_them() -> None:
+    """Where both main threads wait for their own, it is the rank whose own waits for nobody; that one accuses none."""
+    assert run_ranks(_write, 2, 1) == ["rank 1 waits for nobody", ""]
+
+
 def _fail() -> None:
     time.sleep(0.3)
     raise ValueError("a fault of its own")
@@ -90,7 +123,7 @@ DEEDS: dict[str, Callable[[], None]] = {
 def test_the_guilty_rank_is_named_by_all_others(deed: str, guilty: int, seconds: float, words: str) -> None:
     """Whether it was killed, stands still, or does something else; in time."""
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(_work, 3, 1.0, deed, guilty, timeout=6)
+        run_ranks(_work, 3, 1.0, deed, guilty, timeout=30, lost={guilty})
     told = caught.value.values
     assert told.keys() >= {0, 1, 2} - {guilty}
     for rank in {0, 1, 2} - {guilty}:

@@ -62,6 +62,44 @@ def test_the_lock_dies_with_its_holder_even_if_a_worker_lives_on(tmp_path: Path)
     assert run_ranks(_outlive_a_killed_holder, 1, tmp_path) == [(True, "free")]
 
 
+def _race(folder: Path, rounds: int) -> list[int]:
+    """Processes that try the lock at the same moment, again and again; how many get it each time."""
+    winners = []
+    for _ in range(rounds):
+        start, go = os.pipe()
+        told, tell = os.pipe()
+        children = []
+        for _ in range(3):
+            children.append(os.fork())
+            if not children[-1]:
+                os.close(go)
+                os.read(start, 1)  # until all are there, which closes the other end
+                try:
+                    lock = FolderLock(folder)
+                    os.write(tell, b"1")
+                    time.sleep(60)
+                    lock.release()
+                except UserError:
+                    os.write(tell, b"0")
+                os._exit(0)
+        os.close(go)
+        answers = b""
+        while len(answers) < len(children):
+            answers += os.read(told, 10)
+        winners.append(answers.count(b"1"))
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        for end in (start, told, tell):
+            os.close(end)
+    return winners
+
+
+def test_of_many_at_once_exactly_one_has_the_folder(tmp_path: Path) -> None:
+    """Again and again, each time right after the last holder was killed."""
+    assert run_ranks(_race, 1, tmp_path, 25) == [[1] * 25]
+
+
 def test_a_lock_file_that_was_left_behind_means_nothing(tmp_path: Path) -> None:
     """What counts is the lock, not the file: old words, longer than ours or no JSON at all, are in nobody's way."""
     (tmp_path / "run.lock").write_text("x" * 5000)

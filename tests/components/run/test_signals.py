@@ -15,6 +15,8 @@ from torch import Tensor
 from drawloom.components.run.signals import Signals
 from support.processes import RanksFailed, run_ranks
 
+ECHO_HERE = 0.3
+
 
 @attrs.define
 class World:
@@ -52,7 +54,7 @@ class Exit:
 def signals(one_rank: Any) -> Iterator[Signals]:
     """Open, on one rank, in a process that does not end."""
     signals = Signals(mesh=one_rank, also=["SIGUSR1"])
-    signals.exit = Exit()
+    signals.exit, signals.echo = Exit(), ECHO_HERE
     signals.open()
     yield signals
     signals.close()
@@ -76,9 +78,19 @@ def test_the_first_signal_is_only_noted(signals: Signals, number: int, capfd: py
 def test_a_second_signal_ends_at_once(signals: Signals) -> None:
     """With the code of the second, whichever was the first."""
     _send(signal.SIGTERM)
+    time.sleep(ECHO_HERE)
     _send(signal.SIGINT)
     assert signals.exit.called.wait(5)  # type: ignore[attr-defined]
     assert signals.exit.codes == [130]  # type: ignore[attr-defined]
+
+
+def test_the_same_signal_by_two_ways_is_one(signals: Signals) -> None:
+    """A cluster sends it to every process, torchrun among them, which sends it on; a third, later, ends at once."""
+    _send(signal.SIGTERM)
+    _send(signal.SIGTERM)
+    assert not signals.exit.called.wait(ECHO_HERE)  # type: ignore[attr-defined]
+    _send(signal.SIGTERM)
+    assert signals.exit.called.wait(5)  # type: ignore[attr-defined]
 
 
 def test_other_signals_are_none_of_its_business(signals: Signals) -> None:
@@ -123,9 +135,10 @@ def _hang(grace: float, signals_sent: int) -> None:
     """Wait in a C library, out of reach of handlers in Python, and be sent signals."""
     mesh: Any = Alone()
     signals = Signals(mesh=mesh, grace=grace)
+    signals.echo = ECHO_HERE
     signals.open()
-    for _ in range(signals_sent):
-        threading.Timer(0.1, _send, [signal.SIGTERM]).start()
+    for number in range(signals_sent):
+        threading.Timer(0.1 + 2 * ECHO_HERE * number, _send, [signal.SIGTERM]).start()
     library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     for _ in range(2):
         library.pthread_mutex_lock(mutex)

@@ -1,4 +1,4 @@
-"""A disk that is really full, where this process may mount a small one."""
+"""Disks that are really full, or can't be written to, where this process may mount one."""
 
 import os
 import subprocess
@@ -11,8 +11,10 @@ import torch
 
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Step
-from support.checkpoints import Memory, checkpointer
+from drawloom.graph import UserError
+from support.checkpoints import Memory, checkpointer, restored, state_of
 from support.power import is_possible
+from support.runs import drawloom, write_corpus
 
 
 @contextmanager
@@ -63,3 +65,29 @@ if is_possible():
             found = again._find()
             assert found is not None and found.manifest.step == 6
             assert set(found.states["memory"]["weight"].tolist()) == {6.0}
+
+    @pytest.mark.parametrize("staging", [False, True])
+    def test_a_disk_that_turns_read_only_is_lived_with(tmp_path: Path, staging: bool) -> None:
+        """As some do after an error: what was committed is restored from it, and later saves are told, in words."""
+        with _small_disk(tmp_path, 1000) as disk:
+            memory = Memory(state_of(1))
+            node = checkpointer(disk, {"memory": memory}, staging=Blocking() if staging else None)
+            node.save(Step(1, 99))
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+            memory.state = state_of(2)
+            with pytest.raises(UserError, match=r"checkpoint after step 2 failed: .*Read-only file system"):
+                node.save(Step(2, 99))
+            subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+            assert restored(disk) == 1
+            node.save(Step(2, 99))
+            assert restored(disk) == 2
+
+    def test_a_run_can_t_begin_where_nothing_can_be_written(tmp_path: Path) -> None:
+        """A person is told which folder and why, before anything is computed."""
+        (tmp_path / "disk").mkdir()
+        write_corpus(tmp_path)
+        with _small_disk(tmp_path / "disk", 1000) as disk:
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+            [outcome] = drawloom(tmp_path, "run", "tiny.toml", f"run.folder={disk}/run")
+        assert outcome.code == 1 and f"{disk}/run" in outcome.text and "Read-only file system" in outcome.text
+        assert "Traceback" not in outcome.text

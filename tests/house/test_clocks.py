@@ -1,0 +1,18 @@
+"""Which clocks are read: one that somebody sets is good for people alone."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+WALL = ("time.time(", "datetime.now(", "datetime.today(", "st_mtime", "getmtime", "localtime(", "gmtime(")
+
+ALLOWED = {
+    "components/run/folder_lock.py",  # tells a person since when a folder is in use
+    "components/model_state/regular_file.py",  # whether a file is the one that was checked
+}
+
+
+def test_nothing_is_decided_by_a_clock_that_can_jump() -> None:
+    """Limits are measured by the monotonic clock, and checkpoints ordered by their steps."""
+    sources = [path for floor in ("components", "graph", "kernels") for path in (ROOT / floor).rglob("*.py")]
+    reading = {str(path.relative_to(ROOT)) for path in sources if any(word in path.read_text("utf-8") for word in WALL)}
+    assert reading == ALLOWED

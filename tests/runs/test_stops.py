@@ -1,0 +1,108 @@
+"""Runs that are told to stop while they are busy, and saves that take their time: how they end, with real processes."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawloom.components.checkpoint import writing
+from drawloom.components.checkpoint.reading import committed, step_of
+from drawloom.components.run.forward_backward import ForwardBackward
+from support.crashes import is_whole
+from support.mutations import put
+from support.processes import RanksFailed, run_ranks
+from support.runs import Outcome, command, rows, write_corpus
+
+TWO = ("run", "tiny.toml", "batch.micro_size=2", "trainer.afterwards=[]", "evaluate.every='never'")
+FOR_EVER = 1000.0
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a corpus and the tiny recipe."""
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+def _delayed(owner: Any, name: str, seconds: float, when: Callable[..., bool], reached: Callable[[], None]) -> None:
+    """Let a function take so much longer when it is called with certain arguments."""
+    call = getattr(owner, name)
+
+    @wraps(call)
+    def slow(*arguments: Any) -> Any:
+        if when(*arguments):
+            reached()
+            time.sleep(seconds)
+        return call(*arguments)
+
+    put(owner, name, slow)
+
+
+def _signals(times: Sequence[float]) -> None:
+    """So many seconds from now, each, send this process SIGTERM."""
+    for seconds in times:
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.daemon = True
+        timer.start()
+
+
+def _stuck(folder: Path, arguments: Sequence[str], where: str, times: Sequence[float]) -> Outcome:
+    """A process of a run of which rank 1 stands still in step 6, or when it writes what is saved then."""
+    number, told = int(os.environ["RANK"]), partial(_signals, times)
+    if where == "step":
+        _delayed(ForwardBackward, "run_phase", FOR_EVER if number else 0, lambda _, step: step.index == 6, told)
+    else:
+        _delayed(writing, "write_rank", FOR_EVER if number else 0, lambda aside, *_: aside.name == ".tmp-step-6", told)
+    return command(folder, arguments, None)
+
+
+@pytest.mark.parametrize("where", ["step", "save"])
+@pytest.mark.parametrize(("times", "grace"), [((0.1,), 1.5), ((0.1, 1.4), 60)])
+def test_what_does_not_end_in_time_is_abandoned(place: Path, where: str, times: Sequence[float], grace: float) -> None:
+    """Both ranks end when the time is up, or by a second signal: with the signal's code, and the last commit stands."""
+    arguments = (*TWO, "trainer.steps=8", "checkpoint.every=3", f"stop.grace={grace}")
+    began = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(_stuck, 2, place, arguments, where, times, timeout=20)
+    assert {*caught.value.failures.values()} == {"died with exit code 143"}
+    assert time.monotonic() - began < 15
+    saved = committed(place / "runs/tiny/checkpoints")
+    assert [step_of(path) for path in saved] == [3] and all(map(is_whole, saved))
+
+
+def _slow_to_save(folder: Path, arguments: Sequence[str], seconds: float) -> Outcome:
+    """A process of a run of which rank 1 takes its time to write."""
+    slow = os.environ["RANK"] == "1"
+    _delayed(writing, "write_rank", seconds, lambda aside, *_: slow and aside.name == ".tmp-step-2", lambda: None)
+    return command(folder, arguments, None)
+
+
+@pytest.mark.parametrize("staging", ["none", "blocking"])
+def test_a_slow_save_of_one_rank_stops_nobody(place: Path, staging: str) -> None:
+    """It may take longer than a step: the others wait, whether training goes on meanwhile or not."""
+    limits = ("watch.timeouts.step=1", "watch.timeouts.saving=30", "watch.timeouts.first_step=30")
+    words = (*TWO, *limits, "trainer.steps=3", "checkpoint.every=2", f"staging.use=checkpoint.staging.{staging}")
+    outcomes = run_ranks(_slow_to_save, 2, place, words, 3.5)
+    assert [outcome.code for outcome in outcomes] == [0, 0]
+    assert [step_of(path) for path in committed(place / "runs/tiny/checkpoints")] == [2, 3]
+    assert len(rows(place / "runs/tiny")) == 3
+
+
+@pytest.mark.parametrize("staging", ["none", "blocking"])
+def test_a_save_that_hangs_ends_within_its_limit(place: Path, staging: str) -> None:
+    """The others name the rank whose disk does not answer; what was committed before stands."""
+    limits = ("watch.timeouts.step=1", "watch.timeouts.saving=1", "watch.timeouts.first_step=30")
+    words = (*TWO, *limits, "trainer.steps=9", "checkpoint.every=2", f"staging.use=checkpoint.staging.{staging}")
+    began = time.monotonic()
+    with pytest.raises(RanksFailed):
+        run_ranks(_slow_to_save, 2, place, words, FOR_EVER, timeout=20)
+    assert time.monotonic() - began < 15
+    ours, theirs = ((place / f"runs/tiny/log/rank-{rank}.log").read_text("utf-8") for rank in (0, 1))
+    assert "rank 0 hangs" in ours and "phase [checkpoint]) waits for nobody" in ours and "; rank 1 (" in ours
+    assert "rank 1 hangs" in theirs and "; rank 0 (" not in theirs

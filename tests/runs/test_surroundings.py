@@ -1,0 +1,278 @@
+"""Runs beside which nothing works as it should: trackers, disks, memory, files, and their own parts."""
+
+import ctypes
+import errno
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drawloom.components.checkpoint.digests import state_digests
+from drawloom.components.checkpoint.reading import committed, load_node, step_of
+from drawloom.components.checkpoint.staging.buffers import Pool
+from drawloom.components.ports.run import Step
+from drawloom.components.run import profiler
+from drawloom.components.run.folder_lock import FolderLock
+from drawloom.components.run.report import Report
+from drawloom.components.trackers.aim_run import AimRun
+from drawloom.graph.workshop import Workshop
+from support.audit import Audit
+from support.crashes import is_whole
+from support.disk import Call, watched
+from support.mutations import put
+from support.power import is_possible
+from support.processes import run_ranks
+from support.runs import Outcome, command, drawloom, rows, series, write_corpus
+
+LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "held_out_loss")
+TINY = ("run", "tiny.toml", "trainer.afterwards=[]")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a corpus and the tiny recipe."""
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+def _learned(run: Path, step: int) -> dict[str, str]:
+    """Digests of weights and moments."""
+    states = {node: load_node(run / f"checkpoints/step-{step}", node) for node in ("stages", "optimizer")}
+    return state_digests({node: dict(sorted(state.items())) for node, state in states.items()})
+
+
+def _beset(folder: Path, arguments: Sequence[str]) -> Outcome:
+    """A run whose tracker hangs, whose profiler raises, and on whose disk no metrics fit for some steps."""
+
+    def hang(*_: Any) -> None:
+        time.sleep(1000)
+
+    def raising(**_: Any) -> None:
+        raise RuntimeError("no profile today")
+
+    now = [0]
+    report = Report.run_phase
+
+    def counted(self: Report, step: Step) -> None:
+        now[0] = step.index
+        report(self, step)
+
+    put(AimRun, "track", hang)
+    put(profiler, "profile", raising)
+    put(Report, "run_phase", counted)
+
+    def full(call: Call) -> None:
+        if call.name == "write" and call.path.endswith("metrics.jsonl") and now[0] in (3, 4, 5):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with watched(full):
+        return command(folder, arguments, None)
+
+
+def test_trackers_and_profilers_neither_stop_nor_change_a_run(place: Path) -> None:
+    """
+    A tracker that hangs, a profiler that raises and a disk without room for metrics are a line each; what is learned
+    and what is written down are those of the run beside which all went well.
+    """
+    assert drawloom(place, *TINY, "run.name=straight")[0].code == 0
+    aim = ("trackers.aim.use=trackers.aim", "trackers.aim.patience=2")
+    words = (*TINY, *aim, "watch.profiler.use=run.profiler", "watch.profiler.steps=[2]")
+    [outcome] = run_ranks(_beset, 1, place, words, variables=False)
+    assert outcome.code == 0 and "Traceback" not in outcome.text
+    told = [line for line in outcome.text.splitlines() if line.startswith("warning:")]
+    assert len(told) == 3 and "no profile today" in told[0] and "No space left on device" in told[1], outcome.text
+    assert "Aim was not done within 2 s" in told[2]
+    assert series(place / "runs/tiny", *LEARNED) == series(place / "runs/straight", *LEARNED)
+    assert _learned(place / "runs/tiny", 10) == _learned(place / "runs/straight", 10)
+
+
+def _few_files(folder: Path, arguments: Sequence[str]) -> Outcome:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 6,) * 2)
+    return command(folder, arguments, None)
+
+
+def test_too_few_files_are_told_before_the_first_step(place: Path) -> None:
+    """Where the system opens no more of them: in words, and without hanging."""
+    [outcome] = run_ranks(_few_files, 1, place, (*TINY, "data.workers=2"), variables=False)
+    assert outcome.code == 1 and "Too many open files" in outcome.text, outcome
+    assert not (place / "runs/tiny/metrics.jsonl").exists() or not rows(place / "runs/tiny")
+
+
+def _little_memory(folder: Path, arguments: Sequence[str]) -> Outcome:
+    """A run whose second copy asks for more memory than there is."""
+    lease, asked = Pool.lease, [0]
+
+    def more(self: Pool, size: int) -> Any:
+        asked[0] += 1
+        return lease(self, size if asked[0] == 1 else 2**60)
+
+    put(Pool, "lease", more)
+    return command(folder, arguments, None)
+
+
+def test_no_memory_for_a_copy_ends_the_run_with_its_cause(place: Path) -> None:
+    """It is not tried again; what was committed stands, and the run goes on from it."""
+    [outcome] = run_ranks(_little_memory, 1, place, TINY, variables=False)
+    assert outcome.code == 1 and "there is no memory for a copy of the state" in outcome.text
+    assert "Traceback" not in outcome.text
+    saved = committed(place / "runs/tiny/checkpoints")
+    assert [step_of(path) for path in saved] == [4] and all(map(is_whole, saved))
+
+
+def _without_shared_memory(folder: Path, arguments: Sequence[str]) -> Outcome:
+    """A run in a mount namespace whose /dev/shm is full."""
+    new_namespace, recursive, private = 0x20000, 0x4000, 1 << 18
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.unshare(new_namespace) or library.mount(b"none", b"/", None, recursive | private, None):
+        raise OSError(ctypes.get_errno(), "no namespace of its own")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", "/dev/shm"], check=True)
+    Path("/dev/shm/full").write_bytes(bytes(4096))
+    return command(folder, arguments, None)
+
+
+if is_possible():
+
+    def test_a_lack_of_shared_memory_is_told_before_the_first_step(place: Path) -> None:
+        """Containers have little of it, and data workers take the corpus from there: the remedy is named."""
+        [outcome] = run_ranks(_without_shared_memory, 1, place, (*TINY, "data.workers=2"), variables=False)
+        assert outcome.code == 1 and "No space left on device" in outcome.text and "workers = 0" in outcome.text
+        [outcome] = run_ranks(_without_shared_memory, 1, place, TINY, variables=False)
+        assert outcome.code == 0
+
+
+def _files() -> list[str]:
+    """What this process has open."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the folder itself, by which they are listed
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return found
+
+
+def _listening() -> list[str]:
+    """The ports on which this process listens."""
+    inodes = {*_files()}
+    tables = [line.split() for path in ("tcp", "tcp6") for line in Path(f"/proc/net/{path}").read_text().splitlines()]
+    return [row[1] for row in tables if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
+
+
+def _listen(folder: Path, arguments: Sequence[str]) -> tuple[Outcome, list[str], list[str]]:
+    """A run; the ports on which it listens in a step, and what it pickles."""
+    ports: list[str] = []
+    report = Report.run_phase
+
+    def looked(self: Report, step: Step) -> None:
+        ports.extend(_listening())
+        report(self, step)
+
+    put(Report, "run_phase", looked)
+    audit = Audit([])
+    audit.install()
+    audit.on = True
+    outcome = command(folder, arguments, None)
+    audit.on = False
+    return outcome, ports, [line for line in audit.found if line.startswith("pickle")]
+
+
+def test_a_run_on_one_machine_listens_nowhere_and_unpickles_nothing(place: Path) -> None:
+    """One process needs no port; two talk by way of torchrun's, and no object of Python's is read from the other."""
+    [(outcome, ports, _)] = run_ranks(_listen, 1, place, (*TINY, "run.name=one"), variables=False)
+    assert outcome.code == 0 and ports == []
+    found = run_ranks(_listen, 2, place, (*TINY, "batch.micro_size=2", "checkpoint.every=3"))
+    assert [outcome.code for outcome, *_ in found] == [0, 0]
+    assert [line for *_, pickled in found for line in pickled] == []
+
+
+def _fail_in_each(folder: Path) -> dict[str, list[str]]:
+    """Open the graph of a run as many times as it has nodes to open, another one failing each time; what is left."""
+    os.chdir(folder)
+    workshop = Workshop.of("drawloom")
+    graph = workshop.graph(workshop.load("tiny.toml", [], ["data.workers=1"])).or_error()
+    left: dict[str, list[str]] = {}
+    with workshop.container(graph):  # what the process keeps for good, it has by now
+        pass
+    for name in graph.closure(["trainer"]):
+        kind = graph.nodes[name].spec.cls
+        if not hasattr(kind, "open"):
+            continue
+        opening, before = kind.open, _held()
+
+        def fail(self: Any, opening: Any = opening, name: str = name) -> None:
+            opening(self)
+            raise ZeroDivisionError(name)
+
+        kind.open = fail
+        try:
+            with workshop.container(graph):
+                raise AssertionError(name)
+        except ZeroDivisionError as error:
+            if str(error) != name:
+                raise
+        finally:
+            kind.open = opening
+        FolderLock(folder / "runs/tiny").release()
+        left[name] = sorted({*_held()} - {*before})
+    return left
+
+
+def _held() -> list[str]:
+    """Open files and threads of this process."""
+    return _files() + [f"thread {thread.name}" for thread in threading.enumerate()]
+
+
+def test_whatever_fails_to_open_nothing_stays_open(place: Path) -> None:
+    """Each node in turn: no file, thread or lock is left of those that were open by then, nor of its own."""
+    [left] = run_ranks(_fail_in_each, 1, place, variables=False)
+    assert len(left) > 12 and {"folder", "checkpoint", "data", "stages"} <= left.keys()
+    assert {name: held for name, held in left.items() if held} == {}
+
+
+def test_a_corpus_that_changed_meanwhile_is_refused(place: Path) -> None:
+    """With the numbers of rows then and now; whoever wants to goes on all the same."""
+    common = (*TINY, "trainer.steps=4")
+    assert drawloom(place, *common)[0].code == 0
+    (place / "corpus/part3.py").unlink()
+    again = (*TINY, "trainer.steps=4", "data.prefetch=3")
+    refused = drawloom(place, *again)[0]
+    assert refused.code == 2 and "the corpus is not the one that this run began with: train had " in refused.text
+    accepted = drawloom(place, *again, "--accept-changes")[0]
+    assert accepted.code == 0 and "warning: the corpus is not the one" in accepted.text
+
+
+def test_a_run_that_diverged_stops_and_keeps_a_good_checkpoint(place: Path) -> None:
+    """After so many refused steps in a row; the newest checkpoint with a finite loss is there, and finite."""
+    words = ("optimizer.lr=1e30", "clip.max_norm=1e30", "trainer.patience=6", "checkpoint.every=1", "checkpoint.keep=2")
+    outcome = drawloom(place, *TINY, *words)[0]
+    assert outcome.code == 1 and "6 steps in a row were refused, at last step 7: " in outcome.text
+    assert [row.get("refused", False) for row in rows(place / "runs/tiny")] == [False, *[True] * 6]
+    saved = [step_of(path) for path in committed(place / "runs/tiny/checkpoints")]
+    assert saved[0] == 1 and len(saved) == 3
+    for path in committed(place / "runs/tiny/checkpoints"):
+        values = json.loads((path / "manifest.json").read_text())["values"]
+        assert (values["loss"] is not None) == (step_of(path) == 1)
+        weights = load_node(path, "stages").values()
+        assert all(bool(torch.isfinite(each).all()) for each in weights if isinstance(each, torch.Tensor))
+
+
+def test_a_port_that_is_taken_is_told(place: Path) -> None:
+    """Whoever starts processes without torchrun, which finds a free port, is told within the limit."""
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        launch = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        words = [sys.executable, "-m", "drawloom", *TINY, "batch.micro_size=2", "processes.timeout=2"]
+        done = subprocess.run(words, cwd=place, env=environment | launch, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "did not find the other 1" in done.stderr and "Traceback" not in done.stderr
