@@ -2,7 +2,8 @@
 Grouped matrix products in Triton, for any sizes, strides and dtypes, and without waiting for the device.
 
 The host knows how many tiles there can be at most; each program finds the expert of its tile from where the experts'
-rows end. Tiles of one expert follow one another, so that its matrix stays in the cache.
+rows end. Tiles of one expert follow one another, so that its matrix stays in the cache. Where a GPU fetches blocks by
+itself and the tensors lie as it needs them, it does.
 """
 
 import triton
@@ -10,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.grouped_gemm import Implementation, grouped_gemm
+from drawloom.kernels.triton import grouped_gemm_blocks as blocks
+from drawloom.kernels.triton.expert_tiles import rows_of_tile
 from drawloom.kernels.triton.launching import check_floats, operation, power_of_two
 
 ROWS = (16, 128)
@@ -37,6 +40,9 @@ def _rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if not result.numel() or not weight.numel():
         return result.zero_()
     experts, inputs, outputs = weight.shape
+    if blocks.suit(experts, x, weight):
+        blocks.rows_by_blocks(x, weight, ends, result)
+        return result
     rows = _rows_of_a_tile(len(x), experts)
     tiles = len(x) // rows + experts
     _rows_kernel[(tiles * triton.cdiv(outputs, COLUMNS),)](
@@ -69,6 +75,9 @@ def _matrices(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     if not result.numel() or not len(a):
         return result.zero_()
     experts, height, width = result.shape
+    if blocks.suit(experts, a, b):
+        blocks.matrices_by_blocks(a, b, ends, result)
+        return result
     down, across = triton.cdiv(height, COLUMNS), triton.cdiv(width, COLUMNS)
     _matrices_kernel[(experts * down * across,)](
         a,
@@ -103,19 +112,11 @@ def _rows_kernel(
 ):
     # fmt: on
     across = tl.cdiv(outputs, COLUMNS)
-    tile = tl.program_id(0) // across
-    each = tl.arange(0, EXPERTS)
-    end = tl.load(ends + each, mask=each < experts, other=0)
-    begin = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
-    tiles = tl.where(each < experts, (end - begin + ROWS - 1) // ROWS, 0)
-    past = tl.cumsum(tiles, 0)
-    expert = tl.sum((past <= tile).to(tl.int32), 0)
+    expert, first, end = rows_of_tile(tl.program_id(0) // across, ends, experts, EXPERTS, ROWS)
     if expert >= experts:
         return
-    own = each == expert
-    first = tl.sum(tl.where(own, begin + (tile - past + tiles) * ROWS, 0), 0)
     row = first + tl.arange(0, ROWS)
-    inside = row < tl.sum(tl.where(own, end, 0), 0)
+    inside = row < end
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
     channel = tl.arange(0, STEP)
     x_at = x + row.to(tl.int64)[:, None] * x_row

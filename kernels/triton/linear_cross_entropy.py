@@ -1,11 +1,13 @@
 """
-Cross entropy of a linear layer's logits, some tokens at a time, with gradients found on the way (Triton and torch).
+Cross entropy of a linear layer's logits, as many at a time as may exist together (Triton and torch).
 
-Logits of a chunk come from torch's matrix product; a kernel turns them into their gradients where they stand, and two
-more products turn these into gradients of hidden states and weight. That is three products in all, where computing
-logits again for the backward pass would make it four. What the backward pass brings is a factor for each token. Where
-all tokens have the same, as in a sum of losses, it scales the gradients that are there; otherwise the weight's gradient
-is computed from scratch.
+Logits come from torch's matrix product; a kernel turns them into their gradients where they stand, their slopes, and
+two more products turn these into gradients of hidden states and weight. That is three products in all, where computing
+logits again for the backward pass would make it four.
+
+What the backward pass brings is a factor for each token. Where all slopes can be kept it comes in before the products.
+Otherwise some tokens at a time are gone through in the forward pass, and a factor that all tokens have, as in a sum of
+losses, scales the gradients that are there; if there is no such factor, the weight's gradient is computed from scratch.
 """
 
 from collections.abc import Iterator
@@ -25,13 +27,15 @@ from drawloom.kernels.triton.launching import check_floats, operation, power_of_
 from drawloom.kernels.triton.products import add_product
 from drawloom.kernels.vocabulary_parallel import own_targets
 
-AT_ONCE = 2**29
-"""Logits that exist together: 1 GiB of bfloat16."""
+AT_ONCE = 5 * 2**28
+"""Logits that exist together: 2.5 GiB of bfloat16, which is 8192 tokens by 160 thousand words."""
+
+TINY = torch.finfo(torch.float32).tiny
 
 MULTIPLE = 128
 """Chunks are whole tiles of torch's matrix products."""
 
-BLOCK, DEPTH = 4096, 4
+BLOCK, DEPTH = 4096, 2
 """Logits that a program takes side by side, 8 a thread, and how often before it looks for a new maximum."""
 
 
@@ -39,13 +43,51 @@ def linear_cross_entropy_triton(hidden: Tensor, weight: Tensor, targets: Tensor,
     """What linear_cross_entropy_eager gives, for float32, bfloat16, float16; NaN for a target that does not exist."""
     check_floats("linear_cross_entropy_triton", hidden, weight)
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    later = weight_gradient_of(weight)
-    learns = torch.is_grad_enabled()
-    losses: Tensor = _LinearCrossEntropy.apply(tokens, weight, flat, ignored, learns, later)  # type: ignore[no-untyped-call]
+    function = _AtOnce if len(tokens) * len(weight) <= AT_ONCE else _InChunks
+    later, learns = weight_gradient_of(weight), torch.is_grad_enabled()
+    losses: Tensor = function.apply(tokens, weight, flat, ignored, learns, later)  # type: ignore[no-untyped-call]
     return losses.reshape(targets.shape)
 
 
-class _LinearCrossEntropy(Function):
+class _AtOnce(Function):
+    """Saves the slopes of all logits, of which each gradient is a product: with factors by token, on its small side."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignored: int,
+        learns: bool,
+        weight_gradient: WeightGradient,
+    ) -> Tensor:
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        losses, slopes = _slopes(hidden, weight, targets, ignored, learns and (needs_hidden or needs_weight))
+        ctx.save_for_backward(hidden if needs_weight else None, weight if needs_hidden else None, targets, slopes)
+        ctx.ignored, ctx.weight_gradient = ignored, weight_gradient
+        return losses  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden, weight, targets, slopes = ctx.saved_tensors
+        grad = grad.where(targets != ctx.ignored, 0).unsqueeze(-1)
+        grad_hidden = None if weight is None else ((slopes @ weight) * grad).to(slopes.dtype)
+        grad_weight = None if hidden is None else ctx.weight_gradient(_of_weight, slopes, hidden.detach(), grad)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _of_weight(slopes: Tensor, hidden: Tensor, grad: Tensor) -> Tensor:
+    """slopes.T @ (hidden * grad), where grad (tokens, 1) may be too small for a product in float16."""
+    if slopes.dtype != torch.float16:
+        return slopes.T @ (hidden * grad).to(slopes.dtype)
+    largest = grad.abs().amax().clamp_min(TINY) if len(grad) else grad.sum()
+    product = slopes.T @ (hidden * (grad / largest)).to(slopes.dtype)
+    return (product.float() * largest).to(slopes.dtype)
+
+
+class _InChunks(Function):
     """Saves the gradients of the sum of losses, and what a weight's gradient is computed from if that does not do."""
 
     @staticmethod
@@ -93,6 +135,24 @@ def _from_scratch(hidden: Tensor, weight: Tensor, own: Tensor, totals: Tensor, g
     return grad_weight  # type: ignore[return-value]
 
 
+def _like_slopes(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int, wanted: bool) -> tuple[Tensor, Tensor]:
+    """Losses by token, and the gradients of their sum by logit, empty if not wanted."""
+    losses = hidden.new_empty(len(hidden), dtype=torch.float32)
+    return losses, hidden.new_empty((len(hidden), len(weight)) if wanted else 0)
+
+
+@operation(
+    "linear_cross_entropy_slopes(Tensor hidden, Tensor weight, Tensor targets, int ignored, bool wanted)"
+    " -> (Tensor, Tensor)",
+    like=_like_slopes,
+)
+def _slopes(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int, wanted: bool) -> tuple[Tensor, Tensor]:
+    losses = hidden.new_empty(len(hidden), dtype=torch.float32)
+    logits = hidden @ weight.T
+    _lose(logits, targets, losses, torch.empty_like(losses), ignored, wanted)
+    return losses, logits if wanted else hidden.new_empty(0)
+
+
 def _like_forward(
     hidden: Tensor,
     weight: Tensor,
@@ -129,12 +189,12 @@ def _forward(
     for chunk in _chunks(len(hidden), len(weight), at_once):
         part = hidden[chunk]
         logits = part @ weight.T
-        slopes = _turn_into_slopes(logits, targets[chunk], losses[chunk], totals[chunk], ignored)
+        _lose(logits, targets[chunk], losses[chunk], totals[chunk], ignored, wants_hidden or wants_weight)
         if wants_hidden:
-            torch.mm(slopes, weight, out=grad_hidden[chunk])
+            torch.mm(logits, weight, out=grad_hidden[chunk])
         if wants_weight:
-            add_product(grad_weight, slopes.T, part)
-        del logits, slopes  # or they would live until the next chunk's are there
+            add_product(grad_weight, logits.T, part)
+        del logits  # or they would live until the next chunk's are there
     return results
 
 
@@ -146,10 +206,12 @@ def _chunks(tokens: int, words: int, at_once: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
-def _turn_into_slopes(logits: Tensor, targets: Tensor, losses: Tensor, totals: Tensor, ignored: int) -> Tensor:
-    """Fill losses and totals; the logits become the gradients of their losses."""
+def _lose(logits: Tensor, targets: Tensor, losses: Tensor, totals: Tensor, ignored: int, learns: bool) -> None:
+    """Fill losses and totals; where they learn, the logits become the gradients of their losses."""
     tokens, words = logits.shape
     block = min(BLOCK, power_of_two(words))
+    if not logits.numel():
+        return
     _kernel[(tokens,)](
         logits,
         targets.contiguous(),
@@ -158,18 +220,19 @@ def _turn_into_slopes(logits: Tensor, targets: Tensor, losses: Tensor, totals: T
         words,
         logits.stride(0),
         ignored,
+        LEARNS=learns,
         BLOCK=block,
         DEPTH=DEPTH,
         num_warps=max(1, block // 256),
         enable_fp_fusion=True,
     )
-    return logits
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["ignored"])
 def _kernel(
-    logits, targets, losses, totals, words, stride, ignored, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+    logits, targets, losses, totals, words, stride, ignored,
+    LEARNS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
 ):
     # fmt: on
     token = tl.program_id(0).to(tl.int64)
@@ -191,6 +254,8 @@ def _kernel(
     loss = tl.where(exists, total_of_all - chosen, float("nan"))
     tl.store(losses + token, tl.where(target == ignored, 0.0, loss))
     tl.store(totals + token, total_of_all)
+    if not LEARNS:
+        return
     # The target's logit is read before any warp writes gradients over it.
     tl.debug_barrier()
     learned = tl.where(target == ignored, 0.0, 1.0)

@@ -20,6 +20,9 @@ from drawloom.kernels.triton.launching import as_rows, check_floats, operation, 
 TILE = 4096
 """Elements of all choices that a program has at once."""
 
+SPREAD, GATHER = 512, 1024
+"""How many of these a warp has: sums by token are slow where each row is another warp's."""
+
 FILLERS = 64
 """Programs that fill rows that nobody needs."""
 
@@ -117,7 +120,7 @@ def _spread(
         x.stride(0),
         0 if others is None else as_rows(others).stride(0),
         WEIGHTED=weighted,
-        **_settings(of_choices, x.shape[1]),
+        **_settings(of_choices, x.shape[1], SPREAD),
     )
     return rows, of_rows, products
 
@@ -151,17 +154,17 @@ def _gather(
         None if of_rows is None else gathered,
         rows.shape[1],
         rows.stride(0),
-        **_settings(of_choices, rows.shape[1]),
+        **_settings(of_choices, rows.shape[1], GATHER),
     )
     return summed, gathered
 
 
-def _settings(of_choices: Tensor, width: int) -> dict[str, Any]:
+def _settings(of_choices: Tensor, width: int, a_warp: int) -> dict[str, Any]:
     """Sizes of tiles: all choices of a token, padded to a power of two, by so many elements."""
     choices = of_choices.shape[1]
     together = power_of_two(choices)
     block = min(max(16, TILE // together), power_of_two(max(width, 1)))
-    warps = max(1, min(together * block // 512, 8))
+    warps = max(1, min(together * block // a_warp, 8))
     return {"CHOICES": choices, "TOGETHER": together, "BLOCK": block, "num_warps": warps, "enable_fp_fusion": True}
 
 

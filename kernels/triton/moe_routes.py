@@ -1,8 +1,8 @@
 """
 Routes in Triton: a counting sort, stable and without atomics, so that it is the same each time.
 
-Each program counts the choices of each expert in its part; sums over parts say where each part's rows of each expert
-begin; then each program gives its choices their rows, in their order.
+A program counts the choices of each expert in its small part. A few programs add up over parts, some experts each. Then
+each part's choices get their rows: behind those of lower experts, of earlier parts, and of earlier choices in the part.
 """
 
 import torch
@@ -13,8 +13,11 @@ from torch import Tensor
 from drawloom.kernels.moe_routes import NOBODY, Routes
 from drawloom.kernels.triton.launching import operation, power_of_two
 
-TILE = 16384
-"""Comparisons of choices with experts that a program makes at once."""
+ENTRIES, STEP = 256, 32
+"""Choices of a part, and with how many of these they are compared at once: more would not fit."""
+
+PARTS, EXPERTS = 1024, 4
+"""Of which a program adds up counts at once."""
 
 LARGEST = 2**31 - 1
 """Rows are numbered in 32 bits."""
@@ -34,49 +37,83 @@ def _like(experts_of: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @operation("moe_routes(Tensor experts_of, int experts) -> (Tensor, Tensor, Tensor)", like=_like)
 def _routes(experts_of: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows, choices, _ = _like(experts_of, experts)
+    rows, choices, ends = _like(experts_of, experts)
     count = experts_of.numel()
-    choices.fill_(NOBODY)
     if not count or not experts:
-        return rows.fill_(NOBODY), choices, rows.new_zeros(experts)
+        return rows.fill_(NOBODY), choices.fill_(NOBODY), ends.zero_()
     flat, width = experts_of.contiguous(), power_of_two(experts)
-    entries = max(16, TILE // width)
-    parts = triton.cdiv(count, entries)
-    settings = {"ENTRIES": entries, "WIDTH": width, "num_warps": 8, "enable_fp_fusion": True}
-    counts = rows.new_empty(experts, parts)
-    _count_kernel[(parts,)](flat, counts, count, experts, parts, **settings)
-    past = counts.flatten().cumsum(0, dtype=torch.int32)
-    _place_kernel[(parts,)](flat, counts, past, rows, choices, count, experts, parts, **settings)
-    return rows, choices, past[parts - 1 :: parts].clone()
+    parts = triton.cdiv(count, ENTRIES)
+    counts, totals = rows.new_empty(parts, width), rows.new_empty(width)
+    _count_kernel[(parts,)](flat, counts, count, ENTRIES=ENTRIES, WIDTH=width, num_warps=4, enable_fp_fusion=True)
+    together = min(EXPERTS, width)
+    _add_up_kernel[(width // together,)](
+        counts, totals, parts, WIDTH=width, EXPERTS=together, PARTS=PARTS, num_warps=8, enable_fp_fusion=True
+    )
+    _place_kernel[(parts,)](
+        flat,
+        counts,
+        totals,
+        ends,
+        rows,
+        choices,
+        count,
+        experts,
+        ENTRIES=ENTRIES,
+        WIDTH=width,
+        STEP=STEP,
+        num_warps=8,
+        enable_fp_fusion=True,
+    )
+    return rows, choices, ends
 
 
-@triton.jit
-def _choices(experts_of, count, experts, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
-    """The numbers of a part's choices, and whether each is of each expert."""
-    entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
+@triton.jit(do_not_specialize=["count"])
+def _count_kernel(experts_of, counts, count, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
+    part = tl.program_id(0).to(tl.int64)
+    entry = part * ENTRIES + tl.arange(0, ENTRIES)
     expert = tl.load(experts_of + entry, mask=entry < count, other=-1).to(tl.int32)
-    return entry, expert, (expert[:, None] == tl.arange(0, WIDTH)[None, :]).to(tl.int32)
+    tl.store(counts + part * WIDTH + tl.arange(0, WIDTH), tl.histogram(expert, WIDTH, mask=expert >= 0))
 
 
-@triton.jit(do_not_specialize=["count", "parts"])
-def _count_kernel(experts_of, counts, count, experts, parts, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
-    _, _, of_each = _choices(experts_of, count, experts, ENTRIES, WIDTH)
-    expert = tl.arange(0, WIDTH)
-    at = counts + expert.to(tl.int64) * parts + tl.program_id(0)
-    tl.store(at, tl.sum(of_each, 0), mask=expert < experts)
+@triton.jit(do_not_specialize=["parts"])
+def _add_up_kernel(counts, totals, parts, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr):
+    """Each count becomes that of all earlier parts."""
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, parts, PARTS):
+        part = (start + tl.arange(0, PARTS))[:, None]
+        at = counts + part.to(tl.int64) * WIDTH + expert[None, :]
+        own = tl.load(at, mask=part < parts, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(own, 0) - own, mask=part < parts)
+        total += tl.sum(own, 0)
+    tl.store(totals + expert, total)
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["count", "parts"])
+@triton.jit(do_not_specialize=["count"])
 def _place_kernel(
-    experts_of, counts, past, rows, choices, count, experts, parts, ENTRIES: tl.constexpr, WIDTH: tl.constexpr,
+    experts_of, earlier, totals, ends, rows, choices, count, experts,
+    ENTRIES: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):
     # fmt: on
-    entry, expert, of_each = _choices(experts_of, count, experts, ENTRIES, WIDTH)
-    each = tl.arange(0, WIDTH)
-    at = each.to(tl.int64) * parts + tl.program_id(0)
-    first = tl.load(past + at, mask=each < experts, other=0) - tl.load(counts + at, mask=each < experts, other=0)
-    row = tl.sum((tl.cumsum(of_each, 0) - 1 + first[None, :]) * of_each, 1)
-    known = (entry < count) & (expert >= 0)
+    part, place, each = tl.program_id(0).to(tl.int64), tl.arange(0, ENTRIES), tl.arange(0, WIDTH)
+    entry = part * ENTRIES + place
+    expert = tl.load(experts_of + entry, mask=entry < count, other=-1).to(tl.int32)
+    known = expert >= 0
+    in_earlier_parts = tl.load(earlier + part * WIDTH + expert, mask=known, other=0)
+    total = tl.load(totals + each)
+    past = tl.cumsum(total, 0)
+    of_lower_experts = tl.gather(past - total, tl.where(known, expert, 0), 0)
+    before = tl.zeros((ENTRIES, STEP), tl.int32)
+    for start in tl.static_range(0, ENTRIES, STEP):
+        # The same numbers again, along the other axis: cheaper than to move them there.
+        other = start + tl.arange(0, STEP)[None, :]
+        same = tl.load(experts_of + part * ENTRIES + other, mask=part * ENTRIES + other < count, other=-1)
+        before += ((expert[:, None] == same.to(tl.int32)) & (other < place[:, None])).to(tl.int32)
+    row = of_lower_experts + in_earlier_parts + tl.sum(before, 1)
     tl.store(rows + entry, tl.where(known, row, -1), mask=entry < count)
     tl.store(choices + row, entry.to(tl.int32), mask=known)
+    if part == 0:
+        tl.store(ends + each, past, mask=each < experts)
+    unused = entry >= tl.max(past, 0)
+    tl.store(choices + entry, tl.full((ENTRIES,), -1, tl.int32), mask=(entry < count) & unused)

@@ -22,6 +22,7 @@ from drawloom.kernels.triton.launching import (
     with_channels_together,
 )
 from drawloom.kernels.triton.qk_norm_rope_kernels import backward_kernel, forward_kernel
+from drawloom.kernels.triton.sum_of_parts import sum_of_parts
 
 TILE = 4096
 """Elements that a program of the forward pass takes; half of it at a time in the backward pass, which holds more."""
@@ -185,8 +186,8 @@ def _backward(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    of_q_weight = parts[:q_programs].sum(0).to(q_weight.dtype)
-    return q_result, k_result, of_q_weight, parts[q_programs:].sum(0).to(k_weight.dtype)
+    of_q_weight = sum_of_parts(parts[:q_programs], q_weight.dtype)
+    return q_result, k_result, of_q_weight, sum_of_parts(parts[q_programs:], k_weight.dtype)
 
 
 def _shares(q_tiles: int, k_tiles: int, programs: int) -> tuple[int, int]:

@@ -3,13 +3,17 @@
 import triton
 import triton.language as tl
 
+from drawloom.kernels import philox
+
+ROUNDS = tl.constexpr(philox.ROUNDS)
+
 
 @triton.jit
 def words(key, draw, counter):
     """Four words of 32 random bits for each draw (int64)."""
     low, high = draw.to(tl.uint32), (draw >> 32).to(tl.uint32)
     counter_low, counter_high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
-    return tl.philox(key, low, high, low * 0 + counter_low, low * 0 + counter_high)
+    return tl.philox(key, low, high, low * 0 + counter_low, low * 0 + counter_high, ROUNDS)
 
 
 @triton.jit

@@ -18,11 +18,11 @@ from torch import Tensor
 from drawloom.kernels.stochastic_adamw import Trained
 from drawloom.kernels.triton.rounding import halves, round_stochastically, words
 
-PART = 2**15
+PART = 2**14
 """Elements that a program takes."""
 
-BLOCK = 1024
-"""Of these it holds so many at once: 8 a thread, 16 bytes of bfloat16."""
+BLOCK = 512
+"""Of these it holds so many at once: 4 a thread, 8 bytes of bfloat16; of more there would be too few programs."""
 
 ALIGNMENT = 16
 """Bytes that are read together; what lies otherwise is read element by element."""

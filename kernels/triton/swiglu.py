@@ -183,7 +183,7 @@ def _backward_kernel(
     if scale is not None:
         factor = tl.load(scale + row).to(tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
-        last = width.to(tl.int64)
+        last = tl.cast(width, tl.int64)
     for start in range(first, last, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < width

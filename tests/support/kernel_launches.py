@@ -10,6 +10,7 @@ from drawloom.kernels.stochastic_adamw import Trained, numbers_of
 from drawloom.kernels.triton import (
     cut_cross_entropy,
     grouped_gemm,
+    grouped_gemm_blocks,
     indices_to_multihot,
     linear_cross_entropy,
     moe_permute,
@@ -93,7 +94,7 @@ def losses() -> Iterator[tuple[str, Launch]]:
     backward = hidden, weight, targets, numbers, numbers
     yield (
         "linear_cross_entropy",
-        lambda: linear_cross_entropy._turn_into_slopes(logits, targets[:4], numbers[:4], numbers[:4], -100),
+        lambda: linear_cross_entropy._lose(logits, targets[:4], numbers[:4], numbers[:4], -100, True),
     )
     yield "cut_cross_entropy", lambda: cut_cross_entropy._totals(hidden, weight, targets, None, 128, 256)
     yield "cut_cross_entropy capped", lambda: cut_cross_entropy._totals(hidden, weight, targets, 30.0, 128, 256)
@@ -122,3 +123,8 @@ def experts() -> Iterator[tuple[str, Launch]]:
             lambda b=b, w=weight: grouped_gemm._rows(b, w.transpose(1, 2), ends[:16]),
         )
         yield f"grouped_gemm of weights {count}", lambda a=a, b=b: grouped_gemm._matrices(a, b, ends[:16])
+    a, b, made = empty(4096, 512), empty(4096, 256), empty(16, 512, 256)
+    few, by_blocks = ends[:16], grouped_gemm_blocks.rows_by_blocks
+    yield "grouped_gemm by blocks", lambda: by_blocks(a, made, few, b)
+    yield "grouped_gemm of inputs by blocks", lambda: by_blocks(b, made.transpose(1, 2), few, a)
+    yield "grouped_gemm of weights by blocks", lambda: grouped_gemm_blocks.matrices_by_blocks(a, b, few, made)

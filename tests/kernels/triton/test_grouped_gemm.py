@@ -1,5 +1,6 @@
 """Grouped products in Triton against the eager ones in float64."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from drawloom.kernels.deferral import Deferral
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
+from drawloom.kernels.triton import grouped_gemm_blocks
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
 from support.kernels import DEVICE, assert_all_close, assert_close, drawn, dtypes, exact, few, layouts
 
@@ -62,6 +64,51 @@ def test_tiles_of_several_experts() -> None:
     assert_close(found, expected, 2)
     grads = torch.autograd.grad(found.square().sum(), (x, weight))
     assert_all_close(grads, torch.autograd.grad(expected.square().sum(), wide), 8)
+
+
+@few
+@given(
+    st.lists(st.integers(0, 150), min_size=1, max_size=4),
+    st.integers(0, 5),
+    st.tuples(st.integers(1, 20), st.integers(1, 40)),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+    st.booleans(),
+)
+def test_by_blocks(
+    counts: list[int], unused: int, sizes: tuple[int, int], dtype: torch.dtype, transposed: bool
+) -> None:
+    """Fetched in blocks, what belongs to others or to nobody, NaN at that, has no part in rows or gradients."""
+    inputs, outputs = (8 * size for size in sizes)
+    rows, ends = sum(counts) + unused, ends_of(counts)
+    shape = (outputs, inputs) if transposed else (inputs, outputs)
+    x = drawn("contiguous", rows, inputs, dtype=dtype)
+    weight = drawn("contiguous", len(counts), *shape, dtype=dtype, scale=inputs**-0.5)
+    grad = drawn("contiguous", rows, outputs, dtype=dtype).detach()
+    with torch.no_grad():
+        x[rows - unused :] = torch.nan
+        grad[rows - unused :] = torch.nan
+    wide, used = exact(x, weight), slice(rows - unused)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped_gemm_blocks, "_fetches", lambda device: True)
+        patch.setattr(grouped_gemm_blocks, "LEAST_ROWS", 0)
+        found = grouped_gemm_triton(x, weight, ends, transposed)
+        ours = torch.autograd.grad(found, (x, weight), grad)
+    expected = grouped_gemm_eager(wide[0], wide[1], ends, transposed)
+    assert_close(found[used], expected[used], 2)
+    theirs = torch.autograd.grad(expected, wide, grad.double())
+    assert_all_close((ours[0][used], ours[1]), (theirs[0][used], theirs[1]), 4)
+
+
+def test_what_suits_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half precision whose rows begin at multiples of 16 bytes, as it lies or turned, in numbers that fill tiles."""
+    monkeypatch.setattr(grouped_gemm_blocks, "_fetches", lambda device: True)
+    rows, weight = torch.zeros(256, 16, dtype=torch.bfloat16), torch.zeros(4, 16, 24, dtype=torch.bfloat16)
+    suit = grouped_gemm_blocks.suit
+    assert suit(4, rows, weight) and suit(4, rows, weight.transpose(1, 2))
+    assert not suit(5, rows, weight)
+    assert not suit(4, rows.float(), weight.float())
+    assert not suit(4, rows[:, :12].contiguous(), weight) and not suit(4, rows[:, 1:9], weight)
+    assert not suit(4, rows.T.contiguous().T, weight) and not suit(4, rows, weight[:1].expand(4, 16, 24))
 
 
 def test_weight_gradient_can_wait() -> None:

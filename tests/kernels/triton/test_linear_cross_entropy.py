@@ -15,6 +15,13 @@ from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_tr
 from support.kernels import DEVICE, assert_all_close, drawn, dtypes, exact, few, layouts
 
 
+@pytest.fixture(params=["at once", "in chunks"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways, whatever the sizes."""
+    if request.param == "in chunks":
+        monkeypatch.setattr(linear_cross_entropy, "AT_ONCE", 1)
+
+
 def targets_of(shape: tuple[int, ...], words: int) -> Tensor:
     targets = torch.randint(words, shape)
     targets.view(-1)[::4] = -100
@@ -30,15 +37,25 @@ def targets_of(shape: tuple[int, ...], words: int) -> Tensor:
     layouts,
     layouts,
     st.booleans(),
+    st.sampled_from([1, 2**20]),
 )
 def test_equals_eager(
-    shape: list[int], width: int, words: int, dtype: torch.dtype, of_hidden: str, of_weight: str, uniform: bool
+    shape: list[int],
+    width: int,
+    words: int,
+    dtype: torch.dtype,
+    of_hidden: str,
+    of_weight: str,
+    uniform: bool,
+    at_once: int,
 ) -> None:
     """Any shape and strides give losses and gradients of float64, whether tokens weigh the same or not."""
     hidden = drawn(of_hidden, *shape, width, dtype=dtype)
     weight = drawn(of_weight, words, width, dtype=dtype, scale=width**-0.5)
     targets, wide = targets_of(tuple(shape), words), exact(hidden, weight)
-    found = linear_cross_entropy_triton(hidden, weight, targets)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_cross_entropy, "AT_ONCE", at_once)
+        found = linear_cross_entropy_triton(hidden, weight, targets)
     expected = linear_cross_entropy_eager(wide[0], wide[1], targets)
     assert found.dtype == torch.float32
     eps = torch.finfo(dtype).eps
@@ -73,6 +90,7 @@ def test_chunks(tokens: int, at_once: int) -> None:
     assert len(set(sizes[:-1])) <= 1
 
 
+@pytest.mark.usefixtures("_way")
 def test_ignored_and_impossible_targets() -> None:
     """An ignored token's loss is 0 whatever gradient comes back; a target that does not exist gives NaN."""
     hidden, weight = drawn("contiguous", 3, 8), drawn("contiguous", 10, 8)
@@ -92,11 +110,23 @@ def test_without_gradients_none_is_computed() -> None:
     learned = linear_cross_entropy_triton(hidden, weight, targets)
     assert torch.equal(alone, learned)
     frozen = linear_cross_entropy_triton(hidden, weight.detach(), targets)
-    for losses, sizes in ((learned, [40, 80]), (frozen, [40, 0])):
+    for losses, sizes in ((alone, []), (learned, [50]), (frozen, [50])):
         node: Any = losses.grad_fn
-        assert [x.numel() for x in node.next_functions[0][0].saved_tensors[-2:]] == sizes
+        assert [x.numel() for x in (node.next_functions[0][0].saved_tensors[-1:] if node else ())] == sizes
 
 
+def test_small_gradients_reach_the_weight_in_float16() -> None:
+    """Factors by token that float16 hardly holds are exact in a sum over tokens, which it does hold."""
+    hidden = drawn("contiguous", 128, 8, dtype=torch.float16).detach().abs()
+    weight = drawn("contiguous", 10, 8, dtype=torch.float16)
+    targets, grad = torch.zeros(128, dtype=torch.int64, device=DEVICE), torch.full((128,), 8e-8, device=DEVICE)
+    (found,) = torch.autograd.grad(linear_cross_entropy_triton(hidden, weight, targets), weight, grad)
+    wide = exact(hidden, weight)
+    (expected,) = torch.autograd.grad(linear_cross_entropy_eager(wide[0], wide[1], targets), wide[1], grad.double())
+    assert (found[0].double() - expected[0]).norm() < 0.03 * expected[0].norm()
+
+
+@pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("uniform", [True, False])
 def test_weight_gradient_can_wait(uniform: bool) -> None:
     """Put off, the weight's gradient comes later, and is what it would have been."""
@@ -118,3 +148,4 @@ def test_is_an_operation_of_torch() -> None:
     hidden, weight = torch.randn(5, 16, device=DEVICE), torch.randn(20, 16, device=DEVICE)
     arguments = (hidden, weight, targets_of((5,), 20), -100, True, True, 2**20)
     torch.library.opcheck(torch.ops.drawloom.linear_cross_entropy.default, arguments)
+    torch.library.opcheck(torch.ops.drawloom.linear_cross_entropy_slopes.default, (*arguments[:4], True))

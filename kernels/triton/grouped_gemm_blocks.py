@@ -1,0 +1,138 @@
+"""
+Grouped matrix products of half precision in blocks that the GPU's copy engine fetches (Hopper's TMA, and later ones).
+
+Threads compute no addresses and hold no factors, which leaves room for tiles twice as large as otherwise. A block may
+reach into the next expert's rows: of rows, what comes of these is not written; sums over rows end with their last
+whole step, and what is left is read with a mask.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from drawloom.kernels.triton.expert_tiles import rows_of_tile
+from drawloom.kernels.triton.launching import power_of_two
+
+CAPABILITY = (9, 0)
+ALIGNMENT = 16
+"""Bytes at multiples of which a tensor and all its rows begin."""
+
+LEAST_ROWS = 64
+"""Of an expert on average: with fewer, most of a tile would be empty."""
+
+HEIGHT, WIDTH, STEP = 128, 256, 64
+SETTINGS = {"HEIGHT": HEIGHT, "WIDTH": WIDTH, "STEP": STEP, "STAGES": 3, "num_warps": 8, "enable_fp_fusion": True}
+
+
+def suit(experts: int, *factors: Tensor) -> bool:
+    """Whether products of these, the first of which has the rows, can go by blocks and gain from it."""
+    fit = all(x.element_size() == 2 and _in_blocks(x) is not None for x in factors)
+    return fit and len(factors[0]) >= LEAST_ROWS * experts and _fetches(factors[0].device)
+
+
+def rows_by_blocks(x: Tensor, weight: Tensor, ends: Tensor, result: Tensor) -> None:
+    """Fill the result (rows, outputs) with x (rows, inputs) times the experts' (experts, inputs, outputs)."""
+    experts, inputs, outputs = weight.shape
+    stored = _in_blocks(weight)
+    turned = stored is not weight
+    tiles, across = len(x) // HEIGHT + experts, triton.cdiv(outputs, WIDTH)
+    _rows_kernel[(tiles * across,)](
+        TensorDescriptor.from_tensor(x, [HEIGHT, STEP]),
+        TensorDescriptor.from_tensor(stored, [1, WIDTH, STEP] if turned else [1, STEP, WIDTH]),
+        ends,
+        result,
+        experts,
+        inputs,
+        outputs,
+        EXPERTS=power_of_two(experts),
+        TURNED=turned,
+        **SETTINGS,
+    )
+
+
+def matrices_by_blocks(a: Tensor, b: Tensor, ends: Tensor, result: Tensor) -> None:
+    """Fill the result (experts, height, width) with a.T @ b over each expert's rows."""
+    experts, height, width = result.shape
+    down, across = triton.cdiv(height, HEIGHT), triton.cdiv(width, WIDTH)
+    _matrices_kernel[(experts * down * across,)](
+        TensorDescriptor.from_tensor(a, [STEP, HEIGHT]),
+        TensorDescriptor.from_tensor(b, [STEP, WIDTH]),
+        a,
+        b,
+        ends,
+        result,
+        down,
+        across,
+        height,
+        width,
+        a.stride(0),
+        b.stride(0),
+        **SETTINGS,
+    )
+
+
+def _in_blocks(x: Tensor) -> Tensor | None:
+    """As it can be fetched: itself, or with its last two dimensions exchanged; None if it can't."""
+    for stored in (x, x.transpose(-1, -2)) if x.ndim == 3 else (x,):
+        starts = [stride * x.element_size() for stride in stored.stride()[:-1]]
+        if stored.stride(-1) == 1 and not any(start % ALIGNMENT or not start for start in starts):
+            return stored if x.data_ptr() % ALIGNMENT == 0 else None
+    return None
+
+
+def _fetches(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["experts"])
+def _rows_kernel(
+    x, weight, ends, result, experts, inputs, outputs, EXPERTS: tl.constexpr, TURNED: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+):
+    # fmt: on
+    across = tl.cdiv(outputs, WIDTH)
+    expert, first, end = rows_of_tile(tl.program_id(0) // across, ends, experts, EXPERTS, HEIGHT)
+    if expert >= experts:
+        return
+    left = (tl.program_id(0) % across) * WIDTH
+    total = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    for start in tl.range(0, inputs, STEP, num_stages=STAGES):
+        if TURNED:
+            factor = weight.load([expert, left, start]).reshape(WIDTH, STEP).T
+        else:
+            factor = weight.load([expert, start, left]).reshape(STEP, WIDTH)
+        total = tl.dot(x.load([first, start]), factor, total)
+    row, column = first + tl.arange(0, HEIGHT), left + tl.arange(0, WIDTH)
+    at = result + row.to(tl.int64)[:, None] * outputs + column[None, :]
+    tl.store(at, total.to(result.dtype.element_ty), mask=(row < end)[:, None] & (column < outputs)[None, :])
+
+
+# fmt: off
+@triton.jit
+def _matrices_kernel(
+    a, b, a_pointer, b_pointer, ends, result, down, across, height, width, a_row, b_row,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+):
+    # fmt: on
+    expert = tl.program_id(0) // (down * across)
+    tile = tl.program_id(0) % (down * across)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    top, left = (tile // across) * HEIGHT, (tile % across) * WIDTH
+    of_a, of_b = top + tl.arange(0, HEIGHT), left + tl.arange(0, WIDTH)
+    total = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    whole = begin + (end - begin) // STEP * STEP
+    for start in tl.range(begin, whole, STEP, num_stages=STAGES):
+        total = tl.dot(a.load([start, top]).T, b.load([start, left]), total)
+    if whole < end:
+        row = whole + tl.arange(0, STEP)
+        at = a_pointer + row.to(tl.int64)[None, :] * a_row + of_a[:, None]
+        rest_of_a = tl.load(at, mask=(row < end)[None, :] & (of_a < height)[:, None], other=0.0)
+        at = b_pointer + row.to(tl.int64)[:, None] * b_row + of_b[None, :]
+        rest_of_b = tl.load(at, mask=(row < end)[:, None] & (of_b < width)[None, :], other=0.0)
+        total = tl.dot(rest_of_a, rest_of_b, total)
+    at = result + (expert.to(tl.int64) * height + of_a[:, None]) * width + of_b[None, :]
+    tl.store(at, total.to(result.dtype.element_ty), mask=(of_a < height)[:, None] & (of_b < width)[None, :])
