@@ -24,6 +24,7 @@ soak: .venv/test
 # On a machine with a GPU: kernels compiled and not interpreted, great sizes, and the benchmarks beside those of others.
 # What others need may stand in an environment of its own: make bench-gpu PEERS=/path/to/its/site-packages
 GPU_TESTS := tests/gpu tests/kernels tests/components/kernels tests/components/optim tests/components/model
+GPU_TESTS += tests/components/checkpoint tests/components/run
 
 test-gpu: .venv/test
 	$(BIN)/pytest -q -m "not soak" $(GPU_TESTS)

@@ -86,11 +86,11 @@ def test_the_newest_stay(tmp_path: Path, keep: int, steps: list[int]) -> None:
     assert len(os.listdir(tmp_path / "checkpoints")) == len(steps)
 
 
-def test_at_least_one_is_kept() -> None:
+def test_at_least_one_is_kept(tmp_path: Path) -> None:
     """Keeping none would be no checkpointing, and a cadence of 0 steps is none."""
     for settings in ({"keep": 0}, {"every": 0}):
         with pytest.raises(ValueError, match="less than 1"):
-            checkpointer(Path("nowhere"), {}, **settings)
+            checkpointer(tmp_path, {}, **settings)
 
 
 def test_a_committed_step_is_not_saved_again(tmp_path: Path) -> None:

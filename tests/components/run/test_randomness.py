@@ -102,3 +102,15 @@ def _through_json(item: Any) -> Any:
     if isinstance(item, dict):
         return {key: _through_json(value) for key, value in item.items()}
     return item.clone() if isinstance(item, torch.Tensor) else json.loads(json.dumps(item))
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_generator_goes_on_too(opened: Callable[..., ProcessRandomness]) -> None:
+    """It draws what it drew after its state was taken."""
+    torch.rand(5, device="cuda")
+    node = opened()
+    state = node.state_dict()
+    expected = torch.randn(9, device="cuda").tolist()
+    torch.rand(3, device="cuda")
+    node.load_state_dict(state)
+    assert torch.randn(9, device="cuda").tolist() == expected

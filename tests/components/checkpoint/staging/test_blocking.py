@@ -84,3 +84,17 @@ def test_overlapping_saves_of_torch_are_each_of_their_own_step(tmp_path: Path, k
         future.result()
         found = loaded({"weight": torch.empty(1000, 1000)}, tmp_path / str(step))
         assert set(found["weight"].flatten().tolist()) == {step}
+
+
+@pytest.mark.gpu
+def test_from_a_gpu_it_is_copied_to_pinned_memory() -> None:
+    """Whole when `stage` returns, ties kept; the next copy does not take the place of one in use."""
+    weight, stager = torch.zeros(2**20, device="cuda"), Blocking()
+    copies = []
+    for step in range(3):
+        weight.fill_(step)
+        copies.append(stager.stage({"weight": weight, "part": weight[5:9]}))
+        weight.fill_(-1)
+    for step, copy in enumerate(copies):
+        assert copy["weight"].unique().tolist() == [float(step)] and copy["weight"].is_pinned()
+        assert copy["part"].data_ptr() == copy["weight"].data_ptr() + 20

@@ -1,6 +1,7 @@
 """Copies made while the next step's gradients are computed."""
 
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,26 @@ def test_overlapping_saves_of_torch_are_each_of_their_own_step(tmp_path: Path) -
         response.upload_completion.result()
         found = loaded({"weight": torch.empty(1000, 1000)}, tmp_path / str(step))
         assert set(found["weight"].flatten().tolist()) == {step}
+
+
+@pytest.mark.gpu
+def test_from_a_gpu_it_is_copied_while_that_computes() -> None:
+    """Each copy is of its moment, though the state changes right after; none waits, and both lie in pinned memory."""
+    weight, stager = torch.zeros(2**26, device="cuda"), Overlapped()
+    state = {"weight": weight, "column": weight.view(2**13, 2**13)[:, 1], "step": 0}
+    futures = []
+    for step in range(6):
+        began = time.perf_counter()
+        futures.append(stager.stage(state | {"step": step}))
+        stager.synchronize_staging()
+        weight.add_(1)
+        seconds = time.perf_counter() - began
+        if step > 1:  # memory is new to the first ones
+            assert seconds < 0.02, "256 MB take longer to cross the bus than to begin with"
+        if step % 2:  # two at a time
+            for number in (step - 1, step):
+                copy = futures[number].result()
+                assert copy["weight"].unique().tolist() == [float(number)] == copy["column"].unique().tolist()
+                assert copy["weight"].is_pinned() and copy["step"] == number
+                assert copy["column"].data_ptr() == copy["weight"].data_ptr() + 4
+    stager.close()
