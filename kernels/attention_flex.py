@@ -12,12 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from drawloom.kernels.attention import attention_eager
+
 BLOCK = 128
 """Tokens in a block."""
 
+LEAST = 16
+"""Channels of a head with which torch has a kernel for GPUs."""
+
 
 class AttentionFlex:
-    """What attention_eager gives; backwards on GPUs alone. Layers that share a tensor of documents share its mask."""
+    """
+    What attention_eager gives; backwards on GPUs alone. Layers that share a tensor of documents share its mask.
+
+    Heads too small for it, and tensors that are on no device, go to the eager one.
+    """
 
     def __init__(self) -> None:
         self._documents: ref[Tensor] | None = None
@@ -25,6 +34,8 @@ class AttentionFlex:
         self._compiled: Any = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        if q.is_meta or (q.is_cuda and q.shape[-1] < LEAST):
+            return attention_eager(q, k, v, documents)
         grouped = q.shape[2] != k.shape[2]
         swapped = (x.transpose(1, 2) for x in (q, k, v))
         attend = self._kernel() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention

@@ -7,6 +7,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from drawloom.kernels.attention import attention_eager
+
 
 class AttentionVarlen:
     """
@@ -21,6 +23,8 @@ class AttentionVarlen:
         self._begins = torch.empty(0)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        if q.is_meta:
+            return attention_eager(q, k, v, documents)
         from torch.nn.attention.varlen import varlen_attn
 
         if self._documents is None or self._documents() is not documents:

@@ -1,11 +1,15 @@
 """Flexible attention against the mask."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from drawloom.kernels import attention_flex
 from drawloom.kernels.attention import attention_eager
 from drawloom.kernels.attention_flex import AttentionFlex, block_mask
+from drawloom.kernels.attention_varlen import AttentionVarlen
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -47,6 +51,23 @@ def test_a_mask_is_made_once_for_all_layers() -> None:
     first = attention._mask_of(documents)
     assert attention._mask_of(documents) is first
     assert attention._mask_of(others) is not first
+
+
+@pytest.mark.parametrize("attention", [AttentionFlex(), AttentionVarlen()])
+def test_shapes_alone(attention: Callable[..., Tensor]) -> None:
+    """Tensors that are on no device give one of the right shape, with which a pipeline finds out what stages pass."""
+    q, k = torch.empty(2, 300, 4, 8, device="meta"), torch.empty(2, 300, 2, 8, device="meta")
+    found = attention(q, k, k, torch.empty(2, 300, dtype=torch.int64, device="meta"))
+    assert found.is_meta and found.shape == q.shape
+
+
+@pytest.mark.gpu
+def test_small_heads() -> None:
+    """Heads for which torch has no kernel are attended to all the same."""
+    documents = (torch.rand(2, 300) < 0.02).cumsum(1).cuda()
+    q, k, v = (torch.randn(2, 300, 4, 8, device="cuda", requires_grad=True) for _ in "qkv")
+    found, expected = AttentionFlex()(q, k, v, documents), attention_eager(q, k, v, documents)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu
