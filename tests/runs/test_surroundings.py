@@ -97,6 +97,29 @@ def test_trackers_and_profilers_neither_stop_nor_change_a_run(place: Path) -> No
     assert _learned(place / "runs/tiny", 10) == _learned(place / "runs/straight", 10)
 
 
+def _full_while_exporting(folder: Path, arguments: Sequence[str]) -> Outcome:
+    """A run on whose disk no export fits."""
+
+    def full(call: Call) -> None:
+        if call.name == "fsync" and "export" in call.path.partition("runs/tiny")[2]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), call.path)
+
+    with watched(full):
+        return command(folder, arguments, None)
+
+
+def test_an_export_that_fails_is_made_up_for(place: Path) -> None:
+    """What was learned is committed by then: told in words, and the same command does what is left."""
+    words = ("run", "tiny.toml", "trainer.afterwards=['@export']")
+    [outcome] = run_ranks(_full_while_exporting, 1, place, words, variables=False)
+    assert outcome.code == 1 and "No space left on device" in outcome.text and "Traceback" not in outcome.text
+    assert not (place / "runs/tiny/export").exists()
+    before = (place / "runs/tiny/metrics.jsonl").read_bytes()
+    assert drawloom(place, *words)[0].code == 0
+    assert (place / "runs/tiny/export/model.safetensors").exists()
+    assert (place / "runs/tiny/metrics.jsonl").read_bytes() == before
+
+
 def _few_files(folder: Path, arguments: Sequence[str]) -> Outcome:
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 6,) * 2)
     return command(folder, arguments, None)
