@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from drawloom.kernels.triton.launching import as_rows, check_floats, operation, power_of_two, processors
 from drawloom.kernels.triton.sum_of_parts import sum_of_parts
 
-TILE = 4096
+FORWARD_TILE, BACKWARD_TILE = 2048, 4096
 """Elements that a program holds at once, where a row has no more: 16 a thread."""
 
 PROGRAMS = 2
@@ -100,7 +100,7 @@ def _forward(
     rows, added = as_rows(x), None if residual is None else as_rows(residual)
     count, width = rows.shape
     block = power_of_two(width)
-    at_once = max(1, min(TILE // block, power_of_two(count)))
+    at_once = max(1, min(FORWARD_TILE // block, power_of_two(count)))
     _forward_kernel[(triton.cdiv(count, at_once),)](
         rows,
         added,
@@ -154,7 +154,7 @@ def _backward(
     rows, grads, more = as_rows(x), as_rows(grad), None if grad_summed is None else as_rows(grad_summed)
     count, width = rows.shape
     block = power_of_two(width)
-    at_once = max(1, min(TILE // block, power_of_two(count)))
+    at_once = max(1, min(BACKWARD_TILE // block, power_of_two(count)))
     programs = min(triton.cdiv(count, at_once), PROGRAMS * processors(x.device))
     grad_x = x.new_empty(x.shape)
     parts = x.new_empty(programs, width, dtype=torch.float32) if needs_weight else None

@@ -92,7 +92,10 @@ def main() -> None:
     rate = clock.matmul_rate(64 if TINY else 8192)
     where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "a CPU"
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {where}, {rate / 1e12:.1f} TFLOP/s")
+    wanted = [word for word in sys.argv[1:] if not word.startswith("--")]
     for name, config in MODELS.items():
+        if wanted and not any(word in name for word in wanted):
+            continue
         config = config | (SMALL if TINY else {})
         rows, length = (2, 12) if TINY else (4, 4096)
         print(f"\n{name}, {rows} rows of {length}{'':<20}{'tokens/s':>12}{'MFU':>10}{'GiB':>10}")
