@@ -166,7 +166,8 @@ def test_a_slow_rank_is_warned_of_and_waited_for(place: Path) -> None:
 
 def test_a_long_first_step_is_no_hang(place: Path) -> None:
     """It has a limit of its own."""
-    outcomes = run_ranks(_slow, 2, place, (*TWO, "watch.timeouts.step=1", "watch.timeouts.first_step=30"), 1, 1, 4.0)
+    limits = ("watch.timeouts.step=0.5", "watch.timeouts.first_step=30")
+    outcomes = run_ranks(_slow, 2, place, (*TWO, *limits), 1, 1, 3.3)
     assert [outcome.code for outcome in outcomes] == [0, 0]
 
 

@@ -86,9 +86,9 @@ def _slow_to_save(folder: Path, arguments: Sequence[str], seconds: float) -> Out
 @pytest.mark.parametrize("staging", ["none", "blocking"])
 def test_a_slow_save_of_one_rank_stops_nobody(place: Path, staging: str) -> None:
     """It may take longer than a step: the others wait, whether training goes on meanwhile or not."""
-    limits = ("watch.timeouts.step=1", "watch.timeouts.saving=30", "watch.timeouts.first_step=30")
+    limits = ("watch.timeouts.step=0.5", "watch.timeouts.saving=30", "watch.timeouts.first_step=30")
     words = (*TWO, *limits, "trainer.steps=3", "checkpoint.every=2", f"staging.use=checkpoint.staging.{staging}")
-    outcomes = run_ranks(_slow_to_save, 2, place, words, 3.5)
+    outcomes = run_ranks(_slow_to_save, 2, place, words, 3.3)
     assert [outcome.code for outcome in outcomes] == [0, 0]
     assert [step_of(path) for path in committed(place / "runs/tiny/checkpoints")] == [2, 3]
     assert len(rows(place / "runs/tiny")) == 3

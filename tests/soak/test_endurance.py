@@ -92,6 +92,7 @@ class Folder(RuleBasedStateMachine):
         self.memory = Memory()
         self.step = 0
         self.whole: set[int] = set()
+        self.unsure = 0
         self.start()
 
     def teardown(self) -> None:
@@ -109,6 +110,7 @@ class Folder(RuleBasedStateMachine):
         self.memory.state = state_of(self.step)
         self.node.save(Step(self.step, 10**6))
         self.whole.add(self.step)
+        self.unsure = 0
 
     @rule(number=st.integers(1, 25), code=st.sampled_from([errno.ENOSPC, errno.EIO]))
     def save_with_trouble(self, number: int, code: int) -> None:
@@ -121,6 +123,7 @@ class Folder(RuleBasedStateMachine):
         except UserError:
             if not (self.place / f"checkpoints/step-{self.step}").exists():
                 return
+        self.unsure += 1
         self.whole.add(self.step)
 
     @precondition(lambda self: self.whole)
@@ -163,9 +166,9 @@ class Folder(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_left_over(self) -> None:
-        """Beside what is damaged there are never many checkpoints."""
+        """Beside what is damaged, and what trouble keeps until the next save without any, there are never many."""
         there = [step for step in self.whole if (self.place / f"checkpoints/step-{step}").exists()]
-        assert len(there) <= 3
+        assert len(there) <= 3 + self.unsure
 
 
 def test_whatever_happens_in_whatever_order() -> None:
