@@ -25,7 +25,7 @@ FORM = Form(torch.Size([2]), torch.float64, torch.device("cpu"))
 
 
 def _opened() -> tuple[TorchProcesses, Ring]:
-    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=5.0)
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
     size = processes.world_size
     return processes, Ring(processes.rank, size, ring_links(processes, "ring", [list(range(size))]))
