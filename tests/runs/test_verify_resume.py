@@ -1,13 +1,13 @@
 """A recipe that is shown to resume, by the command that anybody can type."""
 
 import os
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from support.runs import write_corpus
+from support.processes import run_ranks
+from support.runs import Outcome, command, write_corpus
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 TESTS = str(Path(__file__).parents[1])
@@ -15,12 +15,14 @@ TESTS = str(Path(__file__).parents[1])
 
 def _verify(folder: Path, *words: str, path: str = "") -> tuple[int, str]:
     write_corpus(folder)
-    environment = {"PYTHONPATH": f"{path}:{SOURCE}:{TESTS}", "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
-    command = [sys.executable, "-m", "drawloom", "verify-resume", "tiny.toml", "--steps", "10", *words]
-    done = subprocess.run(
-        command, cwd=folder, env=environment | {"TMPDIR": str(folder)}, capture_output=True, text=True
-    )
-    return done.returncode, done.stdout + done.stderr
+    [outcome] = run_ranks(_command, 1, folder, words, path, timeout=300, variables=False)
+    return outcome.code, outcome.text
+
+
+def _command(folder: Path, words: Sequence[str], path: str) -> Outcome:
+    """The command, whose runs find our sources, and before them what lies in a folder."""
+    os.environ |= {"PYTHONPATH": f"{path}:{SOURCE}:{TESTS}", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    return command(folder, ("verify-resume", "tiny.toml", "--steps", "10", *words), None)
 
 
 def test_a_recipe_resumes_to_the_last_bit(tmp_path: Path) -> None:
