@@ -1,6 +1,7 @@
 """A recipe that is shown to resume, by the command that anybody can type."""
 
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,8 @@ def _verify(folder: Path, *words: str, path: str = "") -> tuple[int, str]:
 
 def _command(folder: Path, words: Sequence[str], path: str) -> Outcome:
     """The command, whose runs find our sources, and before them what lies in a folder."""
-    os.environ |= {"PYTHONPATH": f"{path}:{SOURCE}:{TESTS}", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    os.environ |= {"PYTHONPATH": f"{path}:{SOURCE}:{TESTS}", "OMP_NUM_THREADS": "1"}
+    tempfile.tempdir = str(folder)
     return command(folder, ("verify-resume", "tiny.toml", "--steps", "10", *words), None)
 
 
