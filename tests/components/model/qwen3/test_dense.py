@@ -263,7 +263,7 @@ COMPILED: list[tuple[dict[str, Any], RopeScaling | None]] = [
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
 def test_compiles_without_breaks(choices: dict[str, Any], rope: RopeScaling | None) -> None:
     """Traced as one graph, the whole model gives the losses that it gives otherwise, and its gradients."""
-    model = dense(kernels=kernels_on(DEVICE, **choices), rope_scaling=rope, max_positions=8)
+    model = dense(kernels=kernels_on(DEVICE, **choices), rope_scaling=rope, max_positions=8, layers=1)
     module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
     shared = to(DEVICE, one_document(2, 11, targets))
     runs = []
