@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ import torch
 from drawloom.components.checkpoint.digests import state_digests
 from drawloom.components.checkpoint.reading import committed, load_node, step_of
 from drawloom.components.checkpoint.staging.buffers import Pool
-from drawloom.components.ports.run import Step
+from drawloom.components.ports.run import Step, Value
 from drawloom.components.run import profiler
 from drawloom.components.run.folder_lock import FolderLock
 from drawloom.components.run.report import Report
+from drawloom.components.trackers.aim import AimTracker
 from drawloom.components.trackers.aim_run import AimRun
 from drawloom.graph.workshop import Workshop
 from support.audit import Audit
@@ -68,6 +69,13 @@ def _beset(folder: Path, arguments: Sequence[str]) -> Outcome:
         now[0] = step.index
         report(self, step)
 
+    track = AimTracker.track
+
+    def impatient(self: AimTracker, step: int, values: Mapping[str, Value]) -> None:
+        self.patience = 2.0
+        track(self, step, values)
+
+    put(AimTracker, "track", impatient)
     put(AimRun, "track", hang)
     put(profiler, "profile", raising)
     put(Report, "run_phase", counted)
@@ -86,7 +94,7 @@ def test_trackers_and_profilers_neither_stop_nor_change_a_run(place: Path) -> No
     and what is written down are those of the run beside which all went well.
     """
     assert drawloom(place, *TINY, "run.name=straight")[0].code == 0
-    aim = ("trackers.aim.use=trackers.aim", "trackers.aim.patience=2")
+    aim = ("trackers.aim.use=trackers.aim", "trackers.aim.patience=60")
     words = (*TINY, *aim, "watch.profiler.use=run.profiler", "watch.profiler.steps=[2]")
     [outcome] = run_ranks(_beset, 1, place, words, variables=False)
     assert outcome.code == 0 and "Traceback" not in outcome.text
