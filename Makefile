@@ -12,7 +12,7 @@ test: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not soak"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not soak" -n 2 --dist loadfile
 
 bench: .venv/test
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/benchmarks $(ONLY)

@@ -18,6 +18,8 @@ from drawloom.graph import UserError
 from support.processes import RanksFailed, run_ranks
 
 CPU = torch.device("cpu")
+OF_OTHERS = ("sem.", "power-")
+"""What tests that run at the same time have in shared memory for a moment."""
 
 
 def _world() -> ProcessGroup:
@@ -29,7 +31,8 @@ def _held() -> list[str]:
     """Segments that this process holds, and shared memory that has a name."""
     links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     lines = [*links, *Path("/proc/self/maps").read_text().splitlines()]
-    return sorted(os.listdir("/dev/shm")) + [line for line in lines if "memfd:drawloom" in line]
+    named = sorted(name for name in os.listdir("/dev/shm") if not name.startswith(OF_OTHERS))
+    return named + [line for line in lines if "memfd:drawloom" in line]
 
 
 def _config(rank: int, tensors: int) -> dict[str, Any]:
