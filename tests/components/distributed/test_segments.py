@@ -15,7 +15,6 @@ from drawloom.components.distributed.segments import open_shared, shared
 from drawloom.components.model_state.safetensors_header import DTYPES
 from drawloom.graph import UserError
 
-
 OF_OTHERS = ("sem.", "power-")
 """What tests that run at the same time have there for a moment."""
 
