@@ -31,8 +31,8 @@ class AutoKernels:
     The operations that a model computes with: `eager` is plain torch, `auto` the best for the device.
 
     `triton` compiles a kernel when it is first used. Attention by `flex` or `varlen` is torch's own for GPUs; the
-    cross entropy `triton` finds gradients with the losses, and `cut` never keeps logits; `torch` is torch's grouped
-    product.
+    cross entropy `triton` keeps the logits' gradients, up to 2.5 GiB in bfloat16, and `cut` never keeps logits; `torch`
+    is torch's grouped product.
     """
 
     device: Device
