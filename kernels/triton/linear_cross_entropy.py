@@ -22,8 +22,9 @@ from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.cut_cross_entropy import EXACT, Wanted
 from drawloom.kernels.deferral import WeightGradient, weight_gradient_of
+from drawloom.kernels.operation import operation
 from drawloom.kernels.triton.cut_cross_entropy import TRITON
-from drawloom.kernels.triton.launching import check_floats, operation, power_of_two
+from drawloom.kernels.triton.launching import check_floats, power_of_two
 from drawloom.kernels.triton.products import add_product
 from drawloom.kernels.vocabulary_parallel import own_targets
 

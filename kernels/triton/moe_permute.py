@@ -15,7 +15,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.moe_routes import Routes
-from drawloom.kernels.triton.launching import as_rows, check_floats, operation, power_of_two
+from drawloom.kernels.operation import operation
+from drawloom.kernels.triton.launching import as_rows, check_floats, power_of_two
 
 TILE = 4096
 """Elements of all choices that a program has at once."""

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from drawloom.kernels.operation import operation
 from drawloom.kernels.triton.launching import (
     angle_tables,
     check_floats,
-    operation,
     power_of_two,
     processors,
     with_channels_together,

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.triton.launching import as_rows, check_floats, operation, power_of_two, processors
+from drawloom.kernels.operation import operation
+from drawloom.kernels.triton.launching import as_rows, check_floats, power_of_two, processors
 from drawloom.kernels.triton.sum_of_parts import sum_of_parts
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 4096

@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
+from drawloom.kernels.operation import operation
 from drawloom.kernels.triton.launching import (
     angle_tables,
     check_floats,
-    operation,
     power_of_two,
     with_channels_together,
 )

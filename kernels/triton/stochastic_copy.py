@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from drawloom.kernels.operation import operation
 from drawloom.kernels.stochastic_copy import PER_DRAW
-from drawloom.kernels.triton.launching import operation
 from drawloom.kernels.triton.rounding import halves, round_stochastically, words
 
 BLOCK = 1024

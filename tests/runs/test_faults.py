@@ -118,7 +118,7 @@ LIMITS = ("watch.timeouts.step=2", "watch.timeouts.first_step=30", "watch.timeou
 def test_a_rank_that_stands_still_is_named(place: Path, rank: int) -> None:
     """The other one ends within the limit and some seconds, and says in its log which rank does not answer."""
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(_struck, 2, place, (*LONG, *LIMITS), (rank,), 3, int(signal.SIGSTOP), timeout=30, lost={rank})
+        run_ranks(_struck, 2, place, (*LONG, *LIMITS), (rank,), 3, int(signal.SIGSTOP), timeout=9, lost={rank})
     told = _told(caught.value, place, 1 - rank)
     assert f"rank {rank} does not answer" in told
     assert "Traceback" not in told
@@ -135,7 +135,7 @@ def test_a_rank_that_stands_still_at_any_moment_is_named(tmp_path: Path) -> None
         saving = ("checkpoint.every=2", f"staging.use=checkpoint.staging.{['blocking', 'none'][number // 2 % 2]}")
         arguments = (*LONG, *LIMITS, "watch.timeouts.saving=2", *saving)
         with pytest.raises(RanksFailed) as caught:
-            run_ranks(_struck, 2, place, arguments, (rank,), 3 + number, int(signal.SIGSTOP), timeout=30, lost={rank})
+            run_ranks(_struck, 2, place, arguments, (rank,), 3 + number, int(signal.SIGSTOP), timeout=9, lost={rank})
         assert f"rank {rank} does not answer" in _told(caught.value, place, 1 - rank)
 
 

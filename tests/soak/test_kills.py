@@ -27,7 +27,7 @@ def _assert_sound(findings: Findings) -> None:
 
 def test_a_minute_of_kills(tmp_path: Path) -> None:
     """The same as below for a minute at most: one and two processes, each way to stage."""
-    findings = _soak(tmp_path, JOBS[:4], kills=20, seed=1, seconds=40)
+    findings = _soak(tmp_path, JOBS[:4], kills=30, seed=1, seconds=40)
     _assert_sound(findings)
     assert findings.kills.total() >= 10
     assert findings.finished >= 4

@@ -60,8 +60,7 @@ if STRACE is not None:
         assert not [each for _, each in found if each.restored < each.committed or each.torn]
         assert {2, 3} <= {*steps} <= {2, 3, 4}
 
-    @pytest.mark.soak
-    @pytest.mark.parametrize("staging", [False, True])
+    @pytest.mark.parametrize("staging", [pytest.param(False, marks=pytest.mark.soak), True])
     def test_a_full_disk_at_every_system_call_is_told(tmp_path: Path, staging: bool) -> None:
         """It is never taken for success, nor for anything else; what was committed is restored."""
         [found] = run_ranks(_everywhere, 1, tmp_path, staging, "error=ENOSPC", timeout=400)

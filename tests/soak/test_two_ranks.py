@@ -87,7 +87,7 @@ def _trouble(base: Path, rank: int, code: int) -> list[tuple[list[str], int, lis
     raise ValueError("there is no end to the calls")
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_trouble_with_the_disk_of_one_rank_is_lived_with_by_both(tmp_path: Path, rank: int, code: int) -> None:
     """At each call: both are told the same, with rank, path and reason, and the next save is committed."""

@@ -111,13 +111,9 @@ def main() -> None:
 
 def contenders(config: dict[str, Any]) -> Iterator[tuple[str, Callable[[dict[str, Any], Tensor, Tensor], Step]]]:
     """Names, and what makes a step of each; who is not here is said so."""
-    module, _ = OURS[config["model_type"]]
-    if find_spec(f"drawloom.components.model.qwen3.{module}") is None:
-        print(f"  drawloom: there is no model.qwen3.{module}")
-    else:
-        yield "drawloom", _ours
-        yield "drawloom, compiled", partial(_ours, compiled=True)
-        yield "drawloom, stochastic rounding", partial(_ours, rounded=True)
+    yield "drawloom", _ours
+    yield "drawloom, compiled", partial(_ours, compiled=True)
+    yield "drawloom, stochastic rounding", partial(_ours, rounded=True)
     yield "transformers", _theirs
     yield "transformers, compiled", partial(_theirs, compiled=True)
     if find_spec("liger_kernel") is None:

@@ -155,7 +155,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 def test_bombs_cost_little(bomb: Callable[[], bytes]) -> None:
     """The worst headers that fit are refused within a second and within 200 MB."""
     file = bomb()
-    assert any(cost(file) < 1 for _ in range(10))  # cores that are shared are slow for a while
+    assert any(cost(file) < 1 for _ in range(3))  # a busy machine may be slow once
     tracemalloc.start()
     with pytest.raises(BadHeader):
         entries_of(file)

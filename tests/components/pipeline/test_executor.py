@@ -170,8 +170,8 @@ TRAINING = [
 
 
 CASES: dict[int, list[pipelines.Case]] = {
-    2: [(name, microbatches, True, False, 4) for name in TRAINING for microbatches in (1, 5, 8)],
-    4: [(name, 8, False, True, 8) for name in TRAINING],
+    2: [(name, microbatches, True, False) for name in TRAINING for microbatches in (1, 5, 8)],
+    4: [(name, 8, False, True) for name in TRAINING],
 }
 
 

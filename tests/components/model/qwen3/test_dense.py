@@ -117,7 +117,8 @@ def assert_gradients_equal(
     expected = torch.autograd.grad(their_loss, [others[names[name]] for name in ours])
     for name, gradient, reference in zip(ours, found, expected, strict=True):
         assert gradient.any(), name
-        size = max(1.0, reference.abs().max().item())  # sums of many terms round by their size
+        # Models that stretch positions have gradients of tens here, whose sums round by as much more.
+        size = max(1.0, reference.abs().max().item()) if model.rope_scaling else 1.0
         torch.testing.assert_close(gradient / size, reference / size, **CLOSE)
 
 
@@ -263,7 +264,7 @@ COMPILED: list[tuple[dict[str, Any], RopeScaling | None]] = [
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
 def test_compiles_without_breaks(choices: dict[str, Any], rope: RopeScaling | None) -> None:
     """Traced as one graph, the whole model gives the losses that it gives otherwise, and its gradients."""
-    model = dense(kernels=kernels_on(DEVICE, **choices), rope_scaling=rope, max_positions=8, layers=1)
+    model = dense(kernels=kernels_on(DEVICE, **choices), rope_scaling=rope, max_positions=8)
     module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
     shared = to(DEVICE, one_document(2, 11, targets))
     runs = []
