@@ -30,24 +30,6 @@ class OneRank:
         return [json.loads(json.dumps(value))]
 
 
-class Message:
-    """A tensor on its way; it is held until then, and no longer."""
-
-    def __init__(self, group: "ProcessGroup", work: Any, tensor: Tensor | None) -> None:
-        self._group, self._work, self._tensor = group, work, tensor
-
-    def is_over(self) -> bool:
-        """Whether it has been sent or received."""
-        return self._work is None or bool(self._work.is_completed())
-
-    def wait(self) -> None:
-        """Until it is over; a UserError if the other end is gone or takes too long."""
-        if self._work is not None:
-            with self._group._peers("a message"):
-                self._work.wait()
-            self._work = self._tensor = None  # a finished work keeps its tensor
-
-
 class ProcessGroup:
     """
     Several processes, over a group of torch.distributed.
@@ -93,41 +75,32 @@ class ProcessGroup:
         texts = self._gather(padded.to(self.device))
         return [json.loads(each[:n].cpu().numpy().tobytes()) for each, n in zip(texts, lengths, strict=True)]
 
-    def send(self, tensor: Tensor, to: int) -> "Message":
-        """Begin to send a contiguous tensor to a place in the group."""
-        with self._peers("a message"):
-            return Message(self, dist.isend(tensor, self.ranks[to], group=self._handle), tensor)
-
-    def receive(self, tensor: Tensor, source: int) -> "Message":
-        """Begin to receive a tensor of this shape and dtype from a place in the group."""
-        with self._peers("a message"):
-            return Message(self, dist.irecv(tensor, self.ranks[source], group=self._handle), tensor)
-
     @torch.no_grad()
     def _reduce(self, tensor: Tensor, operation: Any) -> None:
         travelling = tensor.detach().to(self.device).contiguous()
-        with self._peers("a reduction"):
+        with peer_errors(self._roll, "a reduction", self.name, self.ranks):
             dist.all_reduce(travelling, operation, group=self._handle)
         if travelling.data_ptr() != tensor.data_ptr() or travelling.device != tensor.device:
             tensor.copy_(travelling)
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in self.ranks]
-        with self._peers("an exchange"):
+        with peer_errors(self._roll, "an exchange", self.name, self.ranks):
             dist.all_gather(gathered, tensor, group=self._handle)
         return gathered
 
-    @contextmanager
-    def _peers(self, deed: str) -> Iterator[None]:
-        self._roll.waits = deed, self.name
-        try:
-            yield
-        except RuntimeError as error:
-            ranks = ", ".join(map(str, self.ranks))
-            cause = self._roll.accused() or "most likely another process stopped"
-            raise UserError(
-                f"{deed} in group {self.name} (ranks {ranks}) failed on rank {dist.get_rank()}: {cause}; see its log. "
-                f"torch says: {str(error).strip().splitlines()[0]}"
-            ) from error
-        finally:
-            self._roll.waits = None
+
+@contextmanager
+def peer_errors(roll: Roll, deed: str, name: str, ranks: Sequence[int]) -> Iterator[None]:
+    """Notes what this rank waits for, and turns torch's errors of a group of ranks into a UserError that names it."""
+    roll.waits = deed, name
+    try:
+        yield
+    except RuntimeError as error:
+        cause = roll.accused() or "most likely another process stopped"
+        raise UserError(
+            f"{deed} in group {name} (ranks {', '.join(map(str, ranks))}) failed on rank {dist.get_rank()}: {cause}; "
+            f"see its log. torch says: {str(error).strip().splitlines()[0]}"
+        ) from error
+    finally:
+        roll.waits = None

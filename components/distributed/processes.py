@@ -8,11 +8,13 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed.groups import OneRank, ProcessGroup
 from drawloom.components.distributed.launch import Launch, read_launch
+from drawloom.components.distributed.p2p_links import P2PChannel
 from drawloom.components.distributed.roll import Roll, connect
-from drawloom.components.ports.distributed import Device, Group
+from drawloom.components.ports.distributed import Channel, Device, Group
 from drawloom.graph import UserError, above, component, setting
 
 FOR_EVER = timedelta(days=30)
@@ -29,6 +31,8 @@ class TorchProcesses:
     _joined: bool = attrs.field(init=False, default=False)
     _limit: timedelta = attrs.field(init=False)
     _handles: list[Any] = attrs.field(init=False, factory=list)
+    _channels: dict[str, P2PChannel] = attrs.field(init=False, factory=dict)
+    _store: Any = attrs.field(init=False, default=None)
     _roll: Roll = attrs.field(init=False, factory=lambda: Roll(0, 1))
 
     @property
@@ -70,12 +74,24 @@ class TorchProcesses:
         if self._joined:
             self._joined = False
             self._handles = []
+            self._close_channels()
             dist.destroy_process_group()
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
         """A group for each of these sets of ranks, disjoint and with all ranks; gives the one of this process."""
         groups = [(self.rank in ranks, self._make(name, ranks)) for ranks in sets]
         return next(group for own, group in groups if own)
+
+    def channel(self, name: str, sender: int, receiver: int) -> Channel:
+        """
+        The one-way channel of this name between two ranks, of which this is one; connected when first asked for.
+
+        Both ranks ask; where ranks ask for several, all follow one order (see p2p_links).
+        """
+        key = f"{name} {sender}->{receiver}"
+        if key not in self._channels:
+            self._channels[key] = self._connect(key, (sender, receiver))
+        return self._channels[key]
 
     def apart(self, name: str) -> Group:
         """All processes, on CPUs, by a channel of their own where they wait for one another as long as they live."""
@@ -90,6 +106,8 @@ class TorchProcesses:
         self._limit = timedelta(seconds=seconds)
         for handle in [dist.group.WORLD, *self._handles] if self._joined else []:
             dist.distributed_c10d._set_pg_timeout(self._limit, handle)
+        for channel in self._channels.values():
+            channel.backend._set_default_timeout(self._limit)
 
     def note(self, place: str) -> None:
         """Where this process is, for the others to be told if it keeps them waiting."""
@@ -107,6 +125,7 @@ class TorchProcesses:
             world = ProcessGroup("world", range(self.world_size), dist.group.WORLD, self._where, roll)
             name = "-".join(map(str, world.gather_json(os.getpid())))
             roll.store = connect(launch.address, launch.port, name, self.timeout)
+            self._store = connect(launch.address, launch.port, f"{name}/p2p", self.timeout)
         if launch.address:
             roll.start()
         return roll
@@ -135,3 +154,31 @@ class TorchProcesses:
             handle = dist.new_group(list(ranks), timeout=self._limit)
             self._handles += [handle] if self.rank in ranks else []
         return ProcessGroup(name, ranks, handle, self._where, self._roll)
+
+    def _connect(self, name: str, ranks: tuple[int, int]) -> P2PChannel:
+        if self._where.type != self.device.device.type:
+            text = f"ranks on {self.device.device.type} can't send tensors to one another over"
+            raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
+        channel = P2PChannel(name, ranks, self._backend(name, ranks.index(self.rank)), self._where, self._roll)
+        probe = torch.zeros(1, device=self._where)
+        (channel.send(probe) if self.rank == ranks[0] else channel.receive(probe)).wait()  # NCCL connects only now
+        return channel
+
+    def _backend(self, name: str, rank: int) -> Any:
+        """
+        A communicator of two that torch's registry of groups knows nothing of.
+
+        dist.new_group would make all ranks of the run take part, and with a bound device share one NCCL communicator
+        among all point-to-point operations of a group.
+        """
+        store = PrefixStore(name, self._store)
+        if self.device.backend == "gloo":
+            return dist.ProcessGroupGloo(store, rank, 2, self._limit)  # type: ignore[attr-defined]
+        options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+        options._timeout = self._limit
+        return dist.ProcessGroupNCCL(store, rank, 2, options)  # type: ignore[attr-defined]
+
+    def _close_channels(self) -> None:
+        channels, self._channels = self._channels, {}
+        for channel in channels.values() if self.device.backend == "nccl" else ():
+            channel.backend.shutdown()

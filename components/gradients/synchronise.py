@@ -6,6 +6,7 @@ With weights w and losses l of all tokens of all microbatches and replicas, the 
 
 import math
 from collections.abc import Iterator
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,9 @@ class Synchronise:
             yield bucket
 
     def _sum(self, bucket: list[Tensor]) -> None:
-        flat = torch.cat([gradient.flatten().to(self.precision.reduce) for gradient in bucket])
+        """Sum a bucket over the replicas, in `precision.reduce` or in the gradients' own dtype if that is wider."""
+        dtype = reduce(torch.promote_types, (gradient.dtype for gradient in bucket), self.precision.reduce)
+        flat = torch.cat([gradient.flatten().to(dtype) for gradient in bucket])
         self.mesh.replicas.sum(flat)
         for gradient, part in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))

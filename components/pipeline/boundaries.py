@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.pipeline.tree import transform
+from drawloom.components.pipeline.tree import branches, leaves, transform
 from drawloom.components.ports.model import Shared, Span
 
 Key = tuple[Any, ...]
@@ -49,3 +49,32 @@ class Boundaries:
 def on_meta(tree: Any) -> Any:
     """The tree with its tensors replaced by contiguous ones that hold nothing."""
     return transform(lambda leaf: torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def mismatch(payload: Any, expected: Any, path: str = "") -> str | None:
+    """
+    How a tree of tensors differs from the one that the receiver makes room for; None if it doesn't.
+
+    Structures, shapes and dtypes are compared, and the values of leaves that are no tensors, since the receiver takes
+    its own for them.
+    """
+    if isinstance(payload, Tensor) and isinstance(expected, Tensor):
+        if payload.shape == expected.shape and payload.dtype == expected.dtype:
+            return None
+        return f"leaf {path or 'itself'} is {_written(payload)}, and {_written(expected)} is expected"
+    found, wanted = branches(payload), branches(expected)
+    if found is None or wanted is None or type(payload) is not type(expected):
+        same = found is None and wanted is None and type(payload) is type(expected) and bool(payload == expected)
+        return None if same else f"leaf {path or 'itself'} is {_written(payload)}, and {_written(expected)} is expected"
+    if [name for name, _ in found] != [name for name, _ in wanted]:
+        where = f" in {path}" if path else ""
+        return f"there are {len(leaves(payload))} leaves{where}, and {len(leaves(expected))} are expected"
+    parts = zip(found, wanted, strict=True)
+    return next(filter(None, (mismatch(part, other, path + name) for (name, part), (_, other) in parts)), None)
+
+
+def _written(leaf: Any) -> str:
+    """A leaf in words: dtype and shape of a tensor."""
+    if not isinstance(leaf, Tensor):
+        return repr(leaf) if branches(leaf) is None else f"a {type(leaf).__name__}"
+    return f"{str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape)}"

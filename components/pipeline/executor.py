@@ -1,6 +1,7 @@
 """Carries a rank's line of the schedule's program out, on this rank's stages; on one rank, the plain training loop."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -50,8 +51,9 @@ class Executor:
                 yield from misfits(schedule, mesh, model)
 
     def open(self) -> None:
-        """Find the neighbours, and sort the weights of each stage."""
-        self._links = self.neighbours.links("pipeline")
+        """Connect this rank to those that its stages send to or receive from, and sort the weights of each stage."""
+        owners = self.schedule.owners(self.mesh.size("pipeline"))
+        self._links = self.neighbours.links("pipeline", {hop for hop in pairwise(owners) if hop[0] != hop[1]})
         self._weights = {stage.index: StageWeights.of(stage.module.parameters()) for stage in self.stages.local}
 
     def train(self, microbatches: Sequence[Batch]) -> Losses:

@@ -35,8 +35,8 @@ class Mail:
         link, going = self.links[peer], self._going
         for tensor in tensors:
             going.append(link.send(tensor.contiguous()))
-        while going and going[0].is_over():
-            going.popleft()
+        while going and going[0].is_completed():
+            going.popleft().wait()  # costs nothing now, and torch lets go of what it kept for it
 
     def receive(self, address: Address, peer: int, like: Any) -> None:
         """Begin to receive a tree of tensors like this one, which may be on the meta device."""

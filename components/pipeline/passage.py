@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.pipeline.boundaries import mismatch
 from drawloom.components.pipeline.mail import Mail
 from drawloom.components.pipeline.stage_work import StageWork, as_input, floating
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
@@ -94,12 +95,27 @@ class Passage:
 
     def _send_forward(self, action: Action) -> None:
         output = self._forward.pop((action.stage + 1, action.microbatch))
-        self.mail.send(_peer(action), [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)])
+        self._send(action, output, self._activations(action.stage + 1, action.microbatch))
 
     def _receive_forward(self, action: Action) -> None:
-        load = self.loads[action.microbatch]
-        like = self.boundaries.boundary(action.stage, load.tokens, load.shared)
+        like = self._activations(action.stage, action.microbatch)
         self.mail.receive(("RECV_F", action.stage, action.microbatch), _peer(action), like)
+
+    def _activations(self, stage: int, microbatch: int) -> Any:
+        """The tree of meta tensors that a stage takes for a microbatch: what both ends of a message agree on."""
+        load = self.loads[microbatch]
+        return self.boundaries.boundary(stage, load.tokens, load.shared)
+
+    def _send(self, action: Action, payload: Any, expected: Any) -> None:
+        """Send a tree of tensors; a UserError where the receiver would read its bytes as something else."""
+        if problem := mismatch(payload, expected):
+            kind = "output" if action.work == "SEND_F" else "gradient"
+            raise UserError(
+                f"stage {action.stage} has another {kind} for microbatch {action.microbatch} than rank "
+                f"{action.peer} of the pipeline expects: {problem}; a stage gives what its module gives on the meta "
+                "device, so check autocast, and shapes or dtypes that depend on values"
+            )
+        self.mail.send(_peer(action), [leaf for leaf in leaves(payload) if isinstance(leaf, Tensor)])
 
     def _run_backward(self, action: Action) -> None:
         self._keep(action, self.works[action.stage].backward(action.microbatch, self._grads(action)))
@@ -125,11 +141,11 @@ class Passage:
             self._backward[action.stage - 1, action.microbatch] = grads
 
     def _send_backward(self, action: Action) -> None:
-        self.mail.send(_peer(action), self._backward.pop((action.stage - 1, action.microbatch)))
+        grads = self._backward.pop((action.stage - 1, action.microbatch))
+        self._send(action, grads, floating(leaves(self._activations(action.stage, action.microbatch))))
 
     def _receive_backward(self, action: Action) -> None:
-        load = self.loads[action.microbatch]
-        like = floating(leaves(self.boundaries.boundary(action.stage + 1, load.tokens, load.shared)))
+        like = floating(leaves(self._activations(action.stage + 1, action.microbatch)))
         self.mail.receive(("RECV_B", action.stage, action.microbatch), _peer(action), like)
 
 

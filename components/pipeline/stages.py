@@ -41,7 +41,7 @@ class RealStages:
     weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
     _local: list[Stage] = attrs.field(init=False, factory=list)
     _boundaries: Boundaries = attrs.field(init=False, default=None)
-    _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
+    _shared: dict[str, tuple[list[int], str]] = attrs.field(init=False, factory=dict)
     _elsewhere: set[str] = attrs.field(init=False, factory=set)
 
     def open(self) -> None:
@@ -76,14 +76,17 @@ class RealStages:
     def sum_shared(self) -> None:
         """Add up gradients of parameters that several pipeline ranks hold; a rank without one adds nothing."""
         mine = dict(self.named())
-        for name, shape in self._shared.items():
-            parameter = mine.get(name)
+        for name, (shape, kind) in self._shared.items():
+            parameter, dtype = mine.get(name), getattr(torch, kind)
+            wide = torch.promote_types(dtype, self.precision.reduce)
             if parameter is None:
-                gradient = torch.zeros(shape, dtype=self.precision.gradient, device=self.device.device)
-            else:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = gradient
-            self.mesh.group("pipeline").sum(gradient)
+                self.mesh.group("pipeline").sum(torch.zeros(shape, dtype=wide, device=self.device.device))
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            total = parameter.grad.to(wide)
+            self.mesh.group("pipeline").sum(total)
+            parameter.grad.copy_(total)
 
     def state_names(self) -> list[str]:
         """The names of the parameters that this rank holds."""
@@ -105,9 +108,10 @@ class RealStages:
     def _find_shared(self) -> None:
         """Which parameters stand on several pipeline ranks: a tied embedding, on the first and the last."""
         group = self.mesh.group("pipeline")
-        shapes: list[dict[str, list[int]]] = group.gather_json({name: [*part.shape] for name, part in self.named()})
+        held = {name: ([*part.shape], str(part.dtype).removeprefix("torch.")) for name, part in self.named()}
+        shapes: list[dict[str, tuple[list[int], str]]] = group.gather_json(held)
         times = Counter(name for names in shapes for name in names)
-        everywhere = {name: shape for names in shapes for name, shape in names.items()}
+        everywhere = {name: form for names in shapes for name, form in names.items()}
         self._shared = {name: everywhere[name] for name in sorted(times) if times[name] > 1}
         self._elsewhere = {name for names in shapes[: group.rank] for name in names}
 

@@ -78,7 +78,7 @@ class OurResidual(Residual):
 class AtOnce:
     """A message that is over at once, and the link that it goes through."""
 
-    def is_over(self) -> bool:
+    def is_completed(self) -> bool:
         return True
 
     def wait(self) -> None: ...
@@ -109,7 +109,7 @@ class World:
     def index(self, dimension: str) -> int:
         return RANK
 
-    def links(self, dimension: str) -> dict[int, AtOnce]:
+    def links(self, dimension: str, edges: Any) -> dict[int, AtOnce]:
         return {peer: AtOnce() for peer in range(RANKS)}
 
     def boundary(self, stage: int, tokens: Tensor, shared: Shared) -> Tensor:

@@ -91,6 +91,14 @@ def test_two_replicas_that_see_the_same_change_nothing(bucket_bytes: int, mesh_o
     assert step.values["loss"] == 5.0 and step.tokens == 14
 
 
+def test_wide_gradients_are_not_narrowed_by_the_sum(mesh_of: Any) -> None:
+    """Float64 gradients are summed in float64, though `reduce` is float32, also beside float32 ones."""
+    weights = Weights(torch.tensor([1 + 2**-40, 8.0], dtype=torch.float64))
+    taken(weights, mesh_of(replicas=Twins()), total=1.0, weight=1.0)
+    assert weights.first.grad is not None and weights.first.grad.tolist() == [1 + 2**-40, 8.0]
+    assert weights.second.grad is not None and weights.second.grad.dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("gradient", "total", "weight", "reason"),
     [

@@ -1,5 +1,6 @@
 """What may travel between stages."""
 
+import re
 from typing import Any
 
 import attrs
@@ -14,8 +15,9 @@ from drawloom.components.pipeline.boundaries import Boundaries
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import Shared, Span, Stage
+from drawloom.components.ports.program import Action, Program
 from support import pipelines
-from support.processes import run_ranks
+from support.processes import RanksFailed, run_ranks
 
 
 @attrs.frozen
@@ -24,7 +26,7 @@ class Parcel:
 
     hidden: dict[str, Tensor]
     counts: tuple[Tensor, Tensor]
-    nothing: None = None
+    nothing: int | None = None
 
 
 class First(nn.Module):
@@ -96,7 +98,30 @@ def batches() -> list[Batch]:
     return [Batch(row, row, row, row) for row in rows]
 
 
-def travelled(name: str) -> dict[str, Any]:
+class Faulty(First):
+    """A first stage that gives something else than on the meta device."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def forward(self, inputs: Tensor, shared: Shared) -> Any:
+        given = super().forward(inputs, shared)
+        if inputs.shape[1] < 3:  # the first microbatch is right
+            return given
+        match self.fault:
+            case "dtype":
+                given.hidden["found"] = given.hidden["found"].bfloat16()
+            case "shape":
+                given.hidden["found"] = given.hidden["found"][:, :1]
+            case "missing":
+                del given.hidden["unused"]
+            case "constant":
+                return attrs.evolve(given, nothing=3)
+        return given
+
+
+def travelled(name: str, fault: str = "") -> dict[str, Any]:
     """Gradients of this rank, and its part of the loss, after a step with a schedule."""
     device = ComputeDevice(kind="cpu")
     processes = TorchProcesses(device=device, timeout=30.0)
@@ -105,7 +130,8 @@ def travelled(name: str) -> dict[str, Any]:
         mesh = RankMesh(processes=processes, pipeline=2, data_replicate=1)
         mesh.open()
         rank = mesh.index("pipeline")
-        stages = Spread([Stage(rank, 2, SPANS[rank], build(SPANS[rank]))], Boundaries(SPANS, meta))
+        module = Faulty(fault) if fault and rank == 0 else build(SPANS[rank])
+        stages = Spread([Stage(rank, 2, SPANS[rank], module)], Boundaries(SPANS, meta))
         executor = Executor(
             stages=stages,
             boundaries=stages,
@@ -143,3 +169,83 @@ def test_trees_of_all_kinds_of_leaves_travel(name: str) -> None:
     for module, rank in zip((first, second), ranks, strict=True):
         for key, parameter in module.named_parameters():
             assert rank["grads"][key] == pytest.approx(grads_of(parameter), rel=1e-12), key
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("dtype", r"leaf \.hidden\['found'\] is bfloat16 of shape \(3, 2, 3\), and float64 of shape \(3, 2, 3\) is"),
+        ("shape", r"leaf \.hidden\['found'\] is float64 of shape \(3, 1, 3\), and float64 of shape \(3, 2, 3\) is"),
+        ("missing", r"there are 1 leaves in \.hidden, and 2 are expected"),
+        ("constant", r"leaf \.nothing is 3, and None is expected"),
+    ],
+)
+def test_a_payload_that_the_receiver_would_misread_is_refused(fault: str, text: str) -> None:
+    """Another dtype, shape, structure or constant than that of the meta pass is an error of the sender, in words."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(travelled, 2, "one_f_one_b", fault)
+    assert re.search(r"UserError: stage 0 has another output for microbatch 1 than rank 1", caught.value.failures[0])
+    assert re.search(text, caught.value.failures[0]), caught.value.failures[0]
+
+
+def hops(owners: tuple[int, ...]) -> float:
+    """This rank's part of the loss of a chain of stages that lie on these ranks."""
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
+    processes.open()
+    try:
+        mesh = RankMesh(processes=processes, pipeline=4, data_replicate=1)
+        mesh.open()
+        rank, count = mesh.index("pipeline"), len(owners)
+        spans = [Span(number, number + 1, number == 0, number == count - 1) for number in range(count)]
+        modules = {stage: Twice(stage == count - 1) for stage, owner in enumerate(owners) if owner == rank}
+        local = [Stage(stage, count, spans[stage], module) for stage, module in modules.items()]
+        stages = Spread(local, Boundaries(spans, lambda span: Twice(span.head)))
+        schedule = Anywhere(owners)
+        parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
+        executor = Executor(schedule=schedule, objective=SumOfAll(), device=ComputeDevice(kind="cpu"), **parts)
+        executor.open()
+        return float(executor.train(batches()).total)
+    finally:
+        processes.close()
+
+
+class Twice(nn.Module):
+    """Doubles; the last one adds up."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.last = last
+
+    def forward(self, inputs: Tensor, shared: Shared) -> Tensor:
+        doubled = 2.0 * inputs.double()
+        return doubled.sum() if self.last else doubled
+
+
+@attrs.frozen
+class Anywhere:
+    """All forwards and then all backwards, on whatever ranks the stages lie."""
+
+    ranks_of_stages: tuple[int, ...]
+
+    @property
+    def stages_per_rank(self) -> int:
+        return len(self.ranks_of_stages) // 4
+
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        return self.ranks_of_stages
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        stages = range(len(self.ranks_of_stages))
+        forwards = [Action(stage, "F", number) for number in range(microbatches) for stage in stages]
+        backwards = [Action(stage, "B", number) for number in range(microbatches) for stage in reversed(stages)]
+        lines = [
+            [action for action in (*forwards, *backwards) if self.ranks_of_stages[action.stage] == rank]
+            for rank in range(ranks)
+        ]
+        return Program.of(lines, self.ranks_of_stages)
+
+
+def test_stages_hand_over_between_any_two_ranks() -> None:
+    """Consecutive stages need not lie on neighbours of a ring: 0 to 2, 2 to 1 and 1 to 3 work as well."""
+    expected = sum(float((2.0**8 * batch.tokens.double()).sum()) ** 2 for batch in batches())
+    assert sum(run_ranks(hops, 4, (0, 2, 1, 3, 0, 2, 1, 3))) == pytest.approx(expected, rel=1e-12)
