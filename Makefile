@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test bench soak clean test-gpu bench-gpu bench-train-gpu
+.PHONY: train test bench soak clean test-gpu bench-gpu bench-train-gpu bench-pipeline-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -34,6 +34,9 @@ bench-gpu: .venv/test
 
 bench-train-gpu: .venv/test
 	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/training.py $(ONLY)
+
+bench-pipeline-gpu: .venv/test
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/pipeline.py $(ONLY)
 
 clean:
 	rm -rf .venv runs dist .mypy_cache .pytest_cache .ruff_cache

@@ -173,10 +173,10 @@ class TorchProcesses:
         """
         store = PrefixStore(name, self._store)
         if self.device.backend == "gloo":
-            return dist.ProcessGroupGloo(store, rank, 2, self._limit)  # type: ignore[attr-defined]
-        options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+            return dist.ProcessGroupGloo(store, rank, 2, self._limit)
+        options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._limit
-        return dist.ProcessGroupNCCL(store, rank, 2, options)  # type: ignore[attr-defined]
+        return dist.ProcessGroupNCCL(store, rank, 2, options)
 
     def _close_channels(self) -> None:
         channels, self._channels = self._channels, {}

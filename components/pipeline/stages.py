@@ -122,7 +122,7 @@ class RealStages:
         try:
             return split_layers(self.model.layers, stages, self.embedding_weighs, self.head_weighs)
         except ValueError as error:
-            raise UserError(f"{error}; let embedding and head weigh less, or take fewer stages", exit_code=2) from error
+            raise UserError(f"{error}; take fewer stages", exit_code=2) from error
 
     def _build(self, span: Span) -> nn.Module:
         with torch.device("meta"):

@@ -1,6 +1,6 @@
 """A small model over pipeline ranks, and what a step of it leaves behind."""
 
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -20,6 +20,13 @@ from drawloom.components.ports.run import Step
 from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.problems import Problem
 from support.qwen3 import cpu_kernels
+
+TRAINING = [
+    name.rpartition(".")[2]
+    for name in Catalogue.of("drawloom.components").names()
+    if name.startswith("pipeline.schedules.") and not name.endswith(".inference")
+]
+"""The names of all schedules that train."""
 
 
 @attrs.frozen
@@ -65,13 +72,14 @@ Case = tuple[str, int, bool, bool]
 """A schedule, how many microbatches, whether embedding and head are tied, and whether the first layer is frozen."""
 
 
-def steps(cases: list[Case], replicas: int = 1) -> list[dict[str, Any]]:
+def steps(cases: list[Case], replicas: int = 1, kind: Literal["cpu", "cuda"] = "cpu") -> list[dict[str, Any]]:
     """
     What a step of each case leaves on this rank, in all processes that were started together, or in this one.
 
     With several replicas each takes its part of the microbatches, and gradients are summed over replicas, too.
     """
-    device = ComputeDevice(kind="cpu")
+    device = ComputeDevice(kind=kind)
+    device.open()
     processes = TorchProcesses(device=device, timeout=30.0)
     processes.open()
     try:
@@ -113,5 +121,5 @@ def _step(name: str, microbatches: int, tied: bool, frozen: bool, mesh: RankMesh
         parameters=stages, mesh=mesh, precision=precision, reduce=SumOverParameters(mesh=mesh), bucket_bytes=1000
     ).run_phase(step)
     held_out = executor.evaluate(iter(batches(3)))
-    grads = {name: parameter.grad for name, parameter in stages.named()}
+    grads = {name: None if parameter.grad is None else parameter.grad.cpu() for name, parameter in stages.named()}
     return {"grads": grads, "loss": float(losses.total), "held_out": float(held_out.total)}

@@ -111,6 +111,22 @@ def command(folder: Path, arguments: Sequence[str], kill_after: tuple[Path, floa
         return Outcome(code, file.read())
 
 
+def struck(folder: Path, arguments: Sequence[str], number: int) -> Outcome:
+    """One process of `drawloom` for `run_ranks`; rank 1 sends itself a signal once step 1 is in the run's metrics."""
+    if os.environ["RANK"] == "1":
+        name = next((word for word in arguments if word.startswith("run.name=")), "run.name=tiny")
+        run = folder / "runs" / name.removeprefix("run.name=")
+        threading.Thread(target=_strike, args=(run, number), daemon=True).start()
+    return command(folder, arguments, None)
+
+
+def _strike(run: Path, number: int) -> None:
+    while not ((run / "metrics.jsonl").exists() and rows(run)):
+        time.sleep(0.01)
+    (run / "struck").touch()
+    os.kill(os.getpid(), number)
+
+
 def _kill_after(path: Path, lines: float) -> None:
     """At some moment after so many: what is left over of the number is a part of a twentieth of a second."""
     while not path.exists() or path.read_bytes().count(b"\n") < int(lines):

@@ -13,7 +13,6 @@ from drawloom.components.pipeline.executor import Executor
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import Shared, Span, Stage
 from drawloom.components.ports.program import Action, Program, Work
-from drawloom.graph.catalogue import Catalogue
 from support import pipelines
 from support.processes import run_ranks
 
@@ -162,16 +161,9 @@ def test_a_failing_stage_is_named_and_the_next_step_works(one_rank: Any) -> None
     assert float(executor.train(batches(1)).weight) == 2
 
 
-TRAINING = [
-    name.rpartition(".")[2]
-    for name in Catalogue.of("drawloom.components").names()
-    if name.startswith("pipeline.schedules.") and not name.endswith(".inference")
-]
-
-
 CASES: dict[int, list[pipelines.Case]] = {
-    2: [(name, microbatches, True, False) for name in TRAINING for microbatches in (1, 5, 8)],
-    4: [(name, 8, False, True) for name in TRAINING],
+    2: [(name, microbatches, True, False) for name in pipelines.TRAINING for microbatches in (1, 5, 8)],
+    4: [(name, 8, False, True) for name in pipelines.TRAINING],
 }
 
 

@@ -19,6 +19,7 @@ def sizes(*arguments: int) -> list[int]:
         ((8, 4, 2, 2), [1, 3, 3, 1]),
         ((28, 4, 1, 1), [7, 8, 7, 6]),
         ((16, 5, 0, 0), [4, 3, 3, 3, 3]),
+        ((28, 4, 0, 20), [9, 9, 9, 1]),  # a head that outweighs a fair share leaves its stage one layer
     ],
 )
 def test_splits_by_hand(arguments: tuple[int, ...], expected: list[int]) -> None:
