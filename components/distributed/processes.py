@@ -1,7 +1,8 @@
 """The processes that torchrun started, or this one alone; it owns torch's default process group."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed.groups import OneRank, ProcessGroup
+from drawloom.components.distributed.groups import OneRank, ProcessGroup, peer_errors
 from drawloom.components.distributed.launch import Launch, read_launch
 from drawloom.components.distributed.p2p_links import P2PChannel
 from drawloom.components.distributed.roll import Roll, connect
@@ -159,26 +160,47 @@ class TorchProcesses:
         if self._where.type != self.device.device.type:
             text = f"ranks on {self.device.device.type} can't send tensors to one another over"
             raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
-        channel = P2PChannel(name, ranks, self._backend(name, ranks.index(self.rank)), self._where, self._roll)
+        with peer_errors(self._roll, "a connection", name, ranks):
+            backend = self._backend(name, ranks)
+        channel = P2PChannel(name, ranks, backend, self._where, self._roll)
         probe = torch.zeros(1, device=self._where)
-        (channel.send(probe) if self.rank == ranks[0] else channel.receive(probe)).wait()  # NCCL connects only now
+        (channel.send(probe) if self.rank == ranks[0] else channel.receive(probe)).wait()
         return channel
 
-    def _backend(self, name: str, rank: int) -> Any:
+    def _backend(self, name: str, ranks: tuple[int, int]) -> Any:
         """
-        A communicator of two that torch's registry of groups knows nothing of.
+        A connected communicator of two that torch's registry of groups knows nothing of.
 
         dist.new_group would make all ranks of the run take part, and with a bound device share one NCCL communicator
         among all point-to-point operations of a group.
         """
-        store = PrefixStore(name, self._store)
+        store, rank = PrefixStore(name, self._store), ranks.index(self.rank)
         if self.device.backend == "gloo":
             return dist.ProcessGroupGloo(store, rank, 2, self._limit)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._limit
-        return dist.ProcessGroupNCCL(store, rank, 2, options)
+        options.global_ranks_in_group = list(ranks)
+        with _without_serialization_warning():
+            backend = dist.ProcessGroupNCCL(store, rank, 2, options)
+        backend.eager_connect_single_device(self._where)
+        return backend
 
     def _close_channels(self) -> None:
         channels, self._channels = self._channels, {}
         for channel in channels.values() if self.device.backend == "nccl" else ():
             channel.backend.shutdown()
+
+
+@contextmanager
+def _without_serialization_warning() -> Iterator[None]:
+    """NCCL backends made here don't warn that their operations run one after another, which is what they are for."""
+    name = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,12 +1,15 @@
 """
 A pipeline of two GPUs beside one GPU, in one run: `make bench-pipeline-gpu`.
 
-The model is Qwen3-0.6B in bfloat16, a step is 8 microbatches of 2 rows of 4096 tokens, all gradients and AdamW
+The model is Qwen3-0.6B in bfloat16; a step is 8 microbatches of 2 or 4 rows of 4096 tokens, all gradients and AdamW
 included. For each schedule and each way to count the head as layers (`stages.head_weighs`) a line says
 
 - tokens per second of both GPUs together, the median of several steps, and over twice those of one GPU;
-- from a trace of one step on each rank: the share of the step in which no kernel computes, the share of the time of
-  sends and receives in which something computes, and the milliseconds for which the host is blocked.
+- for how many milliseconds of the step each rank's host was issuing work: where that is nearly the whole step, the
+  host is the limit;
+- from a trace of the executor's part of a step on each rank: how often the host waited for the GPU in it, and which
+  share of the time of sends and receives something computed at the same time. A receive is posted early, so that its
+  time holds the wait for the peer.
 """
 
 import json
@@ -46,10 +49,11 @@ from drawloom.components.ports.data import Batch  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from support import pipelines  # noqa: E402
 
-MICROBATCHES, ROWS, LENGTH = (8, 2, 12) if TINY else (8, 2, 4096)
+MICROBATCHES, LENGTH = (8, 12) if TINY else (8, 4096)
+ROWS = (2,) if TINY else (2, 4)
 LAYERS = 8 if TINY else 28
 STEPS = 2 if TINY else 8
-SCHEDULES = ("one_f_one_b", "zero_bubble_1p", "zero_bubble_v", "interleaved_1f1b", "dual_pipe_v")
+SCHEDULES = ("one_f_one_b", "zero_bubble_1p", "zero_bubble_v", "dual_pipe_v")
 HEADS = (0, 2) if TINY else (0, 6)
 """The head multiplies by 151,936 x 1024 numbers, a layer by 15.7 million, and 8.4 million more count its attention."""
 
@@ -63,11 +67,11 @@ def main() -> None:
     if not TINY and torch.cuda.device_count() < 2:
         sys.exit("this needs two GPUs; --tiny tries it with two processes on a CPU")
     with tempfile.TemporaryDirectory() as folder:
-        flags, program = ["--tiny"] if TINY else [], str(Path(__file__))
+        program = str(Path(__file__))
         environment = os.environ | {"BENCH_FOLDER": folder, "OMP_NUM_THREADS": "4"}
         for ranks in (1, 2):
             starter = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-            subprocess.run([sys.executable, *starter, program, *flags], env=environment, check=True)
+            subprocess.run([sys.executable, *starter, program, *sys.argv[1:]], env=environment, check=True)
 
 
 def _worker() -> None:
@@ -81,38 +85,44 @@ def _worker() -> None:
         mesh.open()
         base = Path(os.environ["BENCH_FOLDER"]) / "one.json"
         if processes.world_size == 1:
-            seconds = _measured(_run(mesh, device, "one_f_one_b", 0).step, device)
-            base.write_text(json.dumps(seconds))
-            print(f"one GPU: {_tokens() / seconds:,.0f} tokens/s", flush=True)
+            ones = {rows: _measured(_run(mesh, device, "one_f_one_b", 0, rows), device)[0] for rows in ROWS}
+            base.write_text(json.dumps(ones))
+            for rows, seconds in ones.items():
+                print(f"one GPU, {rows} rows: {_tokens(rows) / seconds:,.0f} tokens/s", flush=True)
             return
-        one: float = json.loads(base.read_text())
-        for name in SCHEDULES:
-            for head in HEADS:
-                _line(mesh, device, name, head, one)
+        one: dict[str, float] = json.loads(base.read_text())
+        for rows in ROWS:
+            for name in [word for word in sys.argv[1:] if word in SCHEDULES] or SCHEDULES:
+                for head in HEADS:
+                    _line(mesh, device, name, head, rows, one[str(rows)])
     finally:
         processes.close()
 
 
-def _line(mesh: RankMesh, device: ComputeDevice, name: str, head: int, one: float) -> None:
+def _line(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int, one: float) -> None:
     """Measure a schedule and print its line."""
-    run = _run(mesh, device, name, head)
-    seconds = max(mesh.world.gather_json(_measured(run.step, device)))
-    traces = mesh.world.gather_json(_traced(run.step, device))
+    run = _run(mesh, device, name, head, rows)
+    times = mesh.world.gather_json(_measured(run, device))
+    traces = mesh.world.gather_json(_traced(run.train, device))
     if mesh.world.rank == 0:
-        cells = [f"{_tokens() / seconds:>10,.0f} tokens/s", f"{one / seconds / 2:>7.1%} of two GPUs"]
+        seconds = max(step for step, _ in times)
+        text = f"{name:<17} rows {rows}  head {head}  {_tokens(rows) / seconds:>9,.0f} tokens/s"
+        text += f"{one / seconds / 2:>7.1%} of two GPUs"
         for rank, trace in enumerate(traces):
-            cells.append(f"rank {rank}: " + ", ".join(f"{key} {value:.3g}" for key, value in trace.items()))
-        print(f"{name:<18}head_weighs {head}  " + "; ".join(cells), flush=True)
+            said = ", ".join(f"{key} {value:.3g}" for key, value in trace.items())
+            text += f"; rank {rank}: host busy {times[rank][1]:.1%}, {said}"
+        print(text, flush=True)
 
 
 @attrs.frozen
 class Run:
-    """A model that is ready to take steps."""
+    """A model that is ready to take steps: all of a step, and the executor's part."""
 
     step: Callable[[], None]
+    train: Callable[[], object]
 
 
-def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int) -> Run:
+def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int) -> Run:
     dtype: Any = "float32" if TINY else "bfloat16"
     kernels = AutoKernels(device=device)
     kernels.open()
@@ -135,7 +145,7 @@ def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int) -> Run:
     synchronise = Synchronise(parameters=stages, mesh=mesh, precision=precision, reduce=SumOverParameters(mesh=mesh))
     optimizer = AdamW(parameters=stages, lr=1e-5)
     optimizer.open()
-    batches = [_batch(number, device, config["vocab_size"]) for number in range(MICROBATCHES)]
+    batches = [_batch(number, device, config["vocab_size"], rows) for number in range(MICROBATCHES)]
 
     def step() -> None:
         state = Step(1, 1)
@@ -143,7 +153,7 @@ def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int) -> Run:
         synchronise.run_phase(state)
         optimizer.run_phase(state)
 
-    return Run(step)
+    return Run(step, lambda: executor.train(batches))
 
 
 def _initialise(_name: str, parameter: Tensor, _seed: int) -> None:
@@ -151,62 +161,65 @@ def _initialise(_name: str, parameter: Tensor, _seed: int) -> None:
     parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
 
 
-def _batch(number: int, device: ComputeDevice, vocabulary: int) -> Batch:
+def _batch(number: int, device: ComputeDevice, vocabulary: int, rows: int) -> Batch:
     generator = torch.Generator().manual_seed(number)
-    tokens = torch.randint(vocabulary, (ROWS, LENGTH + 1), generator=generator).to(device.device)
-    positions = torch.arange(LENGTH, device=device.device).expand(ROWS, LENGTH).contiguous()
+    tokens = torch.randint(vocabulary, (rows, LENGTH + 1), generator=generator).to(device.device)
+    positions = torch.arange(LENGTH, device=device.device).expand(rows, LENGTH).contiguous()
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, torch.zeros_like(positions))
 
 
-def _tokens() -> int:
-    return MICROBATCHES * ROWS * LENGTH
+def _tokens(rows: int) -> int:
+    return MICROBATCHES * rows * LENGTH
 
 
-def _measured(step: Callable[[], None], device: ComputeDevice) -> float:
-    """The median of the seconds of several steps."""
-    times = []
+def _measured(run: Run, device: ComputeDevice) -> tuple[float, float]:
+    """The median of the seconds of several steps; and the share in which the host issues the executor's work."""
+    times, issuing = [], []
     for _ in range(3 + STEPS):
         start = time.perf_counter()
-        step()
-        if device.device.type == "cuda":
-            torch.cuda.synchronize()
+        run.step()
+        _wait(device)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[3:])
+    seconds = statistics.median(times[3:])
+    for _ in range(2):
+        start = time.perf_counter()
+        run.train()
+        issuing.append(time.perf_counter() - start)
+        _wait(device)
+    return seconds, min(issuing) / seconds
 
 
-def _traced(step: Callable[[], None], device: ComputeDevice) -> dict[str, float]:
-    """What a trace of one step says; nothing on a CPU."""
+def _wait(device: ComputeDevice) -> None:
+    if device.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _traced(train: Callable[[], object], device: ComputeDevice) -> dict[str, float]:
+    """What a trace says; nothing on a CPU."""
     if device.device.type != "cuda":
         return {}
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as running:
-        step()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as running:
+        train()
         torch.cuda.synchronize()
     assert running.profiler is not None and running.profiler.kineto_results is not None
     return summary(running.profiler.kineto_results.events())
 
 
 def summary(events: Any) -> dict[str, float]:
-    """Shares of a step: idle, and messages under computation; and for how many ms the host waited for the GPU."""
+    """How often the host waited, all but the last time, which is ours; and the share of messages under computation."""
     compute: list[Interval] = []
     messages: list[Interval] = []
-    blocked = 0.0
+    waits = -1
     for event in events:
         start, end = event.start_ns() / 1e6, (event.start_ns() + event.duration_ns()) / 1e6
         if "CUDA" in str(event.device_type()):
             (messages if "nccl" in event.name().lower() else compute).append((start, end))
         elif event.name() in ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize"):
-            blocked += end - start
+            waits += 1
     busy, moving = list(_union(compute)), list(_union(messages))
-    first, last = min(start for start, _ in busy), max(end for _, end in busy)
     hidden = sum(max(0.0, min(e, f) - max(s, t)) for s, e in moving for t, f in busy if t < e and f > s)
     total = sum(end - start for start, end in moving)
-    return {
-        "idle": 1 - sum(end - start for start, end in busy) / (last - first),
-        "messages_ms": total,
-        "messages_hidden": hidden / total if total else 1.0,
-        "host_blocked_ms": blocked,
-        "step_ms": last - first,
-    }
+    return {"waits": waits, "messages_ms": total, "hidden": hidden / total if total else 1.0}
 
 
 def _union(intervals: list[Interval]) -> Iterator[Interval]:
