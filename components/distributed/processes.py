@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from drawloom.components.distributed.groups import OneRank, ProcessGroup, peer_errors
 from drawloom.components.distributed.launch import Launch, read_launch
 from drawloom.components.distributed.p2p_links import P2PChannel
+from drawloom.components.distributed.parent import watch_parent
 from drawloom.components.distributed.roll import Roll, connect
 from drawloom.components.ports.distributed import Channel, Device, Group
 from drawloom.graph import UserError, above, component, setting
@@ -59,6 +60,8 @@ class TorchProcesses:
     def open(self) -> None:
         """Find the other processes, if there are any; a UserError if they don't come."""
         self._launch = read_launch()
+        if self._launch.address:
+            watch_parent(os.getppid())
         self._limit = timedelta(seconds=self.timeout)
         if dist.is_initialized():
             raise UserError(
@@ -119,15 +122,14 @@ class TorchProcesses:
         return self._roll.accused()
 
     def _start_roll(self) -> Roll:
-        """A roll of this start of the processes; alone, and without torchrun, there is nothing to look at."""
+        """A roll of this start of the processes; a process that is alone has nobody to look at."""
         launch = self._launch
-        roll = Roll(self.rank, self.world_size, parent=os.getppid() if launch.address else None)
+        roll = Roll(self.rank, self.world_size)
         if self._joined:
             world = ProcessGroup("world", range(self.world_size), dist.group.WORLD, self._where, roll)
             name = "-".join(map(str, world.gather_json(os.getpid())))
             roll.store = connect(launch.address, launch.port, name, self.timeout)
             self._store = connect(launch.address, launch.port, f"{name}/p2p", self.timeout)
-        if launch.address:
             roll.start()
         return roll
 

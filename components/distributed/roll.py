@@ -8,10 +8,9 @@ called over a connection of its own, for a process that hangs may hold the other
 
 import json
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -49,11 +48,9 @@ class Roll:
     rank: int
     size: int
     store: Any = None
-    parent: int | None = None
     place: str = ""
     waits: tuple[str, str] | None = None
     lost: bool = False
-    exit: Callable[[int], object] = os._exit
 
     _closing: threading.Event = attrs.field(init=False, factory=threading.Event)
     _thread: threading.Thread | None = attrs.field(init=False, default=None)
@@ -66,7 +63,7 @@ class Roll:
         return other
 
     def start(self) -> None:
-        """Answer from now on; and end this process if the one that started it is gone, if there is one to look at."""
+        """Answer from now on."""
         self._thread = threading.Thread(target=self._watch, name="roll", daemon=True)
         self._thread.start()
 
@@ -119,10 +116,6 @@ class Roll:
 
     def _watch(self) -> None:
         while not self._closing.wait(TICK):
-            if self.parent is not None and os.getppid() != self.parent:
-                log.error("process %d, which started this one, is gone; so this one ends", self.parent)
-                self.exit(1)
-                return
             if self.store is not None and not self.lost:
                 self._look()
 

@@ -39,7 +39,7 @@ class Synchronise:
         gradients = [_gradient(parameter) for _, parameter in self.parameters.named()]
         for bucket in self._buckets(gradients):
             self._sum(bucket)
-        if weight > 0:
+        if weight > 0 and gradients:  # a pipeline rank whose parameters are all frozen has none
             torch._foreach_mul_(gradients, 1 / weight)
         step.values["loss"] = total / weight if weight > 0 else math.nan
         counted = [_gradient(parameter) for _, parameter in self.parameters.counted()]

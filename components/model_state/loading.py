@@ -10,6 +10,7 @@ from drawloom.components.model_state.composing import giving, parallel, sequenti
 from drawloom.components.model_state.converting import kinds_given, stream
 from drawloom.components.model_state.leaves import identity
 from drawloom.components.model_state.listing import listed
+from drawloom.components.model_state.persistent import persistent_tensors
 from drawloom.components.model_state.safetensors_reading import open_safetensors_folder
 from drawloom.components.model_state.sharding import is_sharded, like
 from drawloom.components.model_state.tensor_source import TensorKind, TensorSource
@@ -22,19 +23,22 @@ def load_folder(folder: Path, module: nn.Module, mapper: Mapper, device: torch.d
     Fill a module, which may be a part of the model, with what a mapper of the whole model makes of a folder.
 
     Parameters on the meta device become real on `device`, others are filled in place; dtype and sharding stay theirs.
+    Persistent buffers are real by then; those that the mapper gives are filled, others stay as they are.
     UserError lists all tensors that are missing, unexpected or of another shape. One tensor too many that equals a
     wanted one bit for bit is a tied copy, and fine.
     """
     source = open_safetensors_folder(folder)
-    parameters = dict(module.named_parameters())
-    if reasons := list(_misfits(source, mapper, parameters)):
+    if reasons := list(_misfits(source, mapper, _targets(module, mapper))):
         raise UserError(f"{folder} does not fit the model: {'; '.join(reasons)}; compare its config.json with [model]")
     load(source, module, mapper, device)
 
 
 def load(source: TensorSource, module: nn.Module, mapper: Mapper, device: torch.device | str = "cpu") -> None:
-    """Fill those parameters of a module that a mapper gives; those on the meta device become real on `device`."""
-    parameters = dict(module.named_parameters())
+    """
+    Fill those parameters and persistent buffers of a module that a mapper gives; parameters on the meta device become
+    real on `device`.
+    """
+    parameters = _targets(module, mapper)
     needed = giving(mapper, parameters)
     spread = [like(name, parameters[name]) for name in needed.outputs if name in parameters]
     rest = [identity(name) for name in needed.outputs if name not in parameters]
@@ -43,7 +47,14 @@ def load(source: TensorSource, module: nn.Module, mapper: Mapper, device: torch.
             _fill(module, parameters[name], tensor, torch.device(device), source.gives_away)
 
 
-def _fill(module: nn.Module, parameter: nn.Parameter, tensor: Tensor, device: torch.device, ours: bool) -> None:
+def _targets(module: nn.Module, mapper: Mapper) -> dict[str, Tensor]:
+    """All parameters, and those persistent buffers that the mapper knows of."""
+    given = set(mapper.outputs)
+    tensors = persistent_tensors(module).items()
+    return {name: tensor for name, tensor in tensors if isinstance(tensor, nn.Parameter) or name in given}
+
+
+def _fill(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.device, ours: bool) -> None:
     if not parameter.is_meta:
         with torch.no_grad():
             parameter.copy_(tensor)

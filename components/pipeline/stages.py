@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.agreement import together
 from drawloom.components.model_state.loading import load_folder
+from drawloom.components.model_state.persistent import persistent_tensors
 from drawloom.components.pipeline.boundaries import Boundaries
 from drawloom.components.pipeline.layer_split import split_layers
+from drawloom.components.pipeline.module_buffers import fill_buffers
 from drawloom.components.pipeline.placement import stages_of
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.model import Model, Shared, Span, Stage, Transform
@@ -89,21 +91,21 @@ class RealStages:
             parameter.grad.copy_(total)
 
     def state_names(self) -> list[str]:
-        """The names of the parameters that this rank holds."""
-        return list(self._all())
+        """The names of the parameters and persistent buffers that this rank holds."""
+        return list(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """Every parameter by its name."""
-        return {name: parameter.detach() for name, parameter in self._all().items()}
+        """Every parameter and every persistent buffer by its name."""
+        return {name: tensor.detach() for held in self._held() for name, tensor in held.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy saved parameters into place."""
-        parameters = self._all()
-        if parameters.keys() != state.keys():
-            raise KeyError(f"parameters differ: {sorted(parameters.keys() ^ state.keys())}")
+        """Copy saved tensors into place."""
+        if other := set(self.state_names()) ^ state.keys():
+            raise KeyError(f"parameters differ: {sorted(other)}")
         with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(state[name])
+            for held in self._held():  # two stages of this rank may hold a buffer each under one name
+                for name, tensor in held.items():
+                    tensor.copy_(state[name])
 
     def _find_shared(self) -> None:
         """Which parameters stand on several pipeline ranks: a tied embedding, on the first and the last."""
@@ -118,6 +120,10 @@ class RealStages:
     def _all(self) -> dict[str, nn.Parameter]:
         return {name: parameter for stage in self._local for name, parameter in stage.module.named_parameters()}
 
+    def _held(self) -> list[dict[str, Tensor]]:
+        """What each local stage keeps from step to step."""
+        return [persistent_tensors(stage.module) for stage in self._local]
+
     def _split(self, stages: int) -> list[Span]:
         try:
             return split_layers(self.model.layers, stages, self.embedding_weighs, self.head_weighs)
@@ -129,16 +135,21 @@ class RealStages:
             module = self.model.build(span)
         for transform in self.transforms:
             module = transform.transform(module)
-        return module.to(dtype=self.precision.parameter)
+        for parameter in module.parameters():  # buffers, such as frequencies, keep the dtype that their module chose
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(self.precision.parameter)
+        return module
 
     def _fill(self, modules: Iterable[nn.Module]) -> None:
-        """Make parameters real, with the numbers that the run starts from."""
+        """Make parameters and buffers real, with the numbers that the run starts from."""
         for module in modules:
+            if self.weights is None:
+                module.to_empty(device=self.device.device)
+            fill_buffers(module, self.device.device, self.job.seed)
             if self.weights is not None:
                 mapper = self.model.hugging_face_mapper().inverse()
                 load_folder(self.weights, module, mapper, self.device.device)
                 continue
-            module.to_empty(device=self.device.device)
             for name, parameter in module.named_parameters():
                 self.model.initialise(name, parameter.data, self.job.seed)
 

@@ -54,7 +54,11 @@ class Model(Protocol):
         ...
 
     def build(self, span: Span) -> nn.Module:
-        """The module of a span, with parameters on the device that torch puts them on (the meta device, mostly)."""
+        """
+        The module of a span, with parameters on the device that torch puts them on (the meta device, mostly).
+
+        A part of it that owns buffers fills them in `reset_parameters()`, for those on the meta device have no values.
+        """
         ...
 
     def initialise(self, name: str, parameter: Tensor, seed: int) -> None:

@@ -40,6 +40,34 @@ class Blueprint:
         return rename({f"{layer}.weight": f"theirs.{layer}" for layer in range(self.layers)})
 
 
+class Scaled(nn.Module):
+    """A linear layer with a table that is no state, and a count that is."""
+
+    table: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 2))
+        self.register_buffer("table", torch.empty(2), persistent=False)
+        self.register_buffer("count", torch.empty((), dtype=torch.int64))
+
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.arange(2.0))
+        self.count.fill_(7)
+
+
+class WithBuffers(Blueprint):
+    """A blueprint whose layers have buffers; its folder holds their counts."""
+
+    def build(self, span: Span) -> nn.Module:
+        return nn.ModuleDict({str(layer): Scaled() for layer in range(span.first, span.last)})
+
+    def hugging_face_mapper(self) -> Mapper:
+        names = [f"{layer}.{name}" for layer in range(self.layers) for name in ("weight", "count")]
+        return rename({name: f"theirs.{name}" for name in names})
+
+
 @attrs.frozen
 class Loops:
     """So many stages on each rank."""
@@ -125,6 +153,47 @@ def test_state_goes_from_one_to_another(one_rank: Any, job: Any) -> None:
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(stages.named(), other.named(), strict=True))
     with pytest.raises(KeyError, match=r"3\.weight"):
         other.load_state_dict({name: value for name, value in stages.state_dict().items() if name != "3.weight"})
+
+
+def test_buffers_have_the_values_of_their_modules(one_rank: Any, job: Any) -> None:
+    """A buffer keeps its own dtype, whatever that of parameters is; one that is state is saved and loaded."""
+    stages, other = made(one_rank, job, WithBuffers()), made(one_rank, job, WithBuffers())
+    buffers = dict(stages.local[0].module.named_buffers())
+    assert len(buffers) == 8
+    for name, buffer in buffers.items():
+        assert buffer.tolist() == (7 if name.endswith("count") else [0.0, 1.0])
+        assert buffer.dtype == (torch.int64 if name.endswith("count") else torch.float32)
+    buffers["2.count"].fill_(9)
+    assert stages.state_names() == list(stages.state_dict()) and "2.count" in stages.state_names()
+    assert not any(name.endswith("table") for name in stages.state_names())
+    other.load_state_dict(stages.state_dict())
+    assert other.state_dict()["2.count"] == 9
+
+
+def test_buffers_of_one_name_on_one_rank_are_all_loaded(mesh_of: Any, job: Any) -> None:
+    """Two stages of a rank that hold a buffer each under one name both get what was saved."""
+
+    class Common(WithBuffers):
+        def build(self, span: Span) -> nn.Module:
+            return nn.ModuleDict({**super().build(span), "common": Scaled()})  # type: ignore[dict-item]
+
+    mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 0})
+    stages = made(mesh, job, Common(), schedule=Loops(2))
+    stages.load_state_dict({**stages.state_dict(), "common.count": torch.tensor(5)})
+    assert [int(stage.module.get_buffer("common.count")) for stage in stages.local] == [5, 5]
+
+
+def test_weights_of_a_folder_leave_no_buffer_unfilled(one_rank: Any, job: Any, tmp_path: Path) -> None:
+    """Counts are those of the folder; tables, which it does not hold, those of their modules."""
+    theirs = {f"theirs.{layer}.weight": torch.randn(2, 2) for layer in range(4)}
+    save_file(
+        theirs | {f"theirs.{layer}.count": torch.tensor(layer) for layer in range(4)}, tmp_path / "model.safetensors"
+    )
+    stages = made(one_rank, job, WithBuffers(), weights=tmp_path)
+    held = stages.state_dict()
+    assert all(torch.equal(held[f"{n}.weight"], theirs[f"theirs.{n}.weight"].bfloat16()) for n in range(4))
+    assert [int(held[f"{n}.count"]) for n in range(4)] == [0, 1, 2, 3]
+    assert all(stages.local[0].module.get_buffer(f"{n}.table").tolist() == [0.0, 1.0] for n in range(4))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
