@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+MOST_ROWS = 2**31 - 2**9
+"""Rows are numbered in 32 bits, and so are those that the last tile would have if it were full."""
+
 
 @triton.jit
 def rows_of_tile(tile, ends, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):

@@ -13,7 +13,7 @@ from torch import Tensor
 from drawloom.kernels.grouped_gemm import Implementation, grouped_gemm
 from drawloom.kernels.operation import operation
 from drawloom.kernels.triton import grouped_gemm_blocks as blocks
-from drawloom.kernels.triton.expert_tiles import rows_of_tile
+from drawloom.kernels.triton.expert_tiles import MOST_ROWS, rows_of_tile
 from drawloom.kernels.triton.launching import check_floats, power_of_two
 
 ROWS = (16, 128)
@@ -26,8 +26,10 @@ WARPS = 8
 
 
 def grouped_gemm_triton(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
-    """What grouped_gemm_eager gives, for float32, bfloat16 and float16."""
+    """What grouped_gemm_eager gives, for float32, bfloat16 and float16, and at most MOST_ROWS rows."""
     check_floats("grouped_gemm_triton", x, weight)
+    if len(x) > MOST_ROWS:
+        raise ValueError(f"{len(x)} rows are more than have numbers, {MOST_ROWS}")
     return grouped_gemm(TRITON, x, weight, ends, transposed)
 
 
@@ -125,7 +127,8 @@ def _rows_kernel(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, inputs, STEP):
         inner = start + channel
-        a = tl.load(x_at + inner[None, :] * x_channel, mask=inside[:, None] & (inner < inputs)[None, :], other=0.0)
+        at = x_at + inner.to(tl.int64)[None, :] * x_channel
+        a = tl.load(at, mask=inside[:, None] & (inner < inputs)[None, :], other=0.0)
         mask = (inner < inputs)[:, None] & (column < outputs)[None, :]
         b = tl.load(weight_at + inner.to(tl.int64)[:, None] * weight_row, mask=mask, other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")

@@ -229,7 +229,8 @@ def _fill_rows(rows, of_rows, first, count, step, width, BLOCK: tl.constexpr):
             tl.store(of_rows + row, 0.0)
         for start in range(0, width, BLOCK):
             zeros = tl.zeros((BLOCK,), rows.dtype.element_ty)
-            tl.store(rows + row * width + start + column, zeros, mask=start + column < width)
+            at = rows + tl.cast(row, tl.int64) * width + start + column
+            tl.store(at, zeros, mask=start + column < width)
 
 
 # fmt: off

@@ -15,7 +15,7 @@ def _vectors(tile, tiles, length, HEADS: tl.constexpr, VECTORS: tl.constexpr):
     first = (tile % tiles).to(tl.int64) * VECTORS
     head = (first % HEADS).to(tl.int32) + tl.arange(0, VECTORS)[:, None]
     position = first // HEADS + head // HEADS
-    return row, position, head % HEADS, position < length
+    return row, position, (head % HEADS).to(tl.int64), position < length
 
 
 @triton.jit

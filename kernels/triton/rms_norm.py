@@ -225,7 +225,7 @@ def _backward_kernel(
         factors += 1.0
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in tl.range(program * ROWS, count, tl.num_programs(0) * ROWS, num_stages=3):
-        row = first + tl.arange(0, ROWS)[:, None]
+        row = first + tl.arange(0, ROWS).to(tl.int64)[:, None]
         inside = (row < count) & within
         values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
         grads = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)

@@ -128,7 +128,7 @@ def _kernel(
     first = (tl.program_id(0) % tiles).to(tl.int64) * VECTORS
     head = (first % HEADS).to(tl.int32) + tl.arange(0, VECTORS)[:, None]
     position = first // HEADS + head // HEADS
-    head %= HEADS
+    head = (head % HEADS).to(tl.int64)
     inside = position < length
     pair = tl.arange(0, BLOCK)[None, :]
     turning = inside & (pair < PAIRS)

@@ -10,7 +10,10 @@ ROUNDS = tl.constexpr(philox.ROUNDS)
 
 @triton.jit
 def words(key, draw, counter):
-    """Four words of 32 random bits for each draw (int64)."""
+    """Four words of 32 random bits for each draw (int64), of a key and a counter of any integer types."""
+    # Triton types numbers by their size; and its interpreter holds those from 2^31 to 2^32 - 1, which it calls int64,
+    # in 32 bits, of which a shift by 32 is no number of the upper half.
+    counter = tl.cast(counter, tl.uint64)
     low, high = draw.to(tl.uint32), (draw >> 32).to(tl.uint32)
     counter_low, counter_high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
     return tl.philox(key, low, high, low * 0 + counter_low, low * 0 + counter_high, ROUNDS)

@@ -42,7 +42,7 @@ def _copy(target: Tensor, source: Tensor, key: int, counter: int, first: int) ->
 def _kernel(target, source, key, counter, first, count, BLOCK: tl.constexpr, PER_DRAW: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     draw = (first + start) // PER_DRAW + tl.arange(0, BLOCK // PER_DRAW)
-    a, b, c, d = words(key, draw, tl.cast(counter, tl.int64))
+    a, b, c, d = words(key, draw, counter)
     # Of eight neighbours, the first two take word a, the next two b: interleaved in pairs, each word is two halves.
     noise = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // 2)
     place = start + tl.arange(0, BLOCK)

@@ -34,7 +34,7 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 def launches() -> Iterator[tuple[str, Launch]]:
     """Names, and calls that launch the kernels of one operation in one direction."""
-    for part in (norms, gates, rotations, steps, losses, experts):
+    for part in (norms, gates, rotations, steps, losses, experts, great_numbers):
         yield from part()
 
 
@@ -86,6 +86,48 @@ def steps() -> Iterator[tuple[str, Launch]]:
             stepper.step([empty(4096, dtype=g)], numbers_of(1e-3, (0.9, 0.95), 1e-8, 1), 1)
 
         yield f"stochastic_adamw {of_weight} {of_gradient} {of_means}", step
+
+
+def great_numbers() -> Iterator[tuple[str, Launch]]:
+    """Scalars of 64 bits, signed or not, where small ones have 32."""
+    for place, great in product(range(3), (2**31, 2**32, 2**63 - 8)):
+        key, counter, first = (great if number == place else 8 for number in range(3))
+        yield (
+            f"stochastic_copy {key} {counter} {first}",
+            lambda k=key, c=counter, f=first: stochastic_copy_triton(empty(4096), empty(4096, dtype=FLOAT), k, c, f),
+        )
+    held, norm, targets = empty(2**31 + 2**12), empty(128), torch.zeros(2, dtype=torch.int64)
+    rows, numbers, ends = held.as_strided((2, 128), (2**31, 1)), empty(2, dtype=FLOAT), targets.to(torch.int32)
+    matrices = held.as_strided((2, 128, 2), (1, 8, 2**31))
+    for name, shape in (("rows", (2, 1, 1)), ("positions", (1, 2, 1)), ("heads", (1, 1, 2))):
+        vectors = held.as_strided((*shape, 128), (2**31, 2**31, 2**31, 1))
+        cos, inverses = empty(*shape[:2], 64, dtype=FLOAT), empty(*shape, dtype=FLOAT)
+        yield f"rope of far {name}", lambda x=vectors, c=cos: rope._turned(x, c, c, False, False)
+        yield (
+            f"qk_norm_rope of far {name}",
+            lambda x=vectors, c=cos: qk_norm_rope._forward(x, x, norm, norm, 1e-6, c, c),
+        )
+        yield (
+            f"qk_norm_rope backward of far {name}",
+            lambda x=vectors, c=cos, i=inverses: qk_norm_rope._backward(x, x, x, x, norm, norm, i, i, c, c),
+        )
+    yield "rms_norm of far rows", lambda: rms_norm._forward(rows, rows, norm, 1e-6, False)
+    yield "rms_norm backward of far rows", lambda: rms_norm._backward(rows, rows, rows, norm, numbers, False, True)
+    yield "swiglu of far rows", lambda: swiglu._forward(rows, rows, numbers)
+    yield "swiglu backward of far rows", lambda: swiglu._backward(rows, rows, rows, numbers)
+    yield "swiglu of many elements", lambda: swiglu._forward(held, held, None)
+    yield "cut_cross_entropy of far rows", lambda: cut_cross_entropy._totals(rows, rows, targets, None, 128, 256)
+    yield (
+        "cut_cross_entropy backward of far rows",
+        lambda: cut_cross_entropy._gradients(
+            rows, rows, targets, numbers, numbers, None, 1e-4, 128, 128, 2**28, True, True
+        ),
+    )
+    of_choices = ends[:, None]
+    yield "moe_permute of far rows", lambda: moe_permute._spread(rows, rows, None, of_choices, ends, False)
+    yield "moe_unpermute of far rows", lambda: moe_permute._gather(rows, None, None, of_choices)
+    yield "grouped_gemm of far rows", lambda: grouped_gemm._rows(rows, matrices, ends)
+    yield "grouped_gemm of weights of far rows", lambda: grouped_gemm._matrices(rows, rows, ends)
 
 
 def losses() -> Iterator[tuple[str, Launch]]:

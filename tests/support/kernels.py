@@ -22,6 +22,11 @@ few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthChec
 dtypes = st.sampled_from((torch.float32, torch.bfloat16, torch.float16))
 layouts = st.sampled_from(("contiguous", "transposed", "sliced", "strided", "offset"))
 
+BOUNDARIES = sorted({2**power + step for power in (0, 31, 32, 62) for step in (-1, 0, 1)} | {2**63 - 1})
+"""Numbers around those at which Triton gives a scalar another type, or makes it a constant."""
+
+int64s = st.sampled_from(BOUNDARIES) | st.integers(0, 2**63 - 1)
+
 
 def drawn(layout: str, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
     """
@@ -47,6 +52,15 @@ def _buffer(layout: str, like: Tensor) -> Tensor:
     if layout == "strided":
         return like.new_empty(*most, last, 2)[..., 0]
     return like.new_empty(like.numel() + 1)[1:].view(like.shape)
+
+
+def far_apart(x: Tensor, dimension: int) -> Tensor:
+    """A copy, with a gradient of its own, whose last element along a dimension is 2^31 elements from the first."""
+    gaps = max(1, x.shape[dimension] - 1)
+    strides = list(torch.empty_like(x, memory_format=torch.contiguous_format).stride())
+    strides[dimension] = -(-(2**31) // gaps)
+    held = torch.empty(2**31 + gaps + x.numel(), dtype=x.dtype, device=DEVICE)  # a CPU keeps what is written, no more
+    return held.as_strided(x.shape, strides).copy_(x.detach()).requires_grad_(x.requires_grad)
 
 
 def assert_close(found: Tensor, exact: Tensor, roundings: float = 1.0) -> None:

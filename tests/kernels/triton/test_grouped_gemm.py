@@ -126,6 +126,13 @@ def test_weight_gradient_can_wait() -> None:
     assert torch.equal(deferral.take()[0].compute(), expected[1])
 
 
+def test_refuses_more_rows_than_have_numbers() -> None:
+    """Rows whose numbers would not fit into 32 bits are refused before any is read."""
+    x, weight = torch.ones(1, 1, device=DEVICE).expand(2**31, 1), torch.ones(1, 1, 1, device=DEVICE)
+    with pytest.raises(ValueError, match="2147483648 rows are more than have numbers"):
+        grouped_gemm_triton(x, weight, ends_of([1]))
+
+
 def test_is_an_operation_of_torch() -> None:
     """Both products keep the promises that torch.compile relies on."""
     x, weight = torch.randn(8, 16, device=DEVICE), torch.randn(3, 16, 20, device=DEVICE)

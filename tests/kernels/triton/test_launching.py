@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.cut_cross_entropy import Cut
+from drawloom.kernels.rope_frequencies import rope_angles
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
 from drawloom.kernels.triton.indices_to_multihot import indices_to_multihot_triton
@@ -20,7 +21,7 @@ from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_trito
 from drawloom.kernels.triton.rope import rope_triton
 from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
 from drawloom.kernels.triton.swiglu import swiglu_halves_triton, swiglu_triton
-from support.kernels import DEVICE, drawn
+from support.kernels import DEVICE, drawn, far_apart
 
 TARGETS = torch.tensor([0, 3, -100, 5]).to(DEVICE)
 EXPERTS_OF = torch.tensor([[0, 2], [1, -1], [2, 1], [0, 1]]).to(DEVICE)
@@ -83,6 +84,55 @@ def test_a_copy_compiles() -> None:
     source = torch.randn(20, device=DEVICE)
     compiled: Any = torch.compile(rounded, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(source), rounded(source))
+
+
+ROUTES = moe_routes_triton(EXPERTS_OF, 3)
+ANGLES = rope_angles(torch.arange(4, device=DEVICE)[None], 16, 1e4)
+CUT = Cut(least=1e-6, tile=(16, 16))
+
+
+def grouped(x: Tensor, weight: Tensor) -> Tensor:
+    return grouped_gemm_triton(x, weight, torch.tensor([1, 4]).to(DEVICE, torch.int32))
+
+
+STRIDED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "rms_norm": (lambda x: rms_norm_triton(x, x[0].detach(), 1e-6), [(4, 16)]),
+    "add_rms_norm": (lambda x, y: add_rms_norm_triton(x, y, x[0].detach(), 1e-6), [(4, 16), (4, 16)]),
+    "swiglu": (swiglu_triton, [(4, 16), (4, 16)]),
+    "swiglu_halves": (lambda x: swiglu_halves_triton(x, x[:, 0].detach()), [(4, 16)]),
+    "rope": (lambda x: rope_triton(x, *ANGLES), [(1, 4, 3, 16)]),
+    "qk_norm_rope": (
+        lambda q, k: qk_norm_rope_triton(q, k, q[0, 0, 0].detach(), k[0, 0, 0].detach(), 1e-6, *ANGLES),
+        [(1, 4, 3, 16), (1, 4, 2, 16)],
+    ),
+    "linear_cross_entropy": (lambda x, w: linear_cross_entropy_triton(x, w, TARGETS), [(4, 16), (8, 16)]),
+    "cut_cross_entropy": (lambda x, w: cut_cross_entropy_triton(x, w, TARGETS), [(4, 16), (8, 16)]),
+    "cut_cross_entropy, filtered": (lambda x, w: cut_cross_entropy_triton(x, w, TARGETS, CUT), [(4, 16), (8, 16)]),
+    "moe_permute": (lambda x, p: moe_permute_triton(x, p, ROUTES), [(4, 16), (4, 2)]),
+    "moe_unpermute": (lambda x, p: moe_unpermute_triton(x, ROUTES, p), [(8, 16), (4, 2)]),
+    "indices_to_multihot": (lambda p: indices_to_multihot_triton(EXPERTS_OF, p, 3)[1], [(4, 2)]),
+    "grouped_gemm": (grouped, [(4, 16), (2, 16, 3)]),
+}
+"""Every kernel that takes strides: a function of a few tensors, and their shapes."""
+
+DIMENSIONS = [(name, d) for name, (_, shapes) in STRIDED.items() for d in range(max(map(len, shapes)))]
+
+
+@pytest.mark.parametrize(("name", "dimension"), DIMENSIONS)
+def test_strides_beyond_32_bits(name: str, dimension: int) -> None:
+    """Inputs and incoming gradients whose elements lie 2^31 apart, along any dimension, give the same bits."""
+    compute, shapes = STRIDED[name]
+    inputs = [drawn("contiguous", *shape, dtype=torch.bfloat16) for shape in shapes]
+    apart = [far_apart(x, dimension) if dimension < x.ndim else x for x in inputs]
+    runs = []
+    for given in (inputs, apart):
+        found = compute(*given)
+        results = list(found) if isinstance(found, tuple) else [found]
+        gradients = [torch.full_like(result, 0.5) for result in results]
+        if given is apart:
+            gradients = [far_apart(g, dimension) if dimension < g.ndim else g for g in gradients]
+        runs.append((*results, *torch.autograd.grad(results, given, gradients)))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*runs, strict=True))
 
 
 def test_rows() -> None:

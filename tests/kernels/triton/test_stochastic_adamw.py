@@ -1,5 +1,6 @@
 """AdamW in Triton is that of the eager twin, to the bit."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from drawloom.kernels.stochastic_adamw import StochasticAdamwEager, Trained, numbers_of
 from drawloom.kernels.triton.stochastic_adamw import PART, StochasticAdamwTriton
-from support.kernels import DEVICE, few
+from support.kernels import BOUNDARIES, DEVICE, few
 
 WIDE, NARROW = torch.float32, torch.bfloat16
 kinds = st.tuples(st.integers(0, 1500), st.sampled_from([WIDE, NARROW]), st.sampled_from([WIDE, NARROW]))
@@ -53,6 +54,18 @@ def test_same_bits(shapes: list[tuple[int, torch.dtype, torch.dtype]], of_gradie
     gradients = [[torch.randn(t.weight.shape).to(DEVICE, of_gradients) for t in ours] for _ in range(2)]
     step_both(ours, theirs, gradients)
     assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("number", BOUNDARIES)
+def test_same_bits_at_boundaries(number: int) -> None:
+    """Keys, counters and places that fill 32 bits, or 64, give the bits of the eager twin."""
+    for key, counter, first in ((number, 3, 0), (3, number, 0), (3, 3, number // 4 * 2)):
+        ours, theirs = twins([((700,), NARROW, NARROW)])
+        ours, theirs = ([replace(of[0], key=key, first=first)] for of in (ours, theirs))
+        gradients, numbers = [torch.randn(700).to(DEVICE)], numbers_of(1e-2, (0.9, 0.95), 1e-8, 1)
+        StochasticAdamwTriton(ours).step(gradients, numbers, counter)
+        StochasticAdamwEager(theirs).step(gradients, numbers, counter)
+        assert_same_bits(ours, theirs)
 
 
 def test_several_programs_for_a_weight() -> None:

@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 
 from drawloom.kernels.stochastic_copy import stochastic_copy_eager
 from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
-from support.kernels import DEVICE, drawn, few, layouts
+from support.kernels import BOUNDARIES, DEVICE, drawn, few, int64s, layouts
 
 
 @few
 @given(
     st.lists(st.integers(0, 40), max_size=2),
-    st.integers(0, 2**63 - 1),
-    st.integers(0, 2**62),
-    st.integers(0, 2**40).map(lambda eighth: 8 * eighth),
+    int64s,
+    int64s,
+    int64s.map(lambda place: place // 16 * 8),
     layouts,
     layouts,
 )
@@ -26,6 +26,17 @@ def test_same_bits(shape: list[int], key: int, counter: int, first: int, of_sour
     stochastic_copy_triton(found, source, key, counter, first)
     stochastic_copy_eager(expected, source, key, counter, first)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("number", BOUNDARIES)
+def test_same_bits_at_boundaries(number: int) -> None:
+    """Keys, counters and places at which Triton types a scalar anew give the bits of the eager twin."""
+    source = torch.randn(4096, device=DEVICE)
+    for key, counter, first in ((number, 3, 0), (3, number, 0), (3, 3, number // 16 * 8)):
+        found, expected = (torch.empty(4096, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+        stochastic_copy_triton(found, source, key, counter, first)
+        stochastic_copy_eager(expected, source, key, counter, first)
+        assert torch.equal(found, expected), (key, counter, first)
 
 
 def test_same_bits_for_any_bits() -> None:
