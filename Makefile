@@ -55,3 +55,8 @@ $(BIN)/python:
 .PHONY: golden
 golden: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/golden
+
+# What small runs compute, to the last bit: make baseline TO=file, and after a change: make baseline TO="--compare file"
+.PHONY: baseline
+baseline: .venv/test
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/house/baseline.py $(TO)
