@@ -11,7 +11,7 @@ import torch
 
 from drawloom.components.distributed.launch import read_launch
 from drawloom.graph import UserError, at_least, component, setting
-from drawloom.graph.node import NodeView
+from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
 

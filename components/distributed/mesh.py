@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.components.distributed.layout import BUILT, DIMENSIONS, Layout, settle
+from drawloom.components.distributed.mesh_layout import BUILT, DIMENSIONS, Layout, settle
 from drawloom.components.distributed.p2p_links import Edge, p2p_links
 from drawloom.components.ports.distributed import Group, Link, Processes
 from drawloom.graph import UserError, at_least, component, setting
-from drawloom.graph.node import NodeView
+from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
 

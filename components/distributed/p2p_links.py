@@ -14,8 +14,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.groups import peer_errors
-from drawloom.components.distributed.roll import Roll
+from drawloom.components.distributed.hang_diagnosis import Roll
+from drawloom.components.distributed.process_group import peer_errors
 from drawloom.components.ports.distributed import Channel, Link, Pending, Processes
 
 Edge = tuple[int, int]

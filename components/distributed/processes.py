@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed.groups import OneRank, ProcessGroup, peer_errors
+from drawloom.components.distributed.hang_diagnosis import Roll, connect
 from drawloom.components.distributed.launch import Launch, read_launch
 from drawloom.components.distributed.p2p_links import P2PChannel
 from drawloom.components.distributed.parent import watch_parent
-from drawloom.components.distributed.roll import Roll, connect
+from drawloom.components.distributed.process_group import OneRank, ProcessGroup, peer_errors
 from drawloom.components.ports.distributed import Channel, Device, Group
 from drawloom.graph import UserError, above, component, setting
 

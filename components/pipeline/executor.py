@@ -8,15 +8,15 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.constraints import misfits
-from drawloom.components.pipeline.forward_wave import forward_wave
-from drawloom.components.pipeline.lowering import lower
-from drawloom.components.pipeline.mail import Mail
-from drawloom.components.pipeline.passage import Load, Passage
-from drawloom.components.pipeline.stage_work import StageWork
+from drawloom.components.pipeline.program.forward_only import forward_wave
+from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.pytree import transform
+from drawloom.components.pipeline.runtime.constraints import misfits
+from drawloom.components.pipeline.runtime.p2p import Mail
+from drawloom.components.pipeline.runtime.program_runner import Load, Passage
+from drawloom.components.pipeline.runtime.stage_runner import StageWork
+from drawloom.components.pipeline.split_backward.plan import StageWeights
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
-from drawloom.components.pipeline.tree import transform
-from drawloom.components.pipeline.weight_plan import StageWeights
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Device, Link, Mesh, Neighbours
 from drawloom.components.ports.model import Shared, StageInputs, Stages
@@ -24,7 +24,7 @@ from drawloom.components.ports.pipeline import Losses, Objective, Schedule
 from drawloom.components.ports.pipeline_state import Stack
 from drawloom.components.ports.program import Line, flat
 from drawloom.graph import Problem, component
-from drawloom.graph.node import NodeView
+from drawloom.graph.build.node import NodeView
 
 
 @component

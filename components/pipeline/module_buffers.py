@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.streams import derive
+from drawloom.components.distributed.rng import derive
 from drawloom.graph import UserError
 
 

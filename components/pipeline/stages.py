@@ -9,17 +9,17 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.agreement import together
-from drawloom.components.model_state.loading import load_folder
-from drawloom.components.model_state.persistent import persistent_tensors
-from drawloom.components.pipeline.boundaries import Boundaries
-from drawloom.components.pipeline.layer_split import split_layers
+from drawloom.components.distributed.rank_errors import together
 from drawloom.components.pipeline.module_buffers import fill_buffers
-from drawloom.components.pipeline.placement import stages_of
+from drawloom.components.pipeline.program.placement import stages_of
+from drawloom.components.pipeline.runtime.activation_specs import Boundaries
+from drawloom.components.pipeline.runtime.layer_partition import split_layers
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.model import Model, Shared, Span, Stage, Transform
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Job
+from drawloom.components.weights.load import load_folder
+from drawloom.components.weights.persistent import persistent_tensors
 from drawloom.graph import UserError, at_least, component, setting
 
 

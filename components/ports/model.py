@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor, nn
 
-from drawloom.components.ports.model_state import Mapper
+from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 
 

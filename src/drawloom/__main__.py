@@ -17,7 +17,7 @@ def main() -> int:
 
         watch_parent(parent)
     try:
-        from drawloom.graph.cli import main as command_line
+        from drawloom.graph.cli.main import main as command_line
 
         return command_line()
     except KeyboardInterrupt:

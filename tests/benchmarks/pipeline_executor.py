@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.executor import Executor
-from drawloom.components.pipeline.lowering import lower
+from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import Shared, Span, Stage
 from drawloom.components.ports.program import flat
-from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.problems import Problem
+from drawloom.graph.registry.registry import Catalogue
 from drawloom.kernels.linear import linear_eager
 
 RANKS, RANK, MICROBATCHES, ROUNDS = 8, 3, 32, 15

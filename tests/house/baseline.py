@@ -33,7 +33,7 @@ MODELS = {
 extends = "./tiny.toml"
 
 [model]
-use = "model.qwen3.sparse"
+use = "model.qwen3.moe"
 tokenizer = "@tokenizer"
 layers = 2
 width = 16

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.ports.run import Step
-from drawloom.components.run.forward_backward import ForwardBackward
 from support.mutations import put
 from support.processes import RanksFailed, run_ranks
 from support.runs import Outcome, command, drawloom, rows, series, write_corpus

@@ -9,16 +9,16 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypeByPurpose
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.distributed.reduce import SumOverParameters
-from drawloom.components.gradients.synchronise import Synchronise
+from drawloom.components.distributed.sum_over_shards import SumOverParameters
+from drawloom.components.gradients.synchronize import Synchronise
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.stages import RealStages
 from drawloom.components.ports.data import IGNORED, Batch
 from drawloom.components.ports.run import Step
-from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.problems import Problem
+from drawloom.graph.registry.registry import Catalogue
 from support.qwen3 import cpu_kernels
 
 TRAINING = [

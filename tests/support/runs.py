@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.cli import main
+from drawloom.graph.cli.main import main
 from support.processes import RanksFailed, run_ranks
 
 TINY = """
@@ -59,7 +59,7 @@ steps = 10
 tokens = 8
 
 [watch.logging]
-use = "run.logging"
+use = "listeners.logging"
 """
 
 

@@ -37,8 +37,8 @@ from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.distributed.mesh import RankMesh  # noqa: E402
 from drawloom.components.distributed.precision import DtypeByPurpose  # noqa: E402
 from drawloom.components.distributed.processes import TorchProcesses  # noqa: E402
-from drawloom.components.distributed.reduce import SumOverParameters  # noqa: E402
-from drawloom.components.gradients.synchronise import Synchronise  # noqa: E402
+from drawloom.components.distributed.sum_over_shards import SumOverParameters  # noqa: E402
+from drawloom.components.gradients.synchronize import Synchronise  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
 from drawloom.components.loss.next_token import NextToken  # noqa: E402
 from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402

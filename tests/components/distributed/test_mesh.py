@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.groups import OneRank
 from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.process_group import OneRank
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.ports.distributed import Group
 from drawloom.graph import UserError

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from drawloom.components.model_state.leaves import rename
 from drawloom.components.pipeline.stages import RealStages
 from drawloom.components.ports.model import Span
-from drawloom.components.ports.model_state import Mapper
 from drawloom.components.ports.program import Program
+from drawloom.components.ports.weights import Mapper
+from drawloom.components.weights.mapper_ops import rename
 from drawloom.graph import UserError
 
 
