@@ -137,6 +137,10 @@ class Timed(Protocol):
         """Who keeps the others waiting, in words, as far as it can be known; empty if it can't. It takes a second."""
         ...
 
+    def fail(self, text: str) -> None:
+        """Tell why this rank ends, unless another one was first, and let all others end."""
+        ...
+
 
 @port
 class Mesh(Protocol):
