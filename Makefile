@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test bench soak clean test-gpu bench-gpu bench-train-gpu
+.PHONY: train test bench soak clean test-gpu bench-gpu bench-train-gpu bench-pipeline-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -35,6 +35,9 @@ bench-gpu: .venv/test
 bench-train-gpu: .venv/test
 	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/training.py $(ONLY)
 
+bench-pipeline-gpu: .venv/test
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/pipeline.py $(ONLY)
+
 clean:
 	rm -rf .venv runs dist .mypy_cache .pytest_cache .ruff_cache
 
@@ -52,3 +55,8 @@ $(BIN)/python:
 .PHONY: golden
 golden: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/golden
+
+# What small runs compute, to the last bit: make baseline TO=file, and after a change: make baseline TO="--compare file"
+.PHONY: baseline
+baseline: .venv/test
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/house/baseline.py $(TO)

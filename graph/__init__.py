@@ -4,7 +4,7 @@ from drawloom.graph.bounds import above, at_least, between
 from drawloom.graph.component import component
 from drawloom.graph.port import Every, Ordered, port
 from drawloom.graph.problems import Place, Problem, RecipeError, UserError
-from drawloom.graph.resolved import ResolvedRecipe
+from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.setting import Names, setting
 
 __all__ = [

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.deferral import WeightGradient, weight_gradient_of
-from drawloom.kernels.vocabulary_parallel import VocabularyPart, add_up, own_targets, put_together
+from drawloom.kernels.deferred_grads import WeightGradient, weight_gradient_of
+from drawloom.kernels.vocab_parallel import VocabularyPart, add_up, own_targets, put_together
 
 Reduction = Literal["none", "sum", "mean"]
 

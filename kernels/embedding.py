@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.deferral import WeightGradient, weight_gradient_of
+from drawloom.kernels.deferred_grads import WeightGradient, weight_gradient_of
 
 
 def embedding_eager(tokens: Tensor, weight: Tensor) -> Tensor:

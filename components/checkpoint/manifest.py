@@ -11,10 +11,10 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.checkpoint import files
-from drawloom.components.checkpoint.background import side_by_side
-from drawloom.components.checkpoint.files import Content
-from drawloom.components.model_state.strict_json import parse
+from drawloom.components.checkpoint.threads import side_by_side
+from drawloom.components.storage import durable_files as files
+from drawloom.components.storage.durable_files import Content
+from drawloom.components.storage.strict_json import parse
 from drawloom.graph import UserError
 
 FORMAT = 2

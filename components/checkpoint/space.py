@@ -3,10 +3,10 @@
 import logging
 from pathlib import Path
 
-from drawloom.components.checkpoint import files
-from drawloom.components.checkpoint.trouble import size
-from drawloom.components.distributed.agreement import on_main
+from drawloom.components.checkpoint.io_errors import size
+from drawloom.components.distributed.rank_errors import on_main
 from drawloom.components.ports.distributed import Group
+from drawloom.components.storage import durable_files
 from drawloom.graph import UserError
 
 log = logging.getLogger("drawloom.checkpoint")
@@ -24,7 +24,7 @@ def check_space(world: Group, checkpoints: Path, sure: int, likely: int) -> None
 
 
 def _check(checkpoints: Path, sure: int, likely: int) -> None:
-    free = files.free(checkpoints)
+    free = durable_files.free(checkpoints)
     if free < sure:
         raise UserError(
             f"{checkpoints}: a checkpoint needs {size(sure)}, and {size(free)} are free; make room, or set the folder "

@@ -8,15 +8,15 @@ from typing import Any
 import attrs
 import tomli
 
-from drawloom.components.checkpoint.reading import load_node, newest
+from drawloom.components.checkpoint.reader import load_node, newest
 from drawloom.components.ports.data import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Model, Stages
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.graph import UserError
-from drawloom.graph.graph import Graph
-from drawloom.graph.recipe import Recipe
-from drawloom.graph.workshop import Workshop
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.cli.project import Workshop
+from drawloom.graph.recipe.recipe import Recipe
 
 
 @attrs.frozen

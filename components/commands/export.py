@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from drawloom.components.commands._trained import trained
-from drawloom.components.export.folder import write_folder
-from drawloom.graph.workshop import Workshop
+from drawloom.components.export.hf_writer import write_folder
+from drawloom.graph.cli.project import Workshop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 
 from drawloom.components.commands._trained import trained
-from drawloom.components.distributed.streams import stream
+from drawloom.components.distributed.rng import stream
 from drawloom.components.sampling.generate import Sampler
-from drawloom.graph.workshop import Workshop
+from drawloom.graph.cli.project import Workshop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

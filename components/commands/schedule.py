@@ -7,21 +7,21 @@ import shutil
 from collections.abc import Iterator
 from typing import get_args
 
-from drawloom.components.pipeline.channels import Channels
-from drawloom.components.pipeline.costs import Costs
-from drawloom.components.pipeline.simulator import simulate
-from drawloom.components.pipeline.timeline.summary import Summary, compare
-from drawloom.components.pipeline.timeline.svg import draw_svg
-from drawloom.components.pipeline.timeline.text import draw_text
-from drawloom.components.pipeline.timing import Stuck
+from drawloom.components.pipeline.program.costs import Costs
+from drawloom.components.pipeline.program.timing import Stuck
+from drawloom.components.pipeline.simulation.contention import Channels
+from drawloom.components.pipeline.simulation.simulator import simulate
+from drawloom.components.pipeline.simulation.summary import Summary, compare
+from drawloom.components.pipeline.simulation.svg import draw_svg
+from drawloom.components.pipeline.simulation.text import draw_text
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.graph import UserError
-from drawloom.graph.graph import Graph
-from drawloom.graph.overrides import read_overrides
-from drawloom.graph.recipe import Recipe
-from drawloom.graph.spec import Spec
-from drawloom.graph.workshop import Workshop
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.cli.project import Workshop
+from drawloom.graph.recipe.overrides import read_overrides
+from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.registry.spec import Spec
 
 FOLDER = "pipeline.schedules."
 

@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
+from drawloom.components.checkpoint.io_errors import size
 from drawloom.components.checkpoint.manifest import Damaged, verify
-from drawloom.components.checkpoint.reading import FOLDER, committed
-from drawloom.components.checkpoint.trouble import size
+from drawloom.components.checkpoint.reader import FOLDER, committed
 from drawloom.graph import UserError
-from drawloom.graph.workshop import Workshop
+from drawloom.graph.cli.project import Workshop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,11 +18,11 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.checkpoint.digests import read_lines
+from drawloom.components.checkpoint.state_hashes import read_lines
 from drawloom.components.ports.run import Tracker
 from drawloom.graph import UserError
-from drawloom.graph.graph import Graph
-from drawloom.graph.workshop import Workshop
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.cli.project import Workshop
 
 DIGESTS = "digests_of_verify_resume"
 NEVER_THE_SAME = {"tokens_per_second", "memory"}  # metrics that tell of the machine, and not of the learning
@@ -160,7 +160,7 @@ def _command(options: argparse.Namespace, graph: Graph) -> list[str]:
     phases = ", ".join(f'"@{name}"' for name in (*graph.nodes["trainer"].edges["phases"].targets, DIGESTS))
     words = [
         *(f"trainer.steps={options.steps}", f"trainer.phases=[{phases}]", "trainer.afterwards=[]"),
-        *(f"checkpoint.every={options.steps // 2}", f"{DIGESTS}.use=checkpoint.digests"),
+        *(f"checkpoint.every={options.steps // 2}", f"{DIGESTS}.use=checkpoint.state_hashes"),
     ]
     overlays = [word for path in options.overlay for word in ("--overlay", path)]
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}", "-m"]

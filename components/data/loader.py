@@ -6,8 +6,8 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.data.agreement import check_agreement
 from drawloom.components.data.order import EndlessOrder
+from drawloom.components.data.rank_consistency import check_agreement
 from drawloom.components.data.workers import Workers
 from drawloom.components.ports.data import Batch, Rows
 from drawloom.components.ports.distributed import Mesh

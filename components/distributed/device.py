@@ -11,7 +11,7 @@ import torch
 
 from drawloom.components.distributed.launch import read_launch
 from drawloom.graph import UserError, at_least, component, setting
-from drawloom.graph.node import NodeView
+from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
 
@@ -53,6 +53,8 @@ class ComputeDevice:
             self._check_gpu()
             self._cuda_before = torch.cuda.current_device()
             torch.cuda.set_device(self.device)
+            # autograd's thread for the device binds no CUDA context by itself, of which cuBLAS would warn (torch 2.11)
+            torch.autograd.backward(2 * torch.ones((), device=self.device, requires_grad=True))
         elif self.backend == "nccl":
             raise UserError("the device is the CPU, and backend 'nccl' connects GPUs only; write backend = 'gloo'", 2)
         if self.threads is not None:

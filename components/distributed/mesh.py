@@ -1,16 +1,16 @@
 """The ranks of a run, laid out in named dimensions."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import attrs
 
-from drawloom.components.distributed.layout import BUILT, DIMENSIONS, Layout, settle
-from drawloom.components.distributed.links import ring_links
+from drawloom.components.distributed.mesh_layout import BUILT, DIMENSIONS, Layout, settle
+from drawloom.components.distributed.p2p_links import Edge, p2p_links
 from drawloom.components.ports.distributed import Group, Link, Processes
 from drawloom.graph import UserError, at_least, component, setting
-from drawloom.graph.node import NodeView
+from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
 
@@ -33,7 +33,6 @@ class RankMesh:
     expert: int = setting(default=1, check=at_least(1), doc="ranks that each hold some experts; none of their own")
 
     _layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
-    _links: dict[str, Mapping[int, Link]] = attrs.field(init=False, factory=dict)
     _groups: dict[str, Group] = attrs.field(init=False, factory=dict)
 
     @classmethod
@@ -73,11 +72,9 @@ class RankMesh:
         """The ranks that differ from this one only in where they lie along a dimension."""
         return self._groups[dimension]
 
-    def links(self, dimension: str) -> Mapping[int, Link]:
-        """By their index along a dimension, the neighbours in the ring of that dimension. All ranks ask together."""
-        if dimension not in self._links:
-            self._links[dimension] = ring_links(self.processes, dimension, self._layout.sets(dimension))
-        return self._links[dimension]
+    def links(self, dimension: str, edges: Iterable[Edge]) -> Mapping[int, Link]:
+        """Links along a dimension between these pairs of indices, by the peer's index. All ranks ask together."""
+        return p2p_links(self.processes, dimension, self._layout.sets(dimension), edges)
 
     def size(self, dimension: str) -> int:
         """How many ranks lie along a dimension."""

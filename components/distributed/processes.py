@@ -1,18 +1,22 @@
 """The processes that torchrun started, or this one alone; it owns torch's default process group."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed.groups import OneRank, ProcessGroup
+from drawloom.components.distributed.hang_diagnosis import Roll, connect
 from drawloom.components.distributed.launch import Launch, read_launch
-from drawloom.components.distributed.roll import Roll, connect
-from drawloom.components.ports.distributed import Device, Group
+from drawloom.components.distributed.p2p_links import P2PChannel
+from drawloom.components.distributed.parent import watch_parent
+from drawloom.components.distributed.process_group import OneRank, ProcessGroup, peer_errors
+from drawloom.components.ports.distributed import Channel, Device, Group
 from drawloom.graph import UserError, above, component, setting
 
 FOR_EVER = timedelta(days=30)
@@ -29,6 +33,8 @@ class TorchProcesses:
     _joined: bool = attrs.field(init=False, default=False)
     _limit: timedelta = attrs.field(init=False)
     _handles: list[Any] = attrs.field(init=False, factory=list)
+    _channels: dict[str, P2PChannel] = attrs.field(init=False, factory=dict)
+    _store: Any = attrs.field(init=False, default=None)
     _roll: Roll = attrs.field(init=False, factory=lambda: Roll(0, 1))
 
     @property
@@ -54,6 +60,8 @@ class TorchProcesses:
     def open(self) -> None:
         """Find the other processes, if there are any; a UserError if they don't come."""
         self._launch = read_launch()
+        if self._launch.address:
+            watch_parent(os.getppid())
         self._limit = timedelta(seconds=self.timeout)
         if dist.is_initialized():
             raise UserError(
@@ -70,12 +78,24 @@ class TorchProcesses:
         if self._joined:
             self._joined = False
             self._handles = []
+            self._close_channels()
             dist.destroy_process_group()
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
         """A group for each of these sets of ranks, disjoint and with all ranks; gives the one of this process."""
         groups = [(self.rank in ranks, self._make(name, ranks)) for ranks in sets]
         return next(group for own, group in groups if own)
+
+    def channel(self, name: str, sender: int, receiver: int) -> Channel:
+        """
+        The one-way channel of this name between two ranks, of which this is one; connected when first asked for.
+
+        Both ranks ask; where ranks ask for several, all follow one order (see p2p_links).
+        """
+        key = f"{name} {sender}->{receiver}"
+        if key not in self._channels:
+            self._channels[key] = self._connect(key, (sender, receiver))
+        return self._channels[key]
 
     def apart(self, name: str) -> Group:
         """All processes, on CPUs, by a channel of their own where they wait for one another as long as they live."""
@@ -90,6 +110,8 @@ class TorchProcesses:
         self._limit = timedelta(seconds=seconds)
         for handle in [dist.group.WORLD, *self._handles] if self._joined else []:
             dist.distributed_c10d._set_pg_timeout(self._limit, handle)
+        for channel in self._channels.values():
+            channel.backend._set_default_timeout(self._limit)
 
     def note(self, place: str) -> None:
         """Where this process is, for the others to be told if it keeps them waiting."""
@@ -100,14 +122,14 @@ class TorchProcesses:
         return self._roll.accused()
 
     def _start_roll(self) -> Roll:
-        """A roll of this start of the processes; alone, and without torchrun, there is nothing to look at."""
+        """A roll of this start of the processes; a process that is alone has nobody to look at."""
         launch = self._launch
-        roll = Roll(self.rank, self.world_size, parent=os.getppid() if launch.address else None)
+        roll = Roll(self.rank, self.world_size)
         if self._joined:
             world = ProcessGroup("world", range(self.world_size), dist.group.WORLD, self._where, roll)
             name = "-".join(map(str, world.gather_json(os.getpid())))
             roll.store = connect(launch.address, launch.port, name, self.timeout)
-        if launch.address:
+            self._store = connect(launch.address, launch.port, f"{name}/p2p", self.timeout)
             roll.start()
         return roll
 
@@ -135,3 +157,52 @@ class TorchProcesses:
             handle = dist.new_group(list(ranks), timeout=self._limit)
             self._handles += [handle] if self.rank in ranks else []
         return ProcessGroup(name, ranks, handle, self._where, self._roll)
+
+    def _connect(self, name: str, ranks: tuple[int, int]) -> P2PChannel:
+        if self._where.type != self.device.device.type:
+            text = f"ranks on {self.device.device.type} can't send tensors to one another over"
+            raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
+        with peer_errors(self._roll, "a connection", name, ranks):
+            backend = self._backend(name, ranks)
+        channel = P2PChannel(name, ranks, backend, self._where, self._roll)
+        probe = torch.zeros(1, device=self._where)
+        (channel.send(probe) if self.rank == ranks[0] else channel.receive(probe)).wait()
+        return channel
+
+    def _backend(self, name: str, ranks: tuple[int, int]) -> Any:
+        """
+        A connected communicator of two that torch's registry of groups knows nothing of.
+
+        dist.new_group would make all ranks of the run take part, and with a bound device share one NCCL communicator
+        among all point-to-point operations of a group.
+        """
+        store, rank = PrefixStore(name, self._store), ranks.index(self.rank)
+        if self.device.backend == "gloo":
+            return dist.ProcessGroupGloo(store, rank, 2, self._limit)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._limit
+        options.global_ranks_in_group = list(ranks)
+        with _without_serialization_warning():
+            backend = dist.ProcessGroupNCCL(store, rank, 2, options)
+        backend.eager_connect_single_device(self._where)
+        return backend
+
+    def _close_channels(self) -> None:
+        channels, self._channels = self._channels, {}
+        for channel in channels.values() if self.device.backend == "nccl" else ():
+            channel.backend.shutdown()
+
+
+@contextmanager
+def _without_serialization_warning() -> Iterator[None]:
+    """NCCL backends made here don't warn that their operations run one after another, which is what they are for."""
+    name = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

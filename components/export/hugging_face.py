@@ -6,13 +6,13 @@ from typing import Literal
 
 import torch
 
-from drawloom.components.distributed.agreement import on_main
-from drawloom.components.export.folder import write_folder
-from drawloom.components.model_state.safetensors_writing import MAX_SHARD
+from drawloom.components.distributed.rank_errors import on_main
+from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.ports.data import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Model, Stages
 from drawloom.components.ports.run import RunFolder
+from drawloom.components.weights.save import MAX_SHARD
 from drawloom.graph import at_least, component, setting
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

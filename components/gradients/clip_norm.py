@@ -17,6 +17,6 @@ class ClipNorm:
     def run_phase(self, step: Step) -> None:
         """Scale by max_norm / norm if that is below 1. `grad_norm` stays what it was before."""
         factor = self.max_norm / (step.values["grad_norm"] + 1e-6)
-        if factor < 1:
-            found = [parameter.grad for _, parameter in self.parameters.named() if parameter.grad is not None]
+        found = [parameter.grad for _, parameter in self.parameters.named() if parameter.grad is not None]
+        if factor < 1 and found:  # a pipeline rank whose parameters are all frozen has none
             torch._foreach_mul_(found, factor)

@@ -11,7 +11,7 @@ from drawloom.components.kernels.choosing import GPU, OPERATIONS, TRITON, Chosen
 from drawloom.components.ports.data import IGNORED
 from drawloom.components.ports.distributed import Device
 from drawloom.graph import between, component, setting
-from drawloom.graph.node import NodeView
+from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 from drawloom.kernels.cut_cross_entropy import Cut
 

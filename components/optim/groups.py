@@ -12,8 +12,12 @@ def decays(parameter: nn.Parameter) -> bool:
 
 
 def decay_groups(named: Sequence[tuple[str, nn.Parameter]], decay: float) -> list[dict[str, Any]]:
-    """Parameter groups for a torch optimizer; those with fewer than two dimensions get no weight decay."""
+    """
+    Parameter groups for a torch optimizer; those with fewer than two dimensions get no weight decay.
+
+    Both groups are there even if they are empty: torch takes no list without groups, and a pipeline rank whose
+    parameters are all frozen has none to train.
+    """
     matrices = [parameter for _, parameter in named if decays(parameter)]
     vectors = [parameter for _, parameter in named if not decays(parameter)]
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]

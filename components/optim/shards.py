@@ -5,7 +5,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from drawloom.components.distributed.streams import derive
+from drawloom.components.distributed.rng import derive
 
 
 @attrs.frozen

@@ -14,7 +14,7 @@ from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Job, Step
 from drawloom.graph import UserError, above, at_least, component, setting
-from drawloom.graph.node import NodeView
+from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 from drawloom.kernels.availability import why_no_triton
 from drawloom.kernels.stochastic_adamw import PER_DRAW, StochasticAdamwEager, Trained, numbers_of

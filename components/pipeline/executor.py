@@ -1,21 +1,22 @@
 """Carries a rank's line of the schedule's program out, on this rank's stages; on one rank, the plain training loop."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from itertools import pairwise
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.constraints import misfits
-from drawloom.components.pipeline.forward_wave import forward_wave
-from drawloom.components.pipeline.lowering import lower
-from drawloom.components.pipeline.mail import Mail
-from drawloom.components.pipeline.passage import Load, Passage
-from drawloom.components.pipeline.stage_work import StageWork
+from drawloom.components.pipeline.program.forward_only import forward_wave
+from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.pytree import transform
+from drawloom.components.pipeline.runtime.constraints import misfits
+from drawloom.components.pipeline.runtime.p2p import Mail
+from drawloom.components.pipeline.runtime.program_runner import Load, Passage
+from drawloom.components.pipeline.runtime.stage_runner import StageWork
+from drawloom.components.pipeline.split_backward.plan import StageWeights
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
-from drawloom.components.pipeline.tree import transform
-from drawloom.components.pipeline.weight_plan import StageWeights
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Device, Link, Mesh, Neighbours
 from drawloom.components.ports.model import Shared, StageInputs, Stages
@@ -23,7 +24,7 @@ from drawloom.components.ports.pipeline import Losses, Objective, Schedule
 from drawloom.components.ports.pipeline_state import Stack
 from drawloom.components.ports.program import Line, flat
 from drawloom.graph import Problem, component
-from drawloom.graph.node import NodeView
+from drawloom.graph.build.node import NodeView
 
 
 @component
@@ -50,8 +51,9 @@ class Executor:
                 yield from misfits(schedule, mesh, model)
 
     def open(self) -> None:
-        """Find the neighbours, and sort the weights of each stage."""
-        self._links = self.neighbours.links("pipeline")
+        """Connect this rank to those that its stages send to or receive from, and sort the weights of each stage."""
+        owners = self.schedule.owners(self.mesh.size("pipeline"))
+        self._links = self.neighbours.links("pipeline", {hop for hop in pairwise(owners) if hop[0] != hop[1]})
         self._weights = {stage.index: StageWeights.of(stage.module.parameters()) for stage in self.stages.local}
 
     def train(self, microbatches: Sequence[Batch]) -> Losses:

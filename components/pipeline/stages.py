@@ -9,15 +9,17 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.agreement import together
-from drawloom.components.model_state.loading import load_folder
-from drawloom.components.pipeline.boundaries import Boundaries
-from drawloom.components.pipeline.layer_split import split_layers
-from drawloom.components.pipeline.placement import stages_of
+from drawloom.components.distributed.rank_errors import together
+from drawloom.components.pipeline.module_buffers import fill_buffers
+from drawloom.components.pipeline.program.placement import stages_of
+from drawloom.components.pipeline.runtime.activation_specs import Boundaries
+from drawloom.components.pipeline.runtime.layer_partition import split_layers
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.model import Model, Shared, Span, Stage, Transform
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Job
+from drawloom.components.weights.load import load_folder
+from drawloom.components.weights.persistent import persistent_tensors
 from drawloom.graph import UserError, at_least, component, setting
 
 
@@ -41,7 +43,7 @@ class RealStages:
     weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
     _local: list[Stage] = attrs.field(init=False, factory=list)
     _boundaries: Boundaries = attrs.field(init=False, default=None)
-    _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
+    _shared: dict[str, tuple[list[int], str]] = attrs.field(init=False, factory=dict)
     _elsewhere: set[str] = attrs.field(init=False, factory=set)
 
     def open(self) -> None:
@@ -76,65 +78,78 @@ class RealStages:
     def sum_shared(self) -> None:
         """Add up gradients of parameters that several pipeline ranks hold; a rank without one adds nothing."""
         mine = dict(self.named())
-        for name, shape in self._shared.items():
-            parameter = mine.get(name)
+        for name, (shape, kind) in self._shared.items():
+            parameter, dtype = mine.get(name), getattr(torch, kind)
+            wide = torch.promote_types(dtype, self.precision.reduce)
             if parameter is None:
-                gradient = torch.zeros(shape, dtype=self.precision.gradient, device=self.device.device)
-            else:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = gradient
-            self.mesh.group("pipeline").sum(gradient)
+                self.mesh.group("pipeline").sum(torch.zeros(shape, dtype=wide, device=self.device.device))
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            total = parameter.grad.to(wide)
+            self.mesh.group("pipeline").sum(total)
+            parameter.grad.copy_(total)
 
     def state_names(self) -> list[str]:
-        """The names of the parameters that this rank holds."""
-        return list(self._all())
+        """The names of the parameters and persistent buffers that this rank holds."""
+        return list(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """Every parameter by its name."""
-        return {name: parameter.detach() for name, parameter in self._all().items()}
+        """Every parameter and every persistent buffer by its name."""
+        return {name: tensor.detach() for held in self._held() for name, tensor in held.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy saved parameters into place."""
-        parameters = self._all()
-        if parameters.keys() != state.keys():
-            raise KeyError(f"parameters differ: {sorted(parameters.keys() ^ state.keys())}")
+        """Copy saved tensors into place."""
+        if other := set(self.state_names()) ^ state.keys():
+            raise KeyError(f"parameters differ: {sorted(other)}")
         with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(state[name])
+            for held in self._held():  # two stages of this rank may hold a buffer each under one name
+                for name, tensor in held.items():
+                    tensor.copy_(state[name])
 
     def _find_shared(self) -> None:
         """Which parameters stand on several pipeline ranks: a tied embedding, on the first and the last."""
         group = self.mesh.group("pipeline")
-        shapes: list[dict[str, list[int]]] = group.gather_json({name: [*part.shape] for name, part in self.named()})
+        held = {name: ([*part.shape], str(part.dtype).removeprefix("torch.")) for name, part in self.named()}
+        shapes: list[dict[str, tuple[list[int], str]]] = group.gather_json(held)
         times = Counter(name for names in shapes for name in names)
-        everywhere = {name: shape for names in shapes for name, shape in names.items()}
+        everywhere = {name: form for names in shapes for name, form in names.items()}
         self._shared = {name: everywhere[name] for name in sorted(times) if times[name] > 1}
         self._elsewhere = {name for names in shapes[: group.rank] for name in names}
 
     def _all(self) -> dict[str, nn.Parameter]:
         return {name: parameter for stage in self._local for name, parameter in stage.module.named_parameters()}
 
+    def _held(self) -> list[dict[str, Tensor]]:
+        """What each local stage keeps from step to step."""
+        return [persistent_tensors(stage.module) for stage in self._local]
+
     def _split(self, stages: int) -> list[Span]:
         try:
             return split_layers(self.model.layers, stages, self.embedding_weighs, self.head_weighs)
         except ValueError as error:
-            raise UserError(f"{error}; let embedding and head weigh less, or take fewer stages", exit_code=2) from error
+            raise UserError(f"{error}; take fewer stages", exit_code=2) from error
 
     def _build(self, span: Span) -> nn.Module:
         with torch.device("meta"):
             module = self.model.build(span)
         for transform in self.transforms:
             module = transform.transform(module)
-        return module.to(dtype=self.precision.parameter)
+        for parameter in module.parameters():  # buffers, such as frequencies, keep the dtype that their module chose
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(self.precision.parameter)
+        return module
 
     def _fill(self, modules: Iterable[nn.Module]) -> None:
-        """Make parameters real, with the numbers that the run starts from."""
+        """Make parameters and buffers real, with the numbers that the run starts from."""
         for module in modules:
+            if self.weights is None:
+                module.to_empty(device=self.device.device)
+            fill_buffers(module, self.device.device, self.job.seed)
             if self.weights is not None:
                 mapper = self.model.hugging_face_mapper().inverse()
                 load_folder(self.weights, module, mapper, self.device.device)
                 continue
-            module.to_empty(device=self.device.device)
             for name, parameter in module.named_parameters():
                 self.model.initialise(name, parameter.data, self.job.seed)
 

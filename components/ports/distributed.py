@@ -1,6 +1,6 @@
 """Ranks, groups of them, and what they compute on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,24 +36,36 @@ class Group(Protocol):
 
 
 class Pending(Protocol):
-    """A message on its way."""
+    """A send or receive that is under way."""
 
-    def is_over(self) -> bool:
-        """Whether it has been sent or received."""
+    def is_completed(self) -> bool:
+        """Whether the tensor has been sent or received."""
         ...
 
     def wait(self) -> None:
-        """Until it is over; a UserError if the peer is gone or takes too long."""
+        """
+        Wait until it is completed; where the device is a GPU, its current stream waits and not the host.
+
+        Raises a UserError if the peer is gone or takes too long.
+        """
         ...
 
 
-class Link(Protocol):
+class Channel(Protocol):
     """
-    Two one-way channels between this rank and a neighbour, so that what goes one way never waits for the other.
+    One direction between two ranks: one of them sends, the other receives.
 
-    Messages arrive in the order in which they were sent; tensors are contiguous, and of the shape and dtype that the
-    receiver gives. A tensor must stay as it is until its message is over.
+    Tensors arrive in the order in which they were sent. They are contiguous, of the shape and dtype that the receiver
+    gives, and stay as they are until their work is completed.
     """
+
+    def send(self, tensor: Tensor) -> Pending: ...
+
+    def receive(self, tensor: Tensor) -> Pending: ...
+
+
+class Link(Protocol):
+    """A channel to a peer and one from it, so that neither direction ever waits for the other."""
 
     def send(self, tensor: Tensor) -> Pending: ...
 
@@ -89,6 +101,14 @@ class Processes(Protocol):
         A group for each of these sets of ranks; gives the one that this process is in.
 
         The sets are disjoint and hold every rank. All processes ask for the same groups in the same order.
+        """
+        ...
+
+    def channel(self, name: str, sender: int, receiver: int) -> Channel:
+        """
+        The one-way channel of this name between two ranks, of which this is one; connected when first asked for.
+
+        Both ranks ask; where ranks ask for several, all follow one order, or they wait for each other for ever.
         """
         ...
 
@@ -147,10 +167,10 @@ class Mesh(Protocol):
 
 @port
 class Neighbours(Protocol):
-    """Who lies beside this rank in the mesh."""
+    """Point-to-point links inside the mesh."""
 
-    def links(self, dimension: str) -> Mapping[int, Link]:
-        """By their index along a dimension, the neighbours in the ring of that dimension. All ranks ask together."""
+    def links(self, dimension: str, edges: Iterable[tuple[int, int]]) -> Mapping[int, Link]:
+        """Links along a dimension between these pairs of indices, by the peer's index. All ranks ask together."""
         ...
 
 

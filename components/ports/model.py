@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor, nn
 
-from drawloom.components.ports.model_state import Mapper
+from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 
 
@@ -54,7 +54,11 @@ class Model(Protocol):
         ...
 
     def build(self, span: Span) -> nn.Module:
-        """The module of a span, with parameters on the device that torch puts them on (the meta device, mostly)."""
+        """
+        The module of a span, with parameters on the device that torch puts them on (the meta device, mostly).
+
+        A part of it that owns buffers fills them in `reset_parameters()`, for those on the meta device have no values.
+        """
         ...
 
     def initialise(self, name: str, parameter: Tensor, seed: int) -> None:

@@ -5,7 +5,7 @@ from math import prod
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.graph import UserError, at_least, component, setting
-from drawloom.graph.node import NodeView
+from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.distributed.agreement import on_main
+from drawloom.components.distributed.rank_errors import on_main
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Job
 from drawloom.components.run.folder_lock import FolderLock

@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 import torch
 
-from drawloom.components.distributed.streams import derive, stream
+from drawloom.components.distributed.rng import derive, stream
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Job
 from drawloom.graph import component

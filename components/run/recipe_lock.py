@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from drawloom.graph import RecipeError, ResolvedRecipe, UserError
-from drawloom.graph.resolved import RecipeChange
+from drawloom.graph.recipe.lockfile import RecipeChange
 
 LOCK = "recipe.lock.toml"
 

@@ -1,7 +1,7 @@
 """A picture as DOT, the language of Graphviz, which need not be installed."""
 
-from drawloom.graph.drawing.picture import Picture
-from drawloom.graph.drawing.shapes import colours
+from drawloom.graph.drawing.diagram import Picture
+from drawloom.graph.drawing.svg import colours
 
 ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 

@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from typing import Literal, get_args
 
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.drawing.diagram import Picture, wiring
 from drawloom.graph.drawing.dot import draw_dot
 from drawloom.graph.drawing.mermaid import draw_mermaid
-from drawloom.graph.drawing.picture import Picture, wiring
 from drawloom.graph.drawing.step import step_of
 from drawloom.graph.drawing.step_svg import draw_step
 from drawloom.graph.drawing.step_text import draw_step_text
 from drawloom.graph.drawing.wiring_svg import draw_wiring
-from drawloom.graph.graph import Graph
+from drawloom.graph.inspect.text_tree import draw_tree
 from drawloom.graph.problems import UserError
-from drawloom.graph.suggest import did_you_mean
-from drawloom.graph.tree import draw_tree
+from drawloom.graph.toml.suggest import did_you_mean
 
 Format = Literal["tree", "mermaid", "dot", "svg"]
 FORMATS: tuple[Format, ...] = get_args(Format)

@@ -1,6 +1,6 @@
 """A picture as Mermaid text, which GitHub and many editors draw."""
 
-from drawloom.graph.drawing.picture import Picture
+from drawloom.graph.drawing.diagram import Picture
 
 ENTITIES = str.maketrans(
     {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "&": "#amp;", "`": "#96;", "|": "#124;", "\n": " "}

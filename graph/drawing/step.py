@@ -2,8 +2,8 @@
 
 import attrs
 
-from drawloom.graph.drawing.picture import Arrow, Box, Picture, boxes
-from drawloom.graph.graph import Graph
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.drawing.diagram import Arrow, Box, Picture, boxes
 from drawloom.graph.problems import UserError
 
 

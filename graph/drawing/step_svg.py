@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import attrs
 
-from drawloom.graph.drawing.placing import BOX, LEFT, NAME, PADDING, TITLE, USE
-from drawloom.graph.drawing.shapes import (
+from drawloom.graph.drawing.coordinates import BOX, LEFT, NAME, PADDING, TITLE, USE
+from drawloom.graph.drawing.step import Step, Thread
+from drawloom.graph.drawing.svg import (
     BOLD_TEXT,
     END,
     GREY,
@@ -24,7 +25,6 @@ from drawloom.graph.drawing.shapes import (
     text,
     width_of,
 )
-from drawloom.graph.drawing.step import Step, Thread
 
 TOP, ROW, BETWEEN, LEGEND = 48.0, 32.0, 12.0, 46.0
 VALUE = 12.0

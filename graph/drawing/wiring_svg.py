@@ -10,10 +10,10 @@ from itertools import pairwise
 
 import attrs
 
-from drawloom.graph.drawing.layering import Stop
-from drawloom.graph.drawing.picture import Arrow, Box, Picture
-from drawloom.graph.drawing.placing import BOX, CAPTION, GAP, LEFT, NAME, PADDING, TITLE, USE, Placed, place
-from drawloom.graph.drawing.shapes import (
+from drawloom.graph.drawing.coordinates import BOX, CAPTION, GAP, LEFT, NAME, PADDING, TITLE, USE, Placed, place
+from drawloom.graph.drawing.diagram import Arrow, Box, Picture
+from drawloom.graph.drawing.sugiyama import Stop
+from drawloom.graph.drawing.svg import (
     BOLD_TEXT,
     END,
     GREY,

@@ -3,13 +3,13 @@
 import inspect
 from collections.abc import Iterable, Mapping
 
-from drawloom.graph.catalogue import Catalogue
-from drawloom.graph.fit import fits
-from drawloom.graph.listing import ports
+from drawloom.graph.inspect.listing import ports
 from drawloom.graph.problems import Problem
-from drawloom.graph.recipe import FORMAT, NAME
+from drawloom.graph.recipe.recipe import FORMAT, NAME
+from drawloom.graph.registry.registry import Catalogue
+from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.schema.types import VARIABLE, Schema, described, setting_schema
-from drawloom.graph.spec import Field, Spec
+from drawloom.graph.types.port_match import fits
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """The newest that editors' TOML plugins read."""

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import attrs
 
 from drawloom.graph.bounds import Bound
-from drawloom.graph.values import Values
-from drawloom.graph.words import members
+from drawloom.graph.types.describe import members
+from drawloom.graph.types.structure import Values
 
 Schema = dict[str, Any]
 

@@ -3,17 +3,17 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from drawloom.graph.fit import misfits
-from drawloom.graph.node import Draft, NodeView
-from drawloom.graph.plain import escape
+from drawloom.graph.build.node import Draft, NodeView
+from drawloom.graph.build.settings import Settling
+from drawloom.graph.cli.project import Workshop
+from drawloom.graph.inspect.serialize import escape
 from drawloom.graph.port import Every, Ordered
 from drawloom.graph.problems import Problem, RecipeError
-from drawloom.graph.recipe import Recipe
-from drawloom.graph.resolved import ResolvedRecipe
-from drawloom.graph.settling import Settling
-from drawloom.graph.spec import Field, Spec, read_spec
-from drawloom.graph.values import Values
-from drawloom.graph.workshop import Workshop
+from drawloom.graph.recipe.lockfile import ResolvedRecipe
+from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.registry.spec import Field, Spec, read_spec
+from drawloom.graph.types.port_match import misfits
+from drawloom.graph.types.structure import Values
 
 UNSAVED = ResolvedRecipe("format = 1\n", "")
 """What a component is given whose recipe nobody asked for."""

@@ -1,8 +1,8 @@
 """
 Contracts: what a port's author promises of behaviour, as properties that any implementation can be put to.
 
-The contract of a port is a module beside the module of the port: that of `package.ports.data.Tokenizer` is
-`package.ports.contracts.tokenizer`. Each public function in it is one property, said in its docstring; it takes as many
+The contract of a port is a module beside the package of ports: that of `package.ports.data.Tokenizer` is
+`package.contracts.tokenizer`. Each public function in it is one property, said in its docstring; it takes as many
 instances as it has parameters, all made alike, and calls `expect`.
 """
 
@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from drawloom.graph.fit import misfits
 from drawloom.graph.testing.build import build
+from drawloom.graph.types.port_match import misfits
 
 Property = Callable[..., None]
 
@@ -46,7 +46,8 @@ def contract(port: type) -> list[Property]:
 def contract_name(port: type) -> str:
     """The module that holds a port's contract, if there is one."""
     snake = re.sub(r"(?<!^)(?=[A-Z])", "_", port.__name__).lower()
-    return f"{port.__module__.rpartition('.')[0]}.contracts.{snake}"
+    package = re.sub(r"\.ports(\..*)?$", "", port.__module__)
+    return f"{package}.contracts.{snake}"
 
 
 def _properties(module: ModuleType) -> list[Property]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.graph.fit import members
+from drawloom.graph.types.port_match import members
 
 NOTHING: dict[Any, Callable[[], Any]] = {int: int, float: float, str: str, bool: bool, bytes: bytes, list: list}
 NOTHING |= {dict: dict, tuple: tuple, Mapping: dict, set: set}

@@ -5,10 +5,10 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph import recipe as reading
-from drawloom.graph.container import Container
-from drawloom.graph.graph import Graph
-from drawloom.graph.workshop import Workshop
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.cli.project import Workshop
+from drawloom.graph.recipe import recipe as reading
+from drawloom.graph.runtime.container import Container
 
 
 @attrs.frozen

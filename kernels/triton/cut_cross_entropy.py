@@ -21,7 +21,7 @@ from drawloom.kernels.cut_cross_entropy import (
 )
 from drawloom.kernels.operation import operation
 from drawloom.kernels.triton import cut_cross_entropy_kernels as kernels
-from drawloom.kernels.triton.launching import check_floats, with_channels_together
+from drawloom.kernels.triton.launch import check_floats, with_channels_together
 from drawloom.kernels.triton.products import add_product
 
 TILE = (128, 256)

@@ -14,7 +14,7 @@ from drawloom.kernels.grouped_gemm import Implementation, grouped_gemm
 from drawloom.kernels.operation import operation
 from drawloom.kernels.triton import grouped_gemm_blocks as blocks
 from drawloom.kernels.triton.expert_tiles import MOST_ROWS, rows_of_tile
-from drawloom.kernels.triton.launching import check_floats, power_of_two
+from drawloom.kernels.triton.launch import check_floats, power_of_two
 
 ROWS = (16, 128)
 """Least and most rows in a tile: as many as an expert has on average, and what the matrix units take well."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from drawloom.kernels.triton.expert_tiles import rows_of_tile
-from drawloom.kernels.triton.launching import power_of_two
+from drawloom.kernels.triton.launch import power_of_two
 
 CAPABILITY = (9, 0)
 ALIGNMENT = 16

@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.operation import operation
-from drawloom.kernels.triton.launching import check_floats, power_of_two
+from drawloom.kernels.triton.launch import check_floats, power_of_two
 
 TILE = 4096
 """Elements of the table that a program writes."""

@@ -21,12 +21,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.cut_cross_entropy import EXACT, Wanted
-from drawloom.kernels.deferral import WeightGradient, weight_gradient_of
+from drawloom.kernels.deferred_grads import WeightGradient, weight_gradient_of
 from drawloom.kernels.operation import operation
 from drawloom.kernels.triton.cut_cross_entropy import TRITON
-from drawloom.kernels.triton.launching import check_floats, power_of_two
+from drawloom.kernels.triton.launch import check_floats, power_of_two
 from drawloom.kernels.triton.products import add_product
-from drawloom.kernels.vocabulary_parallel import own_targets
+from drawloom.kernels.vocab_parallel import own_targets
 
 AT_ONCE = 5 * 2**28
 """Logits that exist together: 2.5 GiB of bfloat16, which is 8192 tokens by 160 thousand words."""

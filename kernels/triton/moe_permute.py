@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.moe_routes import Routes
 from drawloom.kernels.operation import operation
-from drawloom.kernels.triton.launching import as_rows, check_floats, power_of_two
+from drawloom.kernels.triton.launch import as_rows, check_floats, power_of_two
 
 TILE = 4096
 """Elements of all choices that a program has at once."""

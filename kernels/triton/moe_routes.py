@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drawloom.kernels.moe_routes import NOBODY, Routes
 from drawloom.kernels.operation import operation
-from drawloom.kernels.triton.launching import power_of_two
+from drawloom.kernels.triton.launch import power_of_two
 
 ENTRIES, STEP = 256, 32
 """Choices of a part, and with how many of these they are compared at once: more would not fit."""

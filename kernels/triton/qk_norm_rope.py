@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.operation import operation
-from drawloom.kernels.triton.launching import (
+from drawloom.kernels.triton.launch import (
     angle_tables,
     check_floats,
     power_of_two,
@@ -22,7 +22,7 @@ from drawloom.kernels.triton.launching import (
     with_channels_together,
 )
 from drawloom.kernels.triton.qk_norm_rope_kernels import backward_kernel, forward_kernel
-from drawloom.kernels.triton.sum_of_parts import sum_of_parts
+from drawloom.kernels.triton.reduce_partials import sum_of_parts
 
 TILE = 4096
 """Elements that a program of the forward pass takes; half of it at a time in the backward pass, which holds more."""

@@ -16,8 +16,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.operation import operation
-from drawloom.kernels.triton.launching import as_rows, check_floats, power_of_two, processors
-from drawloom.kernels.triton.sum_of_parts import sum_of_parts
+from drawloom.kernels.triton.launch import as_rows, check_floats, power_of_two, processors
+from drawloom.kernels.triton.reduce_partials import sum_of_parts
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 4096
 """Elements that a program holds at once, where a row has no more: 16 a thread."""

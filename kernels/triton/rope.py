@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.operation import operation
-from drawloom.kernels.triton.launching import (
+from drawloom.kernels.triton.launch import (
     angle_tables,
     check_floats,
     power_of_two,

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.operation import operation
-from drawloom.kernels.triton.launching import as_rows, check_floats, power_of_two
+from drawloom.kernels.triton.launch import as_rows, check_floats, power_of_two
 
 TILE = 2048
 """Elements that a program holds at once: 8 a thread, 16 bytes of each tensor of half precision."""

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from drawloom.components.checkpoint.folder import CheckpointFolder
+from drawloom.components.checkpoint.checkpointer import CheckpointFolder
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.checkpoint.staging.overlapped import Overlapped
-from drawloom.components.model_state.tensor_bytes import bytes_of
 from drawloom.components.ports.run import Step
+from drawloom.components.storage.tensor_bytes import bytes_of
 from support.checkpoints import Memory, checkpointer
 from support.dcp import begin_save
 

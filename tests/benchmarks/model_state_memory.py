@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from drawloom.components.model_state.leaves import identity
-from drawloom.components.model_state.loading import load_folder
-from drawloom.components.model_state.safetensors_writing import write_safetensors
-from drawloom.components.model_state.tensor_source import InMemory
+from drawloom.components.storage.tensor_source import InMemory
+from drawloom.components.weights.load import load_folder
+from drawloom.components.weights.mapper_ops import identity
+from drawloom.components.weights.save import write_safetensors
 
 FILES = 16
 PER_FILE = 8

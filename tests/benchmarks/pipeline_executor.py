@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.executor import Executor
-from drawloom.components.pipeline.lowering import lower
+from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import Shared, Span, Stage
 from drawloom.components.ports.program import flat
-from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.problems import Problem
+from drawloom.graph.registry.registry import Catalogue
 from drawloom.kernels.linear import linear_eager
 
 RANKS, RANK, MICROBATCHES, ROUNDS = 8, 3, 32, 15
@@ -78,7 +78,7 @@ class OurResidual(Residual):
 class AtOnce:
     """A message that is over at once, and the link that it goes through."""
 
-    def is_over(self) -> bool:
+    def is_completed(self) -> bool:
         return True
 
     def wait(self) -> None: ...
@@ -109,7 +109,7 @@ class World:
     def index(self, dimension: str) -> int:
         return RANK
 
-    def links(self, dimension: str) -> dict[int, AtOnce]:
+    def links(self, dimension: str, edges: Any) -> dict[int, AtOnce]:
         return {peer: AtOnce() for peer in range(RANKS)}
 
     def boundary(self, stage: int, tokens: Tensor, shared: Shared) -> Tensor:

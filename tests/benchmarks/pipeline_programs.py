@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from drawloom.components.pipeline.lowering import lower
+from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.ports.program import flat
 from support.schedules import NAMES, schedule
 from support.torch_schedules import made

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.pipeline.split_backward import SplitBackward
-from drawloom.components.pipeline.weight_plan import StageWeights
+from drawloom.components.pipeline.split_backward.plan import StageWeights
+from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.model import Shared, Span
 from drawloom.kernels.attention import attention_eager
 from support.qwen3 import cpu_kernels

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer as HuggingFace
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import drawloom.components.ports as ports
-from drawloom.graph.fit import misfits
+from drawloom.graph.cli.project import Workshop
 from drawloom.graph.problems import Problem
 from drawloom.graph.testing import Recipe, check_port
 from drawloom.graph.testing.contract import contract_name
-from drawloom.graph.workshop import Workshop
+from drawloom.graph.types.port_match import misfits
 
 CATALOGUE = Workshop.of("drawloom").catalogue
 
@@ -61,10 +61,10 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.hugging_face_tokenizer": tokenizer_file,
     "data.jsonl": jsonl_file,
     "data.standard_library": lambda folder: {},
-    "model.qwen3.sparse": lambda folder: {
+    "model.qwen3.moe": lambda folder: {
         "model": {
             **TINY["model"],
-            "use": "model.qwen3.sparse",
+            "use": "model.qwen3.moe",
             "tokenizer": "@tokenizer",
             "experts": 3,
             "experts_per_token": 2,
@@ -77,12 +77,12 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "precision": {"parameter": "bfloat16"},
     },
     "trackers.aim": lambda folder: {"trackers": {"aim": {"use": "trackers.aim"}}},
-    "run.profiler": lambda folder: {"watch": {"profiler": {"use": "run.profiler", "steps": [2]}}},
+    "listeners.profiler": lambda folder: {"watch": {"profiler": {"use": "listeners.profiler", "steps": [2]}}},
 }
 """How a recipe uses those that the first one does not; a schedule stands alone."""
 
 EXCEPT = {
-    ("pipeline.table", "Schedule"): "it is for one number of ranks and microbatches",
+    ("pipeline.from_csv", "Schedule"): "it is for one number of ranks and microbatches",
     ("trackers.aim", "Stateful"): "each instance takes Aim a second; its own tests load states",
 }
 """What is not put to a contract, and why."""

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import tomli
 
-from drawloom.graph.graph import Graph
-from drawloom.graph.recipe import Recipe
-from drawloom.graph.workshop import Workshop
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.cli.project import Workshop
+from drawloom.graph.recipe.recipe import Recipe
 
 SHOP = """
 [store]

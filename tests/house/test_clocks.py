@@ -7,7 +7,7 @@ WALL = ("time.time(", "datetime.now(", "datetime.today(", "st_mtime", "getmtime"
 
 ALLOWED = {
     "components/run/folder_lock.py",  # tells a person since when a folder is in use
-    "components/model_state/regular_file.py",  # whether a file is the one that was checked
+    "components/storage/regular_file.py",  # whether a file is the one that was checked
 }
 
 

@@ -25,7 +25,7 @@ def test_tests_that_a_document_names_exist(document: str) -> None:
 
 
 def test_every_fault_is_told_once() -> None:
-    """From F01 to F45, each with a test."""
+    """From F01 on without a gap, each with a test."""
     rows = [line.split("|") for line in (ROOT / "docs/faults.md").read_text("utf-8").splitlines() if "| F" in line[:4]]
-    assert sorted(row[1].strip() for row in rows) == [f"F{number:02}" for number in range(1, 46)]
+    assert sorted(row[1].strip() for row in rows) == [f"F{number:02}" for number in range(1, len(rows) + 1)]
     assert all(NAMED.search(row[4]) for row in rows)

@@ -14,7 +14,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NAME = "drawloom"
-LIBRARIES = {"components.ports", "components.distributed", "components.model_state"}
+LIBRARIES = {
+    "components.ports",
+    "components.storage",
+    "components.weights",
+    "components.distributed",
+    "components.workspace",
+}
 BELOW = {"graph", *LIBRARIES}
 
 FLOORS: dict[str, tuple[set[str], set[str]]] = {
@@ -22,19 +28,26 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
     "components": (set(), set()),
     "components.ports": ({"graph"}, {"attrs", "numpy", "torch"}),
-    "components.model_state": ({"graph", "components.ports"}, {"attrs", "torch", "safetensors"}),
-    # Ranks hand each other tensors as files of model_state.
-    "components.distributed": ({"graph", "components.ports", "components.model_state"}, {"attrs", "numpy", "torch"}),
+    "components.contracts": ({"graph", "components.ports"}, {"attrs", "numpy", "torch"}),
+    "components.storage": ({"graph", "components.ports"}, {"attrs", "torch", "safetensors"}),
+    "components.weights": ({"graph", "components.ports", "components.storage"}, {"attrs", "torch"}),
+    "components.distributed": ({"graph", "components.ports"}, {"attrs", "numpy", "torch"}),
+    # Ranks hand each other tensors as files.
+    "components.workspace": (
+        {"graph", "components.ports", "components.storage", "components.distributed"},
+        {"attrs", "numpy", "torch"},
+    ),
     "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
     # Angles of rotary positions come from one formula, of which there is no choice to make.
     "components.model": (BELOW | {"kernels.rope_frequencies"}, {"attrs", "torch"}),
     # The mechanism by which operations put weight gradients off is shared with who goes backward in two passes.
-    "components.pipeline": (BELOW | {"kernels.deferral"}, {"attrs", "numpy", "torch"}),
+    "components.pipeline": (BELOW | {"kernels.deferred_grads"}, {"attrs", "numpy", "torch"}),
     "components.checkpoint": (BELOW, {"attrs", "torch", "safetensors"}),
     "components.trackers": (BELOW, {"attrs", "aim"}),
     "components.data": (BELOW, {"attrs", "numpy", "torch", "tokenizers"}),
-    "components.run": (BELOW, {"attrs", "numpy", "torch", "rich"}),
+    "components.run": (BELOW, {"attrs", "numpy", "torch"}),
+    "components.listeners": (BELOW, {"attrs", "torch", "rich"}),
     # Commands are no components: each puts the work of several subjects at a person's disposal.
     "components.commands": (
         BELOW | {"components.checkpoint", "components.export", "components.pipeline", "components.sampling"},

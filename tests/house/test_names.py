@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.problems import Problem
+from drawloom.graph.registry.registry import Catalogue
 
 ROOT = Path(__file__).parents[2]
 CATALOGUE = Catalogue.of("drawloom.components")

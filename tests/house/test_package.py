@@ -20,7 +20,7 @@ def test_src_holds_three_files_and_a_link_to_each_folder() -> None:
 
 def test_graph_needs_no_torch() -> None:
     """Importing the graph layer leaves torch out."""
-    code = "import sys, drawloom.graph, drawloom.graph.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, drawloom.graph, drawloom.graph.cli.main; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src")})
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.cut_cross_entropy import Cut, Reduction, cut_cross_entropy_eager, order_of_words
-from drawloom.kernels.deferral import Deferral
+from drawloom.kernels.deferred_grads import Deferral
 
 
 def at_once(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int = -100, cap: float | None = None) -> Tensor:

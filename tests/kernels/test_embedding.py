@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from drawloom.kernels.deferral import Deferral
+from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.embedding import embedding_eager
 
 

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drawloom.kernels import linear_cross_entropy
-from drawloom.kernels.deferral import Deferral
+from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
 
 

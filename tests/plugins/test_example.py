@@ -32,7 +32,7 @@ TINY = [
 
 COMMANDS = """
 import sys
-from drawloom.graph.cli import main
+from drawloom.graph.cli.main import main
 words = sys.argv[1:]
 sys.exit(main(["list", "--plugins"]) or main(["list", "language"]) or main(["show", "first_run", *words])
          or main(["run", "first_run", *words]))
@@ -66,7 +66,7 @@ def test_a_recipe_uses_it(installed: dict[str, str], tmp_path: Path) -> None:
 
 def test_its_own_tests_pass(installed: dict[str, str]) -> None:
     """A plugin is tested with the fixtures that drawloom brings."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "drawloom.graph.pytest_plugin", "tests"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "drawloom.graph.testing.pytest_plugin", "tests"]
     env = {**installed, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=PLUGIN, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.graph.workshop import Workshop
+from drawloom.graph.cli.project import Workshop
 
 ROOT = Path(__file__).parents[2]
 WORKSHOP = Workshop.of("drawloom")

@@ -20,9 +20,9 @@ import pytest
 
 import drawloom
 from drawloom.components.checkpoint import manifest
-from drawloom.components.checkpoint.reading import load_node, newest
+from drawloom.components.checkpoint.reader import load_node, newest
 from drawloom.graph import UserError
-from drawloom.graph.cli import main
+from drawloom.graph.cli.main import main
 from support.audit import Audit, places
 from support.checkpoints import Memory, OwnMemory, SpreadMemory, checkpointer, save_steps
 from support.processes import run_ranks
@@ -43,7 +43,13 @@ NAMES = [
         "pickle.loads",
     ),
     *("importlib.import_module", "runpy.run_path", "webbrowser.open", "antigravity", "this", "code.interact"),
-    *("drawloom.components.run.job", "drawloom.graph.cli.main", "components.run.job", "graph.cli", "kernels.linear"),
+    *(
+        "drawloom.components.run.job",
+        "drawloom.graph.cli.main.main",
+        "components.run.job",
+        "graph.cli",
+        "kernels.linear",
+    ),
     *("__import__('os').system('touch owned')", "run.job.__class__", "run.job.__init__.__globals__", "run.__init__"),
     *(
         "../evil",

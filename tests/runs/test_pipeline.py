@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.checkpoint.digests import state_digests
-from drawloom.components.checkpoint.reading import load_node
-from drawloom.graph.catalogue import Catalogue
+from drawloom.components.checkpoint.reader import load_node
+from drawloom.components.checkpoint.state_hashes import state_digests
+from drawloom.graph.registry.registry import Catalogue
 from support.runs import drawloom, series, take_back, write_corpus
 
 SCHEDULES = [name for name in Catalogue.of("drawloom.components").names() if name.startswith("pipeline.schedules.")]
@@ -87,7 +87,7 @@ SPARSE = """
 extends = "./tiny.toml"
 
 [model]
-use = "model.qwen3.sparse"
+use = "model.qwen3.moe"
 tokenizer = "@tokenizer"
 layers = 4
 width = 16

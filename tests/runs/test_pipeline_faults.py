@@ -1,15 +1,12 @@
 """A pipeline of which one rank dies or stands still."""
 
-import os
 import signal
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from support.processes import RanksFailed, run_ranks
-from support.runs import Outcome, command, rows, write_corpus
+from support.runs import struck, write_corpus
 
 
 @pytest.fixture
@@ -17,20 +14,6 @@ def place(tmp_path: Path) -> Path:
     """A folder with a corpus and the tiny recipe."""
     write_corpus(tmp_path)
     return tmp_path
-
-
-def struck(folder: Path, arguments: Sequence[str], number: int) -> Outcome:
-    """A process of a run; rank 1 sends itself a signal as soon as a step is written down."""
-    if os.environ["RANK"] == "1":
-        threading.Thread(target=strike, args=(folder, number), daemon=True).start()
-    return command(folder, arguments, None)
-
-
-def strike(folder: Path, number: int) -> None:
-    """Wait for the first step, then send this process a signal."""
-    while not ((folder / "runs/tiny/metrics.jsonl").exists() and rows(folder / "runs/tiny")):
-        threading.Event().wait(0.01)
-    os.kill(os.getpid(), number)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from drawloom.components.checkpoint import writing
-from drawloom.components.checkpoint.reading import committed, step_of
-from drawloom.components.run.forward_backward import ForwardBackward
+from drawloom.components.checkpoint import commit
+from drawloom.components.checkpoint.reader import committed, step_of
+from drawloom.components.phases.forward_backward import ForwardBackward
 from support.crashes import is_whole
 from support.mutations import put
 from support.processes import RanksFailed, run_ranks
@@ -58,7 +58,7 @@ def _stuck(folder: Path, arguments: Sequence[str], where: str, times: Sequence[f
     if where == "step":
         _delayed(ForwardBackward, "run_phase", FOR_EVER if number else 0, lambda _, step: step.index == 6, told)
     else:
-        _delayed(writing, "write_rank", FOR_EVER if number else 0, lambda aside, *_: aside.name == ".tmp-step-6", told)
+        _delayed(commit, "write_rank", FOR_EVER if number else 0, lambda aside, *_: aside.name == ".tmp-step-6", told)
     return command(folder, arguments, None)
 
 
@@ -79,7 +79,7 @@ def test_what_does_not_end_in_time_is_abandoned(place: Path, where: str, times: 
 def _slow_to_save(folder: Path, arguments: Sequence[str], seconds: float) -> Outcome:
     """A process of a run of which rank 1 takes its time to write."""
     slow = os.environ["RANK"] == "1"
-    _delayed(writing, "write_rank", seconds, lambda aside, *_: slow and aside.name == ".tmp-step-2", lambda: None)
+    _delayed(commit, "write_rank", seconds, lambda aside, *_: slow and aside.name == ".tmp-step-2", lambda: None)
     return command(folder, arguments, None)
 
 

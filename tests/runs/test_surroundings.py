@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.checkpoint.digests import state_digests
-from drawloom.components.checkpoint.reading import committed, load_node, step_of
-from drawloom.components.checkpoint.staging.buffers import Pool
+from drawloom.components.checkpoint.reader import committed, load_node, step_of
+from drawloom.components.checkpoint.staging.pinned_pool import Pool
+from drawloom.components.checkpoint.state_hashes import state_digests
+from drawloom.components.listeners import profiler
+from drawloom.components.phases.report import Report
 from drawloom.components.ports.run import Step, Value
-from drawloom.components.run import profiler
 from drawloom.components.run.folder_lock import FolderLock
-from drawloom.components.run.report import Report
 from drawloom.components.trackers.aim import AimTracker
 from drawloom.components.trackers.aim_run import AimRun
-from drawloom.graph.workshop import Workshop
+from drawloom.graph.cli.project import Workshop
 from support.audit import Audit
 from support.crashes import is_whole
 from support.disk import Call, watched
@@ -95,7 +95,7 @@ def test_trackers_and_profilers_neither_stop_nor_change_a_run(place: Path) -> No
     """
     assert drawloom(place, *TINY, "run.name=straight")[0].code == 0
     aim = ("trackers.aim.use=trackers.aim", "trackers.aim.patience=60")
-    words = (*TINY, *aim, "watch.profiler.use=run.profiler", "watch.profiler.steps=[2]")
+    words = (*TINY, *aim, "watch.profiler.use=listeners.profiler", "watch.profiler.steps=[2]")
     [outcome] = run_ranks(_beset, 1, place, words, variables=False)
     assert outcome.code == 0 and "Traceback" not in outcome.text
     told = [line for line in outcome.text.splitlines() if line.startswith("warning:")]

@@ -5,10 +5,10 @@ from typing import Any, get_args
 
 import pytest
 
-from drawloom.components.pipeline.channels import Channels, carry_out
-from drawloom.components.pipeline.costs import Costs
-from drawloom.components.pipeline.lowering import lower
-from drawloom.components.pipeline.simulator import Simulation, simulate
+from drawloom.components.pipeline.program.costs import Costs
+from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.simulation.contention import Channels, carry_out
+from drawloom.components.pipeline.simulation.simulator import Simulation, simulate
 from support.schedules import schedule
 
 LATE = Costs(message=0.25)

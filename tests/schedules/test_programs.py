@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.pipeline.channels import Channels, carry_out
-from drawloom.components.pipeline.costs import Costs
-from drawloom.components.pipeline.lowering import lower
-from drawloom.components.pipeline.simulator import simulate
-from drawloom.components.pipeline.validity import faults
+from drawloom.components.pipeline.program.costs import Costs
+from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.program.validity import faults
+from drawloom.components.pipeline.simulation.contention import Channels, carry_out
+from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.program import Line, Program
 from support.schedules import NAMES, TRAINING, counts, ends, parts, rendezvous, schedule, variants

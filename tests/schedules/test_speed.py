@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from drawloom.components.pipeline.lowering import lower
+from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.ports.program import flat
 from support.schedules import schedule
 

@@ -24,9 +24,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from drawloom.components.checkpoint.folder import CheckpointFolder
+from drawloom.components.checkpoint.checkpointer import CheckpointFolder
 from drawloom.components.checkpoint.manifest import Damaged, verify
-from drawloom.components.checkpoint.reading import load_node, newest
+from drawloom.components.checkpoint.reader import load_node, newest
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from drawloom.components.checkpoint.folder import CheckpointFolder
-from drawloom.components.distributed.groups import OneRank
+from drawloom.components.checkpoint.checkpointer import CheckpointFolder
+from drawloom.components.distributed.process_group import OneRank
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import Event, Stateful, Step
 from drawloom.components.ports.staging import Stager

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from drawloom.graph.cli import main
+from drawloom.graph.cli.main import main
+from drawloom.graph.cli.project import Workshop
 from drawloom.graph.problems import RecipeError
-from drawloom.graph.resolving import resolve
-from drawloom.graph.workshop import Workshop
+from drawloom.graph.recipe.resolving import resolve
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FAULTY, GOOD = GOLDEN / "faulty", GOLDEN / "good"

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from drawloom.graph.parsing import parse
-from drawloom.graph.recipe import Recipe
-from drawloom.graph.workshop import Workshop
+from drawloom.graph.cli.project import Workshop
+from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.toml.parsing import parse
 from support.shop.components.pages.plain import Plain
 from support.shop.components.servers.loop import Loop
 from support.shop.components.stores.memory import Memory

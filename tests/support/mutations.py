@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.checkpoint import files, writing
-from drawloom.components.checkpoint.folder import CheckpointFolder
+from drawloom.components.checkpoint import commit as writing
+from drawloom.components.checkpoint.checkpointer import CheckpointFolder
 from drawloom.components.checkpoint.manifest import MANIFEST, Manifest
-from drawloom.components.checkpoint.saving import Committer, Snapshot
+from drawloom.components.checkpoint.snapshot import Committer, Snapshot
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.run.randomness import ProcessRandomness
+from drawloom.components.storage import durable_files
 
 
 def put(owner: Any, name: str, value: Any) -> None:
@@ -23,7 +24,7 @@ def no_fsync() -> None:
     def nothing(_file: int, _path: Path) -> None:
         return
 
-    put(files, "_sync", nothing)
+    put(durable_files, "_sync", nothing)
 
 
 def no_fsync_of_folders() -> None:
@@ -32,20 +33,20 @@ def no_fsync_of_folders() -> None:
     def nothing(_path: Path) -> None:
         return
 
-    put(files, "sync_folder", nothing)
+    put(durable_files, "sync_folder", nothing)
 
 
 def no_rename() -> None:
     """A checkpoint is written in its place."""
 
     def begin(checkpoint: Path) -> Path:
-        files.remove_folder(checkpoint)
-        files.make_folder(checkpoint)
+        durable_files.remove_folder(checkpoint)
+        durable_files.make_folder(checkpoint)
         return checkpoint
 
     def commit(checkpoint: Path, manifest: Manifest) -> None:
-        files.write_file(checkpoint / MANIFEST, manifest.write())
-        files.sync_folder(checkpoint)
+        durable_files.write_file(checkpoint / MANIFEST, manifest.write())
+        durable_files.sync_folder(checkpoint)
 
     put(writing, "begin", begin)
     put(writing, "commit", commit)
@@ -65,13 +66,13 @@ def rotate_before_commit() -> None:
 
 def manifest_first() -> None:
     """The manifest is renamed into place although the folder that it names is not on the disk."""
-    sync = files.sync_folder
+    sync = durable_files.sync_folder
 
     def late(path: Path) -> None:
         if not path.name.startswith(writing.ASIDE):
             sync(path)
 
-    put(files, "sync_folder", late)
+    put(durable_files, "sync_folder", late)
 
 
 def no_moments() -> None:

@@ -1,6 +1,6 @@
 """A small model over pipeline ranks, and what a step of it leaves behind."""
 
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -9,14 +9,24 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypeByPurpose
 from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.distributed.sum_over_shards import SumOverParameters
+from drawloom.components.gradients.synchronize import Synchronise
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.stages import RealStages
 from drawloom.components.ports.data import IGNORED, Batch
-from drawloom.graph.catalogue import Catalogue
+from drawloom.components.ports.run import Step
 from drawloom.graph.problems import Problem
+from drawloom.graph.registry.registry import Catalogue
 from support.qwen3 import cpu_kernels
+
+TRAINING = [
+    name.rpartition(".")[2]
+    for name in Catalogue.of("drawloom.components").names()
+    if name.startswith("pipeline.schedules.") and not name.endswith(".inference")
+]
+"""The names of all schedules that train."""
 
 
 @attrs.frozen
@@ -62,13 +72,18 @@ Case = tuple[str, int, bool, bool]
 """A schedule, how many microbatches, whether embedding and head are tied, and whether the first layer is frozen."""
 
 
-def steps(cases: list[Case]) -> list[dict[str, Any]]:
-    """What a step of each case leaves on this rank, in all processes that were started together, or in this one."""
-    device = ComputeDevice(kind="cpu")
+def steps(cases: list[Case], replicas: int = 1, kind: Literal["cpu", "cuda"] = "cpu") -> list[dict[str, Any]]:
+    """
+    What a step of each case leaves on this rank, in all processes that were started together, or in this one.
+
+    With several replicas each takes its part of the microbatches, and gradients are summed over replicas, too.
+    """
+    device = ComputeDevice(kind=kind)
+    device.open()
     processes = TorchProcesses(device=device, timeout=30.0)
     processes.open()
     try:
-        mesh = RankMesh(processes=processes, pipeline=processes.world_size, data_replicate=1)
+        mesh = RankMesh(processes=processes, pipeline=processes.world_size // replicas, data_replicate=replicas)
         mesh.open()
         return [_step(*case, mesh, device) for case in cases]
     finally:
@@ -76,14 +91,15 @@ def steps(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 def _step(name: str, microbatches: int, tied: bool, frozen: bool, mesh: RankMesh, device: Any) -> dict[str, Any]:
-    """Gradients by name (summed over ranks that share one), this rank's part of the loss, and the held-out loss."""
+    """Gradients by name, as the optimizer gets them; this rank's part of the loss, and the held-out loss."""
     sizes: dict[str, Any] = {"width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "feed_forward": 24}
+    precision = DtypeByPurpose(parameter="float64", compute="float64", gradient="float64")  # sums stay in float64
     stages = RealStages(
         model=Qwen3Dense(kernels=cpu_kernels(), tied=tied, layers=8, vocabulary=20, **sizes),
         schedule=schedule(name),
         mesh=mesh,
         device=device,
-        precision=DtypeByPurpose(parameter="float64", compute="float64", gradient="float64", reduce="float64"),
+        precision=precision,
         job=Job(),
         transforms=[FreezeFirstLayer()] if frozen else [],
     )
@@ -98,8 +114,12 @@ def _step(name: str, microbatches: int, tied: bool, frozen: bool, mesh: RankMesh
         device=device,
     )
     executor.open()
-    losses = executor.train(batches(microbatches))
-    stages.sum_shared()
+    share, first = microbatches // mesh.size("data_replicate"), mesh.index("data_replicate")
+    losses = executor.train(batches(microbatches)[first * share : (first + 1) * share])
+    step = Step(1, 1, values={"losses": losses})
+    Synchronise(
+        parameters=stages, mesh=mesh, precision=precision, reduce=SumOverParameters(mesh=mesh), bucket_bytes=1000
+    ).run_phase(step)
     held_out = executor.evaluate(iter(batches(3)))
-    grads = {name: parameter.grad for name, parameter in stages.named()}
+    grads = {name: None if parameter.grad is None else parameter.grad.cpu() for name, parameter in stages.named()}
     return {"grads": grads, "loss": float(losses.total), "held_out": float(held_out.total)}

@@ -8,7 +8,7 @@ import os
 from contextlib import suppress
 from importlib import import_module
 
-from drawloom.graph.workshop import Workshop
+from drawloom.graph.cli.project import Workshop
 
 os.environ.pop("PYTHONPATH", None)
 import_module("torch._dynamo")  # by itself one of those seconds

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.kernels.auto import AutoKernels
-from drawloom.components.model.qwen3.blueprint import Blueprint
+from drawloom.components.model.qwen3.builder import Blueprint
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.model.qwen3.sparse import Qwen3Sparse
+from drawloom.components.model.qwen3.moe import Qwen3Sparse
 from drawloom.components.ports.model import Shared, Span
 
 SIZES: dict[str, Any] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.cli import main
+from drawloom.graph.cli.main import main
 from support.processes import RanksFailed, run_ranks
 
 TINY = """
@@ -59,7 +59,7 @@ steps = 10
 tokens = 8
 
 [watch.logging]
-use = "run.logging"
+use = "listeners.logging"
 """
 
 
@@ -109,6 +109,22 @@ def command(folder: Path, arguments: Sequence[str], kill_after: tuple[Path, floa
             code = _code(list(arguments))
         file.seek(0)
         return Outcome(code, file.read())
+
+
+def struck(folder: Path, arguments: Sequence[str], number: int) -> Outcome:
+    """One process of `drawloom` for `run_ranks`; rank 1 sends itself a signal once step 1 is in the run's metrics."""
+    if os.environ["RANK"] == "1":
+        name = next((word for word in arguments if word.startswith("run.name=")), "run.name=tiny")
+        run = folder / "runs" / name.removeprefix("run.name=")
+        threading.Thread(target=_strike, args=(run, number), daemon=True).start()
+    return command(folder, arguments, None)
+
+
+def _strike(run: Path, number: int) -> None:
+    while not ((run / "metrics.jsonl").exists() and rows(run)):
+        time.sleep(0.01)
+    (run / "struck").touch()
+    os.kill(os.getpid(), number)
 
 
 def _kill_after(path: Path, lines: float) -> None:

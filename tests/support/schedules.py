@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from drawloom.components.pipeline.lowering import lower
-from drawloom.components.pipeline.notation import write_program
+from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.program.notation import write_program
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.program import Action, Line, Overlap, Program
-from drawloom.graph.catalogue import Catalogue
 from drawloom.graph.problems import Problem
+from drawloom.graph.registry.registry import Catalogue
 
 FOLDER = "pipeline.schedules."
 CATALOGUE = Catalogue.of("drawloom.components")

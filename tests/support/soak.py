@@ -26,14 +26,15 @@ import attrs
 import numpy as np
 import torch
 
-from drawloom.components.checkpoint import files, writing
-from drawloom.components.checkpoint.folder import CheckpointFolder
-from drawloom.components.checkpoint.saving import Shares
-from drawloom.components.gradients.synchronise import Synchronise
+from drawloom.components.checkpoint import commit as writing
+from drawloom.components.checkpoint.checkpointer import CheckpointFolder
+from drawloom.components.checkpoint.snapshot import Shares
+from drawloom.components.gradients.synchronize import Synchronise
 from drawloom.components.ports.run import Step
 from drawloom.components.run.trainer import Trainer
-from drawloom.graph.cli import main
-from drawloom.graph.workshop import Workshop
+from drawloom.components.storage import durable_files
+from drawloom.graph.cli.main import main
+from drawloom.graph.cli.project import Workshop
 from support.crashes import is_whole
 from support.mutations import MUTATIONS, put
 from support.runs import write_corpus
@@ -332,7 +333,7 @@ class _Watch:
             (Shares, "take", "copy"),
             (writing, "write_rank", "write"),
             (writing, "commit", "commit"),
-            (files, "rename", "rename"),
+            (durable_files, "rename", "rename"),
             (writing, "discard", "rotate"),
             (CheckpointFolder, "close", "end"),
         ):

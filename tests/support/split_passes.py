@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drawloom.components.pipeline.split_backward import SplitBackward
-from drawloom.components.pipeline.weight_plan import StageWeights
+from drawloom.components.pipeline.split_backward.plan import StageWeights
+from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from support.split_stages import STAGES, Ops, Parts, Stage, inputs_of
 
 KINDS = [(name, ops) for name in STAGES for ops in get_args(Ops)]

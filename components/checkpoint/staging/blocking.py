@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from drawloom.components.checkpoint.staging.buffers import KEPT, Pool
-from drawloom.components.checkpoint.staging.copying import with_room
+from drawloom.components.checkpoint.staging.copy_plan import with_room
+from drawloom.components.checkpoint.staging.pinned_pool import KEPT, Pool
 from drawloom.graph import component, setting
 
 

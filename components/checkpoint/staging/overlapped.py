@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from drawloom.components.checkpoint.background import in_background
-from drawloom.components.checkpoint.staging.buffers import KEPT, Pool
-from drawloom.components.checkpoint.staging.copying import Copy, with_room
+from drawloom.components.checkpoint.staging.copy_plan import Copy, with_room
+from drawloom.components.checkpoint.staging.pinned_pool import KEPT, Pool
+from drawloom.components.checkpoint.threads import in_background
 from drawloom.graph import component, setting
 
 SMALL = 2**16  # bytes; what is this small is copied at once, for counters and sums may change before the weights do

@@ -2,9 +2,9 @@
 
 from torch import Tensor, nn
 
-from drawloom.components.model.qwen3.architecture import Architecture
-from drawloom.components.model.qwen3.linear import Linear
-from drawloom.components.model.qwen3.norm import Norm
+from drawloom.components.model.layers.linear import Linear
+from drawloom.components.model.layers.norm import Norm
+from drawloom.components.model.qwen3.config import Architecture
 from drawloom.components.ports.model import Kernels
 
 

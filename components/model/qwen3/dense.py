@@ -2,9 +2,9 @@
 
 from torch import nn
 
-from drawloom.components.model.qwen3.blueprint import Blueprint
+from drawloom.components.model.qwen3.builder import Blueprint
 from drawloom.components.model.qwen3.family import DENSE
-from drawloom.components.model.qwen3.feed_forward import FeedForward
+from drawloom.components.model.qwen3.swiglu import FeedForward
 from drawloom.graph import component
 
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.model.qwen3.architecture import SparseArchitecture
-from drawloom.components.model.qwen3.balance import balanced
-from drawloom.components.model.qwen3.grouped_linear import GroupedLinear
-from drawloom.components.model.qwen3.linear import Linear
+from drawloom.components.model.layers.aux_loss import balanced
+from drawloom.components.model.layers.grouped_linear import GroupedLinear
+from drawloom.components.model.layers.linear import Linear
+from drawloom.components.model.qwen3.config import SparseArchitecture
 from drawloom.components.ports.data import IGNORED
 from drawloom.components.ports.model import ExpertKernels
 

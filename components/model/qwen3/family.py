@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.qwen3.architecture import Architecture, SparseArchitecture
+from drawloom.components.model.qwen3.config import Architecture, SparseArchitecture
 
 KEYS = {
     "layers": "num_hidden_layers",
@@ -68,7 +68,7 @@ DENSE = Family(
 )
 
 SPARSE = Family(
-    "model.qwen3.sparse",
+    "model.qwen3.moe",
     "a Qwen3 model with experts",
     SparseArchitecture,
     "qwen3_moe",

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.qwen3.architecture import (
+from drawloom.components.model.qwen3.config import (
     Architecture,
     SparseArchitecture,
     expert_faults,
@@ -18,8 +18,8 @@ from drawloom.components.model.qwen3.family import Family
 from drawloom.components.model.qwen3.fault import Fault
 from drawloom.components.model.qwen3.rope_config import read_rope, rope_parameters_of
 from drawloom.components.model.qwen3.rope_scaling import rope_faults
-from drawloom.components.model_state.regular_file import open_regular_file
-from drawloom.components.model_state.strict_json import parse
+from drawloom.components.storage.regular_file import open_regular_file
+from drawloom.components.storage.strict_json import parse
 from drawloom.graph import UserError
 
 MAX_CONFIG = 2**20

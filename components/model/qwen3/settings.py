@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.qwen3.architecture import (
+from drawloom.components.model.qwen3.config import (
     Architecture,
     SparseArchitecture,
     expert_faults,

@@ -49,7 +49,7 @@ class Outbox:
 
     def add(self, messages: Sequence[Pending]) -> None:
         """Keep these, and let go of those that are over."""
-        self._sending = [message for message in self._sending if not message.is_over()]
+        self._sending = [message for message in self._sending if not message.is_completed()]
         self._sending += messages
 
     def clear(self) -> None:

@@ -5,8 +5,8 @@ Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Every rank holds all microbatches.
 """
 
-from drawloom.components.pipeline.placement import loop
-from drawloom.components.pipeline.weaving import B0, F0, weave
+from drawloom.components.pipeline.program.placement import loop
+from drawloom.components.pipeline.program.row_builder import B0, F0, weave
 from drawloom.components.ports.program import Program
 from drawloom.graph import component
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from drawloom.components.pipeline.placement import vee
-from drawloom.components.pipeline.weaving import F0, F1, I0, I1, W0, W1, Row, weave
+from drawloom.components.pipeline.program.placement import vee
+from drawloom.components.pipeline.program.row_builder import F0, F1, I0, I1, W0, W1, Row, weave
 from drawloom.components.ports.program import Program
 from drawloom.graph import component
 

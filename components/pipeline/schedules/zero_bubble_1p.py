@@ -5,9 +5,9 @@ Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2
 interleaved form. Rank r lets r weight gradients be owed, so that every rank holds what rank 0 of 1F1B holds.
 """
 
-from drawloom.components.pipeline.interleaving import interleaved
-from drawloom.components.pipeline.placement import loop
-from drawloom.components.pipeline.weaving import backward_input, weave
+from drawloom.components.pipeline.program.interleaved import interleaved
+from drawloom.components.pipeline.program.placement import loop
+from drawloom.components.pipeline.program.row_builder import backward_input, weave
 from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
 

@@ -6,9 +6,9 @@ forwards and lets 2 r weight gradients be owed, so that every rank holds 2 p - 1
 to its own last one, no rank waits.
 """
 
-from drawloom.components.pipeline.interleaving import interleaved
-from drawloom.components.pipeline.placement import loop
-from drawloom.components.pipeline.weaving import backward_input, weave
+from drawloom.components.pipeline.program.interleaved import interleaved
+from drawloom.components.pipeline.program.placement import loop
+from drawloom.components.pipeline.program.row_builder import backward_input, weave
 from drawloom.components.ports.program import Program
 from drawloom.graph import component
 

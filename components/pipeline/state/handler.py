@@ -12,9 +12,9 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from drawloom.components.pipeline.pytree import transform
 from drawloom.components.pipeline.state.cell import Cell
 from drawloom.components.pipeline.state.sharding import check_spec
-from drawloom.components.pipeline.tree import transform
 from drawloom.components.ports.pipeline_state import PipelineState, SpecTree
 
 

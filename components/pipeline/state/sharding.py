@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.tree import branches, rebuild
+from drawloom.components.pipeline.pytree import branches, rebuild
 from drawloom.components.ports.pipeline_state import Replicate, Shard, SpecTree, Stack
 
 

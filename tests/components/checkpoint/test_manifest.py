@@ -11,8 +11,8 @@ import pytest
 from hypothesis import strategies as st
 
 from drawloom.components.checkpoint import manifest
-from drawloom.components.checkpoint.files import Content
 from drawloom.components.checkpoint.manifest import Damaged, Manifest, looks_whole, read_manifest, verify
+from drawloom.components.storage.durable_files import Content
 from drawloom.graph import UserError
 from support.checkpoints import save_steps
 

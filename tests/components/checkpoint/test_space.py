@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from drawloom.components.checkpoint import files
+from drawloom.components.storage import durable_files
 from drawloom.graph import UserError
 from support.checkpoints import Memory, SpreadMemory, checkpointer, save_steps
 
 
 def _restore(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, numbers: int = 1000) -> None:
-    monkeypatch.setattr(files, "free", lambda _: free)
+    monkeypatch.setattr(durable_files, "free", lambda _: free)
     checkpointer(folder, {"memory": Memory({"weight": torch.zeros(numbers)})}).restore()
 
 
@@ -39,7 +39,7 @@ def test_what_the_last_one_had_counts(
     """A state may be larger on the disk than it looks at the start."""
     save_steps(tmp_path, 1)
     size = sum(path.stat().st_size for path in (tmp_path / "checkpoints/step-1").glob("r*"))
-    monkeypatch.setattr(files, "free", lambda _: 2 * size - 1)
+    monkeypatch.setattr(durable_files, "free", lambda _: 2 * size - 1)
     checkpointer(tmp_path, {"memory": Memory()}).restore()
     assert len(caplog.records) == 1
 
@@ -49,6 +49,6 @@ def test_an_optimizer_that_has_not_stepped_counts_for_two_moments(
 ) -> None:
     """Its state is empty at first, and then the larger part of a checkpoint."""
     states = {"stages": SpreadMemory({"w": torch.zeros(1000)}), "optimizer": SpreadMemory({}, names=["w"])}
-    monkeypatch.setattr(files, "free", lambda _: 23_999)
+    monkeypatch.setattr(durable_files, "free", lambda _: 23_999)
     checkpointer(tmp_path, states).restore()
     assert "will need about 12.0 kB" in caplog.text

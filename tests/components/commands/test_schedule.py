@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from drawloom.components.pipeline.torch_csv import write_csv
-from drawloom.graph.cli import main
+from drawloom.components.pipeline.program.torch_csv import write_csv
+from drawloom.graph.cli.main import main
 from support.schedules import NAMES, schedule
 
 Capture = pytest.CaptureFixture[str]
@@ -94,9 +94,9 @@ def test_a_recipe_says_it_all(capsys: Capture) -> None:
 def test_a_table_in_a_recipe(capsys: Capture, tmp_path: Path) -> None:
     """A schedule from a file is simulated like any other."""
     (tmp_path / "table.csv").write_text(write_csv(schedule("v_min").program(2, 16)))
-    words = ("mesh.pipeline=2", "schedule.use=pipeline.table", f"schedule.path={tmp_path}/table.csv")
+    words = ("mesh.pipeline=2", "schedule.use=pipeline.from_csv", f"schedule.path={tmp_path}/table.csv")
     found = data(capsys, "first_run", *words, "batch.micro_size=1")
-    assert (found["schedule"], found["makespan"]) == ("pipeline.table", 99)
+    assert (found["schedule"], found["makespan"]) == ("pipeline.from_csv", 99)
 
 
 def test_the_picture_is_a_document(capsys: Capture) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.groups import OneRank
 from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.process_group import OneRank
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.ports.distributed import Group
 from drawloom.graph import UserError
@@ -30,6 +30,9 @@ class Pretended:
         """Remember what was asked for."""
         self.asked.append((name, sets))
         return OneRank()
+
+    def channel(self, name: str, sender: int, receiver: int) -> Any:
+        raise AssertionError("nothing travels here")
 
     def apart(self, name: str) -> Group:
         return OneRank()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drawloom.components.distributed.precision import DtypeByPurpose
-from drawloom.graph.spec import read_spec
+from drawloom.graph.registry.spec import read_spec
 
 
 def test_names_become_dtypes() -> None:

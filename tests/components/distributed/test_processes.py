@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.groups import OneRank
+from drawloom.components.distributed.process_group import OneRank
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.graph import UserError
 from support.processes import run_ranks

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from drawloom.components.distributed.groups import ProcessGroup
+from drawloom.components.distributed.process_group import ProcessGroup
 from drawloom.components.export.hugging_face import HuggingFaceExport
 from drawloom.components.ports.model import Span, Stage
 from drawloom.components.ports.run import Finisher
-from drawloom.graph.fit import misfits
+from drawloom.graph.types.port_match import misfits
 from support.processes import run_ranks
 from support.qwen3 import dense, whole
 

@@ -15,9 +15,9 @@ from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.ports.data import IGNORED
 from drawloom.components.ports.model import ExpertKernels, Kernels
 from drawloom.graph import UserError
-from drawloom.graph.fit import misfits
-from drawloom.graph.spec import read_spec
-from drawloom.graph.workshop import Workshop
+from drawloom.graph.cli.project import Workshop
+from drawloom.graph.registry.spec import read_spec
+from drawloom.graph.types.port_match import misfits
 from drawloom.kernels.attention import attention_eager
 from drawloom.kernels.embedding import embedding_eager
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager

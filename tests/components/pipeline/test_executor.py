@@ -13,7 +13,6 @@ from drawloom.components.pipeline.executor import Executor
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import Shared, Span, Stage
 from drawloom.components.ports.program import Action, Program, Work
-from drawloom.graph.catalogue import Catalogue
 from support import pipelines
 from support.processes import run_ranks
 
@@ -65,7 +64,7 @@ class Local:
     def boundary(self, stage: int, tokens: Tensor, shared: Shared) -> Any:
         raise AssertionError("nothing travels on one rank")
 
-    def links(self, dimension: str) -> dict[int, Any]:
+    def links(self, dimension: str, edges: Any) -> dict[int, Any]:
         return {}
 
 
@@ -162,16 +161,9 @@ def test_a_failing_stage_is_named_and_the_next_step_works(one_rank: Any) -> None
     assert float(executor.train(batches(1)).weight) == 2
 
 
-TRAINING = [
-    name.rpartition(".")[2]
-    for name in Catalogue.of("drawloom.components").names()
-    if name.startswith("pipeline.schedules.") and not name.endswith(".inference")
-]
-
-
 CASES: dict[int, list[pipelines.Case]] = {
-    2: [(name, microbatches, True, False) for name in TRAINING for microbatches in (1, 5, 8)],
-    4: [(name, 8, False, True) for name in TRAINING],
+    2: [(name, microbatches, True, False) for name in pipelines.TRAINING for microbatches in (1, 5, 8)],
+    4: [(name, 8, False, True) for name in pipelines.TRAINING],
 }
 
 
@@ -186,6 +178,22 @@ def wholes() -> dict[tuple[Any, ...], dict[str, Any]]:
     """The same steps in one process."""
     cases = sorted({("gpipe", *case[1:]) for case in CASES[2] + CASES[4]})
     return {case[1:]: found for case, found in zip(cases, pipelines.steps(cases), strict=True)}
+
+
+REPLICATED: list[pipelines.Case] = [(name, 8, True, False) for name in ("one_f_one_b", "zero_bubble_v")]
+
+
+def test_replicas_of_a_pipeline_have_the_gradients_of_one_process(wholes: Any) -> None:
+    """Two pipelines of two ranks, each with half of the microbatches, agree with one process in float64."""
+    parts = run_ranks(pipelines.steps, 4, REPLICATED, 2, timeout=120)
+    for number, case in enumerate(REPLICATED):
+        whole, mine = wholes[case[1:]], [found[number] for found in parts]
+        assert sum(part["loss"] for part in mine) == pytest.approx(whole["loss"], rel=1e-12), case
+        assert sum(part["held_out"] for part in mine) == pytest.approx(2 * whole["held_out"], rel=1e-12), case
+        assert {name for part in mine for name in part["grads"]} == whole["grads"].keys()
+        for part in mine:
+            for parameter, grad in part["grads"].items():
+                torch.testing.assert_close(grad, whole["grads"][parameter], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("ranks", "place"), [(ranks, n) for ranks in CASES for n in range(len(CASES[ranks]))])

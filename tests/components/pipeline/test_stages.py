@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from drawloom.components.model_state.leaves import rename
 from drawloom.components.pipeline.stages import RealStages
 from drawloom.components.ports.model import Span
-from drawloom.components.ports.model_state import Mapper
 from drawloom.components.ports.program import Program
+from drawloom.components.ports.weights import Mapper
+from drawloom.components.weights.mapper_ops import rename
 from drawloom.graph import UserError
 
 
@@ -38,6 +38,34 @@ class Blueprint:
 
     def hugging_face_mapper(self) -> Mapper:
         return rename({f"{layer}.weight": f"theirs.{layer}" for layer in range(self.layers)})
+
+
+class Scaled(nn.Module):
+    """A linear layer with a table that is no state, and a count that is."""
+
+    table: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 2))
+        self.register_buffer("table", torch.empty(2), persistent=False)
+        self.register_buffer("count", torch.empty((), dtype=torch.int64))
+
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.arange(2.0))
+        self.count.fill_(7)
+
+
+class WithBuffers(Blueprint):
+    """A blueprint whose layers have buffers; its folder holds their counts."""
+
+    def build(self, span: Span) -> nn.Module:
+        return nn.ModuleDict({str(layer): Scaled() for layer in range(span.first, span.last)})
+
+    def hugging_face_mapper(self) -> Mapper:
+        names = [f"{layer}.{name}" for layer in range(self.layers) for name in ("weight", "count")]
+        return rename({name: f"theirs.{name}" for name in names})
 
 
 @attrs.frozen
@@ -127,6 +155,47 @@ def test_state_goes_from_one_to_another(one_rank: Any, job: Any) -> None:
         other.load_state_dict({name: value for name, value in stages.state_dict().items() if name != "3.weight"})
 
 
+def test_buffers_have_the_values_of_their_modules(one_rank: Any, job: Any) -> None:
+    """A buffer keeps its own dtype, whatever that of parameters is; one that is state is saved and loaded."""
+    stages, other = made(one_rank, job, WithBuffers()), made(one_rank, job, WithBuffers())
+    buffers = dict(stages.local[0].module.named_buffers())
+    assert len(buffers) == 8
+    for name, buffer in buffers.items():
+        assert buffer.tolist() == (7 if name.endswith("count") else [0.0, 1.0])
+        assert buffer.dtype == (torch.int64 if name.endswith("count") else torch.float32)
+    buffers["2.count"].fill_(9)
+    assert stages.state_names() == list(stages.state_dict()) and "2.count" in stages.state_names()
+    assert not any(name.endswith("table") for name in stages.state_names())
+    other.load_state_dict(stages.state_dict())
+    assert other.state_dict()["2.count"] == 9
+
+
+def test_buffers_of_one_name_on_one_rank_are_all_loaded(mesh_of: Any, job: Any) -> None:
+    """Two stages of a rank that hold a buffer each under one name both get what was saved."""
+
+    class Common(WithBuffers):
+        def build(self, span: Span) -> nn.Module:
+            return nn.ModuleDict({**super().build(span), "common": Scaled()})  # type: ignore[dict-item]
+
+    mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 0})
+    stages = made(mesh, job, Common(), schedule=Loops(2))
+    stages.load_state_dict({**stages.state_dict(), "common.count": torch.tensor(5)})
+    assert [int(stage.module.get_buffer("common.count")) for stage in stages.local] == [5, 5]
+
+
+def test_weights_of_a_folder_leave_no_buffer_unfilled(one_rank: Any, job: Any, tmp_path: Path) -> None:
+    """Counts are those of the folder; tables, which it does not hold, those of their modules."""
+    theirs = {f"theirs.{layer}.weight": torch.randn(2, 2) for layer in range(4)}
+    save_file(
+        theirs | {f"theirs.{layer}.count": torch.tensor(layer) for layer in range(4)}, tmp_path / "model.safetensors"
+    )
+    stages = made(one_rank, job, WithBuffers(), weights=tmp_path)
+    held = stages.state_dict()
+    assert all(torch.equal(held[f"{n}.weight"], theirs[f"theirs.{n}.weight"].bfloat16()) for n in range(4))
+    assert [int(held[f"{n}.count"]) for n in range(4)] == [0, 1, 2, 3]
+    assert all(stages.local[0].module.get_buffer(f"{n}.table").tolist() == [0.0, 1.0] for n in range(4))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_weights_are_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_path: Path) -> None:
     """Each rank reads its layers under the folder's names, in its own precision; what is frozen stays frozen."""
@@ -152,4 +221,4 @@ def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:
     assert len(made(mesh, job, Blueprint(layers=5), embedding_weighs=1).named()) == 2
     assert len(made(mesh, job, Blueprint(layers=5), head_weighs=1).named()) == 3
     with pytest.raises(UserError, match="without any"):
-        made(mesh, job, Blueprint(layers=2), embedding_weighs=4)
+        made(mesh, job, Blueprint(layers=1))

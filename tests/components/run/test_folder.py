@@ -13,7 +13,7 @@ from drawloom.components.run.folder import LockedFolder
 from drawloom.components.run.folder_lock import FolderLock
 from drawloom.components.run.job import NamedJob
 from drawloom.graph import ResolvedRecipe, UserError
-from drawloom.graph.resolved import RecipeChange
+from drawloom.graph.recipe.lockfile import RecipeChange
 from support.processes import run_ranks
 
 HEAVY = RecipeChange("model", "layers", "2", "4", "structural")

@@ -7,7 +7,7 @@ import pytest
 
 from drawloom.components.run.recipe_lock import settle_recipe
 from drawloom.graph import ResolvedRecipe, UserError
-from drawloom.graph.resolved import RecipeChange
+from drawloom.graph.recipe.lockfile import RecipeChange
 
 FREE = RecipeChange("checkpoint", "every", "10", "20", "free")
 HEAVY = RecipeChange("optimizer", "rate", "1e-3", "1e-4", "semantic")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from drawloom.graph.graph import Graph
-from drawloom.graph.workshop import Workshop
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.cli.project import Workshop
 
 
 @pytest.fixture(scope="session")

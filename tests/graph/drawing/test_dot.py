@@ -2,9 +2,9 @@
 
 import re
 
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.drawing.diagram import Arrow, Box, Picture, wiring
 from drawloom.graph.drawing.dot import draw_dot
-from drawloom.graph.drawing.picture import Arrow, Box, Picture, wiring
-from drawloom.graph.graph import Graph
 
 QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
 

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from drawloom.graph.cli import main
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.cli.main import main
+from drawloom.graph.cli.project import Workshop
 from drawloom.graph.drawing.draw import FORMATS, Format, draw
-from drawloom.graph.graph import Graph
 from drawloom.graph.problems import UserError
-from drawloom.graph.workshop import Workshop
 from support import svg
 
 FILTERS = """

@@ -1,8 +1,8 @@
 """A picture as Mermaid."""
 
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.drawing.diagram import Arrow, Box, Picture, wiring
 from drawloom.graph.drawing.mermaid import draw_mermaid
-from drawloom.graph.drawing.picture import Arrow, Box, Picture, wiring
-from drawloom.graph.graph import Graph
 
 PICTURE = Picture("t", (Box("end", "a.b"), Box('x"<y>', "a.c")), (Arrow("end", 'x"<y>', ("one", "#2")),), focus="end")
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from drawloom.graph.drawing.picture import Arrow
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.drawing.diagram import Arrow
 from drawloom.graph.drawing.step import Thread, step_of
-from drawloom.graph.graph import Graph
 from drawloom.graph.problems import UserError
 
 FILTERS = """

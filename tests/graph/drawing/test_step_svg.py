@@ -2,10 +2,10 @@
 
 from itertools import combinations
 
-from drawloom.graph.drawing.picture import Box
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.drawing.diagram import Box
 from drawloom.graph.drawing.step import Step, Thread, step_of
 from drawloom.graph.drawing.step_svg import draw_step
-from drawloom.graph.graph import Graph
 from support import svg
 
 

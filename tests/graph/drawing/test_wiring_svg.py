@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drawloom.graph.drawing.picture import Arrow, Box, Picture, wiring
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.drawing.diagram import Arrow, Box, Picture, wiring
 from drawloom.graph.drawing.wiring_svg import draw_wiring
-from drawloom.graph.graph import Graph
 from support import svg
 
 FOCI = ["", "trainer", "stages", "device", "mesh", "checkpoint"]

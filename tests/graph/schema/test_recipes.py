@@ -7,10 +7,10 @@ import pytest
 import tomli
 from jsonschema import Draft7Validator
 
-from drawloom.graph.layers import Table
+from drawloom.graph.cli.project import Workshop
 from drawloom.graph.problems import RecipeError
+from drawloom.graph.recipe.layers import Table
 from drawloom.graph.schema.recipes import recipe_schema
-from drawloom.graph.workshop import Workshop
 from support.golden import FAULTY
 
 ROOT = Path(__file__).parents[3]

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft7Validator
 
+from drawloom.graph.registry.spec import read_spec
 from drawloom.graph.schema.types import setting_schema
-from drawloom.graph.spec import read_spec
-from drawloom.graph.values import Values
+from drawloom.graph.types.structure import Values
 from support.made_up import SETTINGS
 from support.shop.components.stores.varied import Varied
 

@@ -89,4 +89,4 @@ def test_a_port_without_a_contract_is_told() -> None:
     with pytest.raises(LookupError, match=r"Page has no contract: support\.shop\.contracts\.page is missing"):
         check_port("pages.plain", Page, package="support.shop")
     assert [holds.__name__ for holds in contract(Store)] == ["what_is_put_is_there", "stores_share_nothing"]
-    assert contract_name(type("HeldOutData", (), {"__module__": "a.ports.data"})) == "a.ports.contracts.held_out_data"
+    assert contract_name(type("HeldOutData", (), {"__module__": "a.ports.data"})) == "a.contracts.held_out_data"

@@ -5,9 +5,9 @@ from typing import Literal, Protocol
 
 import pytest
 
-from drawloom.graph.fit import misfits
 from drawloom.graph.port import port
 from drawloom.graph.testing import Call, fake
+from drawloom.graph.types.port_match import misfits
 from support.shop.ports import Counted, Page, Store
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.kernels.cut_cross_entropy import Cut, Wanted, cut_cross_entropy_eager, order_of_words
-from drawloom.kernels.deferral import Deferral
+from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from support.kernels import DEVICE, assert_all_close, drawn, dtypes, exact, few, layouts
 from support.seeding import seeds

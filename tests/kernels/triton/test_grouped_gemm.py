@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.deferral import Deferral
+from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.triton import grouped_gemm_blocks
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.deferral import Deferral
+from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
 from drawloom.kernels.triton import linear_cross_entropy
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton

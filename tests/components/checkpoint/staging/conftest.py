@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.components.checkpoint.staging.copying import Copy
+from drawloom.components.checkpoint.staging.copy_plan import Copy
 
 
 @attrs.define

@@ -13,7 +13,7 @@ from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 from drawloom.components.ports.data import IGNORED
 from drawloom.components.ports.model import Model, Span
 from drawloom.graph import UserError
-from drawloom.graph.fit import misfits
+from drawloom.graph.types.port_match import misfits
 from support.kernels import DEVICE
 from support.qwen3 import (
     SIZES,

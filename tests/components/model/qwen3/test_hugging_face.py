@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from drawloom.components.model.qwen3.architecture import SparseArchitecture
+from drawloom.components.model.qwen3.config import SparseArchitecture
 from drawloom.components.model.qwen3.family import DENSE, SPARSE
 from drawloom.components.model.qwen3.hugging_face import config_of, read_config
 from drawloom.components.model.qwen3.rope_scaling import RopeScaling

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drawloom.components.model.qwen3.blueprint import Blueprint
+from drawloom.components.model.qwen3.builder import Blueprint
 from drawloom.components.model.qwen3.initial_weights import fill_with_initial_weights
 from drawloom.components.ports.model import Span
 from support.qwen3 import dense, sparse

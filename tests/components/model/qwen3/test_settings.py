@@ -9,9 +9,9 @@ import pytest
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.family import DENSE, SPARSE
+from drawloom.components.model.qwen3.moe import Qwen3Sparse
 from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
-from drawloom.components.model.qwen3.sparse import Qwen3Sparse
 from drawloom.graph import UserError
 from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.links import ring_links
+from drawloom.components.distributed.p2p_links import p2p_links, ring
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.circular.pipeline import CircularPipeline, blocks_of
 from drawloom.components.pipeline.circular.ring import Ring
@@ -39,8 +39,8 @@ def _on_ranks(setups: list[Setup]) -> list[Outcome]:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
     size = processes.world_size
-    ring = Ring(processes.rank, size, ring_links(processes, "pipeline", [list(range(size))]))
-    found = [_share(setup, ring) for setup in setups]
+    place = Ring(processes.rank, size, p2p_links(processes, "pipeline", [list(range(size))], ring(size)))
+    found = [_share(setup, place) for setup in setups]
     processes.close()
     return found
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.links import ring_links
+from drawloom.components.distributed.p2p_links import p2p_links, ring
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.circular.ring import (
     Form,
@@ -28,7 +28,7 @@ def _opened() -> tuple[TorchProcesses, Ring]:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
     size = processes.world_size
-    return processes, Ring(processes.rank, size, ring_links(processes, "ring", [list(range(size))]))
+    return processes, Ring(processes.rank, size, p2p_links(processes, "ring", [list(range(size))], ring(size)))
 
 
 def _hand_over(used: bool, only_some: bool) -> list[float] | None:
@@ -99,7 +99,7 @@ class Sent:
         self.over = False
         self.waited = False
 
-    def is_over(self) -> bool:
+    def is_completed(self) -> bool:
         return self.over
 
     def wait(self) -> None:

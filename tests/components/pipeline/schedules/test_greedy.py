@@ -2,9 +2,9 @@
 
 import pytest
 
-from drawloom.components.pipeline.costs import Costs
+from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.schedules.greedy import Greedy
-from drawloom.components.pipeline.simulator import simulate
+from drawloom.components.pipeline.simulation.simulator import simulate
 
 
 def test_it_is_made_for_the_costs_that_it_is_given() -> None:

@@ -1,8 +1,8 @@
 """V-Half."""
 
-from drawloom.components.pipeline.costs import Costs
+from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.schedules.v_half import VHalf
-from drawloom.components.pipeline.simulator import simulate
+from drawloom.components.pipeline.simulation.simulator import simulate
 
 
 def test_memory_is_half_of_that_of_1f1b() -> None:

@@ -1,8 +1,8 @@
 """V-Min."""
 
-from drawloom.components.pipeline.costs import Costs
+from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.schedules.v_min import VMin
-from drawloom.components.pipeline.simulator import simulate
+from drawloom.components.pipeline.simulation.simulator import simulate
 
 
 def test_the_first_microbatch_goes_as_in_the_figure() -> None:

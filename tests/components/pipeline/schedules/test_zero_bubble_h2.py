@@ -1,8 +1,8 @@
 """ZB-H2."""
 
-from drawloom.components.pipeline.costs import Costs
+from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.schedules.zero_bubble_h2 import ZeroBubbleH2
-from drawloom.components.pipeline.simulator import simulate
+from drawloom.components.pipeline.simulation.simulator import simulate
 
 
 def test_no_rank_waits_between_its_first_and_its_last_action() -> None:

@@ -1,0 +1,135 @@
+"""A checkpoint into the nodes of a run."""
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from drawloom.components.checkpoint.manifest import (
+    Damaged,
+    Manifest,
+    faults_of_files,
+    faults_of_folder,
+    read_manifest,
+)
+from drawloom.components.checkpoint.reader import Reader
+from drawloom.components.checkpoint.state_tree import entries
+from drawloom.components.ports.run import Stateful
+from drawloom.graph import UserError
+
+log = logging.getLogger("drawloom.checkpoint")
+
+
+def is_local(node: Stateful) -> bool:
+    """Whether each rank has a state of its own."""
+    return bool(getattr(node, "state_is_local", False))
+
+
+def names_of(node: Stateful) -> list[str] | None:
+    """The names whose entries this rank holds, if the entries of the state are spread over ranks; None if not."""
+    return list(node.state_names()) if hasattr(node, "state_names") else None
+
+
+@attrs.frozen
+class Found:
+    """What a rank read: its states by node, and of nodes that are spread the names of all entries that there are."""
+
+    checkpoint: Path
+    manifest: Manifest
+    states: dict[str, dict[str, Any]]
+    names: dict[str, set[str]]
+
+
+def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int, size: int) -> Found:
+    """
+    Read what a rank needs, and verify its share of the files that it does not need.
+
+    If no rank raises Damaged, every file of the checkpoint is as it was committed.
+    """
+    manifest = read_manifest(checkpoint)
+    if faults := list(faults_of_folder(checkpoint, manifest)):
+        raise Damaged("; ".join(faults))
+    reader = Reader(checkpoint, manifest)
+    wanted = {name: _wanted(node) for name, node in states.items()}
+
+    def pick(file: int, name: str) -> Collection[str] | bool:
+        if name in manifest.local:
+            return file == rank and name in wanted
+        return wanted.get(name, False)
+
+    found: dict[str, dict[str, Any]] = {}
+    for file in _ranks(manifest, rank):
+        for name, state in reader.states(file, pick).items():
+            found.setdefault(name, {}).update(state)
+    share = [name for name in sorted(manifest.files)[rank::size] if name not in reader.verified]
+    if faults := list(faults_of_files(checkpoint, {name: manifest.files[name] for name in share})):
+        raise Damaged("; ".join(faults))
+    return Found(checkpoint, manifest, found, _names(reader))
+
+
+def compare(
+    found: Found, states: Mapping[str, Stateful], held: Sequence[Mapping[str, list[str]]], changed: Collection[str]
+) -> None:
+    """
+    UserError if a checkpoint has other nodes than `states`, except for the `changed` ones: the recipe was allowed to
+    add and remove them. And if nodes that are spread have other entries than all ranks together hold, by rank.
+    """
+    manifest = found.manifest
+    saved = dict.fromkeys([*manifest.replicated, *manifest.spread], False) | dict.fromkeys(manifest.local, True)
+    here = {name: is_local(node) for name, node in states.items()}
+    missing = [name for name in here if saved.get(name) != here[name]]
+    extra = [name for name in saved if saved[name] != here.get(name)]
+    if not {*missing, *extra} <= {*changed}:
+        parts = [("it has no state of", missing), ("it has state of what is no such node here:", extra)]
+        told = "; ".join(f"{what} {', '.join(f'[{name}]' for name in which)}" for what, which in parts if which)
+        raise UserError(f"{found.checkpoint} does not fit this run: {told}")
+    for name in missing:
+        log.info("%s has no state of [%s], which the recipe added; it starts afresh", found.checkpoint, name)
+    for name, there in found.names.items():
+        _compare_entries(found.checkpoint, name, there, {each for names in held for each in names.get(name, [])})
+
+
+def load(found: Found, states: Mapping[str, Stateful]) -> None:
+    """Load what was read. A rank that had no state of its own keeps the one that it has."""
+    for name, node in states.items():
+        if name in found.states:
+            _load(found.checkpoint, name, node, found.states[name])
+
+
+def _wanted(node: Stateful) -> Collection[str] | bool:
+    names = names_of(node)
+    return True if names is None else set(names)
+
+
+def _ranks(manifest: Manifest, rank: int) -> Iterable[int]:
+    """Whose files a rank has to look into."""
+    return range(manifest.world_size) if manifest.spread else sorted({0, rank} & {*range(manifest.world_size)})
+
+
+def _names(reader: Reader) -> dict[str, set[str]]:
+    names: dict[str, set[str]] = {name: set() for name in reader.manifest.spread}
+    for file in range(reader.manifest.world_size) if names else ():
+        tree = reader.tree(file)
+        for name in names.keys() & tree.keys():
+            names[name] |= entries(tree[name]).keys()
+    return names
+
+
+def _compare_entries(checkpoint: Path, name: str, saved: set[str], here: set[str]) -> None:
+    """An optimizer that has not stepped has no entry at all."""
+    if not saved or saved == here:
+        return
+    parts = [("it lacks", here - saved), ("it has, and nothing here has,", saved - here)]
+    told = "; ".join(f"{what} {', '.join(sorted(which)[:20])}" for what, which in parts if which)
+    raise UserError(f"{checkpoint}: its state of [{name}] does not fit the node: {told}")
+
+
+def _load(checkpoint: Path, name: str, node: Stateful, state: dict[str, Any]) -> None:
+    try:
+        node.load_state_dict(state)
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+        # modules of torch say so with a RuntimeError; the others come of states that are made up
+        text = error.args[0] if isinstance(error, KeyError) and error.args else error
+        raise UserError(f"{checkpoint}: its state of [{name}] does not fit the node: {text}") from error

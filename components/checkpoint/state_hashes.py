@@ -1,0 +1,72 @@
+"""A digest of every tensor of the state after each step, to find out where two runs part."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import attrs
+
+from drawloom.components.checkpoint.state_tree import entries, pack
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.run import RunFolder, Stateful, Step
+from drawloom.components.storage.tensor_bytes import bytes_of
+from drawloom.graph import Every, component
+
+SHORT = 16  # hexadecimal digits of a SHA-256: enough to tell tensors apart
+
+
+@component(reads=("weights",), change="free")
+class Digests:
+    """
+    `digests/rank-N.jsonl` in the run folder: an object for each step, with `step` and `digests`, by node and tensor.
+
+    What a node keeps besides tensors goes by the node's name alone. It reads the whole state at every step: as the
+    last phase of a run that is to be compared with another, not of one that is to be fast.
+    """
+
+    folder: RunFolder
+    mesh: Mesh
+    states: Every[Stateful]
+
+    _path: Path | None = attrs.field(init=False, default=None)
+
+    def run_phase(self, step: Step) -> None:
+        """Write down a step; the first one of a process takes back later ones of a process that was killed."""
+        if self._path is None:
+            self._path = self._begin(step.index)
+        row = {
+            "step": step.index,
+            "digests": state_digests({name: node.state_dict() for name, node in self.states.items()}),
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _begin(self, step: int) -> Path:
+        path = self.folder.folder / "digests" / f"rank-{self.mesh.world.rank}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        kept = [line for line in read_lines(path) if json.loads(line)["step"] < step]
+        aside = path.with_suffix(".new")
+        aside.write_text("".join(line + "\n" for line in kept), "utf-8")
+        os.replace(aside, path)
+        return path
+
+
+def state_digests(states: dict[str, dict[str, object]]) -> dict[str, str]:
+    """The digest of each tensor by its path, and of the rest of each node by its name."""
+    tree, tensors = pack(states)
+    found = {name: _digest(bytes_of(tensor)) for name, tensor in tensors.items()}
+    return found | {node: _digest(json.dumps(part).encode()) for node, part in entries(tree).items()}
+
+
+def read_lines(path: Path) -> list[str]:
+    """Whole lines of a file; none if it is not there."""
+    if not path.exists():
+        return []
+    return [
+        line.removesuffix("\n") for line in path.read_text("utf-8").splitlines(keepends=True) if line.endswith("\n")
+    ]
+
+
+def _digest(data: memoryview | bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:SHORT]

@@ -1,0 +1,55 @@
+"""A model into a folder that `transformers` loads as is."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from drawloom.components.distributed.process_group import OneRank
+from drawloom.components.distributed.rank_errors import on_main
+from drawloom.components.export.ownership import choose_owners, holding
+from drawloom.components.export.shard_writer import share, write_shares
+from drawloom.components.ports.data import Tokenizer
+from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.model import Model, Stages
+from drawloom.components.weights.save import MAX_SHARD, PlannedFile
+from drawloom.components.workspace.workspace import get_configs_parallel
+
+
+def write_folder(
+    target: Path,
+    model: Model,
+    stages: Stages,
+    tokenizer: Tokenizer | None = None,
+    *,
+    group: Group | None = None,
+    workspace: Path | None = None,
+    max_shard: int = MAX_SHARD,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """
+    Write safetensors, the tokenizer's files and, last, `config.json`; the folder is whole or absent.
+
+    The stages of all ranks of the group are the model; all of them call this, and tell each other through `workspace`,
+    a folder that all see, or through memory of their machine, what they hold. `max_shard` is in bytes; without `dtype`
+    the numbers stay as they are. UserError if the stages are not the whole model, or if the target is there already.
+    """
+    group = OneRank() if group is None else group
+    mapper = model.hugging_face_mapper()
+    with get_configs_parallel(holding(stages), range(group.size), group, workspace) as holdings:
+        owners = on_main(group, lambda: choose_owners(mapper, holdings))
+    tensors = {name: tensor for stage in stages.local for name, tensor in stage.module.named_parameters()}
+    mine = share(tensors, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
+
+    def finish(folder: Path, files: list[PlannedFile]) -> None:
+        if tokenizer is not None:
+            tokenizer.save(folder)
+        _write_config(folder, model, files)
+
+    write_shares(target, mine, group, max_shard, finish)
+
+
+def _write_config(folder: Path, model: Model, files: list[PlannedFile]) -> None:
+    dtypes = {str(kind.dtype).removeprefix("torch.") for file in files for kind in file.kinds.values()}
+    config = model.hugging_face_config() | ({"torch_dtype": dtypes.pop()} if len(dtypes) == 1 else {})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

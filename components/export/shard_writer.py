@@ -1,0 +1,104 @@
+"""The files of one folder, written by several ranks: each its share, the folder whole or absent."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.distributed.rank_errors import on_main, together
+from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.weights import Mapper
+from drawloom.components.storage.atomic_folder import Aside, begin
+from drawloom.components.storage.safetensors.header import CODES, DTYPES
+from drawloom.components.storage.tensor_source import AsType, InMemory, TensorKind, TensorSource
+from drawloom.components.weights.dtensor_ops import gather, is_sharded
+from drawloom.components.weights.mapper import parallel, sequential
+from drawloom.components.weights.save import (
+    PlannedFile,
+    all_kinds,
+    check_names,
+    plan_files,
+    write_files,
+    write_index,
+)
+from drawloom.components.weights.streaming import stream
+
+Finish = Callable[[Path, list[PlannedFile]], None]
+"""Writes what belongs beside the tensors into a folder, last of all."""
+
+
+@attrs.frozen
+class Share:
+    """One rank's part: what it converts, and of what that gives, what it writes."""
+
+    source: TensorSource
+    mapper: Mapper
+    writes: Collection[str]
+
+
+def share(tensors: Mapping[str, Tensor], mapper: Mapper, mine: Collection[int], dtype: torch.dtype | None) -> Share:
+    """
+    A rank's share, of the groups with these numbers.
+
+    Of a DTensor's groups it takes part in all: the others can't gather them without it.
+    """
+    sharded = {name for name, tensor in tensors.items() if is_sharded(tensor)}
+    groups = [g for n, g in enumerate(mapper.groups) if n in mine or not sharded.isdisjoint(g.inputs)]
+    whole = parallel(*(gather(name) for group in groups for name in group.inputs))
+    writes = frozenset(name for number in mine for name in mapper.groups[number].outputs)
+    source = InMemory(tensors)
+    return Share(source if dtype is None else AsType(source, dtype), sequential(whole, Mapper(tuple(groups))), writes)
+
+
+def write_shares(target: Path, mine: Share, group: Group, max_shard: int, finish: Finish) -> None:
+    """
+    Write a folder of safetensors files, each rank its share; all of the group call it.
+
+    The main rank plans, and at the end writes the index, lets `finish` add what belongs beside it, and puts the folder
+    in its place. UserError on every rank if any fails, if two would write a tensor of one name, or if the target is
+    there already; it is untouched then.
+    """
+    kinds = together(group, lambda: _told(mine))
+    files = plan_files([_kinds(each) for each in kinds], max_shard)  # the same on every rank
+    asides: list[Aside] = []
+    try:
+        folder = Path(on_main(group, lambda: _begin(target, asides)))
+        together(group, lambda: _write(folder, [file for file in files if file.writer == group.rank], mine))
+        on_main(group, lambda: _commit(asides[0], files, finish))
+    finally:
+        for aside in asides:
+            aside.discard()
+
+
+def _told(mine: Share) -> dict[str, Any]:
+    """What a rank will write, as JSON."""
+    kinds = {name: kind for name, kind in all_kinds(mine.source, mine.mapper).items() if name in mine.writes}
+    check_names(kinds)
+    return {name: [kind.shape, CODES[kind.dtype]] for name, kind in kinds.items()}
+
+
+def _kinds(told: Mapping[str, Any]) -> dict[str, TensorKind]:
+    return {name: TensorKind(tuple(shape), DTYPES[code]) for name, (shape, code) in told.items()}
+
+
+def _begin(target: Path, asides: list[Aside]) -> str:
+    asides.append(begin(target))
+    return str(asides[0].folder)
+
+
+def _write(folder: Path, files: list[PlannedFile], mine: Share) -> None:
+    tensors: Iterator[tuple[str, Tensor]] = stream(mine.source, mine.mapper)
+    try:
+        write_files(folder, files, ((name, tensor) for name, tensor in tensors if name in mine.writes))
+    finally:
+        for _ in tensors:  # also after an error: others wait for this rank's part of DTensors
+            pass
+
+
+def _commit(aside: Aside, files: list[PlannedFile], finish: Finish) -> None:
+    write_index(aside.folder, files)
+    finish(aside.folder, files)
+    aside.commit()

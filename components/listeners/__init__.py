@@ -1,0 +1,1 @@
+"""Listeners of a run's events: they watch, and change nothing that is learned."""

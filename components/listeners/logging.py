@@ -1,0 +1,117 @@
+"""Where log messages go: all to a file of each rank, what a person should see to the main rank's terminal."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import attrs
+
+from drawloom.components.listeners.rank_log import rank_log
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.run import Event, RunFolder
+from drawloom.graph import component, setting
+
+FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+@component(change="free")
+class RunLogging:
+    """
+    Sets up the loggers `drawloom` and `drawloom.run` while the run is open, and Python's warnings with them.
+
+    What `drawloom.run` says at level INFO, the step line above all, goes to standard output; messages from `level` up
+    go to standard error. Both are for the main rank alone; everything goes to `log/rank-N.log`.
+    """
+
+    folder: RunFolder
+    mesh: Mesh
+    level: Literal["debug", "info", "warning", "error"] = setting(
+        default="warning", doc="from which level messages go to standard error"
+    )
+
+    _added: list[tuple[logging.Logger, logging.Handler]] = attrs.field(init=False, factory=list)
+    _level_before: int = attrs.field(init=False, default=logging.NOTSET)
+    _show_before: Callable[..., Any] | None = attrs.field(init=False, default=None)
+
+    def open(self) -> None:
+        """Open the file, and let messages go their ways."""
+        top, run = logging.getLogger("drawloom"), logging.getLogger("drawloom.run")
+        self._add(top, _file(str(rank_log(self.folder, self.mesh))))
+        if self.mesh.world.rank == 0:
+            self._add(run, _terminal("stdout", logging.INFO, is_line, "%(message)s"))
+            self._add(top, _terminal("stderr", logging.getLevelNamesMapping()[self.level.upper()], is_no_line))
+        self._level_before, self._show_before = top.level, warnings.showwarning
+        top.setLevel(logging.DEBUG)
+        warnings.showwarning = _log_warning
+
+    def close(self) -> None:
+        """Leave logging and warnings as they were."""
+        if self._show_before is not None:
+            warnings.showwarning, self._show_before = self._show_before, None
+            logging.getLogger("drawloom").setLevel(self._level_before)
+        while self._added:
+            logger, handler = self._added.pop()
+            logger.removeHandler(handler)
+            handler.close()
+
+    def hear(self, event: Event) -> None:
+        """Nothing: it is a listener only so that a trainer can list it among what watches."""
+
+    def _add(self, logger: logging.Logger, handler: logging.Handler) -> None:
+        logger.addHandler(handler)
+        self._added.append((logger, handler))
+
+
+class Terminal(logging.Handler):
+    """Prints to what `sys.stdout` or `sys.stderr` is at the time, a progress bar's stand-in too; no tracebacks."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one message."""
+        try:
+            print(self.format(record), file=getattr(sys, self._stream), flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+class _OneLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname.lower()}: {record.getMessage()}"
+
+
+def is_line(record: logging.LogRecord) -> bool:
+    """Whether this is one of the lines by which a person follows the run."""
+    return record.name == "drawloom.run" and record.levelno == logging.INFO
+
+
+def is_no_line(record: logging.LogRecord) -> bool:
+    """Whether this is any other message."""
+    return not is_line(record)
+
+
+def _file(path: str) -> logging.Handler:
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    handler.setFormatter(logging.Formatter(FILE_FORMAT))
+    return handler
+
+
+def _terminal(
+    stream: str, level: int, wanted: Callable[[logging.LogRecord], bool], form: str | None = None
+) -> logging.Handler:
+    handler = Terminal(stream)
+    handler.setLevel(level)
+    handler.addFilter(wanted)
+    handler.setFormatter(logging.Formatter(form) if form else _OneLine())
+    return handler
+
+
+def _log_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    text = warnings.formatwarning(message, category, filename, lineno, line)
+    logging.getLogger("drawloom.warnings").warning("%s", text.strip())

@@ -1,0 +1,1 @@
+"""Phases of a training step that belong to no other subject."""

@@ -1,0 +1,1 @@
+"""Programs: built row by row or by list scheduling, checked, lowered, written down."""

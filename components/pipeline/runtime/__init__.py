@@ -1,0 +1,1 @@
+"""Programs run on ranks: stages, messages, microbatches."""

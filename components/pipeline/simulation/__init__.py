@@ -1,0 +1,1 @@
+"""Programs run on paper: time, memory, and timelines as pictures and text."""

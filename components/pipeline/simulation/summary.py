@@ -1,0 +1,110 @@
+"""What a simulation comes to, in numbers: for programs, and for people."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+
+from drawloom.components.pipeline.simulation.simulator import Simulation
+
+
+@attrs.frozen(eq=False)
+class Summary:
+    """A simulated schedule, by the name that it was asked for."""
+
+    schedule: str
+    simulation: Simulation
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return self.simulation.program.ranks
+
+    @property
+    def stages_per_rank(self) -> int:
+        """How many stages each holds."""
+        return self.simulation.program.stages // self.ranks
+
+    @property
+    def title(self) -> str:
+        """What was simulated."""
+        ranks, stages = _several(self.ranks, "rank"), _several(self.stages_per_rank, "stage")
+        microbatches = _several(self.simulation.program.microbatches, "microbatch", "es")
+        return f"{self.schedule}: {ranks} × {stages}, {microbatches}"
+
+    @property
+    def caption(self) -> str:
+        """What came out."""
+        run = self.simulation
+        return (
+            f"makespan {run.makespan:g}, ideal {run.ideal:g}: bubble {run.bubble:.1%}; "
+            f"longest span of a rank {run.span:g}: bubble {run.span_bubble:.1%}"
+        )
+
+    def as_data(self) -> dict[str, Any]:
+        """The numbers as JSON takes them."""
+        run = self.simulation
+        return {
+            "schedule": self.schedule,
+            "ranks": self.ranks,
+            "stages_per_rank": self.stages_per_rank,
+            "microbatches": run.program.microbatches,
+            "makespan": run.makespan,
+            "ideal": run.ideal,
+            "bubble": run.bubble,
+            "span_bubble": run.span_bubble,
+            "peak_live": run.peak_live,
+            "peak_live_weights": run.peak_live_weights,
+            "actions": run.actions,
+        }
+
+    def by_rank(self) -> str:
+        """What each rank holds at most, as a table."""
+        run = self.simulation
+        columns = (run.peak_live, run.peak_live_weights, run.peak_owed, run.peak_boundary)
+        rows = [(f"rank {rank}", *map(str, row)) for rank, row in enumerate(zip(*columns, strict=True))]
+        return table([("at most", "live", "until weights", "weights owed", "messages"), *rows])
+
+
+def compare(summaries: Iterable[Summary]) -> str:
+    """A table of schedules, the quickest first, and among those the one that holds least."""
+    rows = [_row(summary) for summary in sorted(summaries, key=_cost)]
+    head = ("schedule", "stages", "makespan", "ideal", "bubble", "span bubble", "live", "until weights", "microbatches")
+    return f"{table([head, *rows])}\n\n{LEGEND}"
+
+
+LEGEND = """\
+live: stage-microbatches that a rank holds at most between their forward and their (input) gradients
+until weights: the same, until their weight gradients; microbatches: the same, divided by a rank's stages"""
+
+
+def _several(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}{ending * (number != 1)}"
+
+
+def _cost(summary: Summary) -> tuple[float, float, str]:
+    held = max(summary.simulation.peak_live_weights) / summary.stages_per_rank
+    return summary.simulation.bubble, held, summary.schedule
+
+
+def _row(summary: Summary) -> tuple[str, ...]:
+    run = summary.simulation
+    held = max(run.peak_live_weights)
+    return (
+        summary.schedule,
+        str(summary.stages_per_rank),
+        f"{run.makespan:g}",
+        f"{run.ideal:g}",
+        f"{run.bubble:.1%}",
+        f"{run.span_bubble:.1%}",
+        str(max(run.peak_live)),
+        str(held),
+        f"{held / summary.stages_per_rank:g}",
+    )
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as text, the first column to the left, all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in rows]
+    return "\n".join("  ".join(line).rstrip() for line in lines)

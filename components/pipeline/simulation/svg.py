@@ -1,0 +1,171 @@
+"""
+A timeline as a picture: a row for each rank, a bar for each action, time from left to right.
+
+The colour says the kind of work, its shade on which of its stages the rank works, the number which microbatch. Parts of
+an overlap stand in one frame. Grey is idle; on the right stands how many stage-microbatches a rank holds at most.
+"""
+
+import math
+from collections.abc import Iterator
+from xml.sax.saxutils import escape
+
+import attrs
+
+from drawloom.components.pipeline.program.placement import stages_of
+from drawloom.components.pipeline.simulation.simulator import Bar, Simulation
+
+Colour = tuple[int, int, int]
+"""Red, green and blue, each from 0 to 255."""
+
+COLOURS: dict[str, Colour] = {"F": (52, 101, 164), "B": (92, 133, 44), "I": (0, 139, 154), "W": (226, 140, 5)}
+NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
+WHITE: Colour = (255, 255, 255)
+INK, PALE, IDLE = "#1a1a1a", "#6b6b6b", "#ececec"
+PALEST = 0.62
+"""How far the colour of a rank's last stage is on its way to white."""
+
+BAR, GAP = 24, 5
+LEFT, RIGHT, TOP, BOTTOM = 58, 66, 62, 68
+WIDEST, NARROWEST, LARGEST_UNIT = 2400, 620, 26
+"""Pixels: the most and least of all bars together, and the most for the shortest bar."""
+SMALLEST_DIGITS = 5
+"""Pixels: smaller numbers are left out."""
+
+
+def draw_svg(simulation: Simulation, title: str, caption: str) -> str:
+    """An SVG document, on white."""
+    return "\n".join(_Picture(simulation, title, caption).draw()) + "\n"
+
+
+@attrs.define(eq=False)
+class _Picture:
+    """What is drawn, and how time becomes pixels."""
+
+    simulation: Simulation
+    title: str
+    caption: str
+    own: dict[int, int] = attrs.field(init=False)
+    depth: int = attrs.field(init=False)
+    unit: float = attrs.field(init=False)
+    digits: float = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        owners = self.simulation.program.owners
+        self.own = {stage: stages_of(rank, owners).index(stage) for stage, rank in enumerate(owners)}
+        self.depth = 1 + max(self.own.values())
+        lengths = self.simulation.end - self.simulation.start
+        shortest = float(lengths[lengths > 0].min(initial=math.inf))
+        self.unit = min(LARGEST_UNIT / shortest, WIDEST / (self.simulation.makespan or 1.0))
+        longest = len(str(max(1, self.simulation.program.microbatches) - 1))
+        self.digits = min(11.0, 1.55 * (shortest * self.unit - 1.5) / longest)
+
+    @property
+    def right(self) -> float:
+        """Where the bars end."""
+        return LEFT + self.simulation.makespan * self.unit
+
+    @property
+    def bottom(self) -> float:
+        """Where the rows end."""
+        return TOP + self.simulation.program.ranks * (BAR + GAP)
+
+    def draw(self) -> Iterator[str]:
+        width, height = max(self.right, LEFT + NARROWEST) + RIGHT, self.bottom + BOTTOM
+        yield (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" '
+            f'height="{_n(height)}" font-family="Helvetica, Arial, sans-serif" fill="{INK}">'
+        )
+        yield f"<title>{escape(self.title)}</title>"
+        yield f'<rect width="{_n(width)}" height="{_n(height)}" fill="#fff"/>'
+        yield _text(LEFT, 24, self.title, 15, weight="bold")
+        yield _text(LEFT, 43, self.caption, 12, PALE)
+        yield _text(self.right + 8, TOP - 7, "peak live", 10, PALE)
+        for rank, live in enumerate(self.simulation.peak_live):
+            yield from self._row(rank, live)
+        yield from self._axis()
+        yield from self._legend()
+        yield "</svg>"
+
+    def _row(self, rank: int, live: int) -> Iterator[str]:
+        y = TOP + rank * (BAR + GAP)
+        bars = list(self.simulation.line(rank))
+        yield _text(LEFT - 10, y + BAR / 2 + 4, f"rank {rank}", 12, anchor="end")
+        yield f'<rect x="{LEFT}" y="{y}" width="{_n(self.right - LEFT)}" height="{BAR}" fill="{IDLE}"/>'
+        for bar in bars:
+            yield from self._bar(bar, y)
+        for first, last in _overlaps(bars):
+            x, width = LEFT + first.start * self.unit, (last.end - first.start) * self.unit
+            yield (
+                f'<rect x="{_n(x)}" y="{y}" width="{_n(width)}" height="{BAR}" rx="2" fill="none" stroke="{INK}" '
+                'stroke-width="1.5"/>'
+            )
+        yield _text(self.right + 8, y + BAR / 2 + 4, str(live), 11, PALE)
+
+    def _bar(self, bar: Bar, y: float) -> Iterator[str]:
+        x, width = LEFT + bar.start * self.unit, (bar.end - bar.start) * self.unit
+        colour = self._shade(bar.action.work, self.own[bar.action.stage])
+        yield (
+            f'<rect x="{_n(x)}" y="{y}" width="{_n(width)}" height="{BAR}" fill="{_hex(colour)}" stroke="#fff" '
+            f'stroke-width="0.8"><title>{bar.action}: {bar.start:g} to {bar.end:g}</title></rect>'
+        )
+        if self.digits >= SMALLEST_DIGITS:
+            ink, middle = "#fff" if _brightness(colour) < 150 else INK, y + BAR / 2 + 0.36 * self.digits
+            yield _text(x + width / 2, middle, str(bar.action.microbatch), self.digits, ink, anchor="middle")
+
+    def _shade(self, work: str, own: int) -> Colour:
+        way = PALEST * own / max(1, self.depth - 1)
+        red, green, blue = (round(c + way * (w - c)) for c, w in zip(COLOURS[work], WHITE, strict=True))
+        return red, green, blue
+
+    def _axis(self) -> Iterator[str]:
+        y = self.bottom + 3
+        yield f'<path d="M{LEFT} {_n(y)}H{_n(self.right)}" stroke="{PALE}" stroke-width="0.8"/>'
+        step = _round_step(70 / self.unit)
+        for number in range(math.floor(self.simulation.makespan / step + 1e-9) + 1):
+            x = LEFT + number * step * self.unit
+            yield f'<path d="M{_n(x)} {_n(y)}v4" stroke="{PALE}" stroke-width="0.8"/>'
+            yield _text(x, y + 15, f"{number * step:g}", 10, PALE, anchor="middle")
+        yield _text(self.right + 8, y + 15, "time", 10, PALE)
+
+    def _legend(self) -> Iterator[str]:
+        x, y = float(LEFT), self.bottom + 40
+        for work in [work for work, count in self.simulation.actions.items() if count]:
+            for own in range(self.depth):
+                colour = _hex(self._shade(work, own))
+                yield f'<rect x="{_n(x)}" y="{_n(y)}" width="13" height="13" fill="{colour}"/>'
+                x += 15
+            yield _text(x + 3, y + 11, NAMES[work], 11.5)
+            x += 24 + 6.2 * len(NAMES[work])
+        if self.depth > 1:
+            yield _text(x, y + 11, f"paler: the later of a rank's {self.depth} stages", 11.5, PALE)
+
+
+def _overlaps(bars: list[Bar]) -> Iterator[tuple[Bar, Bar]]:
+    """The first and the last bar of each overlap."""
+    for number, bar in enumerate(bars):
+        if bar.joined and (number + 1 == len(bars) or not bars[number + 1].joined):
+            first = next(back for back in range(number, -1, -1) if not bars[back].joined)
+            yield bars[first], bar
+
+
+def _round_step(least: float) -> float:
+    """The smallest of 1, 2 and 5, each with any number of noughts, that is no less."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))
+
+
+def _text(x: float, y: float, text: str, size: float, colour: str = INK, *, anchor: str = "", weight: str = "") -> str:
+    more = (f' text-anchor="{anchor}"' if anchor else "") + (f' font-weight="{weight}"' if weight else "")
+    return f'<text x="{_n(x)}" y="{_n(y)}" font-size="{_n(size)}" fill="{colour}"{more}>{escape(text)}</text>'
+
+
+def _n(number: float) -> str:
+    return f"{number:.6g}"
+
+
+def _hex(colour: Colour) -> str:
+    return "#" + "".join(f"{part:02x}" for part in colour)
+
+
+def _brightness(colour: Colour) -> float:
+    return 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]

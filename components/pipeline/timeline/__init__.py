@@ -1,1 +1,0 @@
-"""Simulated programs as people look at them."""

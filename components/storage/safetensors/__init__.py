@@ -1,0 +1,1 @@
+"""Safetensors files: header, reader and writer."""

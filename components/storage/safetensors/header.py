@@ -1,0 +1,170 @@
+"""
+The header of a safetensors file, checked before it is believed, and written.
+
+A file is the length of the header (8 bytes, little-endian), the header (JSON: tensor name to dtype, shape and place)
+and the bytes of the tensors without gaps: https://github.com/huggingface/safetensors#format. The library accepts
+more than is checked here, takes time that grows with the square of the number of tensors, and waits at pipes for
+ever; what is accepted here it accepts too, and reads alike.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from drawloom.components.storage.strict_json import natural, parse
+from drawloom.components.storage.tensor_source import TensorKind
+
+DTYPES = {
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F32": torch.float32,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""In the order in which the library writes them, so that each tensor lies at a multiple of its element's size."""
+
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+MAX_HEADER = 16 * 2**20  # bytes
+MAX_TENSORS = 50_000  # in a file; a header of so many is read in less than a second
+MAX_PARTS = 14 * MAX_TENSORS  # a tensor of four dimensions has 14 of the characters that `parse` counts
+MAX_METADATA = 1000
+MAX_DIMENSIONS = 8
+MAX_BYTES = 2**62  # of a tensor, dimensions of size 0 left out: beyond, products overflow
+NAME = re.compile(r"[A-Za-z0-9_.\-/]{1,256}")
+METADATA = "__metadata__"
+
+
+class BadHeader(Exception):
+    """Why bytes are no header that can be believed."""
+
+
+@attrs.frozen
+class Entry:
+    """A tensor in a file: what it is, and where its bytes are, counted from the end of the header."""
+
+    kind: TensorKind
+    start: int
+    end: int
+
+
+def parse_header(text: bytes, size: int) -> dict[str, Entry]:
+    """Tensor name to entry, for a header that is followed by so many bytes; BadHeader names the tensor."""
+    if not text.startswith(b"{"):
+        raise BadHeader("its header does not begin with {")
+    try:
+        header = parse(text, most=MAX_PARTS, integer=natural)
+    except ValueError as error:
+        raise BadHeader(f"its header can't be read: {error}") from error
+    _check_metadata(header.pop(METADATA, {}))
+    if len(header) > MAX_TENSORS:
+        raise BadHeader(f"it has {len(header)} tensors, and more than {MAX_TENSORS} in a file are not read")
+    entries = {name: _entry(name, content) for name, content in header.items()}
+    _check_places(entries, size)
+    return entries
+
+
+def header_length(first: bytes, size: int) -> int:
+    """The length of the header of a file of this size, from its first 8 bytes; BadHeader if it can't be."""
+    length = int.from_bytes(first, "little")
+    if len(first) < 8 or length > size - 8:
+        raise BadHeader(f"its {size} bytes end before its header does")
+    if length > MAX_HEADER:
+        raise BadHeader(f"its header has {length} bytes, and more than {MAX_HEADER} are not read")
+    return length
+
+
+def layout(kinds: Mapping[str, TensorKind]) -> tuple[bytes, dict[str, Entry]]:
+    """What a file with these tensors begins with, and the entry of each, in the order in which they lie in the file."""
+    ranks = {dtype: rank for rank, dtype in enumerate(CODES)}
+    entries: dict[str, Entry] = {}
+    end = 0
+    for name in sorted(kinds, key=lambda name: (ranks[kinds[name].dtype], name)):
+        start, end = end, end + kinds[name].bytes
+        entries[name] = Entry(kinds[name], start, end)
+    written = {METADATA: {"format": "pt"}} | {name: _written(entry) for name, entry in entries.items()}
+    text = json.dumps(written, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, entries
+
+
+def check_writable(kinds: Mapping[str, TensorKind]) -> None:
+    """ValueError if there is a tensor that can't be written, or not be read again."""
+    for name, kind in kinds.items():
+        if not _good_name(name):
+            raise ValueError(f"{name!r:.99} is no name for a tensor in a file")
+        if kind.dtype not in CODES:
+            raise ValueError(f"{name} has the dtype {kind.dtype}, for which files have no word")
+        if len(kind.shape) > MAX_DIMENSIONS:
+            raise ValueError(f"{name} has {len(kind.shape)} dimensions, and more than {MAX_DIMENSIONS} are not read")
+
+
+def _written(entry: Entry) -> dict[str, Any]:
+    shape, places = list(entry.kind.shape), [entry.start, entry.end]
+    return {"dtype": CODES[entry.kind.dtype], "shape": shape, "data_offsets": places}
+
+
+def _check_metadata(metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise BadHeader(f"its {METADATA} is no object of strings")
+    if len(metadata) > MAX_METADATA:
+        raise BadHeader(f"its {METADATA} has {len(metadata)} entries, and more than {MAX_METADATA} are not read")
+    try:
+        "".join([*metadata, *metadata.values()]).encode()
+    except UnicodeEncodeError:
+        raise BadHeader(f"its {METADATA} holds half a character") from None
+
+
+def _good_name(name: str) -> bool:
+    return bool(NAME.fullmatch(name)) and ".." not in name and name != METADATA
+
+
+def _entry(name: str, content: Any) -> Entry:
+    if not _good_name(name):
+        raise BadHeader(f"{name!r:.99} is no name for a tensor")
+    if not isinstance(content, dict) or content.keys() != {"dtype", "shape", "data_offsets"}:
+        raise BadHeader(f"{name} is not described by dtype, shape and data_offsets alone")
+    code, shape, places = content["dtype"], content["shape"], content["data_offsets"]
+    if not isinstance(code, str) or code not in DTYPES:
+        raise BadHeader(f"{name} is of type {code!r:.99}, which can't be read")
+    if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
+        raise BadHeader(f"{name} has no shape of at most {MAX_DIMENSIONS} dimensions")
+    if not _naturals(places) or len(places) != 2 or places[0] > places[1]:
+        raise BadHeader(f"{name} has no place between two data_offsets")
+    entry = Entry(TensorKind(tuple(shape), DTYPES[code]), *places)
+    if entry.kind.bytes != entry.end - entry.start:
+        raise BadHeader(f"{name} has {entry.end - entry.start} bytes, and dtype and shape say {entry.kind.bytes}")
+    if math.prod(filter(None, shape)) * entry.kind.dtype.itemsize > MAX_BYTES:
+        raise BadHeader(f"{name} has dimensions that no tensor can have")
+    return entry
+
+
+def _naturals(values: Any) -> bool:
+    return isinstance(values, list) and {*map(type, values)} <= {int}
+
+
+def _check_places(entries: Mapping[str, Entry], size: int) -> None:
+    """Every byte belongs to one tensor."""
+    end = 0
+    for start, next_end, name in sorted((entry.start, entry.end, name) for name, entry in entries.items()):
+        if start != end:
+            raise BadHeader(f"{name} does not begin where the tensor before it ends, at byte {end}")
+        end = next_end
+    if end != size:
+        raise BadHeader(f"its tensors need {end} bytes, and it has {size}")

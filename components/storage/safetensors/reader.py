@@ -1,0 +1,154 @@
+"""Tensors from a Hugging Face folder of safetensors files, one at a time; the folder may come from a stranger."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from drawloom.components.storage.format_names import listed
+from drawloom.components.storage.regular_file import open_regular_file
+from drawloom.components.storage.safetensors.header import BadHeader, Entry, header_length, parse_header
+from drawloom.components.storage.strict_json import parse
+from drawloom.components.storage.tensor_bytes import empty
+from drawloom.components.storage.tensor_source import TensorKind
+from drawloom.graph import UserError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+MAX_INDEX = 32 * 2**20  # bytes
+MAX_PLACES = 250_000  # tensors of all files; the largest open models have 140,000
+MAX_FILES = 10_000
+
+
+@attrs.frozen
+class SafetensorsFile:
+    """A file whose header was checked: its tensors, where their bytes begin, and what tells it from another."""
+
+    path: Path
+    entries: Mapping[str, Entry]
+    begin: int
+    identity: tuple[int, int, int, int]
+
+
+@attrs.frozen
+class SafetensorsFolder:
+    """A source of the tensors of a folder; `places` says which file holds each."""
+
+    places: Mapping[str, SafetensorsFile]
+    gives_away: bool = attrs.field(init=False, default=True)
+
+    def kinds(self) -> Mapping[str, TensorKind]:
+        return {name: file.entries[name].kind for name, file in self.places.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        place = self.places[name]
+        entry = place.entries[name]
+        tensor, memory = empty(entry.kind)
+        with open_regular_file(place.path) as file:
+            if file.identity != place.identity:
+                raise UserError(f"{place.path} was changed while {name} was read; copy it again")
+            file.read_into(memory, place.begin + entry.start)
+        return tensor
+
+
+def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
+    """
+    Read the headers of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
+
+    UserError lists everything by which index and files differ, or names the file and the tensor that can't be
+    believed. Nothing outside of the folder is opened.
+    """
+    if not os.path.isdir(folder):
+        raise UserError(f"{folder} is no folder; write the path of a Hugging Face model folder")
+    if os.path.lexists(folder / SINGLE):
+        single = read_safetensors_header(folder / SINGLE)
+        return SafetensorsFolder(dict.fromkeys(single.entries, single))
+    if not os.path.lexists(folder / INDEX):
+        raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX}; write the path of a Hugging Face model folder")
+    places, total = _read_index(folder / INDEX)
+    files = {file: _read_shard(folder, file, name) for file, name in {f: n for n, f in places.items()}.items()}
+    if reasons := list(_differences(places, files, total)):
+        raise UserError(f"{folder / INDEX} and its files differ: {'; '.join(reasons)}; copy the folder again")
+    return SafetensorsFolder({name: files[file] for name, file in places.items()})
+
+
+def read_safetensors_header(path: Path) -> SafetensorsFile:
+    """What a file says that it holds; UserError if it can't be believed."""
+    with open_regular_file(path) as file, _in_words(path):
+        length = header_length(file.read(0, min(8, file.size)), file.size)
+        begin = 8 + length
+        entries = parse_header(file.read(8, length), file.size - begin)
+        return SafetensorsFile(path, entries, begin, file.identity)
+
+
+def _read_shard(folder: Path, file: str, name: str) -> SafetensorsFile:
+    """What a file of an index says that it holds; `name` is a tensor that the index places there, for messages."""
+    try:
+        return read_safetensors_header(folder / file)
+    except UserError as error:
+        raise UserError(f"{folder / INDEX} places {name!r:.99} in {file!r:.99}: {error}") from error
+
+
+@contextmanager
+def _in_words(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BadHeader as error:
+        raise UserError(f"{path} can't be read as safetensors: {error}; copy the file again") from error
+
+
+def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
+    """Tensor name to file name, and how many bytes all tensors are said to have; only plain file names are taken."""
+    with open_regular_file(path) as file:
+        if file.size > MAX_INDEX:
+            raise UserError(f"{path} has {file.size} bytes, and more than {MAX_INDEX} are not read; copy it again")
+        text = file.read(0, file.size)
+    try:
+        index = parse(text, most=3 * MAX_PLACES)
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON that can be read: {error}; copy the file again") from error
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise UserError(f"{path} has no weight_map; copy the file again")
+    for name, file_name in places.items():
+        if not _is_plain(file_name):
+            why = f"{path} places {name!r:.99} in {file_name!r:.99}"
+            raise UserError(f"{why}, which is no file of the folder; take another copy")
+    if (count := len(set(places.values()))) > MAX_FILES:
+        raise UserError(f"{path} names {count} files, and more than {MAX_FILES} are not read; take another copy")
+    return places, _total(index, path)
+
+
+def _is_plain(file: Any) -> bool:
+    if not isinstance(file, str) or file in ("", ".", "..") or not file.isprintable():
+        return False
+    return not set(file) & set("/\\:") and len(file.encode()) < 256
+
+
+def _total(index: Mapping[str, Any], path: Path) -> int | None:
+    """The total size that an index states, if it states one."""
+    metadata = index.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if total is None:
+        return None
+    if type(total) not in (int, float) or not 0 <= total < 2**63 or total != int(total):
+        raise UserError(f"{path} says total_size = {total!r:.99}, which is no number of bytes; copy the file again")
+    return int(total)
+
+
+def _differences(places: Mapping[str, str], files: Mapping[str, SafetensorsFile], total: int | None) -> Iterator[str]:
+    if missing := [f"{name} (in {file})" for name, file in places.items() if name not in files[file].entries]:
+        yield f"missing {listed(missing)}"
+    held = [(name, file) for file, found in files.items() for name in found.entries]
+    if unknown := [f"{name} (in {file})" for name, file in held if name not in places]:
+        yield f"unexpected {listed(unknown)}"
+    if double := [f"{name} (also in {file})" for name, file in held if places.get(name, file) != file]:
+        yield f"duplicate {listed(double)}"
+    size = sum(entry.kind.bytes for file in files.values() for entry in file.entries.values())
+    if total not in (None, size) and not missing and not unknown:
+        yield f"its total_size is {total}, and the tensors have {size} bytes"

@@ -1,0 +1,112 @@
+"""A folder's tensors into a module, one group at a time."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.ports.weights import Mapper
+from drawloom.components.storage.format_names import listed
+from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+from drawloom.components.storage.tensor_source import TensorKind, TensorSource
+from drawloom.components.weights.dtensor_ops import is_sharded, like
+from drawloom.components.weights.mapper import giving, parallel, sequential
+from drawloom.components.weights.mapper_ops import identity
+from drawloom.components.weights.persistent import persistent_tensors
+from drawloom.components.weights.streaming import kinds_given, stream
+from drawloom.graph import UserError
+
+
+def load_folder(folder: Path, module: nn.Module, mapper: Mapper, device: torch.device | str = "cpu") -> None:
+    """
+    Fill a module, which may be a part of the model, with what a mapper of the whole model makes of a folder.
+
+    Parameters on the meta device become real on `device`, others are filled in place; dtype and sharding stay theirs.
+    Persistent buffers are real by then; those that the mapper gives are filled, others stay as they are.
+    UserError lists all tensors that are missing, unexpected or of another shape. One tensor too many that equals a
+    wanted one bit for bit is a tied copy, and fine.
+    """
+    source = open_safetensors_folder(folder)
+    if reasons := list(_misfits(source, mapper, _targets(module, mapper))):
+        raise UserError(f"{folder} does not fit the model: {'; '.join(reasons)}; compare its config.json with [model]")
+    load(source, module, mapper, device)
+
+
+def load(source: TensorSource, module: nn.Module, mapper: Mapper, device: torch.device | str = "cpu") -> None:
+    """
+    Fill those parameters and persistent buffers of a module that a mapper gives; parameters on the meta device become
+    real on `device`.
+    """
+    parameters = _targets(module, mapper)
+    needed = giving(mapper, parameters)
+    spread = [like(name, parameters[name]) for name in needed.outputs if name in parameters]
+    rest = [identity(name) for name in needed.outputs if name not in parameters]
+    for name, tensor in stream(source, sequential(needed, parallel(*spread, *rest))):
+        if name in parameters:
+            _fill(module, parameters[name], tensor, torch.device(device), source.gives_away)
+
+
+def _targets(module: nn.Module, mapper: Mapper) -> dict[str, Tensor]:
+    """All parameters, and those persistent buffers that the mapper knows of."""
+    given = set(mapper.outputs)
+    tensors = persistent_tensors(module).items()
+    return {name: tensor for name, tensor in tensors if isinstance(tensor, nn.Parameter) or name in given}
+
+
+def _fill(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.device, ours: bool) -> None:
+    if not parameter.is_meta:
+        with torch.no_grad():
+            parameter.copy_(tensor)
+        return
+    moved = tensor.to(device, parameter.dtype)
+    real = nn.Parameter(_own(moved, ours or moved is not tensor), parameter.requires_grad)
+    for part in module.modules():
+        for name, other in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            if other is parameter:
+                setattr(part, name, real)
+
+
+def _own(tensor: Tensor, ours: bool) -> Tensor:
+    """The tensor, row by row in memory that holds nothing else; a copy, if it is not ours or lies otherwise."""
+    if is_sharded(tensor):
+        return tensor if ours else tensor.clone()
+    fills = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if ours and fills else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _misfits(source: TensorSource, mapper: Mapper, parameters: Mapping[str, Tensor]) -> Iterator[str]:
+    kinds, taken = source.kinds(), set(mapper.inputs)
+    outputs = set(mapper.outputs)
+    if nameless := [name for name in parameters if name not in outputs]:
+        yield f"no name there for {listed(nameless)}"
+    if missing := [name for name in mapper.inputs if name not in kinds]:
+        yield f"missing {listed(missing)}"
+    extra = [name for name in kinds if name not in taken]
+    if extra and not _is_tied_copy(source, extra, taken):
+        yield f"unexpected {listed(extra)}"
+    yield from _wrong_shapes(giving(mapper, parameters), kinds, parameters)
+
+
+def _wrong_shapes(mapper: Mapper, kinds: Mapping[str, TensorKind], parameters: Mapping[str, Tensor]) -> Iterator[str]:
+    wrong: list[str] = []
+    for group in mapper.groups:
+        if any(name not in kinds for name in group.inputs):
+            continue
+        try:
+            given = kinds_given(group, kinds)
+        except ValueError as error:
+            yield str(error)
+            continue
+        origin = ", ".join(group.inputs)
+        pairs = [(kind.shape, tuple(parameters[name].shape)) for name, kind in given.items() if name in parameters]
+        wrong += [f"{origin} {found} for {wanted}" for found, wanted in pairs if found != wanted]
+    if wrong:
+        yield f"wrong shape {listed(wrong)}"
+
+
+def _is_tied_copy(source: TensorSource, extra: list[str], wanted: set[str]) -> bool:
+    """Whether the one tensor too many is another once more, bit for bit: some folders of tied models have a head."""
+    kinds = source.kinds()
+    alike = [name for name in kinds if name in wanted and kinds[name] == kinds[extra[0]]]
+    return len(extra) == 1 and any(torch.equal(source.tensor(extra[0]), source.tensor(name)) for name in alike)

@@ -1,0 +1,111 @@
+"""Tensors into safetensors files, split by size as Hugging Face does, written one at a time."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import attrs
+from torch import Tensor
+
+from drawloom.components.ports.weights import Mapper
+from drawloom.components.storage.format_names import listed
+from drawloom.components.storage.safetensors.file import new_safetensors_file
+from drawloom.components.storage.safetensors.header import check_writable
+from drawloom.components.storage.safetensors.reader import INDEX, SINGLE
+from drawloom.components.storage.tensor_source import TensorKind, TensorSource
+from drawloom.components.weights.streaming import kinds_given, stream
+from drawloom.graph import UserError
+
+MAX_SHARD = 4 * 2**30
+MAX_NAMES = 30_000  # in a file: with names of any length, the header stays below what is read
+
+
+@attrs.frozen
+class PlannedFile:
+    """A file to write: which of the writers does it, and its tensors in the order in which they come."""
+
+    name: str
+    writer: int
+    kinds: Mapping[str, TensorKind]
+
+
+def write_safetensors(folder: Path, source: TensorSource, mapper: Mapper, max_shard: int = MAX_SHARD) -> None:
+    """
+    Write `model.safetensors`, or numbered files of at most `max_shard` bytes of tensors and, last, an index.
+
+    A tensor larger than that has a file to itself. One group of the mapper is in memory at a time.
+    """
+    files = plan_files([all_kinds(source, mapper)], max_shard)
+    write_files(folder, files, stream(source, mapper))
+    write_index(folder, files)
+
+
+def all_kinds(source: TensorSource, mapper: Mapper) -> dict[str, TensorKind]:
+    """What a mapper will give, group by group; UserError if it can't."""
+    kinds = source.kinds()
+    try:
+        return {name: kind for group in mapper.groups for name, kind in kinds_given(group, kinds).items()}
+    except ValueError as error:
+        raise UserError(f"the tensors to write are not those of the model: {error}") from error
+
+
+def plan_files(shares: Sequence[Mapping[str, TensorKind]], max_shard: int) -> list[PlannedFile]:
+    """The files for what each of several writers has; UserError if two have a tensor of one name."""
+    writers: dict[str, int] = {}
+    for writer, kinds in enumerate(shares):
+        if double := [name for name in kinds if name in writers]:
+            first = writers[double[0]]
+            raise UserError(f"{listed(double)} would be written twice, by rank {first} and by rank {writer}")
+        check_names(kinds)
+        writers |= dict.fromkeys(kinds, writer)
+    runs = [(writer, run) for writer, kinds in enumerate(shares) if kinds for run in split(kinds, max_shard)]
+    if len(runs) == 1:
+        return [PlannedFile(SINGLE, writer, _some(shares[writer], run)) for writer, run in runs]
+    count = len(runs)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    return [PlannedFile(name, w, _some(shares[w], run)) for name, (w, run) in zip(names, runs, strict=True)]
+
+
+def check_names(kinds: Mapping[str, TensorKind]) -> None:
+    """UserError if a tensor can't be written so that it can be read again."""
+    try:
+        check_writable(kinds)
+    except ValueError as error:
+        raise UserError(f"the tensors can't be written: {error}; give it another one") from error
+
+
+def write_files(folder: Path, files: Sequence[PlannedFile], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Write some of the planned files, down to the disk; the tensors come in the order of the plan."""
+    for file in files:
+        with new_safetensors_file(folder / file.name, file.kinds) as writer:
+            for wanted in file.kinds:
+                name, tensor = next(tensors)
+                if name != wanted:
+                    raise ValueError(f"{name} came where {wanted} was planned")
+                writer.write(name, tensor)
+
+
+def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
+    """Write which file holds which tensor, if there is more than one file."""
+    if len(files) > 1:
+        places = {name: file.name for file in files for name in file.kinds}
+        total = sum(kind.bytes for file in files for kind in file.kinds.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+
+
+def split(kinds: Mapping[str, TensorKind], max_shard: int) -> list[list[str]]:
+    """Names in order, in as few runs as it takes for each to stay within so many bytes; at least one run."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, kind in kinds.items():
+        if shards[-1] and (size + kind.bytes > max_shard or len(shards[-1]) == MAX_NAMES):
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += kind.bytes
+    return shards
+
+
+def _some(kinds: Mapping[str, TensorKind], names: Sequence[str]) -> dict[str, TensorKind]:
+    return {name: kinds[name] for name in names}

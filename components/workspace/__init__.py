@@ -1,0 +1,1 @@
+"""Tensors and configurations that ranks share through memory or a folder."""

@@ -1,0 +1,101 @@
+"""
+Shared memory of one machine that nobody can leak.
+
+A segment has no name in any folder (Linux's memfd): the system frees it with the last process that holds it, however
+that process ends. Another process of the same user opens it through /proc. Once sealed it can't change, so that what
+was checked is what is read.
+"""
+
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drawloom.components.storage.safetensors.file import tensors_in, writer_into
+from drawloom.components.storage.safetensors.header import BadHeader
+from drawloom.components.storage.tensor_bytes import view
+from drawloom.components.storage.tensor_source import InMemory
+from drawloom.components.workspace.tensor_json import Parcel, decode, encode
+from drawloom.graph import UserError
+
+TOKEN = 16  # bytes by which a segment is known
+
+Ticket = dict[str, Any]
+"""Where a parcel is, as JSON: machine, process, its two open files, and the token with which the first begins."""
+
+
+@contextmanager
+def shared(parcel: Parcel) -> Iterator[Ticket]:
+    """A parcel in shared memory, until the block ends or this process does; whoever opened it by then keeps it."""
+    token = secrets.token_bytes(TOKEN)
+    with _segment() as text, _segment() as tensors:
+        with os.fdopen(os.dup(text), "wb") as file:
+            file.write(token + encode(parcel.tree))
+        writer = writer_into(tensors, "shared memory", InMemory(parcel.tensors).kinds())
+        for name, tensor in parcel.tensors.items():
+            writer.write(name, tensor)
+        writer.finish()
+        for descriptor in (text, tensors):
+            _seal(descriptor)
+        yield {"machine": machine(), "process": os.getpid(), "files": [text, tensors], "token": token.hex()}
+
+
+def open_shared(ticket: Ticket) -> Parcel:
+    """
+    A parcel of another process. Its tensors are that memory itself; who changes them changes a copy of his own.
+
+    UserError if it is on another machine, or gone.
+    """
+    if ticket["machine"] != machine():
+        raise UserError("ranks share memory, but are not on one machine; give workspace_path, a folder that all see")
+    text, tensors = (_map(Path(f"/proc/{ticket['process']}/fd/{number}")) for number in ticket["files"])
+    if view(text)[:TOKEN].tobytes() != bytes.fromhex(ticket["token"]):
+        raise UserError(f"the memory that process {ticket['process']} shared is gone; see that process's log")
+    try:
+        return Parcel(decode(view(text)[TOKEN:].tobytes()), tensors_in(tensors))
+    except (BadHeader, ValueError) as error:
+        raise UserError(f"the memory that process {ticket['process']} shared can't be read: {error}") from error
+
+
+def machine() -> str:
+    """What all processes that can open one another's memory have in common: the running system and its processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+@contextmanager
+def _segment() -> Iterator[int]:
+    if not hasattr(os, "memfd_create"):
+        raise UserError("ranks can share memory on Linux only; give workspace_path, a folder that all of them see")
+    descriptor = os.memfd_create("drawloom", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _seal(descriptor: int) -> None:
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+
+
+def _map(path: Path) -> Tensor:
+    """The bytes of a segment, without a copy."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UserError(
+            f"the memory behind {path} can't be opened ({error.strerror}); see that process's log"
+        ) from error
+    try:
+        mapped = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(mapped, dtype=torch.uint8)

@@ -1,0 +1,162 @@
+"""The commands that any graph has."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from drawloom.graph.cli.exit_codes import FAULTY, FINE, say
+from drawloom.graph.cli.project import Workshop
+from drawloom.graph.drawing.draw import FORMATS, draw
+from drawloom.graph.inspect.diff import diff
+from drawloom.graph.inspect.explain import explain
+from drawloom.graph.inspect.listing import list_components, list_plugins
+from drawloom.graph.problems import RecipeError
+from drawloom.graph.recipe.resolving import resolve
+from drawloom.graph.runtime.timings import report
+from drawloom.graph.schema.recipes import recipe_schema
+
+
+def _takes_recipe(parser: argparse.ArgumentParser, name: str = "RECIPE", what: str = "") -> None:
+    help = what or "a path, the name of a shipped recipe, or a run folder"
+    parser.add_argument("recipe", metavar=name, help=help)
+    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to lay over it")
+    _takes_packages(parser)
+    parser.epilog = "Single values are set by node.key=value."
+
+
+def _takes_packages(parser: argparse.ArgumentParser) -> None:
+    help = "offer the components below this package, too, by their whole dotted path"
+    parser.add_argument("--import", action="append", default=[], metavar="PACKAGE", dest="imports", help=help)
+
+
+def _takes_check(parser: argparse.ArgumentParser) -> None:
+    _takes_recipe(parser)
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="text on stderr, or JSON on stdout")
+
+
+def _takes_draw(parser: argparse.ArgumentParser) -> None:
+    _takes_recipe(parser)
+    parser.add_argument("--format", choices=FORMATS, default="tree", help="text, or a picture for a program or a page")
+    parser.add_argument("--focus", default="", metavar="NODE", help="only what this node needs, and who uses it")
+    parser.add_argument("--step", action="store_true", help="what each member of a sequence reads, changes, writes")
+
+
+def _takes_run(parser: argparse.ArgumentParser) -> None:
+    _takes_recipe(parser)
+    parser.add_argument("--timings", action="store_true", help="say how long each node took to build, open and close")
+    parser.add_argument("--accept-changes", action="store_true", help="resume although the recipe has changed")
+
+
+def _takes_two(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("old", metavar="A", help="a recipe, a shipped name, or a run folder")
+    _takes_recipe(parser, "B", "what it is compared with")
+    parser.epilog = "Overlays and values are laid over B."
+
+
+def _takes_target(parser: argparse.ArgumentParser) -> None:
+    _takes_recipe(parser)
+    parser.add_argument("target", nargs="?", metavar="NODE[.KEY]", help="what to explain; the whole recipe if left out")
+
+
+def _takes_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write it there")
+    _takes_packages(parser)
+
+
+def _takes_subject(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("subject", nargs="?", default="", metavar="SUBJECT", help="such as data, or data.loader")
+    parser.add_argument("--plugins", action="store_true", help="what installed packages bring, and which they are")
+    _takes_packages(parser)
+
+
+def _graph(options: argparse.Namespace, workshop: Workshop) -> Any:
+    graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words))
+    say(problem for problem in graph.problems if problem.warning)
+    return graph
+
+
+def _run(options: argparse.Namespace, workshop: Workshop) -> int:
+    graph = _graph(options, workshop)
+    objects = workshop.container(graph, accept_changes=options.accept_changes)
+    try:
+        with objects:
+            objects[workshop.root].run()
+    finally:
+        if options.timings:
+            print(report(objects.spans), file=sys.stderr)
+    return FINE
+
+
+def _check(options: argparse.Namespace, workshop: Workshop) -> int:
+    if options.format == "json":
+        return _check_for_programs(options, workshop)
+    graph = _graph(options, workshop).or_error()
+    print(f"{options.recipe}: {len(graph.nodes)} nodes, no problems")
+    return FINE
+
+
+def _check_for_programs(options: argparse.Namespace, workshop: Workshop) -> int:
+    try:
+        graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words))
+        problems, nodes = graph.problems, len(graph.nodes)
+    except RecipeError as error:
+        problems, nodes = tuple(error.problems), 0
+    found = {"recipe": options.recipe, "nodes": nodes, "problems": [problem.as_data() for problem in problems]}
+    print(json.dumps(found, indent=1))
+    return FINE if all(problem.warning for problem in problems) else FAULTY
+
+
+def _show(options: argparse.Namespace, workshop: Workshop) -> int:
+    print(resolve(_graph(options, workshop).or_error()).text, end="")
+    return FINE
+
+
+def _draw(options: argparse.Namespace, workshop: Workshop) -> int:
+    graph = _graph(options, workshop).or_error()
+    title = Path(options.recipe).stem
+    print(draw(graph, title, workshop.root, options.format, options.focus, step=options.step), end="")
+    return FINE
+
+
+def _explain(options: argparse.Namespace, workshop: Workshop) -> int:
+    print(explain(_graph(options, workshop).or_error(), options.target or "", workshop.root))
+    return FINE
+
+
+def _diff(options: argparse.Namespace, workshop: Workshop) -> int:
+    new = workshop.graph(workshop.load(options.recipe, options.overlay, options.words), root="")
+    found = diff(workshop.load(options.old), new)
+    print("\n".join(map(str, found)) or "no differences")
+    return FINE
+
+
+def _schema(options: argparse.Namespace, workshop: Workshop) -> int:
+    schema = recipe_schema(workshop.catalogue, workshop.usual())
+    text = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+    if options.output is None:
+        print(text, end="")
+    else:
+        options.output.write_text(text, "utf-8")
+    return FINE
+
+
+def _list(options: argparse.Namespace, workshop: Workshop) -> int:
+    print(list_plugins(workshop.catalogue) if options.plugins else list_components(workshop.catalogue, options.subject))
+    return FINE
+
+
+Command = tuple[Callable[[argparse.Namespace, Workshop], int], str, Callable[[argparse.ArgumentParser], None]]
+
+COMMANDS: dict[str, Command] = {
+    "run": (_run, "run a recipe, or go on with its run", _takes_run),
+    "check": (_check, "check a recipe, and print every problem at once", _takes_check),
+    "explain": (_explain, "say where values come from and why nodes are connected as they are", _takes_target),
+    "show": (_show, "print the resolved recipe as TOML", _takes_recipe),
+    "draw": (_draw, "draw what is built for a run, or one step of it", _takes_draw),
+    "diff": (_diff, "say what differs between two recipes or runs, and how much it weighs", _takes_two),
+    "schema": (_schema, "print the JSON Schema of recipes, for editors", _takes_output),
+    "list": (_list, "list components with their settings", _takes_subject),
+}

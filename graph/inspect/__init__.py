@@ -1,0 +1,1 @@
+"""What people ask of a recipe: explanations, listings, differences."""

@@ -1,0 +1,1 @@
+"""Recipes: read, laid over what they extend, and written out resolved."""

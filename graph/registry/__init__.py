@@ -1,0 +1,1 @@
+"""The components that a recipe can name."""

@@ -1,0 +1,1 @@
+"""From a graph to living objects: built, opened, closed."""

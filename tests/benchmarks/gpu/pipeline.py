@@ -1,0 +1,240 @@
+"""
+A pipeline of two GPUs beside one GPU, in one run: `make bench-pipeline-gpu`.
+
+The model is Qwen3-0.6B in bfloat16; a step is 8 microbatches of 2 or 4 rows of 4096 tokens, all gradients and AdamW
+included. For each schedule and each way to count the head as layers (`stages.head_weighs`) a line says
+
+- tokens per second of both GPUs together, the median of several steps, and over twice those of one GPU;
+- for how many milliseconds of the step each rank's host was issuing work: where that is nearly the whole step, the
+  host is the limit;
+- from a trace of the executor's part of a step on each rank: how often the host waited for the GPU in it, and which
+  share of the time of sends and receives something computed at the same time. A receive is posted early, so that its
+  time holds the wait for the peer.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+TINY = "--tiny" in sys.argv
+if TINY:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import attrs  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+
+from benchmarks.gpu.training import DENSE, SMALL, _whole_config  # noqa: E402
+from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
+from drawloom.components.distributed.mesh import RankMesh  # noqa: E402
+from drawloom.components.distributed.precision import DtypeByPurpose  # noqa: E402
+from drawloom.components.distributed.processes import TorchProcesses  # noqa: E402
+from drawloom.components.distributed.sum_over_shards import SumOverParameters  # noqa: E402
+from drawloom.components.gradients.synchronize import Synchronise  # noqa: E402
+from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
+from drawloom.components.loss.next_token import NextToken  # noqa: E402
+from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
+from drawloom.components.optim.adamw import AdamW  # noqa: E402
+from drawloom.components.pipeline.executor import Executor  # noqa: E402
+from drawloom.components.pipeline.stages import RealStages  # noqa: E402
+from drawloom.components.ports.data import Batch  # noqa: E402
+from drawloom.components.ports.run import Step  # noqa: E402
+from support import pipelines  # noqa: E402
+
+MICROBATCHES, LENGTH = (8, 12) if TINY else (8, 4096)
+ROWS = (2,) if TINY else (2, 4)
+LAYERS = 8 if TINY else 28
+STEPS = 2 if TINY else 8
+SCHEDULES = ("one_f_one_b", "zero_bubble_1p", "zero_bubble_v", "dual_pipe_v")
+HEADS = (0, 2) if TINY else (0, 6)
+"""The head multiplies by 151,936 x 1024 numbers, a layer by 15.7 million, and 8.4 million more count its attention."""
+
+Interval = tuple[float, float]
+
+
+def main() -> None:
+    """Measure one GPU, then two, in processes of their own; print a table."""
+    if "RANK" in os.environ:
+        return _worker()
+    if not TINY and torch.cuda.device_count() < 2:
+        sys.exit("this needs two GPUs; --tiny tries it with two processes on a CPU")
+    with tempfile.TemporaryDirectory() as folder:
+        program = str(Path(__file__))
+        environment = os.environ | {"BENCH_FOLDER": folder, "OMP_NUM_THREADS": "4"}
+        for ranks in (1, 2):
+            starter = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+            subprocess.run([sys.executable, *starter, program, *sys.argv[1:]], env=environment, check=True)
+
+
+def _worker() -> None:
+    kind: Any = "cpu" if TINY else "cuda"
+    device = ComputeDevice(kind=kind)
+    device.open()
+    processes = TorchProcesses(device=device)
+    processes.open()
+    try:
+        mesh = RankMesh(processes=processes, pipeline=processes.world_size, data_replicate=1)
+        mesh.open()
+        base = Path(os.environ["BENCH_FOLDER"]) / "one.json"
+        if processes.world_size == 1:
+            ones = {rows: _measured(_run(mesh, device, "one_f_one_b", 0, rows), device)[0] for rows in ROWS}
+            base.write_text(json.dumps(ones))
+            for rows, seconds in ones.items():
+                print(f"one GPU, {rows} rows: {_tokens(rows) / seconds:,.0f} tokens/s", flush=True)
+            return
+        one: dict[str, float] = json.loads(base.read_text())
+        for rows in ROWS:
+            for name in [word for word in sys.argv[1:] if word in SCHEDULES] or SCHEDULES:
+                for head in HEADS:
+                    _line(mesh, device, name, head, rows, one[str(rows)])
+    finally:
+        processes.close()
+
+
+def _line(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int, one: float) -> None:
+    """Measure a schedule and print its line."""
+    run = _run(mesh, device, name, head, rows)
+    times = mesh.world.gather_json(_measured(run, device))
+    traces = mesh.world.gather_json(_traced(run.train, device))
+    if mesh.world.rank == 0:
+        seconds = max(step for step, _ in times)
+        text = f"{name:<17} rows {rows}  head {head}  {_tokens(rows) / seconds:>9,.0f} tokens/s"
+        text += f"{one / seconds / 2:>7.1%} of two GPUs"
+        for rank, trace in enumerate(traces):
+            said = ", ".join(f"{key} {value:.3g}" for key, value in trace.items())
+            text += f"; rank {rank}: host busy {times[rank][1]:.1%}, {said}"
+        print(text, flush=True)
+
+
+@attrs.frozen
+class Run:
+    """A model that is ready to take steps: all of a step, and the executor's part."""
+
+    step: Callable[[], None]
+    train: Callable[[], object]
+
+
+def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int) -> Run:
+    dtype: Any = "float32" if TINY else "bfloat16"
+    kernels = AutoKernels(device=device)
+    kernels.open()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        config = DENSE | (SMALL | {"num_hidden_layers": LAYERS} if TINY else {})
+        path.write_text(json.dumps(_whole_config(config)), "utf-8")
+        model = Qwen3Dense(kernels=kernels, config=path)
+        model.initialise = _initialise  # type: ignore[assignment,method-assign]
+        precision = DtypeByPurpose(parameter=dtype, compute=dtype, gradient=dtype)
+        schedule = pipelines.schedule(name)
+        stages = RealStages(
+            model=model, schedule=schedule, mesh=mesh, device=device, precision=precision, job=pipelines.Job()
+        )
+        stages.head_weighs = head
+        stages.open()
+    parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
+    executor = Executor(schedule=schedule, objective=NextToken(), device=device, **parts)
+    executor.open()
+    synchronise = Synchronise(parameters=stages, mesh=mesh, precision=precision, reduce=SumOverParameters(mesh=mesh))
+    optimizer = AdamW(parameters=stages, lr=1e-5)
+    optimizer.open()
+    batches = [_batch(number, device, config["vocab_size"], rows) for number in range(MICROBATCHES)]
+
+    def step() -> None:
+        state = Step(1, 1)
+        state.values["losses"] = executor.train(batches)
+        synchronise.run_phase(state)
+        optimizer.run_phase(state)
+
+    return Run(step, lambda: executor.train(batches))
+
+
+def _initialise(_name: str, parameter: Tensor, _seed: int) -> None:
+    """Fill a parameter on its device, which is quicker than the numbers that a run starts from."""
+    parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
+
+
+def _batch(number: int, device: ComputeDevice, vocabulary: int, rows: int) -> Batch:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(vocabulary, (rows, LENGTH + 1), generator=generator).to(device.device)
+    positions = torch.arange(LENGTH, device=device.device).expand(rows, LENGTH).contiguous()
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, torch.zeros_like(positions))
+
+
+def _tokens(rows: int) -> int:
+    return MICROBATCHES * rows * LENGTH
+
+
+def _measured(run: Run, device: ComputeDevice) -> tuple[float, float]:
+    """The median of the seconds of several steps; and the share in which the host issues the executor's work."""
+    times, issuing = [], []
+    for _ in range(3 + STEPS):
+        start = time.perf_counter()
+        run.step()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    seconds = statistics.median(times[3:])
+    for _ in range(2):
+        start = time.perf_counter()
+        run.train()
+        issuing.append(time.perf_counter() - start)
+        _wait(device)
+    return seconds, min(issuing) / seconds
+
+
+def _wait(device: ComputeDevice) -> None:
+    if device.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _traced(train: Callable[[], object], device: ComputeDevice) -> dict[str, float]:
+    """What a trace says; nothing on a CPU."""
+    if device.device.type != "cuda":
+        return {}
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as running:
+        train()
+        torch.cuda.synchronize()
+    assert running.profiler is not None and running.profiler.kineto_results is not None
+    return summary(running.profiler.kineto_results.events())
+
+
+def summary(events: Any) -> dict[str, float]:
+    """How often the host waited, all but the last time, which is ours; and the share of messages under computation."""
+    compute: list[Interval] = []
+    messages: list[Interval] = []
+    waits = -1
+    for event in events:
+        start, end = event.start_ns() / 1e6, (event.start_ns() + event.duration_ns()) / 1e6
+        if "CUDA" in str(event.device_type()):
+            (messages if "nccl" in event.name().lower() else compute).append((start, end))
+        elif event.name() in ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize"):
+            waits += 1
+    busy, moving = list(_union(compute)), list(_union(messages))
+    hidden = sum(max(0.0, min(e, f) - max(s, t)) for s, e in moving for t, f in busy if t < e and f > s)
+    total = sum(end - start for start, end in moving)
+    return {"waits": waits, "messages_ms": total, "hidden": hidden / total if total else 1.0}
+
+
+def _union(intervals: list[Interval]) -> Iterator[Interval]:
+    """The same time, in intervals that don't overlap."""
+    current: Interval | None = None
+    for start, end in sorted(intervals):
+        if current and start <= current[1]:
+            current = current[0], max(current[1], end)
+        else:
+            if current:
+                yield current
+            current = start, end
+    if current:
+        yield current
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""A state with room for a copy of its tensors, and what has to be copied where."""
+
+from collections import OrderedDict
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from drawloom.components.checkpoint.staging.copy_plan import with_room
+from drawloom.components.checkpoint.staging.pinned_pool import Pool
+
+DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64]
+
+
+def copied(state: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """The state with everything copied."""
+    staged, copies = with_room(state, Pool(), **options)
+    for copy in copies:
+        copy.make()
+    return staged
+
+
+def copied_bytes(state: dict[str, Any]) -> int:
+    """How much is copied for a state."""
+    return sum(copy.bytes for copy in with_room(state, Pool())[1])
+
+
+@st.composite
+def _views(draw: st.DrawFn) -> Tensor:
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    whole = torch.arange(torch.Size(shape).numel() or 1).remainder(7).to(dtype)
+    tensor = whole[: torch.Size(shape).numel()].reshape(shape)
+    for _ in range(draw(st.integers(0, 2)) if shape else 0):
+        dimension = draw(st.integers(0, len(shape) - 1))
+        change = draw(st.sampled_from(["transpose", "slice", "expand", "step"]))
+        if change == "transpose":
+            tensor = tensor.transpose(0, dimension)
+        elif change == "slice":
+            tensor = tensor.narrow(dimension, 0, max(tensor.shape[dimension] - 1, 0))
+        elif change == "expand":
+            tensor = tensor.unsqueeze(0).expand(2, *tensor.shape)
+        else:
+            tensor = tensor[tuple([slice(None)] * dimension + [slice(None, None, 2)])]
+    return tensor
+
+
+@hypothesis.given(st.lists(_views(), max_size=5))
+def test_every_view_is_copied_bit_by_bit(tensors: list[Tensor]) -> None:
+    """Whatever shape, stride and dtype, the copy is equal, and none of its memory is the state's."""
+    state = {str(number): tensor for number, tensor in enumerate(tensors)}
+    staged = copied(state)
+    for name, tensor in state.items():
+        assert (staged[name].dtype, staged[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(staged[name], tensor)
+        expected = staged[name].clone()
+        if tensor.numel():
+            tensor.untyped_storage().copy_(
+                torch.ones(tensor.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
+            )
+        assert torch.equal(staged[name], expected)
+
+
+def test_ties_are_kept() -> None:
+    """What changes with another tensor in the state does so in the copy, whichever parts of it they are."""
+    table = torch.arange(100.0)
+    staged = copied({"whole": table, "tied": table, "deep": {"middle": table[20:60]}, "other": torch.ones(100)})
+    staged["deep"]["middle"][0] = -1
+    assert staged["whole"][20] == staged["tied"][20] == -1
+    assert staged["other"].sum() == 100
+    assert staged["whole"].untyped_storage().data_ptr() == staged["tied"].untyped_storage().data_ptr()
+    assert staged["whole"].untyped_storage().data_ptr() != staged["other"].untyped_storage().data_ptr()
+
+
+def test_overlapping_views_share_what_they_share() -> None:
+    """Two windows on one storage, neither of which holds the other."""
+    table = torch.arange(100.0)
+    staged = copied({"left": table[:60], "right": table[40:]})
+    staged["left"][50] = -1
+    assert staged["right"][10] == -1
+
+
+@pytest.mark.parametrize(
+    ("state", "most"),
+    [
+        ({"view": torch.zeros(2**20)[5:6]}, 32),
+        ({"a": torch.zeros(2**20)[:10], "b": torch.zeros(2**20)[-10:]}, 128),
+        ({"column": torch.zeros(1000, 1000)[:, 3]}, 4000),
+        ({"columns": torch.zeros(1000, 1000)[:, 3:8], "same": torch.zeros(1000, 1000)[:, 3:8]}, 40000),
+        ({"expanded": torch.ones(1).expand(1000, 1000)}, 16),
+    ],
+)
+def test_small_views_are_copied_at_their_size(state: dict[str, Any], most: int) -> None:
+    """And not with the storage of which they are a part."""
+    assert copied_bytes(state) <= most
+    assert all(torch.equal(tensor, state[name]) for name, tensor in copied(state).items())
+
+
+def test_a_storage_is_copied_once() -> None:
+    """However many tensors lie in it."""
+    table = torch.zeros(1000)
+    assert copied_bytes({"a": table, "b": table, "c": table[:500], "d": table.view(10, 100).T}) == 4000
+
+
+def test_equal_small_views_stay_one() -> None:
+    """Columns that are copied by themselves are still tied to themselves."""
+    table = torch.zeros(1000, 1000)
+    staged = copied({"a": table[:, 3], "b": table[:, 3]})
+    assert staged["a"].data_ptr() == staged["b"].data_ptr()
+
+
+def test_plain_values_and_containers_are_copied() -> None:
+    """Changing the state afterwards changes nothing in the copy; types of values stay."""
+    state: dict[Any, Any] = {"a": [1, {"b": 2.5}], "c": (True, None), "d": OrderedDict(e="f"), "g": b"h", 3: 1j}
+    staged = copied(state)
+    state["a"][1]["b"] = 0
+    assert staged == {"a": [1, {"b": 2.5}], "c": (True, None), "d": {"e": "f"}, "g": b"h", 3: 1j}
+
+
+def test_parameters_become_tensors() -> None:
+    """Without history, so that nothing of the graph is held."""
+    weight = torch.nn.Parameter(torch.ones(3)) * 2
+    staged = copied({"weight": weight})["weight"]
+    assert type(staged) is Tensor and not staged.requires_grad and torch.equal(staged, weight)
+
+
+class Odd:
+    """A value that no state should have."""
+
+    def __init__(self) -> None:
+        self.content = [1]
+
+
+def test_unknown_values_are_refused_with_their_path() -> None:
+    """Or, if one asks for it, copied as Python copies objects."""
+    odd = Odd()
+    with pytest.raises(TypeError, match=r"^a/0/b is a Odd, which can't be staged$"):
+        copied({"a": [{"b": odd}]})
+    staged = copied({"a": odd}, type_check=False)["a"]
+    assert staged is not odd and staged.content == [1] and staged.content is not odd.content
+
+
+@pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")])
+def test_tensors_without_bytes_of_their_own_are_refused(tensor: Tensor) -> None:
+    """Sparse ones, and those that are no numbers yet."""
+    with pytest.raises(TypeError, match=r"^a is a torch.*, which can't be staged$"):
+        copied({"a": tensor})
+
+
+def test_a_distributed_tensor_stays_one() -> None:
+    """Its local part is copied; mesh, placements and global shape are the same."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.arange(6.0).reshape(2, 3)
+        for placement in (Shard(0), Replicate()):
+            tensor = DTensor.from_local(local, mesh, [placement], run_check=False)
+            staged = copied({"a": tensor})["a"]
+            assert isinstance(staged, DTensor)
+            assert (staged.shape, staged.placements, staged.device_mesh) == (tensor.shape, tensor.placements, mesh)
+            assert torch.equal(staged.to_local(), local)
+            assert staged.to_local().data_ptr() != local.data_ptr()
+    finally:
+        torch.distributed.destroy_process_group()

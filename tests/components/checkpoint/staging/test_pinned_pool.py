@@ -1,0 +1,89 @@
+"""Memory that is kept from one copy to the next."""
+
+import gc
+import threading
+
+import torch
+
+from drawloom.components.checkpoint.staging.pinned_pool import ALIGNED, Pool, aligned
+
+
+def _place(pool: Pool, size: int) -> tuple[int, torch.Tensor]:
+    """A tensor of so many bytes in a buffer of its own, and where it lies."""
+    with pool.lease(aligned(size)) as lease:
+        tensor = lease.part(size)
+    return tensor.data_ptr(), tensor
+
+
+def test_parts_are_apart_aligned_and_of_the_asked_for_size() -> None:
+    """Each has a storage of its own, as large as itself; writing into one changes no other."""
+    with Pool().lease(1000) as lease:
+        parts = [lease.part(size) for size in (1, 64, 65, 100)]
+    for number, part in enumerate(parts):
+        part.fill_(number)
+    assert [set(part.tolist()) for part in parts] == [{0}, {1}, {2}, {3}]
+    assert [part.untyped_storage().nbytes() for part in parts] == [1, 64, 65, 100]
+    assert not any(part.data_ptr() % ALIGNED for part in parts)
+
+
+def test_memory_is_used_again_when_the_last_tensor_in_it_is_gone() -> None:
+    """And not before: a view of a view of a part holds the buffer as well as the part does."""
+    pool = Pool()
+    first, tensor = _place(pool, 5000)
+    view = tensor.view(torch.float32)[10:20].reshape(2, 5).T
+    del tensor
+    second, other = _place(pool, 5000)
+    assert second != first
+    view.fill_(3)
+    del view
+    third, _ = _place(pool, 5000)
+    assert third == first
+    assert other.numel() == 5000
+
+
+def test_a_lease_of_no_parts_gives_its_buffer_back() -> None:
+    """An error while parts are handed out loses no memory."""
+    pool = Pool()
+    where, _ = _place(pool, 5000)
+    with pool.lease(5000):
+        assert _place(pool, 5000)[0] != where
+    places = {_place(pool, 5000)[0] for _ in range(3)}
+    assert len(places) == 1
+
+
+def test_a_pool_keeps_no_more_than_it_should() -> None:
+    """Two unused buffers; none after it was cleared, or if it is to keep none."""
+    for kept, clear in ((2, False), (0, False), (2, True)):
+        pool = Pool(kept=kept)
+        tensors = [_place(pool, 3_000_000)[1] for _ in range(5)]
+        if clear:
+            pool.clear()
+        tensors.clear()
+        gc.collect()
+        assert len(pool._unused) == (0 if clear else kept)
+
+
+def test_buffers_of_another_size_are_dropped() -> None:
+    """A state that grew or shrank by far does not leave its old memory lying about."""
+    pool = Pool()
+    _place(pool, 4_000_000)
+    for size in (100, 9_000_000):
+        _place(pool, size)
+        assert len(pool._unused) == 1
+
+
+def test_threads_may_let_go_at_any_time() -> None:
+    """Tensors that die in many threads at once give every buffer back exactly once."""
+    pool = Pool(kept=100)
+
+    def work() -> None:
+        for _ in range(200):
+            _place(pool, 100)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(buffer.holders == 0 for buffer in pool._unused)
+    assert len({id(buffer) for buffer in pool._unused}) == len(pool._unused) <= 4

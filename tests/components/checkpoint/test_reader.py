@@ -1,0 +1,205 @@
+"""Finding the newest checkpoint that is whole."""
+
+import logging
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from drawloom.components.checkpoint.reader import load_node, newest
+from drawloom.components.ports.run import Step
+from drawloom.graph import UserError
+from support.checkpoints import Memory, SpreadMemory, checkpointer, restored, save_steps, state_of
+
+FILES = ["rank-0.safetensors", "rank-0.json", "recipe.lock.toml", "manifest.json"]
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    place = random.Random(path.name).randrange(len(data) - 1)
+    data[place] ^= 1 << place % 8
+    path.write_bytes(data)
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 3)
+
+
+def _empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def _zeros(path: Path) -> None:
+    """As a lost write leaves them."""
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[: size // 2] + bytes(size - size // 2))
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _link(path: Path) -> None:
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def _other_step(path: Path) -> None:
+    shutil.copy(path.parent.parent / "step-2" / path.name, path)
+
+
+DAMAGES: list[Callable[[Path], None]] = [_flip, _truncate, _empty, _zeros, _pipe, _link, Path.unlink]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_and_the_step_before_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], name: str
+) -> None:
+    """Whatever happened to whichever file, the warning names it, and the checkpoint stays where it is."""
+    save_steps(tmp_path, 1, 2, 3)
+    folder = tmp_path / "checkpoints" / "step-3"
+    damage(folder / name)
+    before = sorted(os.listdir(folder))
+    assert restored(tmp_path) == 2
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.startswith(f"{folder} is damaged and passed over: {name} ")
+    assert sorted(os.listdir(folder)) == before
+
+
+@pytest.mark.parametrize("name", ["rank-0.safetensors", "rank-0.json", "manifest.json"])
+def test_a_file_of_another_step_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    """Each file may be whole in itself: it is not the one that was committed there."""
+    save_steps(tmp_path, 1, 2, 3)
+    _other_step(tmp_path / "checkpoints" / "step-3" / name)
+    assert restored(tmp_path) == 2
+    assert name in caplog.text
+
+
+def test_a_file_too_many_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing but what was committed lies in a checkpoint."""
+    save_steps(tmp_path, 1, 2)
+    (tmp_path / "checkpoints" / "step-2" / "rank-1.safetensors").write_bytes(b"")
+    assert newest(tmp_path) == tmp_path / "checkpoints" / "step-1"
+    assert "rank-1.safetensors does not belong there" in caplog.text
+
+
+def test_the_newest_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
+    """Numbers are compared as numbers, and dates do not matter; other names are not looked at."""
+    save_steps(tmp_path, 9, 10)
+    os.utime(tmp_path / "checkpoints" / "step-10", (0, 0))
+    for name in (".tmp-step-11", ".trash-step-12", "step-013", "step-x", ".damaged-step-14-1"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert newest(tmp_path) == tmp_path / "checkpoints" / "step-10"
+
+
+def test_without_checkpoints_there_is_none(tmp_path: Path) -> None:
+    """Neither a missing folder nor an empty one is an error."""
+    assert newest(tmp_path) is None
+    save_steps(tmp_path)
+    assert newest(tmp_path) is None
+    assert restored(tmp_path) == 0
+
+
+def test_if_none_is_whole_all_are_listed(tmp_path: Path) -> None:
+    """The run does not start afresh over what may be worth mending."""
+    save_steps(tmp_path, 1, 2)
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / f"step-{step}" / "rank-0.json").unlink()
+    with pytest.raises(UserError) as caught:
+        restored(tmp_path)
+    lines = str(caught.value).splitlines()
+    assert [line.strip() for line in lines[1:3]] == [
+        f"{tmp_path}/checkpoints/step-{step}: rank-0.json is missing" for step in (2, 1)
+    ]
+
+
+def test_a_checkpoint_that_a_run_removes_meanwhile_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A command that looks while the run saves and rotates finds the newer checkpoint."""
+    from drawloom.components.checkpoint import manifest, reader
+
+    save_steps(tmp_path, 1)
+
+    def rotated(checkpoint: Path) -> manifest.Manifest:
+        if checkpoint.name == "step-1":
+            save_steps(tmp_path, 2, keep=1)
+        return manifest.verify(checkpoint)
+
+    monkeypatch.setattr(reader, "verify", rotated)
+    assert newest(tmp_path) == tmp_path / "checkpoints" / "step-2"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_one_node_s_state_can_be_had_alone(tmp_path: Path) -> None:
+    """A command reads the weights without a run; a wrong name is told with the right ones."""
+    save_steps(tmp_path, 5)
+    state = load_node(tmp_path / "checkpoints" / "step-5", "memory")
+    assert torch.equal(state["weight"], state_of(5)["weight"])
+    with pytest.raises(UserError, match=r"no state of \[stages\]; it has memory"):
+        load_node(tmp_path / "checkpoints" / "step-5", "stages")
+
+
+def test_one_node_s_state_is_verified(tmp_path: Path) -> None:
+    """A flipped bit is an error here too, not other weights."""
+    save_steps(tmp_path, 5)
+    _flip(tmp_path / "checkpoints" / "step-5" / "rank-0.safetensors")
+    with pytest.raises(UserError, match=r"step-5 is damaged: rank-0.safetensors has other bytes"):
+        load_node(tmp_path / "checkpoints" / "step-5", "memory")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_checkpoints_of_every_format_are_read_for_ever(tmp_path: Path, version: int) -> None:
+    """What an older version has written is loaded, also into nodes whose entries are spread over ranks by now."""
+    shutil.copytree(Path(__file__).parents[2] / "golden" / "checkpoints" / f"format-{version}", tmp_path / "run")
+    stages = SpreadMemory({}, names=["embedding.weight", "norm"])
+    optimizer = SpreadMemory({}, names=["embedding.weight"])
+    states = {"stages": stages, "optimizer": optimizer, "data": Memory(), "odd": Memory()}
+    assert checkpointer(tmp_path / "run", states).restore() == 3
+    assert torch.equal(stages.state["embedding.weight"], torch.arange(6.0).reshape(2, 3))
+    assert torch.equal(stages.state["norm"], torch.ones(3, dtype=torch.bfloat16))
+    assert optimizer.state["embedding.weight"]["step"] == 3
+    assert states["data"].state == {"step": 3}
+    assert str(states["odd"].state["a/b"]) == "[1, None, True, nan]"
+
+
+def _many_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint whose tensors lie in four files, the last of them with nothing of the first node."""
+    monkeypatch.setattr("drawloom.components.checkpoint.commit.SHARD", 100)
+    state = {f"w{number}": torch.full((20,), float(number)) for number in range(3)}
+    checkpointer(folder, {"a": Memory(state), "b": Memory({"small": torch.ones(20), "odd": None})}).save(Step(1, 1))
+    return folder / "checkpoints/step-1"
+
+
+def test_large_states_lie_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written and read side by side; each tensor is in one of them, and one larger than a file has its own."""
+    checkpoint = _many_files(tmp_path, monkeypatch)
+    names = ["rank-0.safetensors", *(f"rank-0-{number}.safetensors" for number in (1, 2, 3))]
+    assert {path.name for path in checkpoint.glob("*.safetensors")} == {*names}
+    assert [list(load_file(checkpoint / name)) for name in names] == [["a/w0"], ["a/w1"], ["a/w2"], ["b/small"]]
+    a, b = Memory(), Memory()
+    assert checkpointer(tmp_path, {"a": a, "b": b}).restore() == 1
+    assert [a.state[f"w{number}"].tolist() for number in range(3)] == [[float(number)] * 20 for number in range(3)]
+    assert b.state["small"].sum() == 20 and b.state["odd"] is None
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+@pytest.mark.parametrize("damage", [_flip, _truncate, Path.unlink])
+def test_damage_to_any_of_several_files_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], number: int
+) -> None:
+    """Also to one of which this run wants nothing."""
+    checkpoint = _many_files(tmp_path, monkeypatch)
+    path = checkpoint / (f"rank-0-{number}.safetensors" if number else "rank-0.safetensors")
+    damage(path)
+    with pytest.raises(UserError, match=f"{path.name} "):
+        checkpointer(tmp_path, {"a": Memory(), "b": Memory()}).restore()
+    with pytest.raises(UserError, match=f"{path.name} "):
+        checkpointer(tmp_path, {"a": SpreadMemory({}, names=["w1"])}).restore()

@@ -1,0 +1,57 @@
+"""A digest of every tensor of the state after each step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drawloom.components.checkpoint.state_hashes import Digests, state_digests
+from drawloom.components.ports.run import Step
+from drawloom.graph import Every
+from support.checkpoints import AloneMesh, Memory, Place
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "digests/rank-0.jsonl").read_text().splitlines()]
+
+
+def _node(folder: Path, **states: Memory) -> Digests:
+    return Digests(folder=Place(folder), mesh=AloneMesh(), states=Every(states))
+
+
+def test_each_tensor_has_its_own(tmp_path: Path) -> None:
+    """One changed bit changes one digest; what is no tensor goes by the node's name."""
+    memory, other = Memory({"weight": torch.zeros(3), "count": 1}), Memory({"x": torch.ones(2)})
+    node = _node(tmp_path, memory=memory, other=other)
+    node.run_phase(Step(1, 9))
+    memory.state["weight"][1] = -0.0
+    node.run_phase(Step(2, 9))
+    memory.state["count"] = 2
+    node.run_phase(Step(3, 9))
+    rows = [row["digests"] for row in _rows(tmp_path)]
+    assert [*rows[0]] == ["memory/weight", "other/x", "memory", "other"]
+    assert {name for name in rows[0] if rows[0][name] != rows[1][name]} == {"memory/weight"}
+    assert {name for name in rows[1] if rows[1][name] != rows[2][name]} == {"memory"}
+
+
+def test_equal_states_have_equal_digests() -> None:
+    """However the tensor lies in memory."""
+    table = torch.arange(6.0).reshape(2, 3)
+    assert state_digests({"a": {"t": table.T}}) == state_digests({"a": {"t": table.T.contiguous()}})
+    assert state_digests({"a": {"t": table}}) != state_digests({"a": {"t": table.T}})
+
+
+def test_a_run_that_goes_on_takes_later_steps_back(tmp_path: Path) -> None:
+    """And a line that a kill has cut; so there is one for each step."""
+    node = _node(tmp_path, memory=Memory({"a": 1}))
+    for index in (1, 2, 3):
+        node.run_phase(Step(index, 9))
+    with (tmp_path / "digests/rank-0.jsonl").open("a") as file:
+        file.write('{"step": 4, "dig')
+    again = _node(tmp_path, memory=Memory({"a": 2}))
+    for index in (2, 3):
+        again.run_phase(Step(index, 9))
+    rows = _rows(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[0]["digests"] != rows[1]["digests"] == rows[2]["digests"]

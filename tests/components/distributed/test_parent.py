@@ -1,0 +1,55 @@
+"""The death of the process that started this one."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ORPHAN = """
+import os, sys, time
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.processes import TorchProcesses
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "x"}
+os.environ |= {"MASTER_PORT": "1"} if len(sys.argv) > 1 else {}
+if len(sys.argv) == 1:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+TorchProcesses(device=ComputeDevice(kind="cpu")).open()
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+def _gone(pid: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("started_by_torchrun", [True, False])
+def test_an_orphan_of_torchrun_ends_itself(started_by_torchrun: bool) -> None:
+    """Within a second after its parent was killed; a process that a shell has started lives on without it."""
+    source = str(Path(__file__).parents[3] / "src")
+    command = [sys.executable, "-c", PARENT, ORPHAN, *(["torchrun"] if started_by_torchrun else [])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={"PYTHONPATH": source}, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait()
+        gone = _gone(pid, 1.0)
+        if not gone:
+            os.kill(pid, signal.SIGKILL)
+    assert gone == started_by_torchrun

@@ -1,0 +1,95 @@
+"""Groups of one and of several processes."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drawloom.components.distributed.process_group import OneRank, ProcessGroup
+from drawloom.graph import UserError
+from support.processes import RanksFailed, run_ranks
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
+
+
+def _world() -> ProcessGroup:
+    dist.init_process_group("gloo")
+    return ProcessGroup("world", range(dist.get_world_size()), dist.group.WORLD, torch.device("cpu"))
+
+
+def _reductions() -> list[tuple[str, list[float], list[float]]]:
+    world = _world()
+    results = []
+    for dtype in DTYPES:
+        total = torch.tensor([1, 2 + world.rank], dtype=dtype)
+        most = total.clone()
+        world.sum(total)
+        world.max(most)
+        results.append((str(total.dtype), total.tolist(), most.tolist()))
+    return results
+
+
+def _reduce_columns() -> list[list[float]]:
+    world = _world()
+    table = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    world.sum(table.data[:, 1])  # not contiguous
+    world.sum(table.data[:, :0])
+    world.sum(torch.zeros((), dtype=torch.float64))
+    return table.tolist()
+
+
+def _gather(values: list[Any]) -> list[Any]:
+    world = _world()
+    return world.gather_json(values[world.rank])
+
+
+def _lose_a_peer() -> tuple[str, float]:
+    world = _world()
+    world.sum(torch.ones(1))
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        for _ in range(1000):
+            world.sum(torch.ones(1))
+    return str(caught.value), time.monotonic() - start
+
+
+def test_reductions_keep_the_dtype() -> None:
+    """Sum and maximum are those of all ranks, in place, in the dtype that was given."""
+    expected = [(str(dtype), [2, 5], [1, 3]) for dtype in DTYPES]
+    assert run_ranks(_reductions, 2) == [expected, expected]
+
+
+def test_views_are_reduced_in_place() -> None:
+    """A column of a table is reduced and its neighbours are left alone; empty tensors and scalars are fine."""
+    assert run_ranks(_reduce_columns, 2) == [[[0, 2, 2], [3, 8, 5]]] * 2
+
+
+def test_ranks_gather_values_of_unequal_length() -> None:
+    """Every rank has all values in order, whatever their length and their characters."""
+    values = [None, {"words": "été" * 1000, "numbers": [1, 2.5, 1e-320]}, ""]
+    assert run_ranks(_gather, 3, values) == [values] * 3
+
+
+def test_a_lost_peer_is_an_error_that_names_the_group() -> None:
+    """The survivor of a killed rank raises soon, and says in which group of which ranks."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(_lose_a_peer, 2)
+    assert list(caught.value.failures) == [1]
+    text, seconds = caught.value.values[0]
+    assert "group world (ranks 0, 1) failed on rank 0" in text
+    assert seconds < 2
+
+
+def test_a_group_of_one_changes_nothing() -> None:
+    """Alone, tensors stay as they are and a value comes back as JSON carries it."""
+    group, tensor = OneRank(), torch.tensor([1.5, -2.0])
+    group.sum(tensor)
+    group.max(tensor)
+    assert tensor.tolist() == [1.5, -2.0]
+    assert group.gather_json({"a": (1, 2)}) == [{"a": [1, 2]}]

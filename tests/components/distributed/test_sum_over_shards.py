@@ -1,0 +1,44 @@
+"""Sums over ranks that hold different parameters."""
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.distributed.process_group import OneRank
+from drawloom.components.distributed.sum_over_shards import SumOverParameters
+from drawloom.components.ports.distributed import Group
+
+
+class Twice(OneRank):
+    """Two ranks with equal values."""
+
+    def sum(self, tensor: Tensor) -> None:
+        """Both together."""
+        tensor.mul_(2)
+
+
+@attrs.define
+class FakeMesh:
+    """Two pipeline ranks, and two replicas."""
+
+    world: Group = attrs.field(factory=OneRank)
+    replicas: Group = attrs.field(factory=Twice)
+
+    def group(self, dimension: str) -> Group:
+        """Two ranks along pipeline and data_replicate."""
+        return Twice() if dimension in ("pipeline", "data_replicate") else OneRank()
+
+    def size(self, dimension: str) -> int:
+        """Their number."""
+        return self.group(dimension).size
+
+    def index(self, dimension: str) -> int:
+        """The first."""
+        return 0
+
+
+def test_only_ranks_with_other_parameters_are_added_up() -> None:
+    """The pipeline counts and the replicas, which hold the same, don't; what was given stays as it was."""
+    value = torch.tensor(3.0, dtype=torch.float64)
+    total = SumOverParameters(mesh=FakeMesh()).total(value)
+    assert (total.item(), total.dtype, value.item()) == (6, torch.float64, 3)

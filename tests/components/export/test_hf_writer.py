@@ -1,0 +1,191 @@
+"""An exported folder, read by transformers and by us."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from drawloom.components.distributed.process_group import ProcessGroup
+from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.model.qwen3.builder import Blueprint
+from drawloom.components.ports.model import Span, Stage
+from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+from drawloom.components.weights.load import load_folder
+from drawloom.graph import UserError
+from support.processes import run_ranks
+from support.qwen3 import dense, one_document, sparse, whole
+
+
+@attrs.frozen
+class FakeStages:
+    """Stages of given modules."""
+
+    modules: list[nn.Module]
+
+    @property
+    def local(self) -> list[Stage]:
+        nowhere = Span(0, 0, False, False)
+        return [Stage(number, len(self.modules), nowhere, module) for number, module in enumerate(self.modules)]
+
+
+@attrs.frozen
+class FakeTokenizer:
+    """Writes one file."""
+
+    def save(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+
+
+both = pytest.mark.parametrize("make", [dense, sparse], ids=["dense", "sparse"])
+Make = Callable[..., Blueprint]
+
+
+@both
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("max_shard", [2**30, 5000], ids=["one file", "several"])
+def test_transformers_loads_it_as_is(tmp_path: Path, tied: bool, max_shard: int, make: Make) -> None:
+    """from_pretrained takes every tensor from the folder, misses none, and gives the same logits."""
+    model = make(tied=tied)
+    module = whole(model)
+    write_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
+    theirs, report = load_in_transformers(tmp_path / "export")
+    assert not any(report.values()), report
+    assert theirs.dtype == torch.float32
+    tokens = torch.randint(29, (2, 11))
+    torch.testing.assert_close(theirs(tokens).logits, module(tokens, one_document(2, 11)), atol=1e-5, rtol=1e-5)
+    files = len(list((tmp_path / "export").glob("*.safetensors")))
+    assert files == 1 if max_shard == 2**30 else files > 2
+
+
+@both
+@pytest.mark.parametrize("max_shard", [2**30, 5000], ids=["one file", "several"])
+def test_read_back_bit_by_bit(tmp_path: Path, max_shard: int, make: Make) -> None:
+    """What we read of our own export is what was written, bit by bit; the config gives the same model."""
+    model = make(tied=True)
+    module = whole(model)
+    write_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
+    again = type(model)(kernels=model.kernels, config=tmp_path / "export")
+    assert again.architecture == model.architecture
+    read = whole(again)
+    load_folder(tmp_path / "export", read, again.hugging_face_mapper().inverse())
+    written = dict(module.named_parameters())
+    assert all(torch.equal(parameter, written[name]) for name, parameter in read.named_parameters())
+
+
+@both
+def test_reads_what_transformers_saves(tmp_path: Path, make: Make) -> None:
+    """A model that transformers saved computes the same here."""
+    for tied in (False, True):
+        model = make(tied=tied)
+        write_folder(tmp_path / f"first{tied}", model, FakeStages([whole(model)]))
+        theirs, _ = load_in_transformers(tmp_path / f"first{tied}")
+        theirs.save_pretrained(tmp_path / f"second{tied}", max_shard_size="5KB")
+        again = type(model)(kernels=model.kernels, config=tmp_path / f"second{tied}")
+        module = whole(again)
+        load_folder(tmp_path / f"second{tied}", module, again.hugging_face_mapper().inverse())
+        tokens = torch.randint(29, (1, 6))
+        torch.testing.assert_close(module(tokens, one_document(1, 6)), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_another_dtype(tmp_path: Path) -> None:
+    """Written as bfloat16, the numbers are rounded, and the config says so."""
+    model = dense()
+    module = whole(model)
+    write_folder(tmp_path / "export", model, FakeStages([module]), dtype=torch.bfloat16)
+    theirs, _ = load_in_transformers(tmp_path / "export")
+    assert theirs.dtype == torch.bfloat16
+    assert torch.equal(theirs.lm_head.weight, dict(module.named_parameters())["head.weight"].bfloat16())
+
+
+def test_stages_of_one_rank_are_joined(tmp_path: Path) -> None:
+    """Two stages export as the whole does, a tied head's copy of the embedding included."""
+    model = dense(tied=True)
+    module = whole(model)
+    parts = [model.build(Span(0, 1, True, False)), model.build(Span(1, 2, False, True))]
+    for part in parts:
+        part.load_state_dict({name: module.state_dict()[name] for name in part.state_dict()})
+    write_folder(tmp_path / "whole", model, FakeStages([module]))
+    write_folder(tmp_path / "parts", model, FakeStages(parts))
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert first == second
+
+
+def _stage_of_two(folder: Path, tied: bool, max_shard: int) -> None:
+    """Each of two ranks holds one layer, and exports it with the other."""
+    dist.init_process_group("gloo")
+    world = ProcessGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
+    torch.manual_seed(0)
+    model = dense(tied=tied)
+    complete = whole(model).state_dict()
+    part = model.build(Span(world.rank, world.rank + 1, world.rank == 0, world.rank == 1))
+    part.load_state_dict({name: complete[name] for name in part.state_dict()})
+    stages = FakeStages([part])
+    write_folder(folder / "parts", model, stages, group=world, workspace=folder / "talk", max_shard=max_shard)
+    write_folder(folder / "again", model, stages, group=world, max_shard=max_shard)
+
+
+@pytest.mark.parametrize(("tied", "max_shard"), [(True, 2**30), (False, 5000)])
+def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shard: int) -> None:
+    """Two ranks with a stage each write, each its own files, what one process with all of it does, tied or not."""
+    run_ranks(_stage_of_two, 2, tmp_path, tied, max_shard)
+    torch.manual_seed(0)
+    model = dense(tied=tied)
+    module = whole(model)
+    write_folder(tmp_path / "whole", model, FakeStages([module]), max_shard=max_shard)
+    expected = open_safetensors_folder(tmp_path / "whole")
+    for name in ("parts", "again"):
+        found = open_safetensors_folder(tmp_path / name)
+        assert found.kinds().keys() == expected.kinds().keys()
+        assert all(torch.equal(found.tensor(each), expected.tensor(each)) for each in found.kinds())
+        files = {file.path.name for file in found.places.values()} | {"model.safetensors.index.json", "config.json"}
+        assert {*os.listdir(tmp_path / name)} == files
+        assert (tmp_path / name / "config.json").read_text() == (tmp_path / "whole" / "config.json").read_text()
+        theirs, report = load_in_transformers(tmp_path / name)
+        assert not any(report.values()), report
+        assert torch.equal(theirs.model.norm.weight, dict(module.named_parameters())["norm.weight"])
+    assert os.listdir(tmp_path / "talk") == []
+
+
+def load_in_transformers(folder: Path) -> Any:
+    """The model, and what was missing or too much."""
+    from transformers import AutoModelForCausalLM  # takes seconds, which ranks can do without
+
+    return AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+
+
+def test_part_of_a_model_is_refused(tmp_path: Path) -> None:
+    """A group that holds a part of the model is told what it lacks, and nothing is written."""
+    model = dense()
+    stages = FakeStages([model.build(Span(0, 2, True, False))])
+    with pytest.raises(UserError, match=r"missing norm\.weight, head\.weight"):
+        write_folder(tmp_path / "export", model, stages)
+    assert os.listdir(tmp_path) == []
+
+
+def test_tokenizer_goes_along(tmp_path: Path) -> None:
+    """The tokenizer's files are in the folder."""
+    tokenizer: Any = FakeTokenizer()
+    model = dense()
+    write_folder(tmp_path / "export", model, FakeStages([whole(model)]), tokenizer)
+    assert json.loads((tmp_path / "export" / "tokenizer.json").read_text()) == {}
+
+
+def test_failure_leaves_nothing(tmp_path: Path) -> None:
+    """When the tokenizer can't be saved, no folder appears."""
+
+    class Broken:
+        def save(self, folder: Path) -> None:
+            raise OSError("disk full")
+
+    tokenizer: Any = Broken()
+    model = dense()
+    with pytest.raises(UserError, match="disk full"):
+        write_folder(tmp_path / "export", model, FakeStages([whole(model)]), tokenizer)
+    assert os.listdir(tmp_path) == []

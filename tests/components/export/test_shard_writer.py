@@ -1,0 +1,185 @@
+"""Several ranks that write one folder: all of it, once, the same whatever their hash seeds, or nothing."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drawloom.components.distributed.process_group import OneRank, ProcessGroup
+from drawloom.components.export.shard_writer import Share, share, write_shares
+from drawloom.components.ports.weights import Mapper
+from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+from drawloom.components.storage.tensor_source import InMemory
+from drawloom.components.weights.mapper import parallel, shard
+from drawloom.components.weights.mapper_ops import identity, stack
+from drawloom.components.weights.save import PlannedFile
+from drawloom.graph import UserError
+from support.processes import run_ranks
+
+LAYERS = 6
+
+
+def tensors() -> dict[str, Tensor]:
+    """Some layers of a made-up model, all numbers different."""
+    names = [f"layers.{layer}.{kind}" for layer in range(LAYERS) for kind in ("gate", "up", "norm")]
+    return {name: torch.arange(8.0).view(2, 4) + 8 * number for number, name in enumerate(names)}
+
+
+def mapper() -> Mapper:
+    """Gate and up of each layer become one."""
+    layers = [f"layers.{layer}." for layer in range(LAYERS)]
+    joined = (stack([f"{layer}gate", f"{layer}up"], f"{layer}gate_up") for layer in layers)
+    return parallel(*joined, identity(*(f"{layer}norm" for layer in layers)))
+
+
+def config_beside(folder: Path, files: list[PlannedFile]) -> None:
+    """Writes a config that counts the files, when all of them are there."""
+    names = [file.name for file in files]
+    assert {*names} <= {*os.listdir(folder)}
+    (folder / "config.json").write_text(json.dumps(len(names)))
+
+
+def by_one(folder: Path, max_shard: int = 2**30) -> dict[str, Tensor]:
+    """What one process writes."""
+    mine = share(tensors(), mapper(), range(2 * LAYERS), None)
+    write_shares(folder, mine, OneRank(), max_shard, config_beside)
+    source = open_safetensors_folder(folder)
+    return {name: source.tensor(name) for name in source.kinds()}
+
+
+def assert_same(folder: Path, expected: dict[str, Tensor]) -> None:
+    """The folder holds exactly what is expected, in exactly the files that its index names."""
+    source = open_safetensors_folder(folder)
+    assert source.kinds().keys() == expected.keys()
+    assert all(torch.equal(source.tensor(name), tensor) for name, tensor in expected.items())
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert {*os.listdir(folder)} == {*index["weight_map"].values(), "model.safetensors.index.json", "config.json"}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+
+
+def _world() -> ProcessGroup:
+    dist.init_process_group("gloo")
+    return ProcessGroup("world", range(dist.get_world_size()), dist.group.WORLD, torch.device("cpu"))
+
+
+def _deal(folder: Path) -> None:
+    """Ranks that hold the same deal the groups out among them."""
+    world = _world()
+    dealt = shard(mapper(), world.size, world.rank)
+    write_shares(folder, Share(InMemory(tensors()), dealt, dealt.outputs), world, 100, config_beside)
+
+
+def test_a_group_of_replicas_shares_the_work(tmp_path: Path) -> None:
+    """Three ranks that each write a third make one folder, whole."""
+    run_ranks(_deal, 3, tmp_path / "export")
+    assert_same(tmp_path / "export", by_one(tmp_path / "alone"))
+    assert sorted(os.listdir(tmp_path)) == ["alone", "export"]
+
+
+def _trouble(folder: Path, kind: str) -> tuple[str, list[str]]:
+    """Something goes wrong on rank 1; what this rank hears, and what is left."""
+    world = _world()
+    names = {"duplicate": "a", "name": "../a" if world.rank else "a"}.get(kind, f"t{world.rank}")
+    source = InMemory({names: torch.ones(3)})
+    if world.rank == 1 and kind == "disk":
+
+        def full(*_: Any) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        os.pwrite = full
+
+    def finish(aside: Path, _: list[PlannedFile]) -> None:
+        if kind == "finish":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(aside / "config.json"))
+
+    try:
+        write_shares(folder / "export", Share(source, identity(names), [names]), world, 100, finish)
+    except UserError as error:
+        return str(error), sorted(os.listdir(folder))
+    return "fine", sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("duplicate", "a would be written twice, by rank 0 and by rank 1"),
+        ("name", "'../a' is no name for a tensor"),
+        ("disk", "model-00002-of-00002.safetensors: No space left on device"),
+        ("finish", "config.json: No space left on device"),
+        ("taken", "is there already"),
+    ],
+)
+def test_an_error_on_one_rank_leaves_nothing(tmp_path: Path, kind: str, message: str) -> None:
+    """Whatever goes wrong on whichever rank, all hear the same, and what was there before is all that is there."""
+    if kind == "taken":
+        (tmp_path / "export").mkdir()
+        (tmp_path / "export" / "stale.safetensors").write_text("old")
+    before = sorted(os.listdir(tmp_path))
+    (first, left), (second, _) = run_ranks(_trouble, 2, tmp_path, kind)
+    assert message in first
+    assert first == second
+    assert left == before
+    assert kind != "taken" or os.listdir(tmp_path / "export") == ["stale.safetensors"]
+
+
+SHARDED = """
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+sys.path[:0] = sys.argv[4:]
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from drawloom.components.distributed.process_group import ProcessGroup
+from drawloom.components.export.shard_writer import share, write_shares
+from drawloom.components.weights.mapper import parallel
+from drawloom.components.weights.streaming import convert
+from drawloom.components.weights.dtensor_ops import distribute
+import test_shard_writer as here
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=30))
+mesh = init_device_mesh("cpu", (2,))
+whole = here.tensors()
+spread = convert(parallel(*(distribute(name, mesh, [Shard(0)]) for name in whole)), whole)
+world = ProcessGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
+mapper = here.mapper()
+mine = share(spread, mapper, [n for n in range(len(mapper.groups)) if n % 2 == rank], None)
+write_shares(Path(sys.argv[3]), mine, world, 100, here.config_beside)
+os._exit(0)  # torch's threads do not always end in order
+"""
+
+
+def test_sharded_tensors_are_the_same_under_every_hash_seed(tmp_path: Path) -> None:
+    """Two processes that hash strings differently gather the same tensors at a time: none is written under another."""
+    paths = [str(Path(__file__).parents[3] / "src"), str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+    arguments = [str(tmp_path / "store"), str(tmp_path / "export"), *paths]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARDED, str(rank), *arguments],
+            env=os.environ | {"PYTHONHASHSEED": str(7 + rank), "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    assert_same(tmp_path / "export", by_one(tmp_path / "alone"))
+
+
+def test_in_another_dtype(tmp_path: Path) -> None:
+    """A share in another dtype is written in that, and whole numbers are left alone."""
+    mine = share({"a": torch.ones(2), "b": torch.tensor([1])}, identity("a", "b"), [0, 1], torch.bfloat16)
+    write_shares(tmp_path / "export", mine, OneRank(), 100, config_beside)
+    kinds = open_safetensors_folder(tmp_path / "export").kinds()
+    assert {name: kind.dtype for name, kind in kinds.items()} == {"a": torch.bfloat16, "b": torch.int64}

@@ -1,0 +1,114 @@
+"""From sums on each rank to the gradient of the step."""
+
+import math
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.gradients.synchronize import Synchronise
+from drawloom.components.ports.pipeline import Losses
+from drawloom.components.ports.run import Step
+
+
+@attrs.frozen
+class Float32:
+    """Everything in float32."""
+
+    parameter: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32
+    gradient: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+
+
+class NoReduction:
+    """No other rank holds other parameters."""
+
+    def total(self, value: Tensor) -> Tensor:
+        return value
+
+
+class Weights:
+    """Two parameters; the second has no gradient."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        self.first, self.second = nn.Parameter(torch.zeros_like(gradient)), nn.Parameter(torch.zeros(2))
+        self.first.grad = gradient
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return [("first", self.first), ("second", self.second)]
+
+    def counted(self) -> list[tuple[str, nn.Parameter]]:
+        return self.named()
+
+    def sum_shared(self) -> None: ...
+
+
+@attrs.frozen
+class Twins:
+    """A group of two replicas that always have the same."""
+
+    rank: int = 0
+    size: int = 2
+
+    def sum(self, tensor: Tensor) -> None:
+        tensor.mul_(2)
+
+    def max(self, tensor: Tensor) -> None: ...
+
+    def gather_json(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+def taken(weights: Weights, mesh: Any, total: float, weight: float, bucket_bytes: int = 2**20) -> Step:
+    """A step after the phase, of the given sums on this rank."""
+    phase = Synchronise(
+        parameters=weights, mesh=mesh, precision=Float32(), reduce=NoReduction(), bucket_bytes=bucket_bytes
+    )
+    sums = torch.tensor([total, weight], dtype=torch.float64)
+    step = Step(1, 1, tokens=7, values={"losses": Losses(*sums)})
+    phase.run_phase(step)
+    return step
+
+
+def test_gradient_and_loss_are_means_by_weight(one_rank: Any) -> None:
+    """Sums are divided by the total weight once; a parameter that nothing reached gets zeros."""
+    weights = Weights(torch.tensor([6.0, 8.0]))
+    step = taken(weights, one_rank, total=10.0, weight=2.0)
+    assert weights.first.grad is not None and weights.first.grad.tolist() == [3.0, 4.0]
+    assert weights.second.grad is not None and weights.second.grad.tolist() == [0.0, 0.0]
+    assert step.values["loss"] == 5.0 and step.values["grad_norm"] == pytest.approx(5.0) and not step.refused
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 12, 2**20])
+def test_two_replicas_that_see_the_same_change_nothing(bucket_bytes: int, mesh_of: Any) -> None:
+    """Sum over replicas and division by the weight of all cancel out, however gradients are cut into buckets."""
+    weights = Weights(torch.tensor([6.0, 8.0]))
+    step = taken(weights, mesh_of(replicas=Twins()), total=10.0, weight=2.0, bucket_bytes=bucket_bytes)
+    assert weights.first.grad is not None and weights.first.grad.tolist() == [3.0, 4.0]
+    assert step.values["loss"] == 5.0 and step.tokens == 14
+
+
+def test_wide_gradients_are_not_narrowed_by_the_sum(mesh_of: Any) -> None:
+    """Float64 gradients are summed in float64, though `reduce` is float32, also beside float32 ones."""
+    weights = Weights(torch.tensor([1 + 2**-40, 8.0], dtype=torch.float64))
+    taken(weights, mesh_of(replicas=Twins()), total=1.0, weight=1.0)
+    assert weights.first.grad is not None and weights.first.grad.tolist() == [1 + 2**-40, 8.0]
+    assert weights.second.grad is not None and weights.second.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("gradient", "total", "weight", "reason"),
+    [
+        (1.0, math.nan, 2.0, "the loss is nan"),
+        (math.inf, 1.0, 2.0, "the norm of the gradients is inf"),
+        (1.0, 0.0, 0.0, "there was no token to learn from"),
+    ],
+)
+def test_what_is_not_finite_is_refused(
+    gradient: float, total: float, weight: float, reason: str, one_rank: Any
+) -> None:
+    """A step whose loss or gradient is not a number, or that has no token, is refused with the reason."""
+    assert taken(Weights(torch.tensor([gradient])), one_rank, total, weight).refused == reason

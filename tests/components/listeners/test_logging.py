@@ -1,0 +1,145 @@
+"""Where log messages go."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from drawloom.components.listeners.logging import RunLogging
+
+
+@attrs.frozen
+class Folder:
+    """A run folder."""
+
+    folder: Path
+
+
+@attrs.frozen
+class Second:
+    """A world as its second rank sees it."""
+
+    rank: int = 1
+
+
+@pytest.fixture
+def opened(tmp_path: Path, one_rank: Any) -> Iterator[Callable[..., RunLogging]]:
+    """Opens logging into the folder of the test, and closes what is left open."""
+    made: list[RunLogging] = []
+
+    def opened(**changes: Any) -> RunLogging:
+        made.append(RunLogging(**{"folder": Folder(tmp_path), "mesh": one_rank} | changes))
+        made[-1].open()
+        return made[-1]
+
+    yield opened
+    for each in made:
+        each.close()
+
+
+def _say_everything() -> None:
+    logging.getLogger("drawloom.data").debug("small")
+    logging.getLogger("drawloom.data").info("told")
+    logging.getLogger("drawloom.run").info("step %d/9", 1)
+    logging.getLogger("drawloom.run").warning("refused")
+    logging.getLogger("elsewhere").error("not ours")
+
+
+def _lines(path: Path) -> list[str]:
+    """The log without its times."""
+    return [line.split(" ", 2)[2] for line in path.read_text().splitlines()]
+
+
+def test_the_main_rank_shows_step_lines_and_warnings(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Step lines as they are on standard output, warnings with their level on standard error, nothing twice."""
+    opened()
+    _say_everything()
+    assert capsys.readouterr() == ("step 1/9\n", "warning: refused\n")
+
+
+def test_the_file_has_everything(opened: Any, tmp_path: Path) -> None:
+    """From DEBUG up, with level and logger; other libraries' messages stay theirs."""
+    opened()
+    _say_everything()
+    assert _lines(tmp_path / "log" / "rank-0.log") == [
+        "DEBUG drawloom.data: small",
+        "INFO drawloom.data: told",
+        "INFO drawloom.run: step 1/9",
+        "WARNING drawloom.run: refused",
+    ]
+
+
+def test_another_rank_writes_its_own_file_only(
+    opened: Any, mesh_of: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The terminal is the main rank's."""
+    opened(mesh=mesh_of(world=Second()))
+    _say_everything()
+    assert capsys.readouterr() == ("", "")
+    assert len(_lines(tmp_path / "log" / "rank-1.log")) == 4
+
+
+def test_the_level_is_that_of_standard_error(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """With `info` more is told there, and the step line is still printed once, on standard output."""
+    opened(level="info")
+    _say_everything()
+    assert capsys.readouterr() == ("step 1/9\n", "info: told\nwarning: refused\n")
+
+
+def test_a_second_process_appends(opened: Any, tmp_path: Path) -> None:
+    """A resumed run keeps the log of the one before."""
+    for word in ("one", "two"):
+        logs = opened()
+        logging.getLogger("drawloom.x").info(word)
+        logs.close()
+    assert _lines(tmp_path / "log" / "rank-0.log") == ["INFO drawloom.x: one", "INFO drawloom.x: two"]
+
+
+def test_python_warnings_are_logged(opened: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With their category, to the file and the terminal."""
+    opened()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("mind the gap", UserWarning, stacklevel=1)
+    assert "UserWarning: mind the gap" in (tmp_path / "log" / "rank-0.log").read_text()
+    assert "mind the gap" in capsys.readouterr().err
+
+
+def test_tracebacks_are_for_the_file(opened: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A person reads the sentence; the file has where it came from."""
+    opened()
+    try:
+        raise ValueError("oh")
+    except ValueError:
+        logging.getLogger("drawloom.run").exception("it failed")
+    assert capsys.readouterr().err == "error: it failed\n"
+    assert "ValueError: oh" in (tmp_path / "log" / "rank-0.log").read_text()
+
+
+def test_closing_restores_what_was_there(opened: Any) -> None:
+    """Handlers, level and the way of warnings are as before."""
+    loggers = [logging.getLogger(name) for name in ("drawloom", "drawloom.run")]
+
+    def state() -> Any:
+        return [(logger.level, list(logger.handlers)) for logger in loggers], warnings.showwarning
+
+    before = state()
+    logs = opened()
+    assert state() != before
+    logs.close()
+    logs.close()
+    assert state() == before
+
+
+def test_the_terminal_is_what_it_is_at_the_time(opened: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stand-in for standard output that comes after opening, as a progress bar's, gets the lines."""
+    opened()
+    with (tmp_path / "out").open("w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        logging.getLogger("drawloom.run").info("later")
+    assert (tmp_path / "out").read_text() == "later\n"

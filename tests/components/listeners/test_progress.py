@@ -1,0 +1,171 @@
+"""A progress bar."""
+
+import io
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from rich.console import Console
+
+from drawloom.components.listeners.logging import RunLogging
+from drawloom.components.listeners.progress import ProgressBar
+from drawloom.components.ports.run import Event, Step
+
+
+@attrs.frozen
+class Folder:
+    """A run folder."""
+
+    folder: Path
+
+
+@attrs.frozen
+class Second:
+    """A world as its second rank sees it."""
+
+    rank: int = 1
+
+
+@attrs.define
+class Hands:
+    """A clock that a test turns."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def screen() -> io.StringIO:
+    """What a terminal was sent."""
+    return io.StringIO()
+
+
+@pytest.fixture
+def bar(one_rank: Any, screen: io.StringIO) -> Iterator[ProgressBar]:
+    """An open bar on a terminal of 100 columns."""
+    bar = ProgressBar(mesh=one_rank)
+    bar.clock = Hands()
+    bar.console = _terminal(screen)
+    bar.open()
+    yield bar
+    bar.close()
+
+
+def _terminal(screen: io.StringIO, is_one: bool = True) -> Console:
+    return Console(file=screen, force_terminal=is_one, width=100, color_system=None, legacy_windows=False)
+
+
+def _take(bar: ProgressBar, step: Step, seconds: float = 2.0) -> None:
+    bar.hear(Event("step_started", step))
+    bar.clock.now += seconds  # type: ignore[attr-defined]
+    bar.hear(Event("step_ended", step))
+
+
+def test_the_bar_shows_step_loss_speed_and_time_to_go(bar: ProgressBar, screen: io.StringIO) -> None:
+    """After 4 of 10 steps, of 2 seconds and 1000 tokens each, 12 seconds are left."""
+    for index in range(1, 5):
+        start = bar.clock()
+        _take(bar, Step(index, 10, tokens=1000, started=start, values={"loss": 2.34567}))
+    drawn = screen.getvalue().rsplit("\r", 1)[-1]
+    for part in ("step 4/10", "loss 2.3457", "500 tokens/s", "0:00:12"):
+        assert part in drawn
+
+
+def test_a_resumed_run_does_not_begin_at_nothing(bar: ProgressBar, screen: io.StringIO) -> None:
+    """The first step that is seen stands where it belongs, and its speed is its own."""
+    _take(bar, Step(8, 10, started=0.0))
+    assert "step 8/10" in screen.getvalue()
+    assert "step 1/10" not in screen.getvalue()
+
+
+def test_a_refused_step_shows_no_loss(bar: ProgressBar, screen: io.StringIO) -> None:
+    """Whatever the loss would have been."""
+    _take(bar, Step(1, 1, started=0.0, refused="nan", values={"loss": float("nan")}))
+    assert "loss refused" in screen.getvalue()
+
+
+def test_quick_steps_are_not_all_drawn(bar: ProgressBar, screen: io.StringIO) -> None:
+    """A thousand steps of a millisecond are some ten drawings, the last step's among them."""
+    for index in range(1, 1001):
+        _take(bar, Step(index, 1000, started=0.0), seconds=0.001)
+    assert 5 < screen.getvalue().count("step ") < 20
+    assert "step 1000/1000" in screen.getvalue()
+
+
+def test_a_run_that_is_stopped_leaves_the_step_where_it_was(bar: ProgressBar, screen: io.StringIO) -> None:
+    """Though that step was too quick to be drawn."""
+    for index in (1, 2):
+        _take(bar, Step(index, 9, started=0.0), seconds=0.001)
+    bar.close()
+    assert screen.getvalue().rsplit("\r", 1)[-1].startswith("\x1b[2Kstep 2/9")
+
+
+def test_step_lines_are_hushed_while_the_bar_is_there(
+    bar: ProgressBar, screen: io.StringIO, tmp_path: Path, one_rank: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other lines and warnings are still shown, above the bar; the log has all; after the last step lines are back."""
+    logs = RunLogging(folder=Folder(tmp_path), mesh=one_rank)
+    logs.open()
+    log = logging.getLogger("drawloom.run")
+    bar.hear(Event("step_started", Step(1, 2)))
+    log.info("hushed", extra={"step_line": True})
+    log.info("news")
+    log.warning("mind")
+    bar.hear(Event("step_ended", Step(2, 2)))
+    log.info("line", extra={"step_line": True})
+    logs.close()
+    assert "hushed" not in screen.getvalue() + "".join(capsys.readouterr())
+    assert all(f"{line}\n" in screen.getvalue() for line in ("news", "warning: mind"))
+    text = (tmp_path / "log" / "rank-0.log").read_text()
+    assert [word in text for word in ("hushed", "news", "mind", "line")] == [True] * 4
+
+
+def test_after_the_run_lines_go_where_they_went(
+    bar: ProgressBar, tmp_path: Path, one_rank: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Standard output and error are those from before, and a step line is printed again."""
+    before = sys.stdout, sys.stderr
+    logs = RunLogging(folder=Folder(tmp_path), mesh=one_rank)
+    logs.open()
+    bar.hear(Event("step_started", Step(1, 2)))
+    bar.close()
+    logging.getLogger("drawloom.run").info("line", extra={"step_line": True})
+    logs.close()
+    assert (sys.stdout, sys.stderr) == before
+    assert capsys.readouterr().out.endswith("line\n")
+
+
+@pytest.mark.parametrize("case", ["no terminal", "another rank"])
+def test_elsewhere_nothing_is_drawn(case: str, one_rank: Any, mesh_of: Callable[..., Any], screen: io.StringIO) -> None:
+    """Into a file there is no bar, and on a terminal only the main rank's."""
+    bar = ProgressBar(mesh=one_rank if case == "no terminal" else mesh_of(world=Second()))
+    bar.console = _terminal(screen, is_one=case != "no terminal")
+    bar.clock = Hands()
+    bar.open()
+    _take(bar, Step(1, 1, started=0.0))
+    bar.close()
+    assert screen.getvalue() == ""
+
+
+def test_a_forced_colour_makes_no_terminal(
+    one_rank: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is no terminal stays none, though a variable that many programs know asks for colours."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    bar = ProgressBar(mesh=one_rank)
+    bar.open()
+    _take_real(bar)
+    bar.close()
+    assert capsys.readouterr().out == ""
+
+
+def _take_real(bar: ProgressBar) -> None:
+    step = Step(1, 1)
+    bar.hear(Event("step_started", step))
+    bar.hear(Event("step_ended", step))

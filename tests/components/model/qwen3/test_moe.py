@@ -1,0 +1,250 @@
+"""The model with experts against transformers' Qwen3 MoE, number by number."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from drawloom.components.model.qwen3.moe import Qwen3Sparse
+from drawloom.components.model.qwen3.rope_scaling import RopeScaling
+from drawloom.components.ports.data import IGNORED
+from drawloom.components.ports.model import Model, Span
+from drawloom.graph.types.port_match import misfits
+from support.kernels import DEVICE
+from support.qwen3 import kernels_on, names_in_transformers, one_document, packed, sparse, to, twin, whole
+from support.seeding import seeds
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "two of five": {},
+    "tied, not made to add up to 1": {"tied": True, "normalised": False},
+    "every other layer": {"layers": 3, "sparse_step": 2},
+    "some layers dense": {"layers": 3, "dense_layers": [0]},
+    "one expert of one": {"layers": 1, "experts": 1, "experts_per_token": 1, "normalised": False},
+    "all experts, odd sizes": {"width": 17, "experts": 3, "experts_per_token": 3, "expert_feed_forward": 5},
+    "stretched positions": {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, trained_positions=8), "layers": 1},
+    "mostly empty experts": {"layers": 1, "experts": 70, "experts_per_token": 2},
+}
+CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
+
+
+@pytest.fixture(params=list(SHAPES.values()), ids=list(SHAPES))
+def model(request: pytest.FixtureRequest) -> Qwen3Sparse:
+    """A model of each shape, which balances nothing."""
+    torch.manual_seed(0)
+    return sparse(balance=0.0, **request.param)
+
+
+def random_rows(model: Qwen3Sparse, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    tokens, targets = torch.randint(model.vocabulary, (2, rows, length))
+    return tokens, targets.masked_fill(torch.rand(rows, length) < 0.2, IGNORED)
+
+
+def test_fits_its_port() -> None:
+    """The component keeps the promises of a Model."""
+    assert misfits(Qwen3Sparse, Model) == []
+
+
+def test_logits_equal(model: Qwen3Sparse) -> None:
+    """Without targets the module gives transformers' logits."""
+    module, tokens = whole(model), torch.randint(model.vocabulary, (3, 19))
+    expected = twin(model, dict(module.named_parameters()))(tokens).logits
+    found = module(tokens, one_document(3, 19))
+    assert found.abs().max() > 0.1
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_losses_and_every_gradient_equal(model: Qwen3Sparse) -> None:
+    """Each token's loss, and the gradient of every parameter, are those that transformers' logits give."""
+    assert_parity(model, *random_rows(model, 2, 23))
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_parity_for_random_sizes(data: st.DataObject) -> None:
+    """Losses and gradients are transformers' for any numbers of layers, experts, choices and tokens."""
+    data.draw(seeds)
+    experts, layers = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))
+    dense = data.draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1))
+    model = sparse(
+        layers=layers,
+        experts=experts,
+        experts_per_token=data.draw(st.integers(1, experts)),
+        expert_feed_forward=data.draw(st.integers(1, 20)),
+        normalised=data.draw(st.booleans()),
+        dense_layers=sorted(dense),
+        balance=0.0,
+    )
+    assert_parity(model, *random_rows(model, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 9))))
+
+
+def assert_parity(model: Qwen3Sparse, tokens: Tensor, targets: Tensor) -> None:
+    module = whole(model).to(tokens.device)
+    shared = to(tokens.device, one_document(len(tokens), tokens.shape[1], targets))
+    theirs = twin(model, dict(module.named_parameters())).to(tokens.device)
+    losses = module(tokens, shared)
+    logits = theirs(tokens).logits.flatten(0, 1)
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none").view_as(losses)
+    torch.testing.assert_close(losses, expected, **CLOSE)
+    weights = torch.rand(losses.shape).to(losses.device)
+    assert_gradients_equal(model, module, theirs, (losses * weights).sum(), (expected * weights).sum())
+
+
+def assert_gradients_equal(
+    model: Qwen3Sparse, module: nn.Module, theirs: nn.Module, our_loss: Tensor, their_loss: Tensor
+) -> None:
+    """The same parameters, under their two names, with the same gradients."""
+    ours, others = dict(module.named_parameters()), dict(theirs.named_parameters())
+    names = names_in_transformers(model)
+    assert sorted(names[name] for name in ours) == sorted(others)
+    found = torch.autograd.grad(our_loss, list(ours.values()))
+    expected = torch.autograd.grad(their_loss, [others[names[name]] for name in ours], materialize_grads=True)
+    for gradient, reference in zip(found, expected, strict=True):
+        size = max(1.0, reference.abs().max().item())  # sums of many terms round by their size
+        torch.testing.assert_close(gradient / size, reference / size, **CLOSE)
+
+
+def test_packed_documents_equal_each_alone() -> None:
+    """In packed rows, losses are those of each document by itself."""
+    model = sparse()
+    module, (tokens, targets) = whole(model), random_rows(model, 2, 16)
+    lengths = [[7, 1, 8], [16]]
+    losses = module(tokens, packed(lengths, targets))
+    for row, row_lengths in enumerate(lengths):
+        start = 0
+        for length in row_lengths:
+            part = slice(start, start + length)
+            alone = module(tokens[row : row + 1, part], one_document(1, length, targets[row : row + 1, part]))
+            torch.testing.assert_close(losses[row : row + 1, part], alone, **CLOSE)
+            start += length
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_balance_is_that_of_transformers(normalised: bool) -> None:
+    """For a row and one layer with experts, gradients are those of transformers' loss with its auxiliary one."""
+    torch.manual_seed(1)
+    model = sparse(layers=1, balance=0.7, normalised=normalised)
+    module, (tokens, targets) = whole(model), random_rows(model, 1, 23)
+    theirs = twin(model, dict(module.named_parameters()), output_router_logits=True)
+    count = (targets != IGNORED).sum()
+    found = module(tokens, one_document(1, 23, targets)).sum() / count
+    expected = theirs(tokens, labels=F.pad(tokens, (0, 1), value=IGNORED)[:, 1:])  # for its auxiliary loss alone
+    of_tokens = F.cross_entropy(expected.logits[0], targets[0], ignore_index=IGNORED)
+    whole_loss = of_tokens + 0.7 * expected.aux_loss
+    torch.testing.assert_close(found, of_tokens, **CLOSE)
+    # Executors go back from the sum of losses, and what they find is divided by the number of tokens in the end.
+    assert_gradients_equal(model, module, theirs, found * count, whole_loss * count)
+
+
+def test_balance_is_the_mean_over_layers_and_tokens() -> None:
+    """Over rows and layers, it is the mean of transformers' loss for each, a row weighing as much as it has tokens."""
+    torch.manual_seed(2)
+    model = sparse(layers=3, dense_layers=[1], balance=0.7)
+    module, (tokens, targets) = whole(model), random_rows(model, 3, 11)
+    targets[1, 2:] = IGNORED
+    theirs = twin(model, dict(module.named_parameters()), output_router_logits=True)
+    given = theirs(tokens)
+    assert len(given.router_logits) == 2
+    losses = F.cross_entropy(given.logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    for layer in given.router_logits:
+        for row, logits in enumerate(layer.view(3, 11, -1)):
+            auxiliary = load_balancing_loss_func((logits,), num_experts=5, top_k=2)
+            losses = losses + 0.7 / 2 * (targets[row] != IGNORED).sum() * auxiliary
+    assert_gradients_equal(model, module, theirs, module(tokens, one_document(3, 11, targets)).sum(), losses)
+
+
+def test_balance_does_not_depend_on_microbatches() -> None:
+    """Rows one after another add up to the gradients of all rows at once."""
+    model = sparse(balance=0.7)
+    module, (tokens, targets) = whole(model).double(), random_rows(model, 4, 9)
+    module(tokens, one_document(4, 9, targets)).sum().backward()
+    at_once = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+    module.zero_grad()
+    for row in range(4):
+        module(tokens[row : row + 1], one_document(1, 9, targets[row : row + 1])).sum().backward()
+    torch.testing.assert_close([parameter.grad for parameter in module.parameters()], at_once)
+
+
+def test_half_precision_runs() -> None:
+    """In bfloat16 hidden states stay bfloat16, losses are float32, and every parameter gets a gradient."""
+    model = sparse()
+    module = whole(model).to(torch.bfloat16)
+    tokens, targets = random_rows(model, 2, 9)
+    losses = module(tokens, one_document(2, 9, targets))
+    gradients = torch.autograd.grad(losses.sum(), list(module.parameters()))
+    assert losses.dtype == torch.float32
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
+
+
+KERNELS: dict[str, dict[str, Any]] = {
+    "routes": {"moe_routes": "triton"},
+    "permutation": {"moe_permute": "triton", "moe_unpermute": "triton"},
+    "swiglu": {"swiglu_halves": "triton"},
+    "products": {"grouped_gemm": "triton"},
+}
+if DEVICE.type == "cpu":
+    KERNELS["products of torch"] = {"grouped_gemm": "torch"}  # on GPUs it is for bfloat16
+TRITON = {name: "triton" for choices in list(KERNELS.values())[:4] for name in choices}
+
+
+@pytest.mark.parametrize("choices", [*KERNELS.values(), TRITON], ids=[*KERNELS, "all"])
+def test_parity_holds_for_every_choice_of_kernels(choices: dict[str, Any]) -> None:
+    """Losses and gradients are those of transformers, whichever kernels compute them."""
+    torch.manual_seed(0)
+    model = sparse(kernels=kernels_on(DEVICE, **choices), balance=0.0)
+    assert_parity(model, *(x.to(DEVICE) for x in random_rows(model, 2, 11)))
+
+
+@pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
+def test_no_size_depends_on_numbers(choices: dict[str, Any]) -> None:
+    """
+    Forward and backward run on the meta device, which has no numbers: pipelines ask it what passes between stages.
+
+    It also means that, but for the eager product, whose loop is one operation to torch, no GPU is waited for.
+    """
+    model = sparse(kernels=kernels_on(DEVICE, **choices))
+    with torch.device("meta"):
+        module = model.build(Span(0, 2, embedding=True, head=True))
+        tokens = torch.zeros(2, 7, dtype=torch.int64)
+        losses = module(tokens, one_document(2, 7, tokens))
+        losses.sum().backward()
+    assert losses.is_meta and losses.shape == (2, 7)
+    assert all(parameter.grad is not None and parameter.grad.is_meta for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
+def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -> None:
+    """
+    With weights and activations of bfloat16, logits are as close to those of float64 as transformers' are.
+
+    Tokens visit all experts, for which of two like ones is chosen is no matter of precision. A fifth more is allowed,
+    as for a dense model.
+    """
+    torch.manual_seed(0)
+    sizes = {"experts": 3, "experts_per_token": 3, "vocabulary": 61, "width": 64, "expert_feed_forward": 32}
+    model = sparse(kernels=kernels_on(DEVICE, **choices), layers=3, **sizes)
+    module, tokens = whole(model).to(DEVICE).bfloat16(), torch.randint(61, (2, 16)).to(DEVICE)
+    theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
+    exact = theirs.double()(tokens).logits
+    found, peer = module(tokens, to(DEVICE, one_document(2, 16))), theirs.bfloat16()(tokens).logits
+    ours, others = ((logits.double() - exact).norm() / exact.norm() for logits in (found, peer))
+    assert found.dtype == torch.bfloat16
+    assert 1e-4 < ours < 1.2 * others
+
+
+@pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
+def test_compiles_without_breaks(choices: dict[str, Any]) -> None:
+    """Traced as one graph, the whole model gives the losses that it gives otherwise, and its gradients."""
+    model = sparse(kernels=kernels_on(DEVICE, **choices), dense_layers=[0], balance=0.3)
+    module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
+    shared = to(DEVICE, one_document(2, 11, targets))
+    runs = []
+    for called in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        losses = called(tokens, shared)
+        runs.append((losses, *torch.autograd.grad(losses.sum(), list(module.parameters()))))
+    torch.testing.assert_close(runs[1], runs[0], **CLOSE)

@@ -1,0 +1,63 @@
+"""Garbage collected at chosen steps."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from drawloom.components.phases.garbage_collection import CollectGarbage
+from drawloom.components.ports.run import Step
+
+
+class Cycle:
+    """Something that holds itself."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def _cycle() -> "weakref.ref[Cycle]":
+    return weakref.ref(Cycle())
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    """Leaves collection as it was, whatever a test does."""
+    on = gc.isenabled()
+    yield
+    (gc.enable if on else gc.disable)()
+
+
+def test_only_chosen_steps_collect() -> None:
+    """A cycle made before step 1 is there after it, and gone after step 2."""
+    garbage = CollectGarbage(every=2)
+    garbage.open()
+    cycle = _cycle()
+    garbage.run_phase(Step(1, 9))
+    assert not gc.isenabled()
+    assert cycle() is not None
+    garbage.run_phase(Step(2, 9))
+    assert cycle() is None
+    garbage.close()
+
+
+def test_opening_and_closing_collect() -> None:
+    """What was made before either is gone after it."""
+    before = _cycle()
+    garbage = CollectGarbage(every="never")
+    garbage.open()
+    after = _cycle()
+    assert before() is None
+    garbage.close()
+    assert after() is None
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_closing_restores_what_was_set(on: bool) -> None:
+    """Automatic collection that was off stays off."""
+    (gc.enable if on else gc.disable)()
+    garbage = CollectGarbage()
+    garbage.open()
+    garbage.close()
+    assert gc.isenabled() is on

@@ -1,0 +1,40 @@
+"""Layers over stages."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.components.pipeline.runtime.layer_partition import split_layers
+
+
+def sizes(*arguments: int) -> list[int]:
+    """How many layers each stage holds."""
+    return [span.last - span.first for span in split_layers(*arguments)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((16, 8, 0, 1), [3, 2, 2, 2, 2, 2, 2, 1]),
+        ((8, 4, 2, 2), [1, 3, 3, 1]),
+        ((28, 4, 1, 1), [7, 8, 7, 6]),
+        ((16, 5, 0, 0), [4, 3, 3, 3, 3]),
+        ((28, 4, 0, 20), [9, 9, 9, 1]),  # a head that outweighs a fair share leaves its stage one layer
+    ],
+)
+def test_splits_by_hand(arguments: tuple[int, ...], expected: list[int]) -> None:
+    """Embedding and head count as the layers that they are said to weigh."""
+    assert sizes(*arguments) == expected
+
+
+@given(layers=st.integers(1, 100), stages=st.integers(1, 20))
+def test_every_layer_stands_in_one_stage(layers: int, stages: int) -> None:
+    """Spans join without gap or overlap, ends belong to the first and last, and no stage is empty."""
+    if layers < stages:
+        with pytest.raises(ValueError, match="without any"):
+            split_layers(layers, stages)
+        return
+    spans = split_layers(layers, stages)
+    assert [layer for span in spans for layer in range(span.first, span.last)] == list(range(layers))
+    assert [span.embedding for span in spans] == [True] + [False] * (stages - 1)
+    assert [span.head for span in spans] == [False] * (stages - 1) + [True]

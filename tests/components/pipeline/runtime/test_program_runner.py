@@ -1,0 +1,251 @@
+"""What may travel between stages."""
+
+import re
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.runtime.activation_specs import Boundaries
+from drawloom.components.ports.data import Batch
+from drawloom.components.ports.model import Shared, Span, Stage
+from drawloom.components.ports.program import Action, Program
+from support import pipelines
+from support.processes import RanksFailed, run_ranks
+
+
+@attrs.frozen
+class Parcel:
+    """What goes from the first stage to the second: a tree with all kinds of leaves."""
+
+    hidden: dict[str, Tensor]
+    counts: tuple[Tensor, Tensor]
+    nothing: int | None = None
+
+
+class First(nn.Module):
+    """Gives a transposed (not contiguous) tensor, one that nobody uses, integers, booleans and None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6, dtype=torch.float64).reshape(2, 3) / 7)
+        self.spare = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor, shared: Shared) -> Parcel:
+        found = (inputs.double().unsqueeze(-1) * self.weight[0]).transpose(0, 1)
+        unused = self.spare * inputs.double().sum()
+        return Parcel({"found": found, "unused": unused}, (inputs.long(), inputs > 2))
+
+
+class Second(nn.Module):
+    """Uses most of it; a weight of its own does not depend on what came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 0.5, dtype=torch.float64))
+        self.apart = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, inputs: Parcel, shared: Shared) -> Tensor:
+        assert inputs.nothing is None and inputs.counts[0].dtype == torch.int64 and inputs.counts[1].dtype == torch.bool
+        mixed = inputs.hidden["found"] * self.weight * inputs.counts[1].transpose(0, 1).unsqueeze(-1)
+        return mixed.sum() + self.apart.exp() * shared.positions.sum()
+
+
+class SumOfAll:
+    """The loss is the output."""
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, Shared]:
+        return batch.tokens, Shared(batch.positions, batch.documents)
+
+    def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        return output.square(), torch.tensor(batch.tokens.numel())
+
+
+@attrs.frozen
+class Spread:
+    """This rank's stages, and what passes between all."""
+
+    local: list[Stage]
+    boundaries: Boundaries
+
+    def boundary(self, stage: int, tokens: Tensor, shared: Shared) -> Any:
+        return self.boundaries.of(stage, tokens, shared)
+
+
+SPANS = [Span(0, 1, embedding=True, head=False), Span(1, 2, embedding=False, head=True)]
+
+
+def build(span: Span) -> nn.Module:
+    """The module of a stage."""
+    return First() if span.embedding else Second()
+
+
+def meta(span: Span) -> nn.Module:
+    """The module of a stage on the meta device."""
+    with torch.device("meta"):
+        return build(span)
+
+
+def batches() -> list[Batch]:
+    """Microbatches of different shapes."""
+    rows = [torch.arange(2 * (2 + number)).reshape(2, -1) for number in range(4)]
+    return [Batch(row, row, row, row) for row in rows]
+
+
+class Faulty(First):
+    """A first stage that gives something else than on the meta device."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def forward(self, inputs: Tensor, shared: Shared) -> Any:
+        given = super().forward(inputs, shared)
+        if inputs.shape[1] < 3:  # the first microbatch is right
+            return given
+        match self.fault:
+            case "dtype":
+                given.hidden["found"] = given.hidden["found"].bfloat16()
+            case "shape":
+                given.hidden["found"] = given.hidden["found"][:, :1]
+            case "missing":
+                del given.hidden["unused"]
+            case "constant":
+                return attrs.evolve(given, nothing=3)
+        return given
+
+
+def travelled(name: str, fault: str = "") -> dict[str, Any]:
+    """Gradients of this rank, and its part of the loss, after a step with a schedule."""
+    device = ComputeDevice(kind="cpu")
+    processes = TorchProcesses(device=device, timeout=30.0)
+    processes.open()
+    try:
+        mesh = RankMesh(processes=processes, pipeline=2, data_replicate=1)
+        mesh.open()
+        rank = mesh.index("pipeline")
+        module = Faulty(fault) if fault and rank == 0 else build(SPANS[rank])
+        stages = Spread([Stage(rank, 2, SPANS[rank], module)], Boundaries(SPANS, meta))
+        executor = Executor(
+            stages=stages,
+            boundaries=stages,
+            schedule=pipelines.schedule(name),
+            objective=SumOfAll(),
+            mesh=mesh,
+            neighbours=mesh,
+            device=device,
+        )
+        executor.open()
+        losses = executor.train(batches())
+        grads = {key: grads_of(parameter) for key, parameter in stages.local[0].module.named_parameters()}
+        return {"grads": grads, "loss": float(losses.total)}
+    finally:
+        processes.close()
+
+
+def grads_of(parameter: nn.Parameter) -> Any:
+    """A gradient as numbers; zeros are as good as none."""
+    return [0.0] * parameter.numel() if parameter.grad is None else parameter.grad.flatten().tolist()
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble_1p"])
+def test_trees_of_all_kinds_of_leaves_travel(name: str) -> None:
+    """Integers, booleans, None, unused and non-contiguous tensors pass; gradients are those of the chained model."""
+    first, second = First(), Second()
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches():
+        tokens, shared = SumOfAll().inputs(batch)
+        loss, _ = SumOfAll().loss(second(first(tokens, shared), shared), batch)
+        torch.autograd.backward(loss)
+        total += loss.detach()
+    ranks = run_ranks(travelled, 2, name)
+    assert sum(rank["loss"] for rank in ranks) == pytest.approx(float(total), rel=1e-12)
+    for module, rank in zip((first, second), ranks, strict=True):
+        for key, parameter in module.named_parameters():
+            assert rank["grads"][key] == pytest.approx(grads_of(parameter), rel=1e-12), key
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("dtype", r"leaf \.hidden\['found'\] is bfloat16 of shape \(3, 2, 3\), and float64 of shape \(3, 2, 3\) is"),
+        ("shape", r"leaf \.hidden\['found'\] is float64 of shape \(3, 1, 3\), and float64 of shape \(3, 2, 3\) is"),
+        ("missing", r"there are 1 leaves in \.hidden, and 2 are expected"),
+        ("constant", r"leaf \.nothing is 3, and None is expected"),
+    ],
+)
+def test_a_payload_that_the_receiver_would_misread_is_refused(fault: str, text: str) -> None:
+    """Another dtype, shape, structure or constant than that of the meta pass is an error of the sender, in words."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(travelled, 2, "one_f_one_b", fault)
+    assert re.search(r"UserError: stage 0 has another output for microbatch 1 than rank 1", caught.value.failures[0])
+    assert re.search(text, caught.value.failures[0]), caught.value.failures[0]
+
+
+def hops(owners: tuple[int, ...]) -> float:
+    """This rank's part of the loss of a chain of stages that lie on these ranks."""
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
+    processes.open()
+    try:
+        mesh = RankMesh(processes=processes, pipeline=4, data_replicate=1)
+        mesh.open()
+        rank, count = mesh.index("pipeline"), len(owners)
+        spans = [Span(number, number + 1, number == 0, number == count - 1) for number in range(count)]
+        modules = {stage: Twice(stage == count - 1) for stage, owner in enumerate(owners) if owner == rank}
+        local = [Stage(stage, count, spans[stage], module) for stage, module in modules.items()]
+        stages = Spread(local, Boundaries(spans, lambda span: Twice(span.head)))
+        schedule = Anywhere(owners)
+        parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
+        executor = Executor(schedule=schedule, objective=SumOfAll(), device=ComputeDevice(kind="cpu"), **parts)
+        executor.open()
+        return float(executor.train(batches()).total)
+    finally:
+        processes.close()
+
+
+class Twice(nn.Module):
+    """Doubles; the last one adds up."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.last = last
+
+    def forward(self, inputs: Tensor, shared: Shared) -> Tensor:
+        doubled = 2.0 * inputs.double()
+        return doubled.sum() if self.last else doubled
+
+
+@attrs.frozen
+class Anywhere:
+    """All forwards and then all backwards, on whatever ranks the stages lie."""
+
+    ranks_of_stages: tuple[int, ...]
+
+    @property
+    def stages_per_rank(self) -> int:
+        return len(self.ranks_of_stages) // 4
+
+    def owners(self, ranks: int) -> tuple[int, ...]:
+        return self.ranks_of_stages
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        stages = range(len(self.ranks_of_stages))
+        forwards = [Action(stage, "F", number) for number in range(microbatches) for stage in stages]
+        backwards = [Action(stage, "B", number) for number in range(microbatches) for stage in reversed(stages)]
+        lines = [
+            [action for action in (*forwards, *backwards) if self.ranks_of_stages[action.stage] == rank]
+            for rank in range(ranks)
+        ]
+        return Program.of(lines, self.ranks_of_stages)
+
+
+def test_stages_hand_over_between_any_two_ranks() -> None:
+    """Consecutive stages need not lie on neighbours of a ring: 0 to 2, 2 to 1 and 1 to 3 work as well."""
+    expected = sum(float((2.0**8 * batch.tokens.double()).sum()) ** 2 for batch in batches())
+    assert sum(run_ranks(hops, 4, (0, 2, 1, 3, 0, 2, 1, 3))) == pytest.approx(expected, rel=1e-12)

@@ -1,0 +1,78 @@
+"""Timelines as pictures."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from drawloom.components.pipeline.program.costs import Costs
+from drawloom.components.pipeline.simulation.simulator import Simulation, simulate
+from drawloom.components.pipeline.simulation.svg import LEFT, draw_svg
+from support.schedules import NAMES, schedule
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(simulation: Simulation) -> ElementTree.Element:
+    """The picture, read back as XML."""
+    return ElementTree.fromstring(draw_svg(simulation, "a title", "a < caption"))
+
+
+def bars(picture: ElementTree.Element) -> dict[str, ElementTree.Element]:
+    """The rectangles of actions by what they are called."""
+    found = {}
+    for rectangle in picture.iter(f"{SVG}rect"):
+        for title in rectangle.findall(f"{SVG}title"):
+            found[str(title.text)] = rectangle
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_action_is_a_bar_where_it_happens(name: str) -> None:
+    """Bars are as many as actions, in proportion to their time, in the row of their rank."""
+    simulation = simulate(schedule(name).program(4, 8), Costs(1, 1.5, 0.5, message=0.25))
+    found = bars(drawn(simulation))
+    assert len(found) == len(simulation.program.stage)
+    unit = float(next(iter(found.values())).attrib["width"]) / 1.0
+    for rank in range(4):
+        for bar in simulation.line(rank):
+            rectangle = found[f"{bar.action}: {bar.start:g} to {bar.end:g}"]
+            assert float(rectangle.attrib["x"]) == pytest.approx(LEFT + bar.start * unit, abs=0.05)
+            assert float(rectangle.attrib["width"]) == pytest.approx((bar.end - bar.start) * unit, abs=0.01)
+            assert float(rectangle.attrib["y"]) == pytest.approx(62 + 29 * rank)
+
+
+def test_nothing_reaches_out_of_the_picture() -> None:
+    """All rectangles and texts lie inside, few actions or many."""
+    for name, ranks, microbatches in (("gpipe", 1, 1), ("dual_pipe_v", 8, 32), ("zero_bubble_v", 4, 8)):
+        picture = drawn(simulate(schedule(name).program(ranks, microbatches), Costs()))
+        width, height = float(picture.attrib["width"]), float(picture.attrib["height"])
+        for item in picture.iter():
+            if "x" in item.attrib:
+                assert 0 <= float(item.attrib["x"]) + float(item.attrib.get("width", 0)) <= width
+                assert 0 <= float(item.attrib["y"]) + float(item.attrib.get("height", 0)) <= height
+
+
+def test_each_overlap_has_a_frame() -> None:
+    """A frame reaches from the start of the first part to the end of the last."""
+    simulation = simulate(schedule("dual_pipe_v").program(4, 8), Costs())
+    frames = [item for item in drawn(simulation).iter(f"{SVG}rect") if item.attrib["fill"] == "none"]
+    assert len(frames) == int(simulation.program.joined.sum())
+    assert {float(frame.attrib["width"]) for frame in frames} == {3 * 26.0, 4 * 26.0}
+
+
+def test_stages_and_work_have_their_own_colours() -> None:
+    """No two kinds of work or stages of a rank look the same, and the legend shows each that there is."""
+    picture = drawn(simulate(schedule("dual_pipe_v").program(4, 8), Costs()))
+    colours: dict[str, set[tuple[str, bool]]] = {}
+    for label, rectangle in bars(picture).items():
+        stage, work = re.match(r"(\d+)(.)", label).groups()  # type: ignore[union-attr]
+        colours.setdefault(rectangle.attrib["fill"], set()).add((work, int(stage) < 4))
+    assert len(colours) == 8 and all(len(meanings) == 1 for meanings in colours.values())
+    swatches = {item.attrib["fill"] for item in picture.iter(f"{SVG}rect") if item.attrib.get("width") == "13"}
+    assert swatches == set(colours)
+
+
+def test_words_are_escaped() -> None:
+    """A caption may hold any character."""
+    assert "a < caption" in [item.text for item in drawn(simulate(schedule("gpipe").program(1, 1), Costs())).iter()]

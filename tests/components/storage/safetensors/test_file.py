@@ -1,0 +1,109 @@
+"""One safetensors file, against the library's own."""
+
+import errno
+import os
+import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save
+from torch import Tensor
+
+from drawloom.components.storage.safetensors.file import new_safetensors_file, tensors_in
+from drawloom.components.storage.safetensors.header import DTYPES, BadHeader
+from drawloom.components.storage.tensor_source import InMemory
+
+SHAPES = st.lists(st.integers(0, 3), max_size=3)
+NAMES = st.text("abc.", min_size=1, max_size=3).filter(lambda name: ".." not in name)
+KINDS = st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from([*DTYPES.values()])), max_size=6)
+
+
+def written(path: Path, tensors: dict[str, Tensor], order: list[str]) -> bytes:
+    """The bytes of a file into which tensors were written in an order."""
+    with new_safetensors_file(path, InMemory(tensors).kinds()) as writer:
+        for name in order:
+            writer.write(name, tensors[name])
+    return path.read_bytes()
+
+
+@given(KINDS, st.integers())
+def test_bytes_are_the_librarys(kinds: dict[str, tuple[list[int], torch.dtype]], seed: int) -> None:
+    """Whatever the order in which tensors come, the file is byte for byte the one that the library writes."""
+    tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (shape, dtype) in kinds.items()}
+    order = random.Random(seed).sample(sorted(tensors), len(tensors))
+    with TemporaryDirectory() as folder:
+        assert written(Path(folder, "file"), tensors, order) == save(tensors, {"format": "pt"})
+
+
+@given(KINDS)
+def test_files_in_memory_are_read_without_a_copy(kinds: dict[str, tuple[list[int], torch.dtype]]) -> None:
+    """Tensors of a file in memory are what the library wrote, and lie in that memory."""
+    tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (shape, dtype) in kinds.items()}
+    memory = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+    found = tensors_in(memory)
+    assert found.keys() == tensors.keys()
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (tensors[name].dtype, tensors[name].shape)
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), tensors[name].reshape(-1).view(torch.uint8))
+        assert tensor.untyped_storage().data_ptr() == memory.data_ptr()
+
+
+def test_memory_that_is_no_file_is_refused() -> None:
+    """Headers in memory are checked as those of files are; a tensor that lies askew is refused too."""
+    with pytest.raises(BadHeader, match="end before its header"):
+        tensors_in(torch.zeros(3, dtype=torch.uint8))
+    header = (
+        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":{"dtype":"F32","shape":[1],"data_offsets":[1,5]}}'
+    )
+    askew = len(header).to_bytes(8, "little") + header + bytes(5)
+    with pytest.raises(BadHeader, match="lies where none can be used"):
+        tensors_in(torch.frombuffer(bytearray(askew), dtype=torch.uint8))
+
+
+def test_what_was_not_announced_is_refused(tmp_path: Path) -> None:
+    """A tensor of another shape or dtype, and one that never comes, are mistakes of the program and told as such."""
+    kinds = InMemory({"a": torch.ones(2), "b": torch.ones(2)}).kinds()
+    for tensor in (torch.ones(3), torch.ones(2).half()):
+        with (
+            pytest.raises(ValueError, match=r"a came as .* and was announced as"),
+            new_safetensors_file(tmp_path / str(tensor.dtype), kinds) as writer,
+        ):
+            writer.write("a", tensor)
+    with (
+        pytest.raises(ValueError, match="b never came"),
+        new_safetensors_file(tmp_path / "missing", kinds) as writer,
+    ):
+        writer.write("a", torch.ones(2))
+
+
+def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
+    """A file of that name, or a link, is an error, and stays."""
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(FileExistsError), new_safetensors_file(tmp_path / "file", {}):
+        pytest.fail("it must not open")
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """An error of the system says which file could not be written."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        written(tmp_path / "file", {"a": torch.ones(2)}, ["a"])
+    assert caught.value.filename == str(tmp_path / "file")
+
+
+def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that writes a few bytes at a time still gets all of them, each to its place."""
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, place: pwrite(file, data[:3], place))
+    tensors = {"a": torch.randn(5), "b": torch.randn(2).double()}
+    assert written(tmp_path / "file", tensors, ["a", "b"]) == save(tensors, {"format": "pt"})

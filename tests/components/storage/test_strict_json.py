@@ -1,0 +1,64 @@
+"""JSON from strangers."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.components.storage.strict_json import natural, parse
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(VALUES)
+def test_json_is_read_as_it_is(value: Any) -> None:
+    """Whatever JSON can say is read as Python's json reads it."""
+    text = json.dumps(value)
+    assert parse(text.encode(), most=10_000) == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"a": 1, "b": 2, "a": 3}', "'a' more than once"),
+        (b'{"a": {"b": 1, "\\u0062": 2}}', "'b' more than once"),
+        (b'{"a": NaN}', "NaN is no number"),
+        (b"[-Infinity]", "-Infinity is no number"),
+        (b"[" * 900, "nested too deeply|Expecting value"),
+        (b'"\xff"', "can't decode"),
+        (b"", "Expecting value"),
+        (b"1" * 5000, "4300"),
+    ],
+)
+def test_two_meanings_and_none_are_refused(text: bytes, message: str) -> None:
+    """Repeated names, numbers that JSON has no word for, and what is no JSON at all have one kind of error."""
+    with pytest.raises(ValueError, match=message):
+        parse(text, most=1000)
+
+
+@pytest.mark.parametrize("text", [b"[" * 10**6, b'{"a":' * 10**6, b"[" + b"0," * 10**6, b'{"' + b'":0,"' * 10**6])
+def test_bombs_are_refused_before_they_are_read(text: bytes) -> None:
+    """A text of too many parts costs no more than counting them."""
+    began = time.perf_counter()
+    with pytest.raises(ValueError, match="more than 1000 are not read"):
+        parse(text, most=1000)
+    assert time.perf_counter() - began < 0.5
+
+
+def test_nesting_as_deep_as_parts_allow_is_refused() -> None:
+    """Where parts alone would allow it, depth is still no crash."""
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse(b"[" * 500_000 + b"]" * 500_000, most=10**6)
+
+
+def test_naturals_have_no_sign() -> None:
+    """Minus zero is no natural number, though it equals one."""
+    assert parse(b"[0, 17]", most=10, integer=natural) == [0, 17]
+    with pytest.raises(ValueError, match="-0 is negative"):
+        parse(b"[-0]", most=10, integer=natural)

@@ -1,0 +1,148 @@
+"""Filling modules from folders, and whether a folder's tensors fit a module's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from drawloom.components.storage.tensor_source import InMemory
+from drawloom.components.weights.load import load, load_folder
+from drawloom.components.weights.mapper import parallel, sequential
+from drawloom.components.weights.mapper_ops import chunk, identity, rename, stack, transpose, unstack
+from drawloom.graph import UserError
+
+MAPPER = rename({"model.a": "a", "model.b": "b"})
+
+
+def folder_of(folder: Path, **tensors: Tensor) -> Path:
+    """A folder with tensors `model.NAME`."""
+    save_file({f"model.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def module_of(**parameters: Tensor) -> Any:
+    """A module with these parameters."""
+    module = nn.Module()
+    for name, tensor in parameters.items():
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
+    return module
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor that holds nothing."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_fills_in_place(tmp_path: Path) -> None:
+    """Each parameter that is real keeps its memory and its dtype, and gets its numbers."""
+    module = module_of(a=torch.zeros(2, 2), b=torch.zeros(3, dtype=torch.float64))
+    places = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
+    a = torch.randn(2, 2).bfloat16()
+    load_folder(folder_of(tmp_path, a=a, b=torch.arange(3.0)), module, MAPPER)
+    assert torch.equal(module.a, a.float())
+    assert torch.equal(module.b, torch.arange(3, dtype=torch.float64))
+    assert places == {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
+
+
+def test_makes_meta_parameters_real(tmp_path: Path) -> None:
+    """Parameters on the meta device become real with their own dtype, frozen ones stay frozen."""
+    module = module_of(a=meta(2, 2, dtype=torch.bfloat16), b=meta(3))
+    module.b.requires_grad_(False)
+    a = torch.randn(2, 2)
+    load_folder(folder_of(tmp_path, a=a, b=torch.arange(3.0)), module, MAPPER)
+    assert torch.equal(module.a, a.bfloat16())
+    assert torch.equal(module.b, torch.arange(3.0))
+    assert [parameter.requires_grad for parameter in module.parameters()] == [True, False]
+
+
+def test_tied_meta_parameters_stay_tied(tmp_path: Path) -> None:
+    """A parameter that two modules share is one parameter still when it is real."""
+    module: Any = nn.Module()
+    module.one, module.other = nn.Linear(2, 2, bias=False, device="meta"), nn.Linear(2, 2, bias=False, device="meta")
+    module.other.weight = module.one.weight
+    load_folder(folder_of(tmp_path, w=torch.ones(2, 2)), module, rename({"model.w": "one.weight"}))
+    assert module.other.weight is module.one.weight
+    assert torch.equal(module.other.weight, torch.ones(2, 2))
+
+
+def test_meta_parameters_do_not_keep_what_they_were_cut_from() -> None:
+    """A parameter made of a part of a tensor has memory of its own size, and is laid out row by row."""
+    module = module_of(a=meta(2, 3), b=meta(2, 3), c=meta(4, 5))
+    mapper = parallel(chunk("ab", ["a", "b"]), transpose("c", 0, 1))
+    load(InMemory({"ab": torch.arange(12.0).view(4, 3), "c": torch.arange(20.0).view(5, 4)}), module, mapper)
+    for parameter in module.parameters():
+        assert parameter.is_contiguous()
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+    assert torch.equal(torch.cat([module.a, module.b]), torch.arange(12.0).view(4, 3))
+    assert torch.equal(module.c, torch.arange(20.0).view(5, 4).T)
+
+
+def test_a_source_is_never_part_of_the_module() -> None:
+    """Training changes the module, not the tensors that it was loaded from."""
+    tensors = {"a": torch.ones(2, 2)}
+    module = module_of(a=meta(2, 2))
+    load(InMemory(tensors), module, identity("a"))
+    with torch.no_grad():
+        module.a.add_(1)
+    assert torch.equal(tensors["a"], torch.ones(2, 2))
+
+
+def test_fills_a_part(tmp_path: Path) -> None:
+    """A stage asks for its own tensors of a folder that holds the whole model, also for one of a group of them."""
+    module = module_of(b=torch.zeros(3))
+    load_folder(folder_of(tmp_path, a=torch.ones(2), b=torch.ones(3)), module, MAPPER)
+    assert torch.equal(module.b, torch.ones(3))
+    module = module_of(b=torch.zeros(3))
+    load(InMemory({"ab": torch.arange(6.0).view(2, 3)}), module, unstack("ab", ["a", "b"]))
+    assert torch.equal(module.b, torch.tensor([3.0, 4.0, 5.0]))
+
+
+def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
+    """Missing, unexpected, misshapen and nameless tensors are one message, and nothing is filled."""
+    mapper = rename({f"model.{name}": name for name in "abcd"})
+    module = module_of(a=torch.zeros(2, 2), b=torch.zeros(3), adapter=torch.zeros(1))
+    folder = folder_of(tmp_path, a=torch.ones(2, 3), b=torch.ones(3), x=torch.ones(1), y=torch.ones(1))
+    with pytest.raises(UserError) as caught:
+        load_folder(folder, module, mapper)
+    for part in (
+        "no name there for adapter",
+        "missing model.c, model.d",
+        "unexpected model.x, model.y",
+        "wrong shape model.a (2, 3) for (2, 2)",
+    ):
+        assert part in str(caught.value)
+    assert not module.b.any()
+
+
+def test_a_group_that_can_not_be_made_is_told(tmp_path: Path) -> None:
+    """Tensors that do not go together are named before anything is read."""
+    folder = folder_of(tmp_path, a=torch.ones(2), b=torch.ones(3))
+    with pytest.raises(UserError, match=r"ab can't be made of model\.a, model\.b: stack expects each tensor"):
+        load_folder(folder, module_of(ab=torch.zeros(2, 2)), stack(["model.a", "model.b"], "ab"))
+
+
+def test_a_tied_copy_is_fine(tmp_path: Path) -> None:
+    """A folder may hold a tied head beside the embedding, if it is the same; a different one is unexpected."""
+    embedding = torch.randn(4, 2)
+    for head, fits in ((embedding.clone(), True), (embedding + 1, False)):
+        folder = folder_of(tmp_path, a=embedding, b=torch.ones(4, 2), head=head)
+        module = module_of(a=torch.zeros(4, 2), b=torch.zeros(4, 2))
+        if fits:
+            load_folder(folder, module, MAPPER)
+            assert torch.equal(module.a, embedding)
+        else:
+            with pytest.raises(UserError, match=r"unexpected model\.head"):
+                load_folder(folder, module, MAPPER)
+
+
+def test_through_stages(tmp_path: Path) -> None:
+    """Experts that lie one by one in a folder become one parameter, each transposed."""
+    experts = [torch.randn(3, 2) for _ in range(4)]
+    names = [f"experts.{number}.up.weight" for number in range(4)]
+    save_file(dict(zip(names, experts, strict=True)), tmp_path / "model.safetensors")
+    module = module_of(up=meta(4, 2, 3))
+    load_folder(tmp_path, module, sequential(stack(names, "up"), transpose("up", 1, 2)))
+    assert torch.equal(module.up, torch.stack([expert.T for expert in experts]))

@@ -1,0 +1,239 @@
+"""Mappers made of mappers, against doing the same by hand on all tensors at once."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from drawloom.components.ports.weights import Mapper
+from drawloom.components.weights.mapper import giving, parallel, prefixed, sequential, shard
+from drawloom.components.weights.mapper_ops import (
+    chunk,
+    concatenate,
+    identity,
+    rename,
+    rename_by_pattern,
+    stack,
+    transpose,
+    unstack,
+)
+from drawloom.components.weights.streaming import convert
+
+
+def in_turn(mappers: list[Mapper], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The oracle: each mapper on all tensors, what it does not take stays."""
+    for mapper in mappers:
+        rest = {name: tensor for name, tensor in tensors.items() if name not in mapper.inputs}
+        tensors = rest | convert(mapper, tensors)
+    return tensors
+
+
+def some_stage(draw: random.Random, names: list[str], number: int) -> tuple[Mapper, list[str]]:
+    """A random mapper of some of these names (tensors of one shape), and the names that there are after it."""
+    names = draw.sample(names, len(names))
+    first, second = f"{number}.a", f"{number}.b"
+    mapper, given = draw.choice(
+        [
+            (rename({names[0]: first}), [first, *names[1:]]),
+            (rename({names[0]: names[1], names[1]: names[0]}), names),
+            (transpose(names[0], 0, 1), names),
+            (sequential(stack(names[:2], "x"), unstack("x", [second, first])), [first, second, *names[2:]]),
+            (sequential(concatenate(names[:2], "x"), chunk("x", [second, first])), [first, second, *names[2:]]),
+            (Mapper(()), names),
+        ]
+    )
+    return mapper, given
+
+
+@given(seed=st.integers(0, 10**9), count=st.integers(1, 6))
+def test_sequential_is_one_after_another(seed: int, count: int) -> None:
+    """Any chain gives what its members give in turn, and its inverse gives all of it back, bit by bit."""
+    draw = random.Random(seed)
+    names = ["p", "q", "r", "s"]
+    tensors = {name: torch.randn(2, 2) for name in names}
+    mappers = []
+    for number in range(count):
+        mapper, names = some_stage(draw, names, number)
+        mappers.append(mapper)
+    chain = sequential(*mappers)
+    expected = in_turn(mappers, tensors)
+    given = convert(chain, tensors)
+    untouched = tensors.keys() - set(chain.inputs)
+    assert given.keys() == expected.keys() - untouched
+    assert all(torch.equal(given[name], expected[name]) for name in given)
+    back = convert(chain.inverse(), given)
+    assert back.keys() == tensors.keys() - untouched
+    assert all(torch.equal(back[name], tensors[name]) for name in back)
+
+
+@given(seed=st.integers(0, 10**9))
+def test_groups_of_a_chain_are_independent(seed: int) -> None:
+    """Each group of a chain is complete: converted alone, in any order, it gives what it gives among all."""
+    draw = random.Random(seed)
+    names = [f"n{number}" for number in range(8)]
+    tensors = {name: torch.randn(2, 2) for name in names}
+    mappers = []
+    for number in range(4):
+        mapper, names = some_stage(draw, names, number)
+        mappers.append(mapper)
+    chain = sequential(*mappers)
+    expected = convert(chain, tensors)
+    for group in draw.sample(chain.groups, len(chain.groups)):
+        alone = convert(Mapper((group,)), {name: tensors[name] for name in group.inputs})
+        assert all(torch.equal(alone[name], expected[name]) for name in group.outputs)
+    assert sorted(chain.inputs) == sorted(set(chain.inputs))
+
+
+def test_gaps_are_filled_both_ways() -> None:
+    """What only a later member takes comes in from outside; what only an earlier one gives goes out."""
+    chain = sequential(rename({"a": "b"}), rename({"c": "d"}))
+    assert [(group.inputs, group.outputs) for group in chain.groups] == [(("a",), ("b",)), (("c",), ("d",))]
+
+
+def test_groups_that_touch_are_one() -> None:
+    """Groups are merged where a later member joins them, and only there."""
+    chain = sequential(identity("a", "b", "c", "d"), stack(["a", "c"], "ac"), rename({"b": "e"}))
+    assert [(group.inputs, group.outputs) for group in chain.groups] == [
+        (("a", "c"), ("ac",)),
+        (("b",), ("e",)),
+        (("d",), ("d",)),
+    ]
+
+
+def test_a_member_may_pass_its_names_around() -> None:
+    """Names that swap in one member do not get in each other's way."""
+    swapped = convert(
+        sequential(rename({"a": "b", "b": "a"}), identity("a")), {"a": torch.zeros(1), "b": torch.ones(1)}
+    )
+    assert {name: tensor.item() for name, tensor in swapped.items()} == {"b": 0, "a": 1}
+
+
+def test_nothing_composed_is_nothing() -> None:
+    """Empty mappers drop out."""
+    assert sequential().groups == parallel().groups == sequential(Mapper(()), Mapper(())).groups == ()
+    assert sequential(Mapper(()), rename({"a": "b"})).outputs == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (rename({"a": "x"}), rename({"b": "x"}), "x would be given by more than one"),
+        (rename({"a": "x"}), rename({"a": "y"}), "a would be taken by more than one"),
+    ],
+)
+def test_collisions_side_by_side_are_refused(first: Mapper, second: Mapper, message: str) -> None:
+    """Two mappers can't take or give one tensor."""
+    with pytest.raises(ValueError, match=message):
+        parallel(first, second)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(rename({"a": "x"}), rename({"a": "y"})), (rename({"a": "x", "b": "c"}), rename({"c": "x"}))],
+    ids=["taken before", "given before"],
+)
+def test_collisions_one_behind_the_other_are_refused(first: Mapper, second: Mapper) -> None:
+    """A tensor can't pass where its name is taken or given."""
+    with pytest.raises(ValueError, match="can't pass a mapper by"):
+        sequential(first, second)
+
+
+@given(count=st.integers(1, 5), groups=st.integers(0, 12))
+def test_shards_are_the_whole(count: int, groups: int) -> None:
+    """Over all workers every group comes once, and shares differ by one group at most."""
+    mapper = identity(*(f"n{number}" for number in range(groups)))
+    shares = [shard(mapper, count, index) for index in range(count)]
+    assert sorted(name for share in shares for name in share.inputs) == sorted(mapper.inputs)
+    sizes = [len(share.groups) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_prefixes() -> None:
+    """A layer's mapper serves every layer, and still leads back."""
+    mapper = prefixed(rename({"q": "q_proj"}), source="layers.3.", target="model.layers.3.")
+    assert (mapper.inputs, mapper.outputs) == (["layers.3.q"], ["model.layers.3.q_proj"])
+    assert mapper.inverse().outputs == ["layers.3.q"]
+
+
+def test_giving_keeps_whole_groups() -> None:
+    """Of a group of which one tensor is wanted, all comes."""
+    mapper = parallel(unstack("ab", ["a", "b"]), identity("c"))
+    assert giving(mapper, ["b"]).outputs == ["a", "b"]
+    assert giving(mapper, []).groups == ()
+
+
+def qwen_like_experts(layers: int, experts: int) -> tuple[Mapper, Mapper]:
+    """Made-up mixtures of experts: modules one by one, and fused ones, to the same parameters of ours."""
+    one_by_one, fused = [], []
+    for layer in range(layers):
+        ours, theirs = f"layers.{layer}.experts.", f"model.layers.{layer}.mlp.experts."
+        kinds = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+        for name, their_name in kinds.items():
+            parts = [f"{theirs}{number}.{their_name}.weight" for number in range(experts)]
+            one_by_one.append(sequential(stack(parts, ours + name), transpose(ours + name, 1, 2)))
+        joined = theirs + "gate_up_proj"
+        both = chunk(joined, [ours + "gate", ours + "up"], 1)
+        turned = parallel(transpose(ours + "gate", 1, 2), transpose(ours + "up", 1, 2))
+        fused.append(parallel(sequential(both, turned), rename({theirs + "down_proj": ours + "down"})))
+    return parallel(*one_by_one), parallel(*fused)
+
+
+def test_experts_of_either_layout() -> None:
+    """Experts one by one and fused become the same parameters, from which both layouts come back bit by bit."""
+    one_by_one, fused = qwen_like_experts(layers=2, experts=3)
+    theirs = {name: torch.randn(5, 4) if "down" not in name else torch.randn(4, 5) for name in one_by_one.inputs}
+    ours = convert(one_by_one, theirs)
+    assert {name: tuple(tensor.shape) for name, tensor in ours.items() if "layers.1" in name} == {
+        "layers.1.experts.gate": (3, 4, 5),
+        "layers.1.experts.up": (3, 4, 5),
+        "layers.1.experts.down": (3, 5, 4),
+    }
+    assert torch.equal(ours["layers.1.experts.up"][2], theirs["model.layers.1.mlp.experts.2.up_proj.weight"].T)
+    again = convert(one_by_one.inverse(), ours)
+    assert all(torch.equal(again[name], theirs[name]) for name in theirs)
+    joined = convert(fused.inverse(), ours)
+    assert joined["model.layers.0.mlp.experts.gate_up_proj"].shape == (3, 10, 4)
+    ours_again = convert(fused, joined)
+    assert all(torch.equal(ours_again[name], ours[name]) for name in ours)
+
+
+ORDER = """
+from drawloom.components.weights.mapper import parallel, sequential, shard
+from drawloom.components.weights.mapper_ops import *
+names = [f"layers.{n}.{kind}" for n in range(20) for kind in ("q", "k", "v")]
+renamed = rename_by_pattern(names, r"layers\\\\.(\\\\d+)\\\\.(.)", r"m.\\\\1.\\\\2")
+joined = parallel(*(stack([f"m.{n}.{kind}" for kind in "qkv"], f"m.{n}") for n in range(0, 20, 2)))
+print([(g.inputs, g.outputs) for m in (sequential(renamed, joined), shard(renamed, 3, 1)) for g in m.groups])
+"""
+
+
+def test_order_is_the_same_in_every_process() -> None:
+    """Two processes that hash strings differently have the same groups in the same order."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", ORDER.replace("\\\\", "\\")],
+            env=os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": str(Path(__file__).parents[3] / "src")},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in (1, 2)
+    ]
+    first, second = (process.communicate(timeout=60)[0] for process in processes)
+    assert first == second
+    assert first.count("layers.19.q") == 1 and "('m.0.q', 'm.0.k', 'm.0.v')" not in first
+    assert "('layers.0.q', 'layers.0.k', 'layers.0.v'), ('m.0',)" in first
+
+
+def test_many_groups_take_little_time() -> None:
+    """A model of a hundred thousand experts is composed in a moment: cost grows with the number of names."""
+    names = [f"layers.{n}.experts.{e}" for n in range(100) for e in range(300)]
+    renamed = rename_by_pattern(names, r"layers\.(\d+)\.experts\.(\d+)", r"m.\1.\2")
+    joined = parallel(*(stack([f"m.{n}.{e}" for e in range(300)], f"m.{n}") for n in range(100)))
+    assert len(sequential(renamed, joined).groups) == 100

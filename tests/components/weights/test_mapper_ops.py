@@ -1,0 +1,139 @@
+"""What each of the smallest mappers does, and that it can be undone."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from drawloom.components.ports.weights import Mapper, TensorGroup
+from drawloom.components.weights.mapper_ops import (
+    chunk,
+    concatenate,
+    identity,
+    rename,
+    rename_by_pattern,
+    select_child,
+    squeeze,
+    stack,
+    transpose,
+    unsqueeze,
+    unstack,
+)
+from drawloom.components.weights.streaming import convert
+
+NAMES = ["layers.0.attention.q", "layers.0.attention.k", "layers.10.attention.q", "norm"]
+
+
+def numbers(*shape: int) -> Tensor:
+    """0, 1, 2 ... in a shape."""
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+LEAVES: dict[str, tuple[Mapper, dict[str, Tensor], dict[str, Tensor]]] = {
+    "identity": (identity("a", "b"), {"a": numbers(2), "b": numbers(3)}, {"a": numbers(2), "b": numbers(3)}),
+    "rename": (rename({"a": "b", "b": "a"}), {"a": numbers(2), "b": numbers(3)}, {"b": numbers(2), "a": numbers(3)}),
+    "transpose": (transpose("a", 0, 2), {"a": numbers(2, 3, 4)}, {"a": numbers(2, 3, 4).permute(2, 1, 0)}),
+    "squeeze": (squeeze("a", 1), {"a": numbers(2, 1, 3)}, {"a": numbers(2, 3)}),
+    "unsqueeze": (unsqueeze("a", -1), {"a": numbers(2)}, {"a": numbers(2, 1)}),
+    "stack": (
+        stack(["b", "a"], "c", 1),
+        {"a": numbers(2), "b": numbers(2) + 5},
+        {"c": torch.tensor([[5, 0], [6, 1]])},
+    ),
+    "unstack": (unstack("c", ["b", "a"]), {"c": numbers(2, 3)}, {"b": numbers(3), "a": numbers(3) + 3}),
+    "concatenate": (
+        concatenate(["a", "b"], "c", 1),
+        {"a": numbers(1, 2), "b": numbers(1, 2) + 9},
+        {"c": torch.tensor([[0, 1, 9, 10]])},
+    ),
+    "concatenate of sizes": (
+        concatenate(["q", "k", "v"], "qkv", 0, [4, 1, 1]),
+        {"q": numbers(4, 2), "k": numbers(1, 2) + 8, "v": numbers(1, 2) + 10},
+        {"qkv": numbers(6, 2)},
+    ),
+    "chunk": (chunk("c", ["a", "b"], -1), {"c": numbers(1, 4)}, {"a": numbers(1, 2), "b": numbers(1, 2) + 2}),
+}
+
+
+@pytest.mark.parametrize(("mapper", "tensors", "expected"), LEAVES.values(), ids=LEAVES.keys())
+def test_forth_and_back(mapper: Mapper, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """A leaf gives what its name says, and its inverse gives back what went in, bit by bit."""
+    given = convert(mapper, tensors)
+    assert given.keys() == expected.keys()
+    assert all(torch.equal(given[name], expected[name]) for name in expected)
+    back = convert(mapper.inverse(), given)
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+def test_rename_by_pattern() -> None:
+    """Whole names are matched, their groups can be used, and what does not match keeps its name."""
+    mapper = rename_by_pattern(NAMES, r"layers\.(\d)\.attention\.(.)", r"model.\1.\2_proj")
+    assert mapper.inputs == NAMES
+    assert mapper.outputs == ["model.0.q_proj", "model.0.k_proj", "layers.10.attention.q", "norm"]
+
+
+def test_rename_by_pattern_never_merges() -> None:
+    """Two names that would become one are refused."""
+    with pytest.raises(ValueError, match=r"attention would be given by more than one"):
+        rename_by_pattern(NAMES, r"layers\.\d+\.attention\..", "attention")
+
+
+def test_select_child() -> None:
+    """Only what lies inside the child is taken: a name that begins alike is another module."""
+    mapper = select_child(["layers.1.q", "layers.10.q", "norm"], "layers.1")
+    assert (mapper.inputs, mapper.outputs) == (["layers.1.q"], ["q"])
+    assert select_child(NAMES, "head").groups == ()
+
+
+MISFITS: dict[str, tuple[Mapper, dict[str, Tensor], str]] = {
+    "squeeze": (squeeze("a", 0), {"a": numbers(2)}, "dimension 0 has size 2, not 1"),
+    "unstack": (unstack("a", ["b", "c"]), {"a": numbers(3)}, "dimension 0 has size 3, not 2"),
+    "chunk": (chunk("a", ["b", "c"]), {"a": numbers(3)}, "can't be cut into 2 of one size"),
+    "chunk of sizes": (chunk("a", ["b", "c"], 0, [1, 1]), {"a": numbers(3)}, r"into pieces of sizes \[1, 1\]"),
+    "concatenate": (concatenate(["b", "c"], "a"), {"b": numbers(1), "c": numbers(3)}, r"\[1, 3\], not all the same"),
+    "of sizes": (concatenate(["b", "c"], "a", 0, [2, 2]), {"b": numbers(1), "c": numbers(3)}, r"not \[2, 2\]"),
+}
+
+
+@pytest.mark.parametrize(("mapper", "tensors", "message"), MISFITS.values(), ids=MISFITS.keys())
+def test_what_could_not_be_undone_is_refused(mapper: Mapper, tensors: dict[str, Tensor], message: str) -> None:
+    """A tensor that a leaf was not made for is refused, also where torch would do something with it."""
+    with pytest.raises(ValueError, match=message):
+        convert(mapper, tensors)
+
+
+@pytest.mark.parametrize("names", [[], ["a", "a"]])
+@pytest.mark.parametrize("make", [lambda names: stack(names, "b"), lambda names: unstack("b", names)])
+def test_groups_name_each_tensor_once(make: Callable[[list[str]], Mapper], names: list[str]) -> None:
+    """A group without names, or with one twice, is no group."""
+    with pytest.raises(ValueError, match="at least one, and each once"):
+        make(names)
+
+
+def test_no_way_back_is_told() -> None:
+    """A group that can't be undone says so when its inverse is asked for, not later."""
+    one_way = Mapper((TensorGroup(("a",), ("b",), lambda tensors: tensors),))
+    with pytest.raises(ValueError, match="no way leads back from b to a"):
+        one_way.inverse()
+
+
+@given(dim=st.integers(-3, 2), count=st.integers(1, 4), data=st.data())
+def test_cut_and_joined_is_as_before(dim: int, count: int, data: st.DataObject) -> None:
+    """Pieces of any sizes along any dimension, stacked slices too, join to the tensor that they were cut from."""
+    shape = [2, 3, 2]
+    sizes = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    shape[dim] = sum(sizes)
+    whole = torch.randn(shape)
+    names = [f"part{number}" for number in range(count)]
+    cut = chunk("whole", names, dim, sizes)
+    parts = convert(cut, {"whole": whole})
+    assert [parts[name].size(dim) for name in names] == sizes
+    assert torch.equal(convert(cut.inverse(), parts)["whole"], whole)
+    shape[dim] = count
+    whole = torch.randn(shape)
+    apart = unstack("whole", names, dim)
+    assert torch.equal(convert(apart.inverse(), convert(apart, {"whole": whole}))["whole"], whole)

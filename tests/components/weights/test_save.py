@@ -1,0 +1,145 @@
+"""Splitting tensors into files."""
+
+import json
+import os
+import weakref
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+from drawloom.components.storage.tensor_source import InMemory, TensorKind
+from drawloom.components.weights.mapper import parallel
+from drawloom.components.weights.mapper_ops import identity, stack
+from drawloom.components.weights.save import plan_files, split, write_files, write_safetensors
+from drawloom.graph import UserError
+
+
+@given(sizes=st.lists(st.integers(0, 50), max_size=20), limit=st.integers(1, 60))
+def test_split_keeps_order_and_limit(sizes: list[int], limit: int) -> None:
+    """All names appear once in order; a file above the limit holds one tensor; no two neighbours would fit in one."""
+    given = {f"t{number}": TensorKind((size,), torch.uint8) for number, size in enumerate(sizes)}
+    shards = split(given, limit)
+    totals = [sum(given[name].bytes for name in shard) for shard in shards]
+    assert [name for shard in shards for name in shard] == list(given)
+    assert all(total <= limit or len(shard) == 1 for total, shard in zip(totals, shards, strict=True))
+    firsts = [given[shard[0]].bytes for shard in shards[1:]]
+    assert all(total + first > limit for total, first in zip(totals, firsts, strict=False))
+
+
+def kinds(**sizes: int) -> dict[str, TensorKind]:
+    """Tensors of so many bytes."""
+    return {name: TensorKind((size,), torch.uint8) for name, size in sizes.items()}
+
+
+def test_files_hold_as_many_names_as_can_be_read() -> None:
+    """However small tensors are, a file's header stays below what is read."""
+    shards = split({f"t{number}": TensorKind((0,), torch.uint8) for number in range(60_001)}, 1)
+    assert [len(shard) for shard in shards] == [30_000, 30_000, 1]
+
+
+def test_files_of_several_writers_are_numbered_through() -> None:
+    """Every writer has files of its own, all are of one count; who has nothing writes nothing."""
+    files = plan_files([kinds(a=5, b=5), {}, kinds(c=20, d=1)], 10)
+    assert [(file.name[6:11], file.writer, [*file.kinds]) for file in files] == [
+        ("00001", 0, ["a", "b"]),
+        ("00002", 2, ["c"]),
+        ("00003", 2, ["d"]),
+    ]
+    assert [(file.name, file.writer) for file in plan_files([{}, kinds(a=1)], 10)] == [("model.safetensors", 1)]
+
+
+def test_duplicate_names_are_refused_before_any_write() -> None:
+    """Two writers with tensors of one name are told, each by its number."""
+    with pytest.raises(UserError, match="b, c would be written twice, by rank 0 and by rank 2"):
+        plan_files([kinds(a=1, b=1, c=1), kinds(d=1), kinds(e=1, b=1, c=1)], 10)
+
+
+def test_names_that_could_not_be_read_are_refused(tmp_path: Path) -> None:
+    """Nothing is written if a name would be refused when it is read again."""
+    with pytest.raises(UserError, match=r"'\.\./a' is no name for a tensor"):
+        write_safetensors(tmp_path, InMemory({"../a": torch.ones(1)}), identity("../a"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_tensors_that_do_not_go_together_are_told_before_any_write(tmp_path: Path) -> None:
+    """What the mapper can't make of the tensors is known before a file is begun."""
+    source = InMemory({"a": torch.ones(1), "b": torch.ones(2)})
+    with pytest.raises(UserError, match="ab can't be made of a, b"):
+        write_safetensors(tmp_path, source, stack(["a", "b"], "ab"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_plan_is_kept() -> None:
+    """Tensors in another order than planned are a mistake of the program."""
+    with TemporaryDirectory() as folder, pytest.raises(ValueError, match="b came where a was planned"):
+        write_files(Path(folder), plan_files([kinds(a=1)], 10), iter([("b", torch.ones(1))]))
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 9), st.sampled_from([torch.float32, torch.int8, torch.bool])), min_size=1),
+    limit=st.integers(1, 100),
+)
+def test_what_is_written_is_read_bit_by_bit(sizes: list[tuple[int, torch.dtype]], limit: int) -> None:
+    """Any tensors, in any number of files, come back the same, read by us and by the library."""
+    tensors = {f"t{n}": torch.randint(0, 2, (size,)).to(dtype) for n, (size, dtype) in enumerate(sizes)}
+    with TemporaryDirectory() as folder:
+        write_safetensors(Path(folder), InMemory(tensors), identity(*tensors), limit)
+        source = open_safetensors_folder(Path(folder))
+        theirs = {
+            name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()
+        }
+        assert source.kinds().keys() == theirs.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert source.tensor(name).dtype == theirs[name].dtype == tensor.dtype
+            assert torch.equal(source.tensor(name), tensor) and torch.equal(theirs[name], tensor)
+
+
+def test_one_group_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    """What was written is let go of before the next group is asked for."""
+    alive: list[weakref.ref[Tensor]] = []
+
+    class Fresh:
+        gives_away = True
+
+        def kinds(self) -> dict[str, TensorKind]:
+            return {f"t{number}": TensorKind((4,), torch.float32) for number in range(9)}
+
+        def tensor(self, name: str) -> Tensor:
+            tensor = torch.ones(4)
+            alive.append(weakref.ref(tensor))
+            assert sum(each() is not None for each in alive) <= 4
+            return tensor
+
+    pairs = parallel(*(stack([f"t{number}", f"t{number + 1}"], f"s{number}") for number in range(0, 8, 2)))
+    write_safetensors(tmp_path, Fresh(), pairs, 40)
+
+
+def test_one_file_has_no_index(tmp_path: Path) -> None:
+    """What fits in one file is `model.safetensors`, marked as torch's."""
+    tensors = {"b": torch.arange(6.0).view(2, 3).T, "a": torch.ones(2, dtype=torch.bfloat16)}
+    write_safetensors(tmp_path, InMemory(tensors), identity("b", "a"), 100)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_several_files_have_an_index(tmp_path: Path) -> None:
+    """Files are numbered from 1 of their count, the index places each tensor and counts all bytes."""
+    tensors = {name: torch.full((4,), float(number)) for number, name in enumerate("abc")}
+    write_safetensors(tmp_path, InMemory(tensors), identity("a", "b", "c"), 32)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    assert index == {"metadata": {"total_size": 48}, "weight_map": {"a": first, "b": first, "c": second}}
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [first, second]
+    assert torch.equal(load_file(tmp_path / second)["c"], tensors["c"])

@@ -1,0 +1,182 @@
+"""One rank's place in a shared folder, with all that can go wrong there."""
+
+import json
+import os
+import pickle
+import re
+import secrets
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from drawloom.components.workspace import shared_folder
+from drawloom.components.workspace.shared_folder import publish, read, withdraw
+from drawloom.components.workspace.tensor_json import Parcel
+from drawloom.graph import UserError
+
+
+def parcel(number: float = 1.0) -> Parcel:
+    """A configuration and two tensors."""
+    return Parcel({"number": number}, {"a": torch.full((3,), number), "b": torch.ones(2, dtype=torch.bfloat16)})
+
+
+def files(folder: Path) -> list[str]:
+    """What lies in the folder."""
+    return sorted(os.listdir(folder))
+
+
+def test_what_is_published_is_read(tmp_path: Path) -> None:
+    """Tree and tensors come back; who published nothing has nothing."""
+    publish(tmp_path, 3, parcel())
+    found = read(tmp_path, 3)
+    assert found is not None
+    assert found.tree == {"number": 1.0}
+    assert found.tensors.keys() == {"a", "b"}
+    assert torch.equal(found.tensors["b"], torch.ones(2, dtype=torch.bfloat16))
+    assert read(tmp_path, 2) is None
+
+
+def test_a_place_holds_one_generation(tmp_path: Path) -> None:
+    """Publishing again replaces what was there, tensors and all, and leaves other ranks' places alone."""
+    publish(tmp_path, 1, parcel())
+    publish(tmp_path, 11, parcel(11.0))
+    second = publish(tmp_path, 1, parcel(2.0))
+    assert files(tmp_path)[0].startswith(f"rank-1-{second}") or f"rank-1-{second}.safetensors" in files(tmp_path)
+    assert len(files(tmp_path)) == 4
+    found, other = read(tmp_path, 1, second), read(tmp_path, 11)
+    assert found is not None and other is not None
+    assert (found.tree, other.tree) == ({"number": 2.0}, {"number": 11.0})
+
+
+def test_withdrawn_is_gone(tmp_path: Path) -> None:
+    """A place can be emptied, of all that any process ever left there, and of nothing else."""
+    publish(tmp_path, 1, parcel())
+    publish(tmp_path, 12, parcel())
+    (tmp_path / "rank-1-0123456789abcdef.safetensors").write_text("of a dead process")
+    (tmp_path / "rank-1.json.tmp").write_text("of a dead process")
+    (tmp_path / "rank-1.txt").write_text("somebody else's")
+    withdraw(tmp_path, 1)
+    assert read(tmp_path, 1) is None
+    assert [name for name in files(tmp_path) if not name.startswith("rank-12")] == ["rank-1.txt"]
+
+
+def test_every_damage_is_found(tmp_path: Path) -> None:
+    """Whichever byte of whichever file is another, reading is an error that names the file."""
+    publish(tmp_path, 0, parcel())
+    for path in sorted(tmp_path.iterdir()):
+        good = path.read_bytes()
+        for place in range(0, len(good), 7):
+            path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+            with pytest.raises(UserError, match=re.escape(str(tmp_path))):
+                read(tmp_path, 0)
+        for wrong in (good[:-1], good + b" ", b"", pickle.dumps({"number": 1.0})):
+            path.write_bytes(wrong)
+            if path.suffix == ".json" and wrong == good + b" ":
+                continue  # a space behind JSON is nothing
+            with pytest.raises(UserError, match=re.escape(str(tmp_path))):
+                read(tmp_path, 0)
+        path.write_bytes(good)
+    assert read(tmp_path, 0) is not None
+
+
+@pytest.mark.parametrize("changes", [{"rank": 1}, {"format": 2}, {"generation": "../../etc/passwd"}, {"tensors": {}}])
+def test_a_record_of_something_else_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    """A record with a good digest is believed only for its own rank and format, and can't name files elsewhere."""
+    publish(tmp_path, 0, parcel())
+    path = tmp_path / "rank-0.json"
+    record = json.loads(path.read_bytes()) | changes
+    del record["digest"]
+    path.write_text(json.dumps({**record, "digest": shared_folder._digest(record)}))
+    with pytest.raises(UserError, match=r"rank-0\.json is not as it was written"):
+        read(tmp_path, 0)
+
+
+@pytest.mark.parametrize("name", ["json", "safetensors"])
+def test_links_and_pipes_are_not_read(tmp_path: Path, name: str) -> None:
+    """What is no plain file is refused at once."""
+    publish(tmp_path, 0, parcel())
+    (path,) = tmp_path.glob(f"*.{name}")
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="symbolic link"):
+        read(tmp_path, 0)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="no regular file"):
+        read(tmp_path, 0)
+
+
+def test_a_late_generation_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where storage shows the old state for a while, the reader waits until the new one is there."""
+    publish(tmp_path, 0, parcel())
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "0123456789abcdef")
+    late = threading.Timer(0.3, publish, (tmp_path, 0, parcel(2.0)))
+    late.start()
+    found = read(tmp_path, 0, "0123456789abcdef")
+    late.join()
+    assert found is not None and found.tree == {"number": 2.0}
+
+
+def test_a_generation_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting has an end, and then says what it waited for; a stale file of another run is never taken for it."""
+    monkeypatch.setattr(shared_folder, "PATIENCE", 0.2)
+    for leftover in (False, True):
+        if leftover:
+            publish(tmp_path, 0, parcel())
+        began = time.monotonic()
+        with pytest.raises(UserError, match=r"rank-0\.json does not show what rank 0 wrote"):
+            read(tmp_path, 0, "0123456789abcdef")
+        assert 0.2 < time.monotonic() - began < 5
+
+
+def test_a_reader_meets_no_mixture(tmp_path: Path) -> None:
+    """While generations replace one another, each read gives one of them, whole."""
+    publish(tmp_path, 0, parcel(0.0))
+    over = threading.Event()
+
+    def write() -> None:
+        for number in range(1, 60):
+            publish(tmp_path, 0, parcel(float(number)))
+        over.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while not over.is_set():
+        found = read(tmp_path, 0)
+        assert found is not None
+        assert found.tensors["a"].tolist() == [found.tree["number"]] * 3
+        seen.add(found.tree["number"])
+    writer.join()
+    assert len(seen) > 1
+
+
+def test_published_means_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are on disk before the JSON, the JSON before its rename, and the folder after it."""
+    log: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def logged(descriptor: int) -> None:
+        log.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).suffix or "folder")
+        fsync(descriptor)
+
+    def logged_replace(old: Path, new: Path) -> None:
+        log.append("rename")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", logged)
+    monkeypatch.setattr(os, "replace", logged_replace)
+    publish(tmp_path, 0, parcel())
+    assert log == [".safetensors", ".tmp", "rename", "folder"]
+
+
+def test_what_can_not_be_written_leaves_nothing(tmp_path: Path) -> None:
+    """A tensor of a dtype that files have no word for is refused before anything is published."""
+    with pytest.raises(ValueError, match="complex128"):
+        publish(tmp_path, 0, Parcel({}, {"a": torch.ones(1, dtype=torch.complex128)}))
+    with pytest.raises(ValueError, match="no name for a tensor"):
+        publish(tmp_path, 0, Parcel({}, {"../a": torch.ones(1)}))
+    assert files(tmp_path) == []

@@ -1,0 +1,116 @@
+"""Shared memory without names."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drawloom.components.storage.safetensors.header import DTYPES
+from drawloom.components.workspace.shared_memory import open_shared, shared
+from drawloom.components.workspace.tensor_json import Parcel
+from drawloom.graph import UserError
+
+OF_OTHERS = ("sem.", "power-")
+"""What tests that run at the same time have there for a moment."""
+
+
+def held() -> list[str]:
+    """The segments that this process holds open or mapped, and all that has a name."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:
+            continue  # the listing's own
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    named = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if not name.startswith(OF_OTHERS)]
+    return named + [line.split()[-1] for line in [*links, *mapped] if "memfd:drawloom" in line]
+
+
+def test_the_reader_has_what_was_shared() -> None:
+    """Every dtype arrives, also without a number in it, and in the same memory: nothing is copied."""
+    tensors = {f"t{n}": torch.randint(0, 2, (n % 3, 2)).to(dtype) for n, dtype in enumerate(DTYPES.values())}
+    with shared(Parcel([1, {"a": None}], tensors)) as ticket:
+        found = open_shared(ticket)
+    assert found.tree == [1, {"a": None}]
+    assert found.tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found.tensors[name].dtype == tensor.dtype
+        assert torch.equal(found.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.tensors.values()}) == 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 40, 1000])
+def test_any_number_of_tensors(count: int) -> None:
+    """Sizes are known, never guessed: none, some and many small tensors fit."""
+    with shared(Parcel({}, {str(n): torch.tensor([n]) for n in range(count)})) as ticket:
+        found = open_shared(ticket)
+    assert [found.tensors[str(n)].item() for n in range(count)] == [*range(count)]
+
+
+def test_nothing_is_left() -> None:
+    """When the block is over and the tensors are let go of, nothing is held or named, after an exception too."""
+    before = held()
+    with pytest.raises(KeyError), shared(Parcel({}, {"a": torch.ones(9)})) as ticket:
+        found = open_shared(ticket)
+        assert len(held()) > len(before)
+        raise KeyError
+    assert found.tensors["a"].tolist() == [1.0] * 9  # who opened it keeps it
+    del found
+    assert held() == before
+
+
+def test_a_reader_changes_its_own_only() -> None:
+    """Memory is sealed: nobody changes what another reads."""
+    with shared(Parcel({}, {"a": torch.ones(2)})) as ticket:
+        first, second = open_shared(ticket), open_shared(ticket)
+        first.tensors["a"].zero_()
+        assert second.tensors["a"].tolist() == [1.0, 1.0]
+        for number in ticket["files"]:
+            with pytest.raises(OSError):
+                os.pwrite(number, b"x", 0)
+            with pytest.raises(OSError):
+                os.ftruncate(number, 1)
+
+
+def test_a_killed_process_leaves_nothing() -> None:
+    """The system frees what a process shared, even if it was killed."""
+    program = """
+    import os, signal, torch
+    from drawloom.components.workspace.tensor_json import Parcel
+    from drawloom.components.workspace.shared_memory import shared
+    with shared(Parcel({}, {"a": torch.ones(9)})) as ticket:
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    before = held()
+    path = str(Path(__file__).parents[3] / "src")
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env={"PYTHONPATH": path}, check=False)
+    assert done.returncode == -9
+    assert held() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"machine": "another"}, "are not on one machine; give workspace_path"),
+        ({"token": "00" * 16}, "shared is gone"),
+        ({"process": 2**22 + 1}, "can't be opened"),
+        ({"files": [9999, 9999]}, "can't be opened"),
+    ],
+)
+def test_a_ticket_of_nothing_is_told(changes: dict[str, Any], message: str) -> None:
+    """Another machine, another process in its place, and memory that is gone are sentences."""
+    with shared(Parcel({}, {})) as ticket, pytest.raises(UserError, match=message):
+        open_shared(ticket | changes)
+
+
+def test_other_systems_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory has no such segments, a folder does it."""
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(UserError, match="give workspace_path"), shared(Parcel({}, {})):
+        pytest.fail("it must not open")

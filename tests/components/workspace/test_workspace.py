@@ -1,0 +1,279 @@
+"""Ranks that lay down configurations and tensors, and one that reads them: real processes, and what they leave."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drawloom.components.distributed.process_group import OneRank, ProcessGroup
+from drawloom.components.distributed.rank_errors import on_main
+from drawloom.components.workspace import workspace
+from drawloom.components.workspace.workspace import NFSWorkspace, get_configs_parallel, get_tensors_parallel
+from drawloom.graph import UserError
+from support.processes import RanksFailed, run_ranks
+
+CPU = torch.device("cpu")
+OF_OTHERS = ("sem.", "power-")
+"""What tests that run at the same time have in shared memory for a moment."""
+
+
+def _world() -> ProcessGroup:
+    dist.init_process_group("gloo")
+    return ProcessGroup("world", range(dist.get_world_size()), dist.group.WORLD, CPU)
+
+
+def _held() -> list[str]:
+    """Segments that this process holds, and shared memory that has a name."""
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    lines = [*links, *Path("/proc/self/maps").read_text().splitlines()]
+    named = sorted(name for name in os.listdir("/dev/shm") if not name.startswith(OF_OTHERS))
+    return named + [line for line in lines if "memfd:drawloom" in line]
+
+
+def _config(rank: int, tensors: int) -> dict[str, Any]:
+    made = {f"t{n}": torch.full((n % 3, 2), float(rank), dtype=torch.bfloat16) for n in range(tensors)}
+    return {"rank": rank, "layers": [{"sizes": (rank, 1.5)}], "weights": made}
+
+
+def _told(config: Any) -> Any:
+    """A configuration with its tensors as lists."""
+    if isinstance(config, torch.Tensor):
+        return [str(config.dtype), config.tolist()]
+    if isinstance(config, dict):
+        return {key: _told(part) for key, part in config.items()}
+    return [_told(part) for part in config] if isinstance(config, list | tuple) else config
+
+
+class _Trouble(Exception):
+    pass
+
+
+def _failing(group: ProcessGroup, where: str, path: str | None) -> str:
+    """Fail on rank 1, while writing or while consuming, or on the reader; what this rank learns of it."""
+    config: Any = {"bad": object()} if (where, group.rank) == ("writer", 1) else {"rank": group.rank}
+    try:
+        with get_configs_parallel(config, [0, 1, 2], group, path):
+            if (where, group.rank) in (("consumer", 0), ("bystander", 1)):
+                raise _Trouble("all is lost")
+            if where == "agreed":
+                on_main(group, lambda: (_ for _ in ()).throw(UserError("main says no")))
+    except (UserError, _Trouble, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def _scenarios(folder: str | None) -> dict[str, Any]:
+    """Everything that four ranks do with a workspace, one after another: a rank out of step would spoil the next."""
+    world = _world()
+    before, found = _held(), {}
+    for count in (0, 1, 40, 1000):
+        with get_configs_parallel(_config(world.rank, count), [0, 1, 2, 3], world, folder) as configs:
+            kept = configs
+            expected = [_told(_config(rank, count)) for rank in range(4)] if world.rank == 0 else []
+            found[f"{count} tensors"] = _told(configs) == expected
+        found[f"{count} emptied"] = kept == []
+    with get_configs_parallel({"rank": world.rank}, [3, 1], world, folder) as configs:
+        found["order"] = [*configs]
+    with get_configs_parallel(None if world.rank % 2 else {}, [0, 1, 2, 3], world, folder) as configs:
+        found["none"] = [*configs]
+    for where in ("writer", "consumer", "bystander", "agreed"):
+        found[f"failing {where}"] = _failing(world, where, folder)
+    try:
+        with get_configs_parallel({}, [0, 1] if world.rank < 2 else [0, 2], world, folder):
+            pass
+    except UserError as error:
+        found["ranks differ"] = str(error)
+    with get_configs_parallel({"rank": world.rank}, [1, 2], world, folder) as configs:
+        found["still in step"] = [*configs]
+    found["pairs"] = _pairs(world.rank, folder)
+    del configs, kept
+    world.gather_json(None)  # all are done
+    found["left"] = [name for name in _held() if name not in before]
+    found["files"] = [] if folder is None else os.listdir(folder)
+    return found
+
+
+def _pairs(rank: int, folder: str | None) -> list[Any]:
+    """Two groups at once, and in one of them a gathering inside of a gathering."""
+    handles = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = ProcessGroup("pair", [0, 1] if rank < 2 else [2, 3], handles[rank // 2], CPU)
+    with (
+        get_configs_parallel({"outer": rank}, [0, 1], group, folder) as outer,
+        get_configs_parallel({"inner": rank}, [1, 0], group, folder) as inner,
+    ):
+        return [*outer, *inner]
+
+
+@pytest.fixture(scope="module", params=["memory", "folder"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What four ranks found, through shared memory or through a folder that did not exist before."""
+    folder = str(tmp_path_factory.mktemp("shared") / "not" / "yet") if request.param == "folder" else None
+    return run_ranks(_scenarios, 4, folder)
+
+
+@pytest.mark.parametrize("count", [0, 1, 40, 1000])
+def test_the_first_has_everything(ranks: list[dict[str, Any]], count: int) -> None:
+    """The first rank has every configuration with however many tensors, the others none; later nobody has."""
+    assert all(rank[f"{count} tensors"] and rank[f"{count} emptied"] for rank in ranks)
+
+
+def test_ranks_may_be_some_in_any_order(ranks: list[dict[str, Any]]) -> None:
+    """The first of the ranks that are named reads, in their order; the others of the group have empty lists."""
+    assert [rank["order"] for rank in ranks] == [[], [], [], [{"rank": 3}, {"rank": 1}]]
+
+
+def test_nothing_to_tell_keeps_its_place(ranks: list[dict[str, Any]]) -> None:
+    """A rank that has no configuration stands as None where it belongs."""
+    assert [rank["none"] for rank in ranks] == [[{}, None, {}, None], [], [], []]
+
+
+def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None:
+    """Whoever fails, while writing or inside of the block, raises its own error, and all others a UserError of it."""
+    bad = "config.bad is a object; it may hold what JSON can say, and tensors"
+    lost = "all is lost"
+    assert [rank["failing writer"] for rank in ranks] == [
+        f"TypeError: {bad}" if place == 1 else f"UserError: rank 1: TypeError: {bad}" for place in range(4)
+    ]
+    for where, failed in (("consumer", 0), ("bystander", 1)):
+        assert [rank[f"failing {where}"] for rank in ranks] == [
+            f"_Trouble: {lost}" if place == failed else f"UserError: rank {failed}: _Trouble: {lost}"
+            for place in range(4)
+        ]
+    assert [rank["failing agreed"] for rank in ranks] == ["UserError: main says no"] * 4
+
+
+def test_ranks_that_disagree_are_told(ranks: list[dict[str, Any]]) -> None:
+    """Everybody hears what each thought the ranks were."""
+    expected = "ranks were [[0, 1], [0, 1], [0, 2], [0, 2]] on the ranks of a group; give all the same"
+    assert [rank["ranks differ"] for rank in ranks] == [expected] * 4
+
+
+def test_ranks_stay_in_step(ranks: list[dict[str, Any]]) -> None:
+    """After all these failures the next gathering is as good as the first."""
+    assert [rank["still in step"] for rank in ranks] == [[], [{"rank": 1}, {"rank": 2}], [], []]
+
+
+def test_groups_do_not_meet(ranks: list[dict[str, Any]]) -> None:
+    """Two groups at once, each with a gathering inside of another, have each their own."""
+    assert [rank["pairs"] for rank in ranks] == [
+        [{"outer": 0}, {"outer": 1}],
+        [{"inner": 1}, {"inner": 0}],
+        [{"outer": 2}, {"outer": 3}],
+        [{"inner": 3}, {"inner": 2}],
+    ]
+
+
+def test_nothing_is_left_behind(ranks: list[dict[str, Any]]) -> None:
+    """No shared memory is named, open or mapped that was not before, and no file lies in the folder."""
+    assert [(rank["left"], rank["files"]) for rank in ranks] == [([], [])] * 4
+
+
+def _tensors() -> dict[str, Any]:
+    world = _world()
+    mine = torch.full((world.rank, 2), float(world.rank), dtype=[torch.bfloat16, torch.float8_e4m3fn][world.rank % 2])
+    with get_tensors_parallel(mine, [1, 0], world) as tensors:
+        shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+        own = bool(tensors) and tensors[0] is mine
+    with get_tensors_parallel(torch.tensor(world.rank), [0, 1]) as tensors:  # of all processes
+        numbers = [int(tensor) for tensor in tensors]
+    return {"shapes": shapes, "own": own, "numbers": numbers}
+
+
+def test_tensors() -> None:
+    """Tensors of any shape and dtype arrive, the reader's own is not copied, and no group is all processes."""
+    found = run_ranks(_tensors, 2)
+    assert found[0] == {"shapes": [], "own": False, "numbers": [0, 1]}
+    expected = [((1, 2), "torch.float8_e4m3fn"), ((0, 2), "torch.bfloat16")]
+    assert found[1] == {"shapes": expected, "own": True, "numbers": []}
+
+
+def test_one_rank_alone() -> None:
+    """A group of one has its own configuration, as the others' would arrive, and its own tensor."""
+    with get_configs_parallel({"a": (1, 2)}, [0], OneRank()) as configs:
+        assert configs == [{"a": [1, 2]}]
+    tensor = torch.ones(2)
+    with get_tensors_parallel(tensor, [0]) as tensors:
+        assert tensors[0] is tensor
+    with (
+        pytest.raises(UserError, match=r"ranks = \[0, 1\] are not places"),
+        get_configs_parallel({}, [0, 1], OneRank()),
+    ):
+        pytest.fail("there is no second rank")
+
+
+def _killed_after_writing(folder: str) -> tuple[str, float]:
+    world = _world()
+    module: Any = workspace
+    publish = module.publish
+
+    def and_die(*arguments: Any) -> str:
+        publish(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return ""
+
+    module.publish = and_die
+    began = time.monotonic()
+    try:
+        with get_configs_parallel({"rank": world.rank}, [0, 1], world, folder):
+            return "fine", 0
+    except UserError as error:
+        return str(error), time.monotonic() - began
+
+
+def test_a_killed_writer(tmp_path: Path) -> None:
+    """The others hear of it soon; what it left is never read, and removed when its successor begins."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(_killed_after_writing, 2, str(tmp_path))
+    assert "exit code -9" in caught.value.failures[1]
+    text, seconds = caught.value.values[0]
+    assert "another process stopped" in text
+    assert seconds < 10
+    assert len(os.listdir(tmp_path)) == 2
+    with NFSWorkspace(tmp_path, rank=1) as successor:
+        assert successor.read_configs_and_weights_from_rank(1) == (None, None)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_workspace_without_ranks(tmp_path: Path) -> None:
+    """Without any group: a rank publishes, another reads the last it published, an empty place gives nothing."""
+    first, second = NFSWorkspace(tmp_path / "new" / "folder", rank=0), NFSWorkspace(tmp_path / "new" / "folder", rank=1)
+    assert second.read_configs_and_weights_from_rank(0) == (None, None)
+    first.write_configs_and_weights({"step": 1}, {"a": torch.ones(2)})
+    first.write_configs_and_weights({"step": 2}, {})
+    assert second.read_configs_and_weights_from_rank(0) == ({"step": 2}, {})
+    first.write_configs_and_weights(None, {"layer.0/w": torch.ones(2, requires_grad=True)})
+    config, weights = second.read_configs_and_weights_from_rank(0)
+    assert config is None and weights is not None
+    assert torch.equal(weights["layer.0/w"], torch.ones(2))
+    with pytest.raises(TypeError, match="give them as weights"):
+        first.write_configs_and_weights({"a": torch.ones(1)}, {})
+    NFSWorkspace(tmp_path / "new" / "folder", rank=0)  # the next process of this rank begins
+    assert second.read_configs_and_weights_from_rank(0) == (None, None)
+
+
+def test_a_workspace_without_a_folder() -> None:
+    """It says that it is none, and does nothing."""
+    none = NFSWorkspace()
+    assert not none.is_initialized
+    for work in (
+        lambda: none.write_configs_and_weights({}, {}),
+        lambda: none.read_configs_and_weights_from_rank(0),
+        none.close,
+    ):
+        with pytest.raises(ValueError, match="give workspace_path"):
+            work()
+
+
+def test_the_rank_is_torchruns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left out, the rank is the process's own."""
+    assert NFSWorkspace(tmp_path).rank == 0
+    for name, value in (("RANK", "2"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert NFSWorkspace(tmp_path).rank == 2

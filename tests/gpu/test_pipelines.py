@@ -1,0 +1,118 @@
+"""Pipelines over NCCL: two processes, a GPU each."""
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support import pipelines
+from support.processes import RanksFailed, run_ranks
+from support.runs import drawloom, series, struck, take_back, write_corpus
+
+GPUS = torch.cuda.device_count()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and {GPUS} of this machine can be seen"),
+]
+
+CASES: list[pipelines.Case] = [(name, count, True, False) for name in pipelines.TRAINING for count in (1, 5, 8)]
+COMMON = ("run", "tiny.toml", "model.layers=4", "batch.global_size=8", "batch.micro_size=1", "trainer.steps=6")
+LEARNED = ("loss", "grad_norm", "held_out_loss", "tokens")
+
+
+@pytest.fixture(scope="module")
+def parts() -> list[list[dict[str, Any]]]:
+    """What both ranks have after a step of each case."""
+    return run_ranks(pipelines.steps, 2, CASES, 1, "cuda", timeout=180)
+
+
+@pytest.fixture(scope="module")
+def wholes() -> dict[int, dict[str, Any]]:
+    """The same steps in one process on one GPU, by the number of microbatches."""
+    counts = (1, 5, 8)
+    (found,) = run_ranks(pipelines.steps, 1, [("gpipe", count, True, False) for count in counts], 1, "cuda", timeout=60)
+    return dict(zip(counts, found, strict=True))
+
+
+@pytest.mark.parametrize("place", range(len(CASES)))
+def test_schedules_over_nccl_have_the_gradients_of_one_process(place: int, parts: Any, wholes: Any) -> None:
+    """In float64, whatever the schedule and the number of microbatches, with tied weights and evaluation."""
+    case = CASES[place]
+    whole, mine = wholes[case[1]], [found[place] for found in parts]
+    assert sum(part["loss"] for part in mine) == pytest.approx(whole["loss"], rel=1e-10), case
+    assert sum(part["held_out"] for part in mine) == pytest.approx(whole["held_out"], rel=1e-10), case
+    for part in mine:
+        for parameter, grad in part["grads"].items():
+            torch.testing.assert_close(grad, whole["grads"][parameter], rtol=1e-10, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus, the tiny recipe, and a run of it on one GPU."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    write_corpus(folder)
+    outcome = drawloom(folder, *COMMON, "run.name=one")[0]
+    assert outcome.code == 0, outcome
+    return folder
+
+
+def assert_same(run: Path, other: Path) -> None:
+    """Losses and gradient norms of every step are equal to float32's rounding after some steps."""
+    ours, theirs = series(run, *LEARNED), series(other, *LEARNED)
+    assert len(ours) == len(theirs) == 6
+    for mine, yours in zip(ours, theirs, strict=True):
+        assert [value or 0 for value in mine] == pytest.approx([value or 0 for value in yours], rel=1e-4)
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved_1f1b", "zero_bubble_1p", "dual_pipe_v"])
+def test_a_run_over_two_gpus_learns_what_one_learns(place: Path, schedule: str) -> None:
+    """Losses, export and sample are those of one GPU; nothing is printed but step lines."""
+    words = [*COMMON, f"run.name={schedule}", "mesh.pipeline=2", f"schedule.use=pipeline.schedules.{schedule}"]
+    outcomes = drawloom(place, *words, ranks=2)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert "arning" not in outcomes[0].text + outcomes[1].text, outcomes
+    run = place / "runs" / schedule
+    assert_same(place / "runs/one", run)
+    assert (run / "export/config.json").exists() and (run / "sample.txt").exists()
+
+
+def test_replicas_over_two_gpus_learn_what_one_learns(place: Path) -> None:
+    """So do two data-parallel processes."""
+    outcomes = drawloom(place, *COMMON, "run.name=replicas", ranks=2)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert_same(place / "runs/one", place / "runs/replicas")
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_run_moves_between_one_and_two_gpus(place: Path, before: int, after: int) -> None:
+    """A checkpoint of one GPU is taken over by a pipeline of two, and the other way round."""
+    name = f"from{before}to{after}"
+    for ranks in (before, after):
+        words = [*COMMON, f"run.name={name}", "checkpoint.every=3", "checkpoint.keep=9", f"mesh.pipeline={ranks}"]
+        outcomes = drawloom(place, *words, ranks=ranks)
+        assert {outcome.code for outcome in outcomes} == {0}, outcomes
+        if ranks == before:
+            take_back(place / "runs" / name, 3)
+    assert_same(place / "runs/one", place / "runs" / name)
+
+
+ENDLESS = ("trainer.steps=1000000", "checkpoint.every='last'", "watch.timeouts.step=8.0")
+
+
+@pytest.mark.parametrize("mesh", ["mesh.pipeline=2", "mesh.data_replicate=2"])
+@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGKILL, 5.0), (signal.SIGSTOP, 16.0)])
+def test_a_rank_that_is_gone_or_stands_still_is_named(place: Path, number: int, seconds: float, mesh: str) -> None:
+    """Rank 0 ends by itself, at once if rank 1 is dead and at the limit if it hangs, and says that it was rank 1."""
+    name = f"run.name={mesh[5:9]}{int(number)}"
+    arguments = ["run", "tiny.toml", name, "model.layers=2", "batch.micro_size=1", mesh, *ENDLESS]
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(struck, 2, place, arguments, int(number), timeout=120, lost={1})
+    run = place / "runs" / name.removeprefix("run.name=")
+    took = time.time() - (run / "struck").stat().st_mtime
+    survivor = caught.value.values.get(0)
+    told = (run / "log/rank-0.log").read_text("utf-8") + (survivor.text if survivor is not None else "")
+    assert "rank 1" in told and took < seconds, (took, told)

@@ -1,0 +1,166 @@
+"""The command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tomli
+
+from drawloom.graph.cli.main import main, split_words
+from drawloom.graph.cli.project import Workshop
+from drawloom.graph.problems import RecipeError
+from drawloom.graph.recipe.overrides import read_overrides
+
+
+def test_three_ways_to_set_a_value() -> None:
+    """node.key=value, --node.key=value and --node.key value are told from what argparse reads, wherever they stand."""
+    rest, words = split_words(["check", "--a.b", "1", "small", "c.d=x y", "--e.f=[1, 2]", "--overlay", "o.toml"])
+    assert rest == ["check", "small", "--overlay", "o.toml"]
+    assert read_overrides(words) == {"a": {"b": 1}, "c": {"d": "x y"}, "e": {"f": [1, 2]}}
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [("a.b=1", 1), ("a.b=1e-3", 1e-3), ("a.b=eager", "eager"), ('a.b="1"', "1"), ("a.b=true", True), ("a.b=", "")],
+)
+def test_a_value_that_is_not_toml_is_a_string(word: str, value: object) -> None:
+    """What TOML can read it reads; the rest is text."""
+    assert read_overrides([word]) == {"a": {"b": value}}
+
+
+@pytest.mark.parametrize("word", ["a=1", "a..b=1", "--a.b"])
+def test_what_is_no_override_is_refused(word: str) -> None:
+    """A word that sets nothing is a problem."""
+    with pytest.raises(RecipeError, match="not understood"):
+        read_overrides([word])
+
+
+def test_run_runs_the_root(workshop: Workshop) -> None:
+    """A fine recipe runs, with exit code 0."""
+    assert main(["run", "small"], workshop) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["check", "small"], 0),
+        (["check", "small", "page.title=3"], 2),
+        (["check", "smal"], 2),
+        (["run", "small", "page.tittle=x"], 2),
+        (["explain", "small", "nobody"], 2),
+        (["list", "nothing"], 2),
+    ],
+)
+def test_exit_codes(workshop: Workshop, arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """0 is fine, 2 is a faulty recipe or command line, with a sentence and no traceback."""
+    assert main(arguments, workshop) == code
+    err = capsys.readouterr().err
+    assert bool(err) == (code != 0) and "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [["check"], ["fly"], ["check", "small", "--fast"], ["check", "small", "more"]])
+def test_what_is_not_recognised_is_refused(workshop: Workshop, arguments: list[str]) -> None:
+    """Words and flags that no command knows end with exit code 2."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments, workshop)
+    assert caught.value.code == 2
+
+
+def test_show_can_be_checked_again(workshop: Workshop, tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `show` prints is a recipe with the same resolved form, but for where each line has come from."""
+    main(["show", "small"], workshop)
+    text = capsys.readouterr().out
+    path = f"{tmp_path}/shown.toml"
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+    main(["show", path], workshop)
+    again = capsys.readouterr().out
+    assert tomli.loads(again) == tomli.loads(text) and "shown.toml" in again
+
+
+def test_explain_takes_nodes_keys_and_nothing(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """The target may be left out, and values from the command line are seen."""
+    main(["explain", "small", "page.title", "page.title=Kiosk"], workshop)
+    assert capsys.readouterr().out.startswith('[page] title = "Kiosk"  (string; command line)')
+    main(["explain", "small"], workshop)
+    assert "[store] stores.memory: Keeps values in memory." in capsys.readouterr().out
+
+
+def test_diff_lays_values_over_the_second(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe is compared with itself and what the command line says."""
+    assert main(["diff", "small", "small", "store.size=11"], workshop) == 0
+    assert capsys.readouterr().out == "[store] size: 10 -> 11 (free)\n"
+    main(["diff", "small", "small"], workshop)
+    assert capsys.readouterr().out == "no differences\n"
+
+
+def test_diff_takes_run_folders(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder of a run stands for its resolved recipe."""
+    main(["show", "small"], workshop)
+    (tmp_path / "recipe.lock.toml").write_text(capsys.readouterr().out, "utf-8")
+    main(["diff", str(tmp_path), "small", 'page.title="Kiosk"'], workshop)
+    assert capsys.readouterr().out == '[page] title: "Shop" -> "Kiosk" (semantic)\n'
+
+
+def test_schema_is_json(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is printed, or written to a file."""
+    main(["schema"], workshop)
+    text = capsys.readouterr().out
+    main(["schema", "--output", str(tmp_path / "schema.json")], workshop)
+    assert (tmp_path / "schema.json").read_text("utf-8") == text
+    assert "stores.memory" in json.loads(text)["definitions"]
+
+
+def test_draw_and_list_show_what_there_is(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tree has every node of the run; the list every component, and settings with types and defaults."""
+    main(["draw", "small"], workshop)
+    assert capsys.readouterr().out.splitlines() == [
+        "[trainer] servers.loop",
+        "├── pages: [page] pages.plain",
+        "│   └── store: [store] stores.memory",
+        "└── store: [store] stores.memory",
+    ]
+    main(["list"], workshop)
+    assert "stores.disk" in capsys.readouterr().out
+    main(["list", "stores.memory"], workshop)
+    assert "size: integer = 10  (how many values it keeps)" in capsys.readouterr().out
+
+
+def test_problems_for_programs(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """`check --format json` gives every problem as data on stdout, and the same exit code as the text."""
+    assert main(["check", "small", "--format", "json", "page.title=3", "store.sise=4"], workshop) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["recipe"] == "small" and found["nodes"] == 3
+    assert [(p["code"], p["node"], p["source"], p["line"]) for p in found["problems"]] == [
+        ("DL302", "store", "command line", 0),
+        ("DL303", "page", "command line", 0),
+    ]
+    assert main(["check", "small", "--format", "json"], workshop) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == []
+    assert main(["check", "smal", "--format", "json"], workshop) == 2
+    assert [p["code"] for p in json.loads(capsys.readouterr().out)["problems"]] == ["DL101"]
+
+
+def test_warnings_alone_are_fine(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """A warning does not change the exit code, in either format."""
+    words = ["spare.use=stores.memory", "page.store=@store", "trainer.store=@store"]
+    assert main(["check", "small", *words], workshop) == 0
+    assert "warning: [spare]" in capsys.readouterr().err
+    assert main(["check", "small", "--format", "json", *words], workshop) == 0
+    assert [p["warning"] for p in json.loads(capsys.readouterr().out)["problems"]] == [True]
+
+
+def test_timings_go_to_stderr(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """`run --timings` ends with a table, and leaves stdout alone."""
+    assert main(["run", "small", "--timings"], workshop) == 0
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.splitlines()[0].split() == ["ms", "build", "open", "close"]
+
+
+def test_a_package_that_is_not_there_is_a_sentence(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--import` of what can't be imported ends with exit code 2."""
+    assert main(["check", "small", "--import", "no_such_package"], workshop) == 2
+    assert capsys.readouterr().err.startswith("--import no_such_package: there is no package")
+    assert main(["list", "--import", "os", "--plugins"], workshop) == 2
+    assert main(["list", "--plugins"], workshop) == 0
+    assert "no installed package declares" in capsys.readouterr().out

@@ -1,0 +1,79 @@
+"""Boxes in columns."""
+
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drawloom.graph.drawing.sugiyama import crossings, depths, layer, spread
+
+NAMES = [f"n{number}" for number in range(9)]
+PAIRS = st.lists(st.sampled_from(list(combinations(NAMES, 2))), unique=True, max_size=20)
+
+
+@settings(max_examples=60, deadline=None)
+@given(PAIRS)
+def test_every_arrow_leads_to_the_right_by_steps_of_a_column(arrows: list[tuple[str, str]]) -> None:
+    """A way begins and ends at its boxes and passes each column between, and each stop stands in a column once."""
+    layering = layer(NAMES, arrows)
+    for (source, target), way in layering.ways.items():
+        assert way[0].box == source and way[-1].box == target and not way[0].bend and not way[-1].bend
+        assert [stop.column for stop in way] == list(range(way[0].column, way[-1].column + 1))
+    stops = [stop for column in layering.columns for stop in column]
+    assert len(stops) == len(set(stops))
+    assert sorted(stop.box for stop in stops if not stop.bend) == NAMES
+
+
+@settings(max_examples=60, deadline=None)
+@given(PAIRS)
+def test_a_box_stands_right_behind_the_last_that_leads_to_it(arrows: list[tuple[str, str]]) -> None:
+    """Its column is one more than the greatest among its users, or the first."""
+    found = depths(NAMES, arrows)
+    for name in NAMES:
+        users = [found[source] for source, target in arrows if target == name]
+        assert found[name] == max(users, default=-1) + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(PAIRS)
+def test_crossings_are_counted_like_by_hand(arrows: list[tuple[str, str]]) -> None:
+    """Two pieces of the same gap cross if they end the other way round than they begin."""
+    layering = layer(NAMES, arrows)
+    place = {stop: number for column in layering.columns for number, stop in enumerate(column)}
+    by_hand = sum(
+        one[0].column == other[0].column and (place[one[0]] - place[other[0]]) * (place[one[1]] - place[other[1]]) < 0
+        for one, other in combinations(layering.pieces, 2)
+    )
+    assert crossings(layering.columns, layering.pieces) == by_hand
+
+
+def test_arrows_that_need_not_cross_do_not() -> None:
+    """Three pairs in the wrong order are put right."""
+    names = ["root", "a", "b", "c", "z", "y", "x"]
+    arrows = [("root", "a"), ("root", "b"), ("root", "c"), ("c", "z"), ("b", "y"), ("a", "x")]
+    layering = layer(names, arrows)
+    assert crossings(layering.columns, layering.pieces) == 0
+
+
+def test_a_sequence_keeps_its_order_though_arrows_cross() -> None:
+    """Members stand from top to bottom as they follow one another."""
+    arrows = [("root", "a"), ("root", "b"), ("root", "c"), ("c", "z"), ("z", "y"), ("b", "y"), ("a", "x")]
+    layering = layer(["root", "c", "b", "a", "x", "y", "z"], arrows, [("b", "c", "a")])
+    column = [stop.box for stop in layering.columns[1] if not stop.bend]
+    assert column == ["b", "c", "a"]
+
+
+@given(st.lists(st.tuples(st.floats(-99, 99), st.floats(1, 50)), max_size=12))
+def test_each_has_its_room_and_stands_where_it_wishes_if_it_can(both: list[tuple[float, float]]) -> None:
+    """Neighbours are at least half of both rooms apart; wishes that are far enough apart are granted."""
+    wishes, rooms = [wish for wish, _ in both], [room for _, room in both]
+    found = spread(wishes, rooms)
+    gaps = [(found[i + 1] - found[i], (rooms[i] + rooms[i + 1]) / 2) for i in range(len(both) - 1)]
+    assert all(gap >= least - 1e-6 for gap, least in gaps)
+    wide = [60.0 * number for number in range(len(rooms))]
+    assert all(abs(one - other) < 1e-6 for one, other in zip(spread(wide, rooms), wide, strict=True))
+
+
+def test_those_that_push_one_another_share_the_way() -> None:
+    """Two that wish for the same place stand on either side of it."""
+    assert spread([10.0, 10.0, 90.0], [20.0, 20.0, 20.0]) == [0.0, 20.0, 90.0]

@@ -1,0 +1,137 @@
+"""What `explain` says."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from drawloom.graph.cli.project import Workshop
+from drawloom.graph.inspect.explain import explain
+from drawloom.graph.problems import UserError
+
+Told = Callable[[str], list[str]]
+
+TOP = """
+extends = "small"
+
+[vars]
+title = "Kiosk"
+
+[page]
+filters = ["@cut", { use = "pages.translate" }, "@find"]
+
+[cut]
+use = "pages.parse"
+
+[find]
+use = "pages.look_up"
+
+[room]
+use = "stores.varied"
+shelves = [{ width = 3 }, { width = 4 }]
+table = { a = 1.5 }
+"""
+
+OVER = "[room]\ntable = { b = 2.5 }\nwhole = 7"
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workshop: Workshop) -> Told:
+    """What is said of a target, line by line."""
+    monkeypatch.chdir(tmp_path)
+    Path("top.toml").write_text(TOP, "utf-8")
+    Path("over.toml").write_text(OVER, "utf-8")
+    graph = workshop.graph(workshop.load("top.toml", ["over.toml"], ["room.whole=8", "page.store=@store"]))
+    small = str(next(layer.source for layer in graph.recipe.layers))
+
+    def tell(target: str) -> list[str]:
+        return explain(graph, target, "trainer").replace(small, "SMALL").splitlines()
+
+    return tell
+
+
+def test_a_key_has_the_stack_of_all_that_set_it(told: Told) -> None:
+    """From the command line down through overlays to the default, newest first, each with its place."""
+    assert told("room.whole") == [
+        "[room] whole = 8  (integer; command line)",
+        "  an integer",
+        "  for a run that resumes, another value is a semantic change",
+        "  8  command line",
+        "  7  over.toml:3:1",
+        "  1  default",
+    ]
+
+
+def test_under_a_variable_stands_what_set_that(told: Told) -> None:
+    """A variable has a stack of its own."""
+    assert told("page.title")[3:] == [
+        '  "$vars.title"  SMALL:11:1',
+        '    "Kiosk"  top.toml:5:1',
+        '    "Shop"  SMALL:4:1',
+    ]
+
+
+def test_a_part_of_a_value_is_found(told: Told) -> None:
+    """Arrays and tables inside a setting are followed, each to its own place."""
+    assert told("room.shelves[1].width")[-1] == "  shelves: 4  top.toml:18:37"
+    assert told("room.table")[-3:] == [
+        "  1.5  top.toml:19:11",
+        "  2.5  over.toml:2:11",
+        "  {}  default",
+    ]
+    assert told("room.table.b")[-1] == "  2.5  over.toml:2:11"
+
+
+def test_a_node_is_told_in_full(told: Told) -> None:
+    """Component, settings and edges with origins and reasons, users, and its place."""
+    assert told("page") == [
+        "[page] pages.plain, SMALL:10:7",
+        "  Answers with what a store holds.",
+        "  it is a Page, a Counted",
+        "  settings",
+        '    title = "Kiosk"  (string; small.toml:11:1 $vars.title top.toml:5:1)',
+        "  edges",
+        "    store -> [store]  (Store; command line)",
+        "    fallback -> none  (Page, or none; default)",
+        "    filters -> [cut], [page.filters[1]], [find]  (a sequence of Filter; top.toml:8:1)",
+        "  used by",
+        "    [trainer] pages",
+        "  place",
+        "    built 5th of 6, after [store], [cut], [page.filters[1]], [find]",
+    ]
+
+
+def test_a_member_of_a_sequence_says_what_passes_through(told: Told) -> None:
+    """What it reads, changes and writes, with who wrote it before and who takes it after."""
+    assert told("page.filters[1]")[-4:] == [
+        "  place",
+        "    built 3rd of 6",
+        "    2nd of 3 in [page] filters",
+        "      changes words, written by [cut]",
+    ]
+    assert told("cut")[-1] == "      writes words, taken by [page.filters[1]] and [find]"
+
+
+def test_what_is_filled_in_and_not_built_is_told(told: Told) -> None:
+    """A field that takes every node of a kind lists them; a node that nothing leads to says so."""
+    assert "    counted: every Counted: [page]" in told("trainer")
+    assert told("trainer.counted") == ["[trainer] counted is filled in by the container"]
+    assert told("room")[-1] == "    not built: nothing that [trainer] needs leads to it"
+
+
+def test_without_a_target_the_layers_and_nodes_are_listed(told: Told) -> None:
+    """The files in the order in which they are laid, and each node with what it is."""
+    lines = told("")
+    assert lines[0] == "SMALL, then top.toml, then over.toml, then command line"
+    assert "[cut] pages.parse: Cuts a request into words." in lines
+
+
+@pytest.mark.parametrize("target", ["pag", "page.titel", "page.title.deep[", "vars.title"])
+def test_an_unknown_target_is_a_sentence(told: Told, target: str) -> None:
+    """What is not there ends in a hint or an empty explanation, not in a traceback."""
+    if target.startswith("page.title."):
+        assert told(target)
+        return
+    with pytest.raises(UserError, match="there is no") as caught:
+        told(target)
+    assert caught.value.exit_code == 2

@@ -1,0 +1,111 @@
+"""From names to layers."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from drawloom.graph.problems import RecipeError
+from drawloom.graph.recipe.loading import Shelf, read_layers
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def sources(name: str, *overlays: str, shelf: str = "shelf") -> list[str]:
+    """The files that a recipe is made of, lowest first."""
+    return [layer.source for layer in read_layers(name, overlays, {}, Shelf(Path(shelf)))[:-1]]
+
+
+def written(**texts: str) -> None:
+    """Recipe files."""
+    for name, text in texts.items():
+        Path(f"{name}.toml").write_text(text, "utf-8")
+
+
+def test_a_base_of_two_bases_is_laid_once_below_both() -> None:
+    """What one base changes in a common base is not undone by another base that extends it, too."""
+    written(ground="", left='extends = "ground.toml"', right='extends = "ground.toml"')
+    written(top='extends = ["left.toml", "right.toml"]')
+    assert sources("top.toml") == ["ground.toml", "left.toml", "right.toml", "top.toml"]
+
+
+def test_an_overlay_does_not_bring_its_base_again() -> None:
+    """An overlay that extends what the recipe extends lies on top, its base stays below."""
+    written(ground="", top='extends = "ground.toml"', over='extends = "ground.toml"')
+    assert sources("top.toml", "over.toml") == ["ground.toml", "top.toml", "over.toml"]
+
+
+def test_a_ladder_of_bases_is_no_bomb() -> None:
+    """Each of forty files extends two that extend the one below: 2^40 ways down, eighty files."""
+    written(a0="", b0="")
+    for number in range(1, 40):
+        both = f'extends = ["a{number - 1}.toml", "b{number - 1}.toml"]'
+        written(**{f"a{number}": both, f"b{number}": both})
+    assert len(sources("a39.toml")) == 79
+
+
+def test_a_run_folder_is_a_recipe() -> None:
+    """The folder of a run may be given instead of the resolved recipe in it."""
+    Path("runs/one").mkdir(parents=True)
+    Path("runs/one/recipe.lock.toml").write_text("format = 1\n", "utf-8")
+    assert sources("runs/one") == sources("runs/one/") or sources("runs/one") == ["runs/one/recipe.lock.toml"]
+
+
+def test_shipped_names_come_before_nothing_else() -> None:
+    """A file of that name wins over a shipped recipe; a shipped one is labelled by its file's name alone."""
+    Path("shelf").mkdir()
+    Path("shelf/one.toml").write_text("", "utf-8")
+    (layer, _) = read_layers("one", (), {}, Shelf(Path("shelf")))
+    assert (layer.source, layer.label) == (os.path.join("shelf", "one.toml"), "one.toml")
+
+
+@pytest.mark.parametrize(
+    ("extends", "code"),
+    [
+        ("/etc/base.toml", "DL106"),
+        ("../../base.toml", "DL106"),
+        ("folder/../../../base.toml", "DL106"),
+        ("link.toml", "DL106"),
+        ("linked/base.toml", "DL106"),
+        ("\\u0000.toml", "DL102"),
+        ("x" * 5000 + ".toml", "DL102"),
+        ("folder.toml", "DL102"),
+        ("pipe.toml", "DL102"),
+        ("../shelf/base", "DL101"),
+        ("", "DL101"),
+    ],
+)
+def test_extends_leads_nowhere_else(here: Path, extends: str, code: str) -> None:
+    """A base is beside the recipe or shipped: no way leads out, and nothing but a regular file is read."""
+    room = here / "room"
+    (room / "folder.toml").mkdir(parents=True)
+    (here / "base.toml").write_text("", "utf-8")
+    (room / "link.toml").symlink_to("/etc/hosts")
+    (room / "linked").symlink_to("/etc")
+    os.mkfifo(room / "pipe.toml")
+    (room / "top.toml").write_text(f'extends = "{extends}"', "utf-8")
+    os.chdir(room)
+    with pytest.raises(RecipeError) as caught:
+        sources("top.toml")
+    assert [problem.code for problem in caught.value.problems] == [code]
+
+
+def test_a_base_above_is_fine_inside_the_current_directory(here: Path) -> None:
+    """`../base.toml` may be extended from a folder below where one stands."""
+    (here / "folder").mkdir()
+    written(base="")
+    Path("folder/top.toml").write_text('extends = "../base.toml"', "utf-8")
+    assert sources("folder/top.toml") == ["base.toml", "folder/top.toml"]
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "no/such/place", "folder", ""])
+def test_what_is_no_recipe_is_a_problem(here: Path, name: str) -> None:
+    """Whatever is given as a name ends in a problem."""
+    (here / "folder").mkdir()
+    with pytest.raises(RecipeError, match="there is no recipe"):
+        sources(name)

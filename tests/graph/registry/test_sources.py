@@ -1,0 +1,242 @@
+"""Where components come from."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawloom.graph.cli.project import Workshop
+from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.registry.sources import NAME, Folder, Installed
+
+SECRET = '''
+"""A module that nobody may import."""
+
+raise SystemExit("imported")
+'''
+
+HOSTILE = [
+    "os",
+    "os.system",
+    "builtins.eval",
+    "subprocess.Popen",
+    "torch.hub.load",
+    "importlib.import_module",
+    "secret",
+    "secret.thing",
+    "secret:thing",
+    "support.shop.secret",
+    "..secret",
+    ".secret",
+    "../secret",
+    "/tmp/secret",
+    "stores.memory:os.system",
+    "stores.memory.os",
+    "stores.memory.attrs",
+    "stores.memory.__class__",
+    "stores.memory.__init__.__globals__",
+    "__init__",
+    "__main__.main",
+    "stores.__init__",
+    "stores.__pycache__.memory",
+    "stores/memory",
+    "stores.memory\n",
+    "stores.memory ",
+    "stores.memory\u200b",
+    "ѕtores.memory",
+    "STORES.MEMORY",
+    "stores..memory",
+    "stores.memory.",
+    ".stores.memory",
+    "stores.memory\x00",
+    "stores.memory.py",
+    "~/stores.memory",
+    "${HOME}.x",
+    "{0.__class__}",
+    "%s.%s",
+    "`id`.x",
+    "$(id).x",
+    "file:///etc/passwd",
+    "https://example.com/x.y",
+    "!!python/object/apply:os.system",
+    "stores.memory; import os",
+    "lambda: 0",
+    "a" * 10_000 + ".b",
+    ".".join(["a"] * 200),
+]
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is imported, run or opened for writing meanwhile; a secret module lies where imports would find it."""
+    (tmp_path / "secret.py").write_text(SECRET, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    seen: list[str] = []
+    active = [True]
+
+    def listen(event: str, arguments: tuple[Any, ...]) -> None:
+        if not active[0]:
+            return
+        if event == "import":
+            seen.append(str(arguments[0]))
+        elif event.startswith(("os.system", "os.exec", "os.posix_spawn", "subprocess", "socket", "shutil")):
+            seen.append(event)
+
+    Workshop.of("support.shop").graph(Recipe.of({"a": {"use": "nobody.knows"}}))  # what is imported in any case
+    sys.addaudithook(listen)
+    yield seen
+    active[0] = False
+
+
+def everywhere(text: str) -> list[dict[str, Any]]:
+    """Recipes that hold a text in every place that takes one."""
+    shop: dict[str, Any] = {"use": "stores.memory"}
+    return [
+        {"a": {"use": text}},
+        {text: shop},
+        {"group": {text: shop}},
+        {"a": shop | {"name": text}},
+        {"a": shop | {text: 1}},
+        {"a": {"use": "pages.plain", "title": text, "store": f"@{text}"}},
+        {"a": {"use": "pages.plain", "title": "x", "store": {"use": text}}},
+        {"a": {"use": "pages.plain", "title": "x", "fallback": text, "filters": [f"@{text}", f"@{text}.*", text]}},
+        {"a": {"use": "pages.menu", "links": {text: f"@{text}"}, "first": text, "show": [text]}},
+        {"vars": {text: text}, "a": shop | {"name": f"$vars.{text}"}},
+        {"unset": [text], "a": shop},
+        {"a": {"use": "stores.varied", "path": text, "anything": {text: [text]}}},
+    ]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text)[:40])
+def test_a_recipe_imports_nothing_but_components(text: str, watched: list[str]) -> None:
+    """Whatever a recipe says, and wherever, nothing is imported or run that is not a shipped component."""
+    workshop = Workshop.of("support.shop")
+    for data in everywhere(text):
+        workshop.graph(Recipe.of(data), root="")
+    strange = [name for name in watched if not name.startswith("support.shop.")]
+    assert strange == []
+    assert not [name for name in watched if name.startswith("support.shop.secret")]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text)[:40])
+def test_no_hostile_name_is_found(text: str) -> None:
+    """A name is looked up among files before anything is imported."""
+    assert Folder.of("support.shop.components").holders(text) == []
+
+
+def test_names_are_paths_and_holders_their_modules() -> None:
+    """Each component of a folder is found under the name that the folder lists."""
+    folder = Folder.of("support.shop.components")
+    assert "stores.memory" in folder.names() and "servers.table" not in folder.names()
+    assert all(NAME.fullmatch(name) for name in folder.names())
+    (holder,) = folder.holders("stores.memory")
+    assert [cls.__name__ for cls in holder.load()] == ["Memory"]
+
+
+def declare(folder: Path, distribution: str, **entries: str) -> None:
+    """Put what an installed distribution with entry points leaves behind into a folder."""
+    info = folder / f"{distribution.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n", "utf-8")
+    lines = [f"{name.replace('__', '.')} = {value}" for name, value in entries.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[support.shop.components]", *lines, ""]), "utf-8")
+
+
+STORE = '''
+"""A store of a third party."""
+
+from drawloom.graph import component
+
+
+@component
+class Shed:
+    """Keeps things in a shed."""
+
+    def get(self, key): ...
+
+    def put(self, key, value): ...
+
+
+class Plain:
+    """No component."""
+'''
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of installed packages with a module of a third party."""
+    (tmp_path / "third_party.py").write_text(STORE, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "third_party", raising=False)
+    return tmp_path
+
+
+def problems(data: dict[str, Any]) -> list[str]:
+    """What is wrong with a recipe of the shop."""
+    return [f"{p.code} {p.text}" for p in Workshop.of("support.shop").graph(Recipe.of(data), root="").faults]
+
+
+def test_an_entry_point_is_a_component(elsewhere: Path) -> None:
+    """What an installed distribution declares can be used by its name, and says whom it is from."""
+    declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed")
+    workshop = Workshop.of("support.shop")
+    graph = workshop.graph(Recipe.of({"store": {"use": "garden.shed"}}), root="")
+    assert graph.faults == []
+    assert graph.nodes["store"].spec.brought_by == "acme-sheds 1.0"
+    assert "garden.shed" in workshop.catalogue.names()
+
+
+def test_an_entry_point_is_imported_only_when_it_is_used(elsewhere: Path) -> None:
+    """Listing names, and checking recipes that use others, leaves a third party's module alone."""
+    declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed")
+    assert "garden.shed" in Workshop.of("support.shop").catalogue.names()
+    assert problems({"store": {"use": "stores.memory"}}) == []
+    assert "third_party" not in sys.modules
+
+
+def test_two_of_one_name_are_a_problem_that_names_both(elsewhere: Path) -> None:
+    """Neither two distributions nor one and what ships can have the same name, and nobody wins by order."""
+    declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed", stores__memory="third_party:Shed")
+    declare(elsewhere, "other-sheds", garden__shed="third_party:Shed")
+    (clash,) = problems({"store": {"use": "garden.shed"}})
+    assert clash.startswith("DL207 'garden.shed' is brought by ")
+    assert "acme-sheds 1.0" in clash and "other-sheds 1.0" in clash
+    (own,) = problems({"store": {"use": "stores.memory"}})
+    assert own == "DL207 'stores.memory' is brought by support.shop.components and acme-sheds 1.0"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("third_party:Plain", "DL203 'garden.shed' is no component, but third_party:Plain"),
+        ("third_party:Missing", "DL205 'garden.shed' can't be imported: AttributeError: "),
+        ("no_such_party:Shed", "DL205 'garden.shed' can't be imported: ModuleNotFoundError: "),
+    ],
+)
+def test_a_bad_entry_point_is_a_problem(elsewhere: Path, value: str, text: str) -> None:
+    """What does not lead to a component says so."""
+    declare(elsewhere, "acme-sheds", garden__shed=value)
+    (problem,) = problems({"store": {"use": "garden.shed"}})
+    assert problem.startswith(text)
+
+
+def test_names_that_no_component_can_have_are_left_out(elsewhere: Path) -> None:
+    """An entry point without a subject is no component's name."""
+    declare(elsewhere, "acme-sheds", shed="third_party:Shed")
+    assert Installed("support.shop.components").names() == []
+
+
+def test_a_package_may_be_offered_by_whoever_runs(elsewhere: Path) -> None:
+    """`--import PACKAGE` offers the components below a package by their dotted path; without it there are none."""
+    (elsewhere / "my_sheds").mkdir()
+    (elsewhere / "my_sheds" / "__init__.py").write_text("", "utf-8")
+    (elsewhere / "my_sheds" / "small.py").write_text(STORE, "utf-8")
+    recipe = Recipe.of({"store": {"use": "my_sheds.small"}})
+    plain = Workshop.of("support.shop")
+    assert [p.code for p in plain.graph(recipe, root="").faults] == ["DL201"]
+    importing = plain.importing(["my_sheds"])
+    assert importing.graph(recipe, root="").faults == []
+    assert "my_sheds.small" in importing.catalogue.names() and "my_sheds.small" not in plain.catalogue.names()

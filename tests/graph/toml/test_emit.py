@@ -1,0 +1,102 @@
+"""drawloom.graph.toml.emit"""
+
+import re
+from datetime import UTC, datetime, time, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from drawloom.graph.toml import emit
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+OFFSETS = st.none() | st.integers(-1439, 1439).map(lambda minutes: timezone(timedelta(minutes=minutes)))
+SCALARS = st.one_of(
+    TEXTS,
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.datetimes(timezones=OFFSETS).map(lambda moment: moment.replace(fold=0)),  # TOML knows no fold
+    st.dates(),
+    st.times().map(lambda moment: moment.replace(fold=0)),
+)
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=10)
+
+
+@settings(max_examples=300)
+@given(VALUES)
+@example("".join(map(chr, range(256))) + "\u2028\ufeff\U0010ffff")
+@example({"": {}, "a b": [], "é": -0.0})
+def test_tomli_reads_a_written_value_back(value: Any) -> None:
+    """To the type, the sign of zero and the order of keys."""
+    assert repr(tomli.loads(f"x = {emit.value(value)}")) == repr({"x": value})
+
+
+@settings(max_examples=300)
+@given(VALUES)
+def test_a_value_is_one_printable_line(value: Any) -> None:
+    """TOML 1.0 allows no newline in an inline table, and no control character anywhere."""
+    assert not re.search(r"[\x00-\x1f\x7f]", emit.value(value))
+
+
+@given(TEXTS)
+def test_tomli_reads_a_written_key_back(name: str) -> None:
+    """Any text can be a key, the empty one too."""
+    assert tomli.loads(f"{emit.key(name)} = 0") == {name: 0}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("a\tb\\", r'"a\tb\\"'),
+        ("\x1b", r'"\u001B"'),
+        ("ä", '"ä"'),
+        (True, "true"),
+        (8.0, "8.0"),
+        (float("-inf"), "-inf"),
+        ([1, [2.5]], "[1, [2.5]]"),
+        ((1, 2), "[1, 2]"),
+        ({"a": 1, "b c": {}}, '{ a = 1, "b c" = {} }'),
+        (datetime(1979, 5, 27, 7, 32, tzinfo=UTC), "1979-05-27T07:32:00+00:00"),
+    ],
+)
+def test_values_look_as_a_person_would_write_them(value: Any, text: str) -> None:
+    """Short escapes, spaces inside braces, quotes only where they are needed."""
+    assert emit.value(value) == text
+
+
+@pytest.mark.parametrize("name", ["a", "A-b_9", "1"])
+def test_a_plain_key_has_no_quotes(name: str) -> None:
+    """Letters, digits, dashes and underscores stand bare."""
+    assert emit.key(name) == name
+
+
+@pytest.mark.parametrize("value", [None, [None], {"a": {1}}, b"x", Path("x"), 1j])
+def test_what_toml_has_no_form_for_is_a_type_error(value: Any) -> None:
+    """Also deep inside."""
+    with pytest.raises(TypeError, match="TOML has no form for"):
+        emit.value(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "\ud800",
+        {"\udfff": 1},
+        time(1, tzinfo=UTC),
+        datetime(1, 1, 1, tzinfo=timezone(timedelta(seconds=90))),
+    ],
+)
+def test_what_toml_cannot_hold_is_a_value_error(value: Any) -> None:
+    """Rather than a text that tomli would refuse, or would read as something else."""
+    with pytest.raises(ValueError, match="TOML has no form for"):
+        emit.value(value)
+
+
+def test_the_deepest_value_that_tomli_reads_is_written() -> None:
+    """400 levels, without running out of stack."""
+    text = "[{ b = " * 200 + "1" + " }]" * 200
+    assert emit.value(tomli.loads(f"x = {text}")["x"]) == text

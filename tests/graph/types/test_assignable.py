@@ -1,0 +1,76 @@
+"""Whether one annotated type may stand for another."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Generic, Literal, NewType, TypeVar
+
+import pytest
+
+from drawloom.graph.types.assignable import assignable, bindings, substitute
+
+K = TypeVar("K")
+V = TypeVar("V")
+Metres = NewType("Metres", float)
+
+
+class Pairs(Mapping[K, V], Generic[V, K]):
+    """Its parameters stand the other way round."""
+
+
+class Named(Pairs[int, str]):
+    """Text to numbers."""
+
+
+@pytest.mark.parametrize(
+    ("given", "promised", "fine"),
+    [
+        (int, int, True),
+        (bool, int, True),
+        (int, float, True),
+        (float, int, False),
+        (int, str, False),
+        (Any, str, True),
+        (str, Any, True),
+        (int, int | None, True),
+        (int | None, int, False),
+        (None, int | None, True),
+        (Literal["a"], str, True),
+        (str, Literal["a"], False),
+        (Literal["a"], Literal["a", "b"], True),
+        (Literal["a", "c"], Literal["a", "b"], False),
+        (Literal[True], Literal[1], False),
+        (list[int], Sequence[int], True),
+        (list[int], Sequence[str], False),
+        (list[bool], Iterable[int], True),
+        (dict[str, int], Mapping[str, float], True),
+        (dict[str, str], Mapping[str, float], False),
+        (tuple[int, str], tuple[int, str], True),
+        (tuple[int, str], tuple[int, int], False),
+        (tuple[int, int], tuple[int, ...], True),
+        (tuple[int, str], tuple[int, ...], False),
+        (tuple[int, ...], tuple[int, int], False),
+        (tuple[int], tuple[int, int], False),
+        (Named, Mapping[str, int], True),
+        (Named, Mapping[int, str], False),
+        (Callable[[object], int], Callable[[str], object], True),
+        (Callable[[str], int], Callable[[object], int], False),
+        (Callable[[], int], Callable[[int], int], False),
+        (Callable[..., int], Callable[[int], int], True),
+        (Callable[[int], str], Callable[..., int], False),
+        (int, Callable[[], int], False),
+        (Annotated[int, "m"], int, True),
+        (Metres, float, True),
+        (Metres, str, False),
+        ("NotRead", int, True),
+    ],
+)
+def test_what_may_stand_for_what(given: Any, promised: Any, fine: bool) -> None:
+    """As type checkers have it, and in doubt yes."""
+    assert assignable(given, promised) is fine
+
+
+def test_parameters_are_followed_up_to_a_base() -> None:
+    """Whatever the order in which classes hand their parameters on."""
+    assert bindings(Named, Mapping) == {0: str, 1: int}
+    assert list(bindings(Named, Pairs).values()) == [int, str]
+    assert substitute(Iterator[K], {K: int}) == Iterator[int]  # type: ignore[valid-type]
+    assert substitute(int, {K: int}) is int

@@ -1,0 +1,56 @@
+"""A vocabulary in parts, on ranks of their own, against the whole."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drawloom.kernels.cut_cross_entropy import Cut, cut_cross_entropy_eager
+from drawloom.kernels.vocab_parallel import VocabularyPart, own_targets
+from support.processes import run_ranks
+
+SPLIT = [0, 5, 6, 17]
+"""Where the parts of three ranks begin and end: unequal, and one of a single word."""
+
+
+def test_targets_of_a_part() -> None:
+    """A rank knows its own targets by its own rows; others and ignored ones it does not know."""
+    targets = torch.tensor([4, 5, 9, 10, -100])
+    part = VocabularyPart(5, None)  # type: ignore[arg-type]
+    assert own_targets(targets, 5, -100, part).tolist() == [-1, 0, 4, -1, -1]
+    assert own_targets(targets, 20, -100, None).tolist() == [4, 5, 9, 10, -1]
+
+
+def numbers() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    targets = torch.randint(17, (3, 4))
+    targets[1, 2] = -100
+    return torch.randn(3, 4, 6), torch.randn(17, 6), targets, torch.randn(3, 4)
+
+
+def one_part() -> dict[str, Any]:
+    """What this rank finds out with its part of the weight."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    hidden, weight, targets, grad = numbers()
+    hidden.requires_grad_()
+    weight = weight[SPLIT[rank] : SPLIT[rank + 1]].clone().requires_grad_()
+    cut = Cut(soft_cap=3.0, part=VocabularyPart(SPLIT[rank], dist.group.WORLD))  # type: ignore[arg-type]
+    losses = cut_cross_entropy_eager(hidden, weight, targets, cut)
+    grads = torch.autograd.grad(losses, (hidden, weight), grad)
+    dist.destroy_process_group()
+    return {"losses": losses.tolist(), "hidden": grads[0].tolist(), "weight": grads[1].tolist()}
+
+
+def test_parts_make_up_the_whole() -> None:
+    """Every rank has the losses and the hidden states' gradient of the whole vocabulary, and its weights' own."""
+    hidden, weight, targets, grad = numbers()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    losses = cut_cross_entropy_eager(hidden, weight, targets, Cut(soft_cap=3.0))
+    of_hidden, of_weight = torch.autograd.grad(losses, (hidden, weight), grad)
+    for rank, found in enumerate(run_ranks(one_part, 3)):
+        torch.testing.assert_close(torch.tensor(found["losses"]), losses.detach())
+        torch.testing.assert_close(torch.tensor(found["hidden"]), of_hidden)
+        torch.testing.assert_close(torch.tensor(found["weight"]), of_weight[SPLIT[rank] : SPLIT[rank + 1]])

@@ -1,0 +1,48 @@
+"""A pipeline of which one rank has nothing to train."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from drawloom.components.pipeline.stages import RealStages
+from support.mutations import put
+from support.processes import run_ranks
+from support.runs import Outcome, command, series, take_back, write_corpus
+
+COMMON = ("run", "tiny.toml", "model.layers=2", "model.tied=false", "trainer.steps=6", "checkpoint.every=3")
+TWO = (*COMMON, "checkpoint.keep=9", "trainer.afterwards=[]", "mesh.pipeline=2", "batch.micro_size=1")
+LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "held_out_loss")
+
+
+def _frozen(folder: Path, arguments: Sequence[str], frozen: int) -> Outcome:
+    """A process of a run in which all parameters of one pipeline rank are frozen."""
+    fill = RealStages._fill
+
+    def freeze(stages: RealStages, modules: Sequence[object]) -> None:
+        fill(stages, modules)  # type: ignore[arg-type]
+        for module in modules if stages.mesh.index("pipeline") == frozen else ():
+            module.requires_grad_(False)  # type: ignore[attr-defined]
+
+    put(RealStages, "_fill", freeze)
+    return command(folder, arguments, None)
+
+
+def _bits(run: Path) -> list[bytes]:
+    return [path.read_bytes() for path in sorted((run / "checkpoints/step-6").glob("rank-*"))]
+
+
+@pytest.mark.parametrize(("frozen", "optimizer"), [(0, "optim.adamw"), (1, "optim.sgd")])
+def test_a_rank_without_trained_parameters_trains_and_resumes(tmp_path: Path, frozen: int, optimizer: str) -> None:
+    """The other rank learns, and a run that goes on from a checkpoint ends with the bits of the one that did not."""
+    write_corpus(tmp_path)
+    words = (*TWO, f"optimizer.use={optimizer}", "optimizer.lr=0.01")
+    for name in ("straight", "resumed"):
+        outcomes = run_ranks(_frozen, 2, tmp_path, (*words, f"run.name={name}"), frozen)
+        assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    take_back(tmp_path / "runs/resumed", 3)
+    outcomes = run_ranks(_frozen, 2, tmp_path, (*words, "run.name=resumed"), frozen)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert series(tmp_path / "runs/resumed", *LEARNED) == series(tmp_path / "runs/straight", *LEARNED)
+    assert len({loss for (loss,) in series(tmp_path / "runs/straight", "loss")}) == 6
+    assert _bits(tmp_path / "runs/resumed") == _bits(tmp_path / "runs/straight") != []

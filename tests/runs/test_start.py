@@ -1,0 +1,114 @@
+"""The first seconds of a process, in which Python imports torch: signals, and the death of what started it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.runs import write_corpus
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+RUN = [sys.executable, "-m", "drawloom", "run", "tiny.toml", "trainer.steps=1000000"]
+ENVIRONMENT = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+RANK_0_OF_2 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+PARENT = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a corpus and the tiny recipe."""
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+def _until(holds: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if holds():
+            return True
+        time.sleep(0.002)
+    return holds()
+
+
+@contextmanager
+def _started(place: Path, command: Sequence[str], ignored: Sequence[int] = (), **options: Any) -> Iterator[Any]:
+    """A process of its own, with these signals ignored of those that we send; it is killed in the end."""
+
+    def handle() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):  # a shell has its background jobs ignore SIGINT
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
+    environment = {**ENVIRONMENT, **options.pop("environment", {})}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=place, env=environment, preexec_fn=handle, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _loads(pid: int, library: str) -> bool:
+    """Whether a process has mapped a library."""
+    try:
+        return library in Path(f"/proc/{pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("library", ["libtorch_cpu", "_multiarray_umath"])
+def test_a_signal_while_torch_is_imported_ends_in_order(place: Path, number: int, code: int, library: str) -> None:
+    """A cluster that changes its mind at once gets the same exit code as later, and no traceback is printed."""
+    with _started(place, RUN) as process:
+        assert _until(lambda: _loads(process.pid, library), 60)
+        process.send_signal(number)
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert printed == b"" and not (place / "runs").exists()
+
+
+def test_a_signal_that_is_to_be_ignored_is_ignored(place: Path) -> None:
+    """What `nohup` or a shell asks of a process holds while torch is imported, too."""
+    command = [sys.executable, "-m", "drawloom", "check", "tiny.toml"]
+    with _started(place, command, ignored=[signal.SIGTERM]) as process:
+        assert _until(lambda: _loads(process.pid, "libtorch_cpu"), 60)
+        process.terminate()
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and b"no problems" in printed
+
+
+@pytest.mark.parametrize("library", ["libpython", "libtorch_cpu"])
+def test_a_worker_whose_torchrun_is_killed_at_once_ends_itself(place: Path, library: str) -> None:
+    """Within two seconds: it does not wait for the other rank, and does not take over the port of the next start."""
+    environment = RANK_0_OF_2 | {"MASTER_PORT": "1"}
+    command = [sys.executable, "-c", PARENT, *RUN, "processes.timeout=60"]
+    with _started(place, command, environment=environment) as parent:
+        pid = int(parent.stdout.readline())
+        assert _until(lambda: _catches(pid), 60)
+        assert _until(lambda: library == "libpython" or _loads(pid, library), 60)
+        parent.kill()
+        parent.wait()
+    gone = _until(lambda: _is_gone(pid), 2)
+    if not gone:
+        os.kill(pid, signal.SIGKILL)
+    assert gone
+
+
+def _catches(pid: int) -> bool:
+    """Whether a process has a handler of SIGTERM, which is the first thing that ours does."""
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
