@@ -96,13 +96,10 @@ def p2p_links(
     links: dict[int, Link] = {}
     for low, high in (edge for edges_at_once in rounds(edges) for edge in edges_at_once):
         if here in (low, high):
-            up, down = (
-                processes.communicator(f"{name} link", line[start], line[end])
-                for start, end in ((low, high), (high, low))
-            )
-            links[high if here == low else low] = (
-                TorchP2PChannel(up, down) if here == low else TorchP2PChannel(down, up)
-            )
+            up = processes.communicator(f"{name} link", line[low], line[high])
+            down = processes.communicator(f"{name} link", line[high], line[low])
+            peer = high if here == low else low
+            links[peer] = TorchP2PChannel(up, down) if here == low else TorchP2PChannel(down, up)
     return dict(sorted(links.items()))
 
 

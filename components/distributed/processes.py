@@ -98,7 +98,7 @@ class TorchProcesses:
         return self._communicators[key]
 
     def apart(self, name: str) -> Group:
-        """All processes, on CPUs, by a communicator of their own where they wait for one another as long as they live."""
+        """All processes, on CPUs, by a group of their own where they wait for one another as long as they live."""
         if not self._joined:
             return OneRank()
         ranks = list(range(self.world_size))
