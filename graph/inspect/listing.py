@@ -39,7 +39,8 @@ def _short(found: Spec | Problem) -> str:
 
 
 def _long(name: str, found: Spec | Problem) -> Iterator[str]:
-    yield f"{name}: {_short(found)}{f' ({found.brought_by})' if isinstance(found, Spec) and found.brought_by else ''}"
+    from_package = f" ({found.brought_by})" if isinstance(found, Spec) and found.brought_by else ""
+    yield f"{name}: {_short(found)}{from_package}"
     if isinstance(found, Spec):
         yield from _fields(found)
 

@@ -20,8 +20,8 @@ from support.runs import Outcome, command, write_corpus
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 LONG = ("run", "tiny.toml", "batch.global_size=6", "batch.micro_size=1", "trainer.steps=1000000")
-RUN = (*LONG, "checkpoint.every='last'", "evaluate.every='never'", "trainer.afterwards=[]")
-LIMITS = ("watch.timeouts.step=2", "watch.timeouts.first_step=30")
+RUN = (*LONG, "checkpoint.every='last'", "evaluate.every='never'", "trainer.on_finish=[]")
+LIMITS = ("listeners.timeouts.step=2", "listeners.timeouts.first_step=30")
 WHERE = "step 4, phase [forward_backward]"
 
 

@@ -31,7 +31,7 @@ class Pretended:
         self.asked.append((name, sets))
         return OneRank()
 
-    def channel(self, name: str, sender: int, receiver: int) -> Any:
+    def communicator(self, name: str, sender: int, receiver: int) -> Any:
         raise AssertionError("nothing travels here")
 
     def apart(self, name: str) -> Group:
@@ -51,7 +51,7 @@ class View:
 
 def _settings(**changed: Any) -> dict[str, Any]:
     names = ("pipeline", "data_replicate", "data_shard", "context", "tensor", "expert")
-    return dict.fromkeys(names, 1) | {"data_replicate": "rest"} | changed
+    return dict.fromkeys(names, 1) | {"data_replicate": "auto"} | changed
 
 
 def _replicas_of_real_processes(**settings: Any) -> tuple[Any, ...]:
