@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed.alarm import Alarm
-from drawloom.components.distributed.hang_diagnosis import Roll
+from drawloom.components.distributed.hang_diagnosis import HangMonitor
 from drawloom.components.distributed.launch import Launch, read_launch
 from drawloom.components.distributed.machine import machine
 from drawloom.components.distributed.p2p_links import TorchCommunicator
 from drawloom.components.distributed.parent import watch_parent
-from drawloom.components.distributed.process_group import OneRank, ProcessGroup, peer_errors
+from drawloom.components.distributed.process_group import SingleProcess, TorchGroup, peer_errors
 from drawloom.components.distributed.stores import connect
 from drawloom.components.ports.distributed import Communicator, Device, Group
 from drawloom.graph import UserError, above, component, setting
@@ -44,7 +44,7 @@ class TorchProcesses:
     _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
     _store: Any = attrs.field(init=False, default=None)
     _alarm: Alarm | None = attrs.field(init=False, default=None)
-    _roll: Roll = attrs.field(init=False, factory=lambda: Roll(0, 1))
+    _monitor: HangMonitor = attrs.field(init=False, factory=lambda: HangMonitor(0, 1))
 
     @property
     def rank(self) -> int:
@@ -79,7 +79,7 @@ class TorchProcesses:
             )
         if not self._launch.alone:
             self._join()
-        self._roll = self._start_roll()
+        self._monitor = self._start_monitor()
 
     def close(self) -> None:
         """Leave the other processes; torch is as it was."""
@@ -90,7 +90,7 @@ class TorchProcesses:
             self._handles = []
             self._close_communicators()
             dist.destroy_process_group()
-        self._roll.stop()  # not before: after a failure it ends a process that does not come out of what is above
+        self._monitor.stop()  # not before: after a failure it ends a process that does not come out of what is above
         if self._alarm is not None:
             self._alarm.close()
             self._alarm = None
@@ -100,7 +100,7 @@ class TorchProcesses:
         if not isinstance(error, Exception):
             return None
         if self._alarm is not None:
-            return SystemExit(self._alarm.ring_for(error, self._roll.place).exit_code)
+            return SystemExit(self._alarm.ring_for(error, self._monitor.place).exit_code)
         if not isinstance(error, UserError) and log.hasHandlers():
             log.error("%s", error, exc_info=error, extra={"told": True})  # the terminal gets it from Python itself
         return None
@@ -121,13 +121,13 @@ class TorchProcesses:
             self._communicators[key] = self._connect(key, (sender, receiver))
         return self._communicators[key]
 
-    def apart(self, name: str) -> Group:
+    def control_group(self, name: str) -> Group:
         """All processes, on CPUs, by a group of their own where they wait for one another as long as they live."""
         if not self._joined:
-            return OneRank()
+            return SingleProcess()
         ranks = list(range(self.world_size))
         handle = dist.new_group(ranks, backend="gloo", timeout=FOR_EVER)
-        return ProcessGroup(name, ranks, handle, torch.device("cpu"), self._roll.beside())
+        return TorchGroup(name, ranks, handle, torch.device("cpu"), self._monitor.beside())
 
     def set_timeout(self, seconds: float) -> None:
         """From now on a process waits this long for the others in any group, also in groups that are made later."""
@@ -137,13 +137,13 @@ class TorchProcesses:
         for communicator in self._communicators.values():
             communicator.backend._set_default_timeout(self._limit)
 
-    def note(self, place: str) -> None:
+    def set_location(self, place: str) -> None:
         """Where this process is, for the others to be told if it keeps them waiting."""
-        self._roll.place = place
+        self._monitor.place = place
 
-    def accused(self) -> str:
+    def diagnose(self) -> str:
         """Who keeps the others waiting, in words, as far as it can be known; empty if it can't. It takes a second."""
-        return self._roll.accused()
+        return self._monitor.diagnose()
 
     def fail(self, text: str) -> None:
         """Tell why this rank ends, unless another one was first, and let all others end."""
@@ -160,12 +160,12 @@ class TorchProcesses:
         limit = timedelta(seconds=seconds)
         return limit + LAST_RESORT if self.device.backend == "nccl" else limit
 
-    def _start_roll(self) -> Roll:
+    def _start_monitor(self) -> HangMonitor:
         """A roll of this start of the processes; a process that is alone has nobody to look at."""
         launch = self._launch
-        roll = Roll(self.rank, self.world_size)
+        roll = HangMonitor(self.rank, self.world_size)
         if self._joined:
-            world = ProcessGroup("world", range(self.world_size), dist.group.WORLD, self._where, roll)
+            world = TorchGroup("world", range(self.world_size), dist.group.WORLD, self._where, roll)
             here = machine() if hasattr(os, "pidfd_open") else ""
             every = world.gather_json([secrets.token_hex(8), here, os.getpid()])
             name = every[0][0]  # stores may outlive a start, and processes may start twice
@@ -196,20 +196,20 @@ class TorchProcesses:
 
     def _make(self, name: str, ranks: Sequence[int]) -> Group:
         if len(ranks) == 1:
-            return OneRank()
+            return SingleProcess()
         handle: Any = dist.group.WORLD
         if len(ranks) < self.world_size:
             handle = dist.new_group(list(ranks), timeout=self._limit)
             self._handles += [handle] if self.rank in ranks else []
-        return ProcessGroup(name, ranks, handle, self._where, self._roll)
+        return TorchGroup(name, ranks, handle, self._where, self._monitor)
 
     def _connect(self, name: str, ranks: tuple[int, int]) -> TorchCommunicator:
         if self._where.type != self.device.device.type:
             text = f"ranks on {self.device.device.type} can't send tensors to one another over"
             raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
-        with peer_errors(self._roll, "a connection", name, ranks):
+        with peer_errors(self._monitor, "a connection", name, ranks):
             backend = self._backend(name, ranks)
-        communicator = TorchCommunicator(name, ranks, backend, self._where, self._roll)
+        communicator = TorchCommunicator(name, ranks, backend, self._where, self._monitor)
         probe = torch.zeros(1, device=self._where)
         (communicator.send(probe) if self.rank == ranks[0] else communicator.receive(probe)).wait()
         return communicator

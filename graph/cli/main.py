@@ -10,18 +10,18 @@ from typing import Any, NoReturn
 
 from drawloom.graph.cli.commands import COMMANDS
 from drawloom.graph.cli.exit_codes import FAILED, FAULTY, FINE, INTERRUPTED, Voice, told
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import Problem, RecipeError, UserError
 
 OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)+=")
 FLAG = re.compile(r"--[\w-]+(\.[\w-]+)+(=|$)")
 
 
-def main(arguments: Sequence[str] | None = None, workshop: Workshop | None = None, voice: Voice | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, workshop: Project | None = None, voice: Voice | None = None) -> int:
     """Run one command; its exit code."""
     voice = voice or Voice()
     try:
-        return _command(sys.argv[1:] if arguments is None else arguments, workshop or Workshop.of("drawloom"), voice)
+        return _command(sys.argv[1:] if arguments is None else arguments, workshop or Project.of("drawloom"), voice)
     except RecipeError as error:
         return voice.fail(told(error.problems), FAULTY)
     except UserError as error:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None, workshop: Workshop | None = Non
         return FAILED
 
 
-def _command(arguments: Sequence[str], workshop: Workshop, voice: Voice) -> int:
+def _command(arguments: Sequence[str], workshop: Project, voice: Voice) -> int:
     rest, words = split_words(arguments)
     options = _parser(workshop, rest).parse_args(rest)
     options.words, options.voice = words, voice
@@ -72,24 +72,24 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{self.format_usage()}{self.prog}: error: {message}", FAULTY)
 
 
-def _parser(workshop: Workshop, arguments: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(workshop: Project, arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="drawloom", description="Weave training runs from components, by recipe.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (function, summary, add) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         add(command)
         command.set_defaults(main=function)
-    for name in sorted(path.stem for path in (workshop.catalogue.folder / "commands").glob("[a-z]*.py")):
+    for name in sorted(path.stem for path in (workshop.registry.folder / "commands").glob("[a-z]*.py")):
         _add_module(commands, workshop, name, imported=bool(arguments) and name.replace("_", "-") == arguments[0])
     return parser
 
 
-def _add_module(commands: Any, workshop: Workshop, name: str, *, imported: bool) -> None:
+def _add_module(commands: Any, workshop: Project, name: str, *, imported: bool) -> None:
     """A command of the package: its module is imported only when it is the one that was called."""
-    path = workshop.catalogue.folder / "commands" / f"{name}.py"
+    path = workshop.registry.folder / "commands" / f"{name}.py"
     summary = path.read_text("utf-8").partition('"""')[2].partition('"""')[0].strip().partition("\n")[0]
     command = commands.add_parser(name.replace("_", "-"), help=summary, description=summary, allow_abbrev=False)
     if imported:
-        module = importlib.import_module(f"{workshop.catalogue.package}.commands.{name}")
+        module = importlib.import_module(f"{workshop.registry.package}.commands.{name}")
         module.add_arguments(command)
         command.set_defaults(main=module.main)

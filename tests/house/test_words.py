@@ -20,6 +20,9 @@ SOURCES = ("graph", "components", "kernels", "recipes", "tests", "docs")
 FROZEN = ("tests/golden/checkpoints/", "tests/house/words.toml", "tests/house/test_words.py")
 """Checkpoints of older formats say what they said; the table says what is old."""
 
+THEIRS = {"ProcessGroup"}
+"""Old names that other libraries have, too."""
+
 SETTING = re.compile(r"^\s*([\w.]+)\s*=(?!=)")
 HEADER = re.compile(r"^\s*\[\[?([\w.]+)\]\]?")
 
@@ -53,13 +56,15 @@ def files() -> dict[str, str]:
         path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".toml", ".md")
     ]
     paths += [path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"]
-    found = {path.relative_to(ROOT).as_posix(): path for path in paths if "__pycache__" not in path.parts}
+    found = {path.relative_to(ROOT).as_posix(): path for path in paths if path.is_file()}
     return {name: path.read_text("utf-8") for name, path in found.items() if not name.startswith(FROZEN)}
 
 
-def in_scope(row: Row) -> Iterator[tuple[str, str]]:
-    """The files that a row speaks of."""
-    return ((name, text) for name, text in files().items() if any(g == "**" or fnmatch(name, g) for g in row.where))
+def in_scope(row: Row, *parts: str) -> Iterator[tuple[str, str]]:
+    """The files that a row speaks of and that hold one of these."""
+    for name, text in files().items():
+        if any(part in text for part in parts) and any(g == "**" or fnmatch(name, g) for g in row.where):
+            yield name, text
 
 
 @cache
@@ -86,7 +91,7 @@ def search(name: str, pattern: str) -> Iterator[str]:
 
 def identifiers(name: str, word: str) -> Iterator[str]:
     """Where a Python file has a name."""
-    found = tokens(name) if name.endswith(".py") and word in files()[name] else []
+    found = tokens(name) if name.endswith(".py") else []
     return (f"{name}:{line}: {text}" for line, kind, text in found if kind == tokenize.NAME and text == word)
 
 
@@ -99,7 +104,7 @@ def modules(row: Row) -> Iterator[str]:
     if new.startswith(f"{old}/"):  # a room that has the file's name
         return
     dotted = re.escape(old.replace("/", "."))
-    for name, _ in in_scope(row):
+    for name, _ in in_scope(row, old, old.replace("/", ".")):
         yield from search(name, rf"(?<![\w/.]){re.escape(old)}(\.py|/)|drawloom\.{dotted}(?!\w)")
         if name.endswith(".py") and f"drawloom.{old.replace('/', '.')}" in files()[name]:
             lines = enumerate(files()[name].splitlines(), 1)
@@ -109,7 +114,7 @@ def modules(row: Row) -> Iterator[str]:
 def settings(row: Row) -> Iterator[str]:
     """A key below its table, or a dotted path on a command line."""
     node, _, key = row.old.rpartition(".")
-    for name, _ in in_scope(row):
+    for name, _ in in_scope(row, key):
         yield from search(name, rf"(?<![\w./@-]){re.escape(row.old)}(?=\s*=|`|\]|$)")
         table = ""
         for line, text in texts(name):
@@ -122,20 +127,19 @@ def settings(row: Row) -> Iterator[str]:
 def nodes(row: Row) -> Iterator[str]:
     """A table, or a reference to one."""
     old = re.escape(row.old)
-    for name, _ in in_scope(row):
+    for name, _ in in_scope(row, row.old):
         yield from search(name, rf"^\s*\[{old}(\.\w+)?\]|\"@{old}(\.[\w*]+)?\"")
 
 
 def words(row: Row) -> Iterator[str]:
     """An identifier or a word of a text."""
-    for name, text in in_scope(row):
-        if row.old in text:
-            yield from identifiers(name, row.old)
-            yield from search(name, rf"(?<![\w]){re.escape(row.old)}(?!\w)")
+    for name, _ in in_scope(row, row.old):
+        yield from identifiers(name, row.old)
+        yield from search(name, rf"(?<!\w){re.escape(row.old)}(?!\w)")
 
 
 def symbols(row: Row) -> Iterator[str]:
-    """What a module or a class of it defines; a name of several words wherever it is used."""
+    """What a module or a class of it defines; a class of several words wherever it is used."""
     module, _, path = row.old.partition(":")
     file = f"{module.replace('.', '/')}.py"
     if file in files():
@@ -144,10 +148,9 @@ def symbols(row: Row) -> Iterator[str]:
             tree = next((node for node in getattr(tree, "body", []) if part in defined(node)), None)
         if tree is not None:
             yield f"{file}:{tree.lineno}: {path}"
-    last = path.rpartition(".")[2]
-    if re.search(r"[a-z][A-Z]|[a-z]_[a-z]", last):
-        for name, _ in in_scope(row):
-            yield from identifiers(name, last)
+    if re.fullmatch(r"[A-Z]\w*[a-z][A-Z]\w*", path) and path not in THEIRS:
+        for name, _ in in_scope(row, path):
+            yield from identifiers(name, path)
 
 
 def defined(node: ast.AST) -> Iterable[str]:
@@ -164,7 +167,7 @@ def defined(node: ast.AST) -> Iterable[str]:
 
 def phrases(row: Row) -> Iterator[str]:
     """What is said in words of our own."""
-    for name, _ in in_scope(row):
+    for name, _ in in_scope(row, ""):
         yield from search(name, rf"(?i)\b{re.escape(row.old)}\b")
 
 
