@@ -99,8 +99,12 @@ def _ones(losses: list[Tensor]) -> list[Tensor]:
 
 
 def floating(tree_leaves: list[Any]) -> list[Tensor]:
-    """The leaves that have gradients."""
-    return [leaf for leaf in tree_leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    """The leaves that have gradients: of floating-point numbers, real or complex."""
+    return [leaf for leaf in tree_leaves if _floats(leaf)]
+
+
+def _floats(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def detach(leaf: Any) -> Any:
@@ -110,9 +114,7 @@ def detach(leaf: Any) -> Any:
 
 def as_input(tree: Any) -> Any:
     """What a stage before gave, as the start of a graph of its own."""
-    return transform(
-        lambda leaf: leaf.requires_grad_() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, tree
-    )
+    return transform(lambda leaf: leaf.requires_grad_() if _floats(leaf) else leaf, tree)
 
 
 def _or_zeros(leaf: Tensor, grad: Tensor | None) -> Tensor:
