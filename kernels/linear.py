@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.deferred_grads import WeightGradient, weight_gradient_of
+from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
 
 
 def linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -19,6 +19,7 @@ def linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return _Linear.apply(x, weight, bias, weight_gradient_of(weight))  # type: ignore[no-untyped-call, no-any-return]
 
 
+@deferring
 class _Linear(Function):
     """The bias's gradient is one sum, and is never put off."""
 
