@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.pipeline.split_backward.plan import StageWeights
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.kernels.attention import attention_eager
@@ -95,7 +94,6 @@ class Subject:
         )
         self.module: nn.Module = model.build(LayerRange(0, 8, embedding=False, head=False))
         self.parameters = list(self.module.parameters())
-        self.weights = StageWeights.of(self.parameters)
         self.x = torch.randn(rows, length, width, requires_grad=True)
         self.grad = torch.randn(rows, length, width)
         positions = torch.arange(length).expand(rows, -1)
@@ -116,7 +114,7 @@ class Subject:
         return timed(lambda: torch.autograd.backward(output, self.grad))
 
     def by_us(self) -> tuple[float, ...]:
-        split = SplitBackward(self.weights)
+        split = SplitBackward()
         with split.forward():
             output = self.forward()
         return timed(lambda: split.backward_input([output], [self.grad], [self.x]), split.backward_weight)
