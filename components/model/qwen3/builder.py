@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.qwen3.config import Architecture
@@ -14,7 +15,7 @@ from drawloom.components.model.qwen3.family import Family
 from drawloom.components.model.qwen3.hf_names import mapper_of
 from drawloom.components.model.qwen3.hugging_face import config_of
 from drawloom.components.model.qwen3.initial_weights import fill_with_initial_weights
-from drawloom.components.model.qwen3.model import Decoder
+from drawloom.components.model.qwen3.model import Qwen3ForCausalLM
 from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
 from drawloom.components.ports.data import Tokenizer
@@ -104,11 +105,11 @@ class Blueprint:
         return self.architecture.vocab_size
 
     @abstractmethod
-    def feed_forward_of(self, number: int) -> nn.Module:
+    def mlp_of(self, number: int) -> nn.Module:
         """The feed-forward network of a layer: it takes hidden states and targets, and gives hidden states."""
 
     def build(self, span: Span) -> nn.Module:
-        return Decoder(self.architecture, span, self.kernels, self.feed_forward_of)
+        return Qwen3ForCausalLM(self.architecture, span, self.kernels, self.mlp_of)
 
     def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
         std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
@@ -118,4 +119,6 @@ class Blueprint:
         return config_of(self.family, self.architecture, None if self.tokenizer is None else self.tokenizer.end)
 
     def hugging_face_mapper(self) -> Mapper:
-        return mapper_of(self.architecture)
+        with torch.device("meta"):
+            whole = self.build(Span(0, self.num_hidden_layers, embedding=True, head=True))
+        return mapper_of([name for name, _ in whole.named_parameters()], getattr(self.architecture, "num_experts", 0))

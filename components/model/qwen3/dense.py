@@ -14,5 +14,5 @@ class Qwen3Dense(Blueprint):
 
     family = DENSE
 
-    def feed_forward_of(self, number: int) -> nn.Module:
+    def mlp_of(self, number: int) -> nn.Module:
         return FeedForward(self.architecture, self.kernels)

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-RESIDUAL_OUTPUTS = (".attention.out.weight", ".feed_forward.down.weight")
+RESIDUAL_OUTPUTS = (".self_attn.o_proj.weight", ".mlp.down_proj.weight", ".mlp.experts.down_proj")
 
 
 def fill_with_initial_weights(name: str, parameter: Tensor, *, seed: int, layers: int, std: float) -> None:
