@@ -19,7 +19,7 @@ from drawloom.components.model.qwen3.model import Qwen3ForCausalLM
 from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
 from drawloom.components.ports.data import Tokenizer
-from drawloom.components.ports.model import Kernels, Span
+from drawloom.components.ports.model import Kernels, Span, TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import Problem, above, at_least, setting
 
@@ -111,9 +111,9 @@ class Blueprint:
     def build(self, span: Span) -> nn.Module:
         return Qwen3ForCausalLM(self.architecture, span, self.kernels, self.mlp_of)
 
-    def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
+    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
-        fill_with_initial_weights(name, parameter, seed=seed, layers=layers, std=std)
+        fill_with_initial_weights(name, parameter, seed=seed, layers=layers, std=std, part_of=part_of)
 
     def hugging_face_config(self) -> dict[str, Any]:
         return config_of(self.family, self.architecture, None if self.tokenizer is None else self.tokenizer.end)

@@ -9,7 +9,7 @@ import torch
 
 from drawloom.components.model.qwen3.builder import Blueprint
 from drawloom.components.model.qwen3.initial_weights import fill_with_initial_weights
-from drawloom.components.ports.model import Span
+from drawloom.components.ports.model import Span, TensorSlice
 from support.qwen3 import dense, sparse
 
 SCRIPT = """
@@ -55,14 +55,19 @@ def test_depends_on_name_and_seed() -> None:
     assert not torch.equal(first, drawn("model.layers.0.self_attn.q_proj.weight", 8, 8, seed=4))
 
 
-def test_leaves_torchs_own_stream_alone() -> None:
-    """Neither the state of torch's generator matters, nor is it changed."""
-    torch.manual_seed(1)
-    first, after = drawn("lm_head.weight", 8, 8), torch.get_rng_state()
-    torch.manual_seed(1)
-    assert torch.equal(after, torch.get_rng_state())
-    torch.manual_seed(2)
-    assert torch.equal(first, drawn("lm_head.weight", 8, 8))
+@pytest.mark.parametrize("make", [dense, sparse])
+def test_a_slice_begins_as_in_the_whole(make: Callable[..., Blueprint]) -> None:
+    """Rows or columns of a parameter, experts among them, have the numbers that they have in all of it."""
+    model = make()
+    whole = model.build(Span(0, model.num_hidden_layers, True, True))
+    for name, parameter in whole.named_parameters():
+        model.initialise(name, parameter, seed=5)
+        for dim, size in enumerate(parameter.shape):
+            begin = size // 2
+            part = torch.empty_like(parameter.narrow(dim, begin, size - begin))
+            offsets = tuple(begin if each == dim else 0 for each in range(parameter.ndim))
+            model.initialise(name, part, seed=5, part_of=TensorSlice(tuple(parameter.shape), offsets))
+            assert torch.equal(part, parameter.narrow(dim, begin, size - begin)), name
 
 
 def test_lower_precision_is_float32_rounded() -> None:
