@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from drawloom.components.ports.model import Kernels
 
 
-class Norm(nn.Module):
+class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; the weight is (width,)."""
 
     def __init__(self, width: int, eps: float, kernels: Kernels) -> None:

@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 
 from drawloom.components.model.layers.linear import Linear
-from drawloom.components.model.layers.norm import Norm
-from drawloom.components.model.qwen3.config import Architecture
+from drawloom.components.model.layers.norm import RMSNorm
+from drawloom.components.model.qwen3.config import Qwen3Config
 from drawloom.components.ports.model import Kernels
 
 
@@ -15,14 +15,14 @@ class Attention(nn.Module):
     Modules carry the names of Hugging Face's Qwen3Attention.
     """
 
-    def __init__(self, architecture: Architecture, kernels: Kernels) -> None:
+    def __init__(self, architecture: Qwen3Config, kernels: Kernels) -> None:
         super().__init__()
         width, head_dim = architecture.hidden_size, architecture.head_dim
         self.q_proj = Linear(width, architecture.num_attention_heads * head_dim, kernels)
         self.k_proj = Linear(width, architecture.num_key_value_heads * head_dim, kernels)
         self.v_proj = Linear(width, architecture.num_key_value_heads * head_dim, kernels)
-        self.q_norm = Norm(head_dim, architecture.rms_norm_eps, kernels)
-        self.k_norm = Norm(head_dim, architecture.rms_norm_eps, kernels)
+        self.q_norm = RMSNorm(head_dim, architecture.rms_norm_eps, kernels)
+        self.k_norm = RMSNorm(head_dim, architecture.rms_norm_eps, kernels)
         self.o_proj = Linear(architecture.num_attention_heads * head_dim, width, kernels)
         self.head_dim = head_dim
         self.kernels = kernels

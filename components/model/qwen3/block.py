@@ -2,10 +2,10 @@
 
 from torch import Tensor, nn
 
-from drawloom.components.model.layers.norm import Norm
+from drawloom.components.model.layers.norm import RMSNorm
 from drawloom.components.model.qwen3.attention import Attention
-from drawloom.components.model.qwen3.config import Architecture
-from drawloom.components.ports.model import Kernels, Shared
+from drawloom.components.model.qwen3.config import Qwen3Config
+from drawloom.components.ports.model import BatchContext, Kernels
 
 
 class Block(nn.Module):
@@ -15,21 +15,21 @@ class Block(nn.Module):
     Modules carry the names of Hugging Face's Qwen3DecoderLayer.
     """
 
-    def __init__(self, architecture: Architecture, kernels: Kernels, mlp: nn.Module) -> None:
+    def __init__(self, architecture: Qwen3Config, kernels: Kernels, mlp: nn.Module) -> None:
         super().__init__()
-        self.input_layernorm = Norm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
+        self.input_layernorm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
         self.self_attn = Attention(architecture, kernels)
-        self.post_attention_layernorm = Norm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
+        self.post_attention_layernorm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
         self.mlp = mlp
         self.kernels = kernels
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, shared: Shared) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, shared: BatchContext) -> Tensor:
         """
         Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out.
 
         cos and sin are float32 (rows, length, head_dim // 2); `shared` gives document ids and targets.
         """
-        mixed = self.self_attn(self.input_layernorm(hidden), cos, sin, shared.documents)
+        mixed = self.self_attn(self.input_layernorm(hidden), cos, sin, shared.document_ids)
         weight, eps = self.post_attention_layernorm.weight, self.post_attention_layernorm.eps
         normed, hidden = self.kernels.add_rms_norm(mixed, hidden, weight, eps)
         return hidden + self.mlp(normed, shared.targets)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.model.qwen3.config import Architecture
+from drawloom.components.model.qwen3.config import Qwen3Config
 from drawloom.components.model.qwen3.family import Family
 from drawloom.components.model.qwen3.hf_names import mapper_of
 from drawloom.components.model.qwen3.hugging_face import config_of
@@ -19,7 +19,7 @@ from drawloom.components.model.qwen3.model import Qwen3ForCausalLM
 from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
 from drawloom.components.ports.data import Tokenizer
-from drawloom.components.ports.model import Kernels, Span, TensorSlice
+from drawloom.components.ports.model import Kernels, LayerRange, TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import Problem, above, at_least, setting
 
@@ -33,7 +33,7 @@ def inherited(cls: type[T]) -> type[T]:
 
 
 @inherited
-class Blueprint:
+class Qwen3Builder:
     """A Qwen3 model of sizes given by settings or by a Hugging Face `config.json`."""
 
     family: ClassVar[Family]
@@ -89,11 +89,11 @@ class Blueprint:
         return "semantic" if key == "max_position_embeddings" and rope and rope.kind == "dynamic" else None
 
     @cached_property
-    def architecture(self) -> Architecture:
+    def architecture(self) -> Qwen3Config:
         """All sizes, settled; read on first use, when the tokenizer is open."""
         cls: Any = type(self)
         settings = {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
-        tokens = None if self.tokenizer is None else self.tokenizer.vocabulary
+        tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
         return choose_architecture(self.family, settings, tokens)
 
     @property
@@ -108,7 +108,7 @@ class Blueprint:
     def mlp_of(self, number: int) -> nn.Module:
         """The feed-forward network of a layer: it takes hidden states and targets, and gives hidden states."""
 
-    def build(self, span: Span) -> nn.Module:
+    def build(self, span: LayerRange) -> nn.Module:
         return Qwen3ForCausalLM(self.architecture, span, self.kernels, self.mlp_of)
 
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
@@ -116,9 +116,9 @@ class Blueprint:
         fill_with_initial_weights(name, parameter, seed=seed, layers=layers, std=std, part_of=part_of)
 
     def hugging_face_config(self) -> dict[str, Any]:
-        return config_of(self.family, self.architecture, None if self.tokenizer is None else self.tokenizer.end)
+        return config_of(self.family, self.architecture, None if self.tokenizer is None else self.tokenizer.eos_id)
 
     def hugging_face_mapper(self) -> Mapper:
         with torch.device("meta"):
-            whole = self.build(Span(0, self.num_hidden_layers, embedding=True, head=True))
+            whole = self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
         return mapper_of([name for name, _ in whole.named_parameters()], getattr(self.architecture, "num_experts", 0))

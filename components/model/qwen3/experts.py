@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.model.layers.aux_loss import balanced
+from drawloom.components.model.layers.aux_loss import inject_aux_loss_grad
 from drawloom.components.model.layers.linear import Linear
-from drawloom.components.model.qwen3.config import SparseArchitecture
-from drawloom.components.ports.data import IGNORED
+from drawloom.components.model.qwen3.config import Qwen3MoeConfig
+from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import ExpertKernels
 
 
@@ -17,7 +17,7 @@ class SparseMoeBlock(nn.Module):
     Modules and parameters carry the names of transformers 5's Qwen3MoeSparseMoeBlock: the router is `gate`.
     """
 
-    def __init__(self, architecture: SparseArchitecture, kernels: ExpertKernels) -> None:
+    def __init__(self, architecture: Qwen3MoeConfig, kernels: ExpertKernels) -> None:
         super().__init__()
         self.gate = Linear(architecture.hidden_size, architecture.num_experts, kernels)
         self.experts = Experts(architecture, kernels)
@@ -38,8 +38,10 @@ class SparseMoeBlock(nn.Module):
         all_probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         chosen = all_probabilities.detach().topk(self.architecture.num_experts_per_tok).indices
         if targets is not None and self.architecture.router_aux_loss_coef:
-            coefficient = self.architecture.router_aux_loss_coef / self.architecture.sparse_layers
-            all_probabilities = balanced(all_probabilities, chosen, (targets != IGNORED).sum(1) * coefficient)
+            coefficient = self.architecture.router_aux_loss_coef / self.architecture.moe_layers
+            all_probabilities = inject_aux_loss_grad(
+                all_probabilities, chosen, (targets != IGNORE_INDEX).sum(1) * coefficient
+            )
         probabilities = all_probabilities.gather(-1, chosen)
         if self.architecture.norm_topk_prob:
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
@@ -52,7 +54,7 @@ class Experts(nn.Module):
     the gate's, and `down_proj`, (num_experts, hidden_size, moe_intermediate_size).
     """
 
-    def __init__(self, architecture: SparseArchitecture, kernels: ExpertKernels) -> None:
+    def __init__(self, architecture: Qwen3MoeConfig, kernels: ExpertKernels) -> None:
         super().__init__()
         experts, width, inner = architecture.num_experts, architecture.hidden_size, architecture.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, width))

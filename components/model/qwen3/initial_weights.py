@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.counter_rng import fill_normal
-from drawloom.components.distributed.rng import derive
+from drawloom.components.distributed.rng import derive_seed
 from drawloom.components.ports.model import TensorSlice
 
 RESIDUAL_OUTPUTS = (".self_attn.o_proj.weight", ".mlp.down_proj.weight", ".mlp.experts.down_proj")
@@ -28,4 +28,4 @@ def fill_with_initial_weights(
         return
     scale = std / math.sqrt(2 * layers) if name.endswith(RESIDUAL_OUTPUTS) else std
     part = part_of or TensorSlice(tuple(parameter.shape), (0,) * parameter.ndim)
-    fill_normal(parameter, derive(seed, "initial weights", name), scale, part.shape, part.offsets)
+    fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)

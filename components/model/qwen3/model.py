@@ -6,15 +6,15 @@ from torch import Tensor, nn
 
 from drawloom.components.model.layers.embedding import Embedding
 from drawloom.components.model.layers.linear import Linear
-from drawloom.components.model.layers.norm import Norm
+from drawloom.components.model.layers.norm import RMSNorm
 from drawloom.components.model.qwen3.block import Block
-from drawloom.components.model.qwen3.config import Architecture
+from drawloom.components.model.qwen3.config import Qwen3Config
 from drawloom.components.model.qwen3.rope_scaling import scaling_of
-from drawloom.components.ports.model import Kernels, Shared, Span
+from drawloom.components.ports.model import BatchContext, Kernels, LayerRange
 from drawloom.kernels.rope_frequencies import rope_angles
 
 
-class Decoder(nn.Module):
+class Qwen3Model(nn.Module):
     """
     Layers of the model, under their numbers in the whole model, with or without the embedding and the last norm.
 
@@ -24,7 +24,7 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, architecture: Architecture, span: Span, kernels: Kernels, mlp: Callable[[int], nn.Module]
+        self, architecture: Qwen3Config, span: LayerRange, kernels: Kernels, mlp: Callable[[int], nn.Module]
     ) -> None:
         super().__init__()
         self.architecture = architecture
@@ -36,9 +36,9 @@ class Decoder(nn.Module):
             {str(n): Block(architecture, kernels, mlp(n)) for n in range(span.first, span.last)}
         )
         if span.head:
-            self.norm = Norm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
+            self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
 
-    def forward(self, inputs: Tensor, shared: Shared) -> Tensor:
+    def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
         """
         Hidden states (rows, length, hidden_size), of the parameters' dtype, behind the last norm if there is one.
 
@@ -59,17 +59,17 @@ class Qwen3ForCausalLM(nn.Module):
     """A span of the model: `model`, the decoder, and `lm_head` if the span has the head and the head is not tied."""
 
     def __init__(
-        self, architecture: Architecture, span: Span, kernels: Kernels, mlp: Callable[[int], nn.Module]
+        self, architecture: Qwen3Config, span: LayerRange, kernels: Kernels, mlp: Callable[[int], nn.Module]
     ) -> None:
         super().__init__()
         self.span = span
         self.kernels = kernels
-        self.model = Decoder(architecture, span, kernels, mlp)
+        self.model = Qwen3Model(architecture, span, kernels, mlp)
         self.tied = architecture.tie_word_embeddings
         if span.head and not self.tied:
             self.lm_head = Linear(architecture.hidden_size, architecture.vocab_size, kernels)
 
-    def forward(self, inputs: Tensor, shared: Shared) -> Tensor:
+    def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
         """
         Token ids, int64 (rows, length), or hidden states (rows, length, hidden_size), to hidden states or, with the
         head, to losses by token, float32 (rows, length), 0 where ignored; to logits (rows, length, vocab_size) if
