@@ -13,10 +13,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed.hang_diagnosis import HangMonitor, connect
 from drawloom.components.distributed.launch import Launch, read_launch
-from drawloom.components.distributed.p2p_links import P2PChannel
+from drawloom.components.distributed.p2p_links import TorchCommunicator
 from drawloom.components.distributed.parent import watch_parent
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup, peer_errors
-from drawloom.components.ports.distributed import Channel, Device, Group
+from drawloom.components.ports.distributed import Communicator, Device, Group
 from drawloom.graph import UserError, above, component, setting
 
 FOR_EVER = timedelta(days=30)
@@ -33,7 +33,7 @@ class TorchProcesses:
     _joined: bool = attrs.field(init=False, default=False)
     _limit: timedelta = attrs.field(init=False)
     _handles: list[Any] = attrs.field(init=False, factory=list)
-    _channels: dict[str, P2PChannel] = attrs.field(init=False, factory=dict)
+    _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
     _store: Any = attrs.field(init=False, default=None)
     _monitor: HangMonitor = attrs.field(init=False, factory=lambda: HangMonitor(0, 1))
 
@@ -78,7 +78,7 @@ class TorchProcesses:
         if self._joined:
             self._joined = False
             self._handles = []
-            self._close_channels()
+            self._close_communicators()
             dist.destroy_process_group()
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
@@ -86,19 +86,19 @@ class TorchProcesses:
         groups = [(self.rank in ranks, self._make(name, ranks)) for ranks in sets]
         return next(group for own, group in groups if own)
 
-    def channel(self, name: str, sender: int, receiver: int) -> Channel:
+    def communicator(self, name: str, sender: int, receiver: int) -> Communicator:
         """
-        The one-way channel of this name between two ranks, of which this is one; connected when first asked for.
+        The one-way communicator of this name between two ranks, of which this is one; connected when first asked for.
 
         Both ranks ask; where ranks ask for several, all follow one order (see p2p_links).
         """
         key = f"{name} {sender}->{receiver}"
-        if key not in self._channels:
-            self._channels[key] = self._connect(key, (sender, receiver))
-        return self._channels[key]
+        if key not in self._communicators:
+            self._communicators[key] = self._connect(key, (sender, receiver))
+        return self._communicators[key]
 
     def control_group(self, name: str) -> Group:
-        """All processes, on CPUs, by a channel of their own where they wait for one another as long as they live."""
+        """All processes, on CPUs, by a group of their own where they wait for one another as long as they live."""
         if not self._joined:
             return SingleProcess()
         ranks = list(range(self.world_size))
@@ -110,8 +110,8 @@ class TorchProcesses:
         self._limit = timedelta(seconds=seconds)
         for handle in [dist.group.WORLD, *self._handles] if self._joined else []:
             dist.distributed_c10d._set_pg_timeout(self._limit, handle)
-        for channel in self._channels.values():
-            channel.backend._set_default_timeout(self._limit)
+        for communicator in self._communicators.values():
+            communicator.backend._set_default_timeout(self._limit)
 
     def set_location(self, place: str) -> None:
         """Where this process is, for the others to be told if it keeps them waiting."""
@@ -158,16 +158,16 @@ class TorchProcesses:
             self._handles += [handle] if self.rank in ranks else []
         return TorchGroup(name, ranks, handle, self._where, self._monitor)
 
-    def _connect(self, name: str, ranks: tuple[int, int]) -> P2PChannel:
+    def _connect(self, name: str, ranks: tuple[int, int]) -> TorchCommunicator:
         if self._where.type != self.device.device.type:
             text = f"ranks on {self.device.device.type} can't send tensors to one another over"
             raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
         with peer_errors(self._monitor, "a connection", name, ranks):
             backend = self._backend(name, ranks)
-        channel = P2PChannel(name, ranks, backend, self._where, self._monitor)
+        communicator = TorchCommunicator(name, ranks, backend, self._where, self._monitor)
         probe = torch.zeros(1, device=self._where)
-        (channel.send(probe) if self.rank == ranks[0] else channel.receive(probe)).wait()
-        return channel
+        (communicator.send(probe) if self.rank == ranks[0] else communicator.receive(probe)).wait()
+        return communicator
 
     def _backend(self, name: str, ranks: tuple[int, int]) -> Any:
         """
@@ -187,10 +187,10 @@ class TorchProcesses:
         backend.eager_connect_single_device(self._where)
         return backend
 
-    def _close_channels(self) -> None:
-        channels, self._channels = self._channels, {}
-        for channel in channels.values() if self.device.backend == "nccl" else ():
-            channel.backend.shutdown()
+    def _close_communicators(self) -> None:
+        communicators, self._communicators = self._communicators, {}
+        for communicator in communicators.values() if self.device.backend == "nccl" else ():
+            communicator.backend.shutdown()
 
 
 @contextmanager
