@@ -69,6 +69,9 @@ class Qwen3Builder:
     rope_scaling: RopeScaling | None = setting(
         default=None, change="semantic", doc="how rotary positions are stretched for longer texts; not if left out"
     )
+    rope_parameters: RopeScaling | None = setting(
+        default=None, change="semantic", doc="transformers 5's form of rope_theta and rope_scaling, instead of both"
+    )
     rms_norm_eps: float | None = setting(
         default=None, check=above(0), change="semantic", doc="added to mean squares in norms; 1e-6 if left out"
     )
@@ -85,8 +88,8 @@ class Qwen3Builder:
     @classmethod
     def weigh_change(cls, node: Any, key: str) -> str | None:
         """The longest text is a claim and no more, but where positions beyond it are stretched."""
-        rope = node.settings["rope_scaling"]
-        return "semantic" if key == "max_position_embeddings" and rope and rope.kind == "dynamic" else None
+        rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
+        return "semantic" if key == "max_position_embeddings" and rope and rope.rope_type == "dynamic" else None
 
     @cached_property
     def architecture(self) -> Qwen3Config:

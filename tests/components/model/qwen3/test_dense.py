@@ -49,14 +49,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 STRETCHED: dict[str, dict[str, Any]] = {
-    "linear": {"rope_scaling": RopeScaling(kind="linear", factor=2.0)},
+    "linear": {"rope_scaling": RopeScaling(rope_type="linear", factor=2.0)},
     "yarn": {
-        "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=8),
+        "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
         "rope_theta": 100.0,
     },
     "yarn, all told": {
         "rope_scaling": RopeScaling(
-            kind="yarn",
+            rope_type="yarn",
             factor=4.0,
             original_max_position_embeddings=16,
             beta_fast=2.0,
@@ -66,7 +66,7 @@ STRETCHED: dict[str, dict[str, Any]] = {
         )
     },
     "llama3": {
-        "rope_scaling": RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=16),
+        "rope_scaling": RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=16),
         "rope_theta": 50.0,
     },
 }
@@ -155,7 +155,9 @@ def test_stretched_positions_matter(model: Qwen3Dense) -> None:
 @pytest.mark.parametrize("length", [5, 16, 17, 23])
 def test_dynamic_positions_are_those_of_transformers(length: int) -> None:
     """Up to the longest text of the training nothing is stretched, and then by as much as texts are longer."""
-    model = dense(rope_scaling=RopeScaling(kind="dynamic", factor=3.0), max_position_embeddings=16, rope_theta=100.0)
+    model = dense(
+        rope_scaling=RopeScaling(rope_type="dynamic", factor=3.0), max_position_embeddings=16, rope_theta=100.0
+    )
     module, (tokens, targets) = whole(model), random_rows(model, 2, length)
     theirs = twin(model, dict(module.named_parameters()))
     logits = theirs(tokens).logits.flatten(0, 1)
@@ -276,8 +278,8 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
 
 COMPILED: list[tuple[dict[str, Any], RopeScaling | None]] = [
     ({}, None),
-    (TRITON, RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=8)),
-    ({}, RopeScaling(kind="dynamic", factor=4.0)),
+    (TRITON, RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)),
+    ({}, RopeScaling(rope_type="dynamic", factor=4.0)),
 ]
 
 

@@ -31,7 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 5,
     },
     "stretched positions": {
-        "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=8),
+        "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
         "num_hidden_layers": 1,
     },
     "mostly empty experts": {"num_hidden_layers": 1, "num_experts": 70, "num_experts_per_tok": 2},
