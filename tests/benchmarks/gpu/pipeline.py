@@ -156,7 +156,7 @@ def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int)
     return Run(step, lambda: executor.train(batches))
 
 
-def _initialise(_name: str, parameter: Tensor, _seed: int) -> None:
+def _initialise(_name: str, parameter: Tensor, _seed: int, _part_of: Any = None) -> None:
     """Fill a parameter on its device, which is quicker than the numbers that a run starts from."""
     parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
 
