@@ -8,8 +8,8 @@ included. For each schedule and each way to count the head as layers (`stages.he
 - for how many milliseconds of the step each rank's host was issuing work: where that is nearly the whole step, the
   host is the limit;
 - with --trace, from a trace of the executor's part of a step on each rank: how often the host waited for the GPU in
-  it, and which share of the time of sends and receives something computed at the same time. A receive is posted early, so that its
-  time holds the wait for the peer.
+  it, and which share of the time of sends and receives something computed at the same time. A receive is posted
+  early, so that its time holds the wait for the peer.
 """
 
 import json

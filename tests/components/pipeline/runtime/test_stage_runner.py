@@ -124,7 +124,8 @@ def executor_of(modules: Sequence[nn.Module], schedule: Any, objective: Any, mes
     """An open executor of one rank with these stages."""
     count = len(modules)
     spans = [LayerRange(number, number + 1, number == 0, number == count - 1) for number in range(count)]
-    rank: Any = SingleRank([Stage(span.first, count, span, module) for span, module in zip(spans, modules, strict=True)])
+    pairs = zip(spans, modules, strict=True)
+    rank: Any = SingleRank([Stage(span.first, count, span, module) for span, module in pairs])
     parts: dict[str, Any] = {"stages": rank, "boundaries": rank, "neighbours": rank, "device": rank, "mesh": mesh}
     executor = Executor(objective=objective, schedule=schedule, **parts)
     executor.open()
