@@ -1,5 +1,7 @@
 """Grouped-query attention with normalised queries and keys."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from drawloom.components.model.layers.linear import Linear
@@ -27,17 +29,17 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.kernels = kernels
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, documents: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         """
         Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out.
 
-        cos and sin, float32 (rows, length, head_dim // 2), are the angles that turn queries and keys; documents,
-        int64 (rows, length), number the documents of a row, and tokens attend inside their own.
+        cos and sin, float32 (rows, length, head_dim // 2), are the angles that turn queries and keys; `mask` is what
+        the kernels' attention_mask makes of the document ids of a microbatch, within which tokens attend.
         """
         q, k, v = (self._split(project(hidden)) for project in (self.q_proj, self.k_proj, self.v_proj))
         weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
         q, k = self.kernels.qk_norm_rope(q, k, *weights, eps, cos, sin)
-        mixed = self.kernels.attention(q, k, v, documents)
+        mixed = self.kernels.attention(q, k, v, mask)
         return self.o_proj(mixed.flatten(-2))  # type: ignore[no-any-return]
 
     def _split(self, x: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """One layer of the model."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from drawloom.components.model.layers.norm import RMSNorm
 from drawloom.components.model.qwen3.attention import Attention
 from drawloom.components.model.qwen3.config import Qwen3Config
-from drawloom.components.ports.model import BatchContext, Kernels
+from drawloom.components.ports.model import Kernels
 
 
 class Block(nn.Module):
@@ -23,13 +25,14 @@ class Block(nn.Module):
         self.mlp = mlp
         self.kernels = kernels
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, shared: BatchContext) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Any, targets: Tensor | None) -> Tensor:
         """
         Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out.
 
-        cos and sin are float32 (rows, length, head_dim // 2); `shared` gives document ids and targets.
+        cos and sin are float32 (rows, length, head_dim // 2); `mask` is the kernels' attention_mask of the microbatch;
+        targets, int64 (rows, length), say which tokens are learned from.
         """
-        mixed = self.self_attn(self.input_layernorm(hidden), cos, sin, shared.document_ids)
+        mixed = self.self_attn(self.input_layernorm(hidden), cos, sin, mask)
         weight, eps = self.post_attention_layernorm.weight, self.post_attention_layernorm.eps
         normed, hidden = self.kernels.add_rms_norm(mixed, hidden, weight, eps)
-        return hidden + self.mlp(normed, shared.targets)  # type: ignore[no-any-return]
+        return hidden + self.mlp(normed, targets)  # type: ignore[no-any-return]

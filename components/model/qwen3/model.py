@@ -29,6 +29,7 @@ class Qwen3Model(nn.Module):
         super().__init__()
         self.architecture = architecture
         self.span = span
+        self.kernels = kernels
         self.scaling = scaling_of(architecture.rope_scaling, architecture.max_position_embeddings)
         if span.embedding or (span.head and architecture.tie_word_embeddings):
             self.embed_tokens = Embedding(architecture.vocab_size, architecture.hidden_size, kernels)
@@ -46,8 +47,9 @@ class Qwen3Model(nn.Module):
         """
         hidden = self.embed_tokens(inputs) if self.span.embedding else inputs
         cos, sin = self._angles(shared.positions)
+        mask = self.kernels.attention_mask(shared.document_ids)  # once for all layers
         for layer in self.layers.values():
-            hidden = layer(hidden, cos, sin, shared)
+            hidden = layer(hidden, cos, sin, mask, shared.targets)
         return self.norm(hidden) if self.span.head else hidden
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
