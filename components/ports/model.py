@@ -112,12 +112,20 @@ class Kernels(Protocol):
         """
         ...
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+    def attention_mask(self, documents: Tensor) -> Any:
+        """
+        Which tokens see which, in the form that `attention` takes; made once for all layers that see a microbatch.
+
+        documents int64 (rows, length): a token sees itself and those before it that have its number.
+        """
+        ...
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """
         Causal attention inside documents.
 
-        q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim), documents int64 (rows, length);
-        gives (rows, length, heads, head_dim).
+        q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim), mask from `attention_mask`; gives
+        (rows, length, heads, head_dim).
         """
         ...
 

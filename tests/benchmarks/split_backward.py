@@ -25,7 +25,7 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.split_backward.plan import StageWeights
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.model import Shared, Span
-from drawloom.kernels.attention import attention_eager
+from drawloom.kernels.attention import attention_eager, visible
 from support.qwen3 import cpu_kernels
 
 SIZES = [(128, 2, 64), (128, 8, 64), (256, 4, 64)]
@@ -62,8 +62,11 @@ class TorchKernels:
         normed = self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps)
         return self.rope(normed[0], cos, sin), self.rope(normed[1], cos, sin)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-        return attention_eager(q, k, v, documents)
+    def attention_mask(self, documents: Tensor) -> Tensor:
+        return visible(documents)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return attention_eager(q, k, v, mask)
 
 
 @attrs.define

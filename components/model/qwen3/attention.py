@@ -1,5 +1,7 @@
 """Grouped-query attention with normalised queries and keys."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from drawloom.components.model.layers.linear import Linear
@@ -23,11 +25,11 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.kernels = kernels
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, documents: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         q, k, v = (self._split(project(hidden)) for project in (self.q, self.k, self.v))
         weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
         q, k = self.kernels.qk_norm_rope(q, k, *weights, eps, cos, sin)
-        mixed = self.kernels.attention(q, k, v, documents)
+        mixed = self.kernels.attention(q, k, v, mask)
         return self.out(mixed.flatten(-2))  # type: ignore[no-any-return]
 
     def _split(self, x: Tensor) -> Tensor:

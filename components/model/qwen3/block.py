@@ -1,11 +1,13 @@
 """One layer of the model."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from drawloom.components.model.layers.norm import Norm
 from drawloom.components.model.qwen3.attention import Attention
 from drawloom.components.model.qwen3.config import Architecture
-from drawloom.components.ports.model import Kernels, Shared
+from drawloom.components.ports.model import Kernels
 
 
 class Block(nn.Module):
@@ -19,8 +21,8 @@ class Block(nn.Module):
         self.feed_forward = feed_forward
         self.kernels = kernels
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, shared: Shared) -> Tensor:
-        mixed = self.attention(self.attention_norm(hidden), cos, sin, shared.documents)
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Any, targets: Tensor | None) -> Tensor:
+        mixed = self.attention(self.attention_norm(hidden), cos, sin, mask)
         weight, eps = self.feed_forward_norm.weight, self.feed_forward_norm.eps
         normed, hidden = self.kernels.add_rms_norm(mixed, hidden, weight, eps)
-        return hidden + self.feed_forward(normed, shared.targets)  # type: ignore[no-any-return]
+        return hidden + self.feed_forward(normed, targets)  # type: ignore[no-any-return]

@@ -43,8 +43,9 @@ class Decoder(nn.Module):
     def forward(self, inputs: Tensor, shared: Shared) -> Tensor:
         hidden = self.embedding(inputs) if self.span.embedding else inputs
         cos, sin = self._angles(shared.positions)
+        mask = self.kernels.attention_mask(shared.documents)
         for block in self.layers.values():
-            hidden = block(hidden, cos, sin, shared)
+            hidden = block(hidden, cos, sin, mask, shared.targets)
         return self._predict(self.norm(hidden), shared.targets) if self.span.head else hidden
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:

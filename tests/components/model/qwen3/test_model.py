@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from drawloom.components.model.qwen3.builder import Blueprint
 from drawloom.components.ports.model import Span
-from support.qwen3 import dense, one_document, packed, sparse, whole
+from drawloom.kernels.attention import Implementation
+from drawloom.kernels.attention_flex import FLEX
+from support.qwen3 import cpu_kernels, dense, one_document, packed, sparse, to, whole
 from support.split_passes import Products, grads_for, in_one, same, split_of, taken
 from support.split_stages import Stage
 
@@ -58,6 +61,42 @@ def test_chained_spans_equal_the_whole(spans: list[Span], tied: bool, make: Make
             grads = [dict(part.named_parameters())[name].grad for part in modules if name in part.state_dict()]
             total = torch.stack([grad for grad in grads if grad is not None]).sum(0)
             torch.testing.assert_close(total, parameter.grad)
+
+
+def with_flex(make: Make) -> tuple[nn.Module, list[torch.Tensor]]:
+    """A model with torch's flexible attention, which a CPU takes forward, and the documents that masks are made of."""
+    kernels, asked = cpu_kernels(), []
+
+    def mask(documents: torch.Tensor) -> Any:
+        asked.append(documents)
+        return FLEX.mask(documents)
+
+    kernels._functions["attention"] = Implementation(mask, FLEX.attend)
+    return whole(make(layers=3, kernels=kernels)), asked
+
+
+@both
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_mask_is_made_once_for_all_layers(make: Make) -> None:
+    """Each pass makes one mask, of its own documents, also where the next microbatch's are written over the last's."""
+    module, asked = with_flex(make)
+    plain = make(layers=3).build(Span(0, 3, embedding=True, head=True))
+    plain.load_state_dict(module.state_dict())
+    tokens, shared = torch.randint(29, (2, 10)), packed([[4, 6], [10]])
+    for number in range(2):
+        found = module(tokens, shared)
+        torch.testing.assert_close(found, plain(tokens, shared), atol=1e-4, rtol=1e-4)
+        assert len(asked) == number + 1
+        shared.documents.copy_(packed([[7, 3], [1, 9]]).documents)
+
+
+@both
+def test_masks_need_no_device(make: Make) -> None:
+    """On the meta device the mask has shapes alone, and the output has its shape."""
+    module, _ = with_flex(make)
+    shared = to(torch.device("meta"), packed([[4, 6], [10]]))
+    assert module.to("meta")(shared.positions, shared).shape == (2, 10, 29)
 
 
 @pytest.mark.parametrize("spans", SPLITS)
