@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator
 
-from drawloom.components.ports.data import Batch, Rows
+from drawloom.components.ports.data import Batch, PackedDataset
 from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError, at_least, component, setting
 
 
 @component(change="free")
-class HeldOut:
+class Validation:
     """Some held-out rows, evenly spread over the split, and the same for every layout of ranks."""
 
-    rows: Rows
+    rows: PackedDataset
     batching: Batching
     rows_used: int = setting(
         default=64, change="free", check=at_least(1), doc="held-out rows to measure on; all, if there are fewer"
@@ -19,8 +19,8 @@ class HeldOut:
 
     def open(self) -> None:
         """No rows is a UserError."""
-        if self.rows.count("held_out") == 0:
-            raise UserError("rows: the corpus holds nothing out to measure on; write a greater `held_out` in it")
+        if self.rows.count("validation") == 0:
+            raise UserError("rows: the validation split is empty; increase `validation_fraction` in the corpus")
 
     def batches(self) -> Iterator[Batch]:
         """
@@ -28,13 +28,13 @@ class HeldOut:
 
         Replicas may have different numbers of them, even none.
         """
-        mine = self.chosen()[self.batching.replica :: self.batching.replicas]
+        mine = self.chosen()[self.batching.dp_rank :: self.batching.dp_size]
         size = self.batching.micro_size
         for start in range(0, len(mine), size):
-            yield self.rows.batch("held_out", mine[start : start + size])
+            yield self.rows.batch("validation", mine[start : start + size])
 
     def chosen(self) -> list[int]:
         """The rows that are measured on, in order."""
-        available = self.rows.count("held_out")
+        available = self.rows.count("validation")
         used = min(self.rows_used, available)
         return [index * available // used for index in range(used)]

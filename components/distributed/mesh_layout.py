@@ -42,9 +42,9 @@ class Layout:
         return next(ranks.index(rank) for ranks in self.sets(dimension) if rank in ranks)
 
 
-def settle(sizes: Mapping[str, int | str], expert: int, world_size: int) -> Layout:
+def resolve_shape(sizes: Mapping[str, int | str], expert: int, world_size: int) -> Layout:
     """
-    The layout of `world_size` ranks; a dimension of size "rest" takes what the others leave.
+    The layout of `world_size` ranks; a dimension of size "auto" takes what the others leave.
 
     Raises UserError if the sizes do not fit.
     """

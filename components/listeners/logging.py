@@ -56,7 +56,7 @@ class RunLogging:
             logger.removeHandler(handler)
             handler.close()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Nothing: it is a listener only so that a trainer can list it among what watches."""
 
     def _add(self, logger: logging.Logger, handler: logging.Handler) -> None:
@@ -90,8 +90,8 @@ def is_line(record: logging.LogRecord) -> bool:
 
 
 def is_no_line(record: logging.LogRecord) -> bool:
-    """Whether this is any other message."""
-    return not is_line(record)
+    """Whether this is any other message, and none that is told on the terminal by other means."""
+    return not is_line(record) and not getattr(record, "told", False)
 
 
 def _file(path: str) -> logging.Handler:

@@ -12,7 +12,7 @@ from drawloom.components.optim.groups import decays
 from drawloom.components.optim.shards import local_part, shard_of
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.model import Parameters
-from drawloom.components.ports.run import Job, Step
+from drawloom.components.ports.run import RunInfo, Step
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
@@ -22,7 +22,7 @@ from drawloom.kernels.stochastic_adamw import PER_DRAW, StochasticAdamwEager, Tr
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-@component(reads=("gradients", "rate_factor?"), writes=("weights", "lr"))
+@component(reads=("gradients", "lr_factor?"), writes=("weights", "lr"))
 class StochasticAdamW:
     """
     AdamW with stochastic rounding of bfloat16 weights, in one launch for all of them; norms and biases do not decay.
@@ -32,13 +32,13 @@ class StochasticAdamW:
     """
 
     parameters: Parameters
-    job: Job
+    job: RunInfo
     device: Device
     lr: float = setting(check=above(0), doc="the base learning rate")
     betas: tuple[float, float] = setting(default=(0.9, 0.95), check=check_betas, doc="decay of the two running means")
     eps: float = setting(default=1e-8, check=above(0), doc="keeps the denominator from zero")
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="fraction of a weight lost each step, times lr")
-    means: Literal["bfloat16", "float32"] = setting(
+    state_dtype: Literal["bfloat16", "float32"] = setting(
         default="bfloat16",
         change="structural",
         doc="dtype of the running means; bfloat16 is rounded stochastically too",
@@ -61,7 +61,7 @@ class StochasticAdamW:
         """Take the parameters, with running means of zero."""
         for name, parameter in self.parameters.named():
             weight, shard = local_part(parameter.detach()), shard_of(parameter, PER_DRAW)
-            mean, square = (torch.zeros_like(weight, dtype=DTYPES[self.means]) for _ in range(2))
+            mean, square = (torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for _ in range(2))
             decay = self.weight_decay if decays(parameter) else 0.0
             key = shard.key(self.job.seed, "stochastic_adamw", name)
             self._trained[name] = Trained(weight, mean, square, decay, key, shard.first)
@@ -69,11 +69,11 @@ class StochasticAdamW:
 
     def run_phase(self, step: Step) -> None:
         """Apply the gradients, unless the step is refused, and drop them; the rate is left as `lr`."""
-        step.values["lr"] = self.lr * step.values.get("rate_factor", 1.0)
+        step.outputs["lr"] = self.lr * step.outputs.get("lr_factor", 1.0)
         parameters = [parameter for _, parameter in self.parameters.named()]
-        if not step.refused:
+        if not step.skip_reason:
             self._steps += 1
-            numbers = numbers_of(step.values["lr"], self.betas, self.eps, self._steps)
+            numbers = numbers_of(step.outputs["lr"], self.betas, self.eps, self._steps)
             self._stepper.step([_gradient(parameter) for parameter in parameters], numbers, self._steps)
         for parameter in parameters:
             parameter.grad = None

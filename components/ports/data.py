@@ -10,9 +10,9 @@ from torch import Tensor
 
 from drawloom.graph import port
 
-Split = Literal["train", "held_out"]
+Split = Literal["train", "validation"]
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """The target of a token that is not learned."""
 
 
@@ -30,12 +30,12 @@ class Tokenizer(Protocol):
     """Text to token ids and back."""
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """The number of token ids."""
         ...
 
     @property
-    def end(self) -> int:
+    def eos_id(self) -> int:
         """The id that ends a document."""
         ...
 
@@ -64,11 +64,11 @@ class Batch:
     tokens: Tensor
     targets: Tensor
     positions: Tensor
-    documents: Tensor
+    document_ids: Tensor
 
 
 @port
-class Rows(Protocol):
+class PackedDataset(Protocol):
     """A table of fixed-length rows, any of which can be had at any time."""
 
     @property
@@ -95,7 +95,7 @@ class TrainingData(Protocol):
 
 
 @port
-class HeldOutData(Protocol):
+class ValidationData(Protocol):
     """A fixed set of held-out rows, always the same and in the same order."""
 
     def batches(self) -> Iterator[Batch]:

@@ -51,7 +51,7 @@ class Pending(Protocol):
         ...
 
 
-class Channel(Protocol):
+class Communicator(Protocol):
     """
     One direction between two ranks: one of them sends, the other receives.
 
@@ -64,8 +64,8 @@ class Channel(Protocol):
     def receive(self, tensor: Tensor) -> Pending: ...
 
 
-class Link(Protocol):
-    """A channel to a peer and one from it, so that neither direction ever waits for the other."""
+class P2PChannel(Protocol):
+    """A communicator to a peer and one from it, so that neither direction ever waits for the other."""
 
     def send(self, tensor: Tensor) -> Pending: ...
 
@@ -104,17 +104,17 @@ class Processes(Protocol):
         """
         ...
 
-    def channel(self, name: str, sender: int, receiver: int) -> Channel:
+    def communicator(self, name: str, sender: int, receiver: int) -> Communicator:
         """
-        The one-way channel of this name between two ranks, of which this is one; connected when first asked for.
+        The one-way communicator of this name between two ranks, of which this is one; connected when first asked for.
 
         Both ranks ask; where ranks ask for several, all follow one order, or they wait for each other for ever.
         """
         ...
 
-    def apart(self, name: str) -> Group:
+    def control_group(self, name: str) -> Group:
         """
-        All processes, on CPUs and by a channel of their own: a thread may use it whatever the others are doing.
+        All processes, on CPUs and by a communicator of their own: a thread may use it whatever the others are doing.
 
         It waits for the others as long as they live. All processes ask for the same groups in the same order.
         """
@@ -129,12 +129,16 @@ class Timed(Protocol):
         """From now on a rank waits this long for the others in any group, and then fails; alone it waits for nobody."""
         ...
 
-    def note(self, place: str) -> None:
+    def set_location(self, place: str) -> None:
         """Where this rank is, for the others to be told if it keeps them waiting."""
         ...
 
-    def accused(self) -> str:
+    def diagnose(self) -> str:
         """Who keeps the others waiting, in words, as far as it can be known; empty if it can't. It takes a second."""
+        ...
+
+    def fail(self, text: str) -> None:
+        """Tell why this rank ends, unless another one was first, and let all others end."""
         ...
 
 
@@ -169,7 +173,7 @@ class Mesh(Protocol):
 class Neighbours(Protocol):
     """Point-to-point links inside the mesh."""
 
-    def links(self, dimension: str, edges: Iterable[tuple[int, int]]) -> Mapping[int, Link]:
+    def links(self, dimension: str, edges: Iterable[tuple[int, int]]) -> Mapping[int, P2PChannel]:
         """Links along a dimension between these pairs of indices, by the peer's index. All ranks ask together."""
         ...
 

@@ -10,7 +10,7 @@ from drawloom.graph import port
 
 
 @attrs.frozen
-class Span:
+class LayerRange:
     """The part of a model that one stage holds: layers `first` up to `last`, with or without either end."""
 
     first: int
@@ -20,7 +20,7 @@ class Span:
 
 
 @attrs.frozen
-class Shared:
+class BatchContext:
     """
     What every stage of a pipeline sees of a microbatch: int64 tensors of shape (rows, length).
 
@@ -28,8 +28,16 @@ class Shared:
     """
 
     positions: Tensor
-    documents: Tensor
+    document_ids: Tensor
     targets: Tensor | None = None
+
+
+@attrs.frozen
+class TensorSlice:
+    """Which slice of a tensor of shape `shape` another tensor holds: that of its own shape that begins at `offsets`."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
 
 
 @port
@@ -44,16 +52,16 @@ class Model(Protocol):
     """
 
     @property
-    def layers(self) -> int:
+    def num_hidden_layers(self) -> int:
         """How many layers there are to split over stages."""
         ...
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """How many token ids the embedding knows."""
         ...
 
-    def build(self, span: Span) -> nn.Module:
+    def build(self, span: LayerRange) -> nn.Module:
         """
         The module of a span, with parameters on the device that torch puts them on (the meta device, mostly).
 
@@ -61,8 +69,13 @@ class Model(Protocol):
         """
         ...
 
-    def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
-        """Fill one parameter in place with its initial values, a function of its name, its shape and the seed."""
+    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
+        """
+        Fill a parameter, or the slice of one that `part_of` says, in place and on its device with its initial values.
+
+        Each is a function of the seed, the parameter's name and the element's index, with the same bits on every
+        device and for every slice.
+        """
         ...
 
     def hugging_face_config(self) -> dict[str, Any]:
@@ -175,7 +188,7 @@ class Stage:
 
     index: int
     count: int
-    span: Span
+    span: LayerRange
     module: nn.Module
 
 
@@ -193,7 +206,7 @@ class Stages(Protocol):
 class StageInputs(Protocol):
     """What passes between stages."""
 
-    def boundary(self, stage: int, tokens: Tensor, shared: Shared) -> Any:
+    def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
         """The tree that a stage takes for a microbatch, its tensors on the meta device."""
         ...
 

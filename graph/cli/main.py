@@ -6,38 +6,46 @@ import re
 import sys
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 from drawloom.graph.cli.commands import COMMANDS
-from drawloom.graph.cli.exit_codes import FINE, INTERRUPTED, say
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.exit_codes import FAILED, FAULTY, FINE, INTERRUPTED, Voice, told
+from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import Problem, RecipeError, UserError
 
 OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)+=")
 FLAG = re.compile(r"--[\w-]+(\.[\w-]+)+(=|$)")
 
 
-def main(arguments: Sequence[str] | None = None, workshop: Workshop | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, workshop: Project | None = None, voice: Voice | None = None) -> int:
     """Run one command; its exit code."""
-    workshop = workshop or Workshop.of("drawloom")
-    rest, words = split_words(sys.argv[1:] if arguments is None else arguments)
-    options = _parser(workshop, rest).parse_args(rest)
-    options.words = words
-    if words and not hasattr(options, "overlay"):
-        return say([Problem("DL110", f"{options.command} takes no values like {words[0]!r}")])
+    voice = voice or Voice()
     try:
-        return int(options.main(options, workshop.importing(getattr(options, "imports", ()))))
+        return _command(sys.argv[1:] if arguments is None else arguments, workshop or Project.of("drawloom"), voice)
     except RecipeError as error:
-        return say(error.problems)
+        return voice.fail(told(error.problems), FAULTY)
     except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+        return voice.fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if voice.warns:
+            print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output went away, which is its right
         return FINE
+    except Exception as error:
+        if voice.is_first(repr(error)):
+            raise
+        return FAILED
+
+
+def _command(arguments: Sequence[str], workshop: Project, voice: Voice) -> int:
+    rest, words = split_words(arguments)
+    options = _parser(workshop, rest).parse_args(rest)
+    options.words, options.voice = words, voice
+    if words and not hasattr(options, "overlay"):
+        raise RecipeError([Problem("DL110", f"{options.command} takes no values like {words[0]!r}")])
+    return int(options.main(options, workshop.importing(getattr(options, "imports", ()))))
 
 
 def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -56,24 +64,32 @@ def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, words
 
 
-def _parser(workshop: Workshop, arguments: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="drawloom", description="Weave training runs from components, by recipe.")
+class _Parser(argparse.ArgumentParser):
+    """One whose errors are told like those of everybody else."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse, which expects that it does not return."""
+        raise UserError(f"{self.format_usage()}{self.prog}: error: {message}", FAULTY)
+
+
+def _parser(workshop: Project, arguments: Sequence[str]) -> argparse.ArgumentParser:
+    parser = _Parser(prog="drawloom", description="Weave training runs from components, by recipe.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (function, summary, add) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         add(command)
         command.set_defaults(main=function)
-    for name in sorted(path.stem for path in (workshop.catalogue.folder / "commands").glob("[a-z]*.py")):
+    for name in sorted(path.stem for path in (workshop.registry.folder / "commands").glob("[a-z]*.py")):
         _add_module(commands, workshop, name, imported=bool(arguments) and name.replace("_", "-") == arguments[0])
     return parser
 
 
-def _add_module(commands: Any, workshop: Workshop, name: str, *, imported: bool) -> None:
+def _add_module(commands: Any, workshop: Project, name: str, *, imported: bool) -> None:
     """A command of the package: its module is imported only when it is the one that was called."""
-    path = workshop.catalogue.folder / "commands" / f"{name}.py"
+    path = workshop.registry.folder / "commands" / f"{name}.py"
     summary = path.read_text("utf-8").partition('"""')[2].partition('"""')[0].strip().partition("\n")[0]
     command = commands.add_parser(name.replace("_", "-"), help=summary, description=summary, allow_abbrev=False)
     if imported:
-        module = importlib.import_module(f"{workshop.catalogue.package}.commands.{name}")
+        module = importlib.import_module(f"{workshop.registry.package}.commands.{name}")
         module.add_arguments(command)
         command.set_defaults(main=module.main)

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.pipeline.split_backward.plan import StageWeights
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
-from drawloom.components.ports.model import Shared, Span
+from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.kernels.attention import attention_eager, visible
 from support.qwen3 import cpu_kernels
 
@@ -88,15 +87,20 @@ class Subject:
     def __init__(self, kernels: Any, size: tuple[int, int, int], by_torch: bool) -> None:
         width, rows, length = size
         model = Qwen3Dense(
-            kernels=kernels, layers=8, width=width, heads=4, kv_heads=4, feed_forward=3 * width, vocabulary=8
+            kernels=kernels,
+            num_hidden_layers=8,
+            hidden_size=width,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            intermediate_size=3 * width,
+            vocab_size=8,
         )
-        self.module: nn.Module = model.build(Span(0, 8, embedding=False, head=False))
+        self.module: nn.Module = model.build(LayerRange(0, 8, embedding=False, head=False))
         self.parameters = list(self.module.parameters())
-        self.weights = StageWeights.of(self.parameters)
         self.x = torch.randn(rows, length, width, requires_grad=True)
         self.grad = torch.randn(rows, length, width)
         positions = torch.arange(length).expand(rows, -1)
-        self.shared = Shared(positions, torch.zeros_like(positions))
+        self.shared = BatchContext(positions, torch.zeros_like(positions))
         self.two_passes = self.by_torch if by_torch else self.by_us
 
     def forward(self) -> Tensor:
@@ -113,7 +117,7 @@ class Subject:
         return timed(lambda: torch.autograd.backward(output, self.grad))
 
     def by_us(self) -> tuple[float, ...]:
-        split = SplitBackward(self.weights)
+        split = SplitBackward()
         with split.forward():
             output = self.forward()
         return timed(lambda: split.backward_input([output], [self.grad], [self.x]), split.backward_weight)

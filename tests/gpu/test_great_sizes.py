@@ -112,7 +112,7 @@ def test_experts_beyond_32_bits() -> None:
     back = moe_unpermute_triton(rows, routes)
     torch.testing.assert_close(back[LAST], 8 * x[LAST], **CLOSE)
     weight = torch.randn(choices, WIDTH, 64, **GPU) / 64
-    product = grouped_gemm_triton(rows, weight, routes.ends)
+    product = grouped_gemm_triton(rows, weight, routes.offsets)
     torch.testing.assert_close(product[LAST], x[LAST] @ weight[-1], **CLOSE)
 
 
@@ -126,7 +126,7 @@ def test_losses_beyond_32_bits() -> None:
     for compute in (
         linear_cross_entropy_triton,
         cut_cross_entropy_triton,
-        lambda h, w, t: cut_cross_entropy_triton(h, w, t, Cut(least=1e-7)),
+        lambda h, w, t: cut_cross_entropy_triton(h, w, t, Cut(filter_eps=1e-7)),
     ):
         losses = compute(hidden, weight, targets)
         logits = (hidden @ weight[-3:].T).float()

@@ -20,8 +20,8 @@ from support.processes import RanksFailed, run_ranks
 from support.runs import Outcome, command, drawloom, rows, series, write_corpus
 
 SOURCE = str(Path(__file__).parents[2] / "src")
-LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "held_out_loss")
-TWO = ("run", "tiny.toml", "batch.micro_size=2", "trainer.afterwards=[]")
+LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
+TWO = ("run", "tiny.toml", "batch.micro_size=2", "trainer.on_finish=[]")
 LONG = (*TWO, "trainer.steps=1000000", "checkpoint.every='last'", "evaluate.every='never'")
 
 
@@ -111,14 +111,14 @@ def _told(failed: RanksFailed, place: Path, rank: int) -> str:
     return (place / f"runs/tiny/log/rank-{rank}.log").read_text("utf-8") + (outcome.text if outcome else "")
 
 
-LIMITS = ("watch.timeouts.step=2", "watch.timeouts.first_step=30", "watch.timeouts.saving=30")
+LIMITS = ("listeners.timeouts.step=2", "listeners.timeouts.first_step=30", "listeners.timeouts.saving=30")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_stands_still_is_named(place: Path, rank: int) -> None:
     """The other one ends within the limit and some seconds, and says in its log which rank does not answer."""
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(_struck, 2, place, (*LONG, *LIMITS), (rank,), 3, int(signal.SIGSTOP), timeout=9, lost={rank})
+        run_ranks(_struck, 2, place, (*LONG, *LIMITS), (rank,), 3, int(signal.SIGSTOP), timeout=20, lost={rank})
     told = _told(caught.value, place, 1 - rank)
     assert f"rank {rank} does not answer" in told
     assert "Traceback" not in told
@@ -133,9 +133,9 @@ def test_a_rank_that_stands_still_at_any_moment_is_named(tmp_path: Path) -> None
         write_corpus(place)
         rank = number % 2
         saving = ("checkpoint.every=2", f"staging.use=checkpoint.staging.{['blocking', 'none'][number // 2 % 2]}")
-        arguments = (*LONG, *LIMITS, "watch.timeouts.saving=2", *saving)
+        arguments = (*LONG, *LIMITS, "listeners.timeouts.saving=2", *saving)
         with pytest.raises(RanksFailed) as caught:
-            run_ranks(_struck, 2, place, arguments, (rank,), 3 + number, int(signal.SIGSTOP), timeout=9, lost={rank})
+            run_ranks(_struck, 2, place, arguments, (rank,), 3 + number, int(signal.SIGSTOP), timeout=20, lost={rank})
         assert f"rank {rank} does not answer" in _told(caught.value, place, 1 - rank)
 
 
@@ -156,7 +156,7 @@ def test_a_slow_rank_is_warned_of_and_waited_for(place: Path) -> None:
     """One that takes more than half of its time; the run goes on, and learns what it would have learned."""
     common = (*TWO, *LIMITS)
     assert {outcome.code for outcome in drawloom(place, *common, "run.name=straight", ranks=2)} == {0}
-    outcomes = run_ranks(_slow, 2, place, (*common, "watch.timeouts.step=3"), 1, 5, 2.3)
+    outcomes = run_ranks(_slow, 2, place, (*common, "listeners.timeouts.step=3"), 1, 5, 2.3)
     assert [outcome.code for outcome in outcomes] == [0, 0]
     warning = "is slow: step 5 takes more than 1.5 s by now in phase"
     assert f"rank 1 {warning} [forward_backward]" in (place / "runs/tiny/log/rank-1.log").read_text()
@@ -166,35 +166,9 @@ def test_a_slow_rank_is_warned_of_and_waited_for(place: Path) -> None:
 
 def test_a_long_first_step_is_no_hang(place: Path) -> None:
     """It has a limit of its own."""
-    limits = ("watch.timeouts.step=0.5", "watch.timeouts.first_step=30")
+    limits = ("listeners.timeouts.step=0.5", "listeners.timeouts.first_step=30")
     outcomes = run_ranks(_slow, 2, place, (*TWO, *limits), 1, 1, 3.3)
     assert [outcome.code for outcome in outcomes] == [0, 0]
-
-
-def _fail(folder: Path, arguments: Sequence[str], rank: int, number: int) -> Outcome:
-    """A process of a run, of which one rank has a fault in one step."""
-    run = ForwardBackward.run_phase
-
-    def faulty(self: ForwardBackward, step: Step) -> None:
-        if step.index == number and int(os.environ["RANK"]) == rank:
-            raise ZeroDivisionError("the cause of it all")
-        run(self, step)
-
-    put(ForwardBackward, "run_phase", faulty)
-    return command(folder, arguments, None)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_with_a_fault_tells_it_and_the_other_points_to_it(place: Path, rank: int) -> None:
-    """The traceback is that of the first cause; the other rank ends within seconds and names whose log to read."""
-    began = time.monotonic()
-    with pytest.raises(RanksFailed) as caught:
-        run_ranks(_fail, 2, place, LONG, rank, 4, timeout=30)
-    assert time.monotonic() - began < 15
-    assert "the cause of it all" in caught.value.failures[rank]
-    other = caught.value.values[1 - rank]
-    assert other.code == 1 and f"rank {rank}" in other.text and "see its log" in other.text
-    assert "the cause of it all" not in other.text and "Traceback" not in other.text
 
 
 def _workers(agent: int) -> list[int]:

@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import attrs
+import torch
 from torch import Tensor, nn
 
-from drawloom.components.model.qwen3.config import Architecture
+from drawloom.components.model.qwen3.config import Qwen3Config
 from drawloom.components.model.qwen3.family import Family
 from drawloom.components.model.qwen3.hf_names import mapper_of
 from drawloom.components.model.qwen3.hugging_face import config_of
 from drawloom.components.model.qwen3.initial_weights import fill_with_initial_weights
-from drawloom.components.model.qwen3.model import Decoder
+from drawloom.components.model.qwen3.model import Qwen3ForCausalLM
 from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
 from drawloom.components.ports.data import Tokenizer
-from drawloom.components.ports.model import Kernels, Span
+from drawloom.components.ports.model import Kernels, LayerRange, TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import Problem, above, at_least, setting
 
@@ -32,7 +33,7 @@ def inherited(cls: type[T]) -> type[T]:
 
 
 @inherited
-class Blueprint:
+class Qwen3Builder:
     """A Qwen3 model of sizes given by settings or by a Hugging Face `config.json`."""
 
     family: ClassVar[Family]
@@ -40,32 +41,41 @@ class Blueprint:
     kernels: Kernels
     tokenizer: Tokenizer | None = None
     config: Path | None = setting(default=None, doc="a Hugging Face config.json or its folder, instead of what follows")
-    _layers: int | None = setting(default=None, alias="layers", check=at_least(1), doc="how many layers")
-    width: int | None = setting(default=None, check=at_least(1), doc="channels of the hidden states")
-    heads: int | None = setting(default=None, check=at_least(1), doc="query heads")
-    kv_heads: int | None = setting(default=None, check=at_least(1), doc="key and value heads; heads if left out")
+    _num_hidden_layers: int | None = setting(
+        default=None, alias="num_hidden_layers", check=at_least(1), doc="how many layers"
+    )
+    hidden_size: int | None = setting(default=None, check=at_least(1), doc="channels of the hidden states")
+    num_attention_heads: int | None = setting(default=None, check=at_least(1), doc="query heads")
+    num_key_value_heads: int | None = setting(
+        default=None, check=at_least(1), doc="key and value heads; heads if left out"
+    )
     head_dim: int | None = setting(default=None, check=at_least(1), doc="channels of a head; width / heads if left out")
-    feed_forward: int | None = setting(default=None, check=at_least(1), doc="channels inside the feed-forward network")
-    _vocabulary: int | None = setting(
-        default=None, alias="vocabulary", check=at_least(1), doc="token ids; the tokenizer's if left out"
+    intermediate_size: int | None = setting(
+        default=None, check=at_least(1), doc="channels inside the feed-forward network"
+    )
+    _vocab_size: int | None = setting(
+        default=None, alias="vocab_size", check=at_least(1), doc="token ids; the tokenizer's if left out"
     )
     vocabulary_multiple: int = setting(
         default=1, check=at_least(1), doc="the tokenizer's vocabulary is rounded up to a multiple of this"
     )
-    tied: bool | None = setting(default=None, doc="whether the head is the embedding; false if left out")
-    max_positions: int | None = setting(
+    tie_word_embeddings: bool | None = setting(default=None, doc="whether the head is the embedding; false if left out")
+    max_position_embeddings: int | None = setting(
         default=None, check=at_least(1), change="free", doc="longest text that an export claims; 32768 if left out"
     )
-    rope_base: float | None = setting(
+    rope_theta: float | None = setting(
         default=None, check=above(1), change="semantic", doc="base of rotary positions; 1e6 if left out"
     )
     rope_scaling: RopeScaling | None = setting(
         default=None, change="semantic", doc="how rotary positions are stretched for longer texts; not if left out"
     )
-    norm_eps: float | None = setting(
+    rope_parameters: RopeScaling | None = setting(
+        default=None, change="semantic", doc="transformers 5's form of rope_theta and rope_scaling, instead of both"
+    )
+    rms_norm_eps: float | None = setting(
         default=None, check=above(0), change="semantic", doc="added to mean squares in norms; 1e-6 if left out"
     )
-    initial_std: float | None = setting(
+    initializer_range: float | None = setting(
         default=None, check=above(0), change="semantic", doc="standard deviation of initial weights; 0.02 if left out"
     )
 
@@ -78,38 +88,40 @@ class Blueprint:
     @classmethod
     def weigh_change(cls, node: Any, key: str) -> str | None:
         """The longest text is a claim and no more, but where positions beyond it are stretched."""
-        rope = node.settings["rope_scaling"]
-        return "semantic" if key == "max_positions" and rope and rope.kind == "dynamic" else None
+        rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
+        return "semantic" if key == "max_position_embeddings" and rope and rope.rope_type == "dynamic" else None
 
     @cached_property
-    def architecture(self) -> Architecture:
+    def architecture(self) -> Qwen3Config:
         """All sizes, settled; read on first use, when the tokenizer is open."""
         cls: Any = type(self)
         settings = {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
-        tokens = None if self.tokenizer is None else self.tokenizer.vocabulary
+        tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
         return choose_architecture(self.family, settings, tokens)
 
     @property
-    def layers(self) -> int:
-        return self.architecture.layers
+    def num_hidden_layers(self) -> int:
+        return self.architecture.num_hidden_layers
 
     @property
-    def vocabulary(self) -> int:
-        return self.architecture.vocabulary
+    def vocab_size(self) -> int:
+        return self.architecture.vocab_size
 
     @abstractmethod
-    def feed_forward_of(self, number: int) -> nn.Module:
+    def mlp_of(self, number: int) -> nn.Module:
         """The feed-forward network of a layer: it takes hidden states and targets, and gives hidden states."""
 
-    def build(self, span: Span) -> nn.Module:
-        return Decoder(self.architecture, span, self.kernels, self.feed_forward_of)
+    def build(self, span: LayerRange) -> nn.Module:
+        return Qwen3ForCausalLM(self.architecture, span, self.kernels, self.mlp_of)
 
-    def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
-        std, layers = self.architecture.initial_std, self.architecture.layers
-        fill_with_initial_weights(name, parameter, seed=seed, layers=layers, std=std)
+    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
+        std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
+        fill_with_initial_weights(name, parameter, seed=seed, layers=layers, std=std, part_of=part_of)
 
     def hugging_face_config(self) -> dict[str, Any]:
-        return config_of(self.family, self.architecture, None if self.tokenizer is None else self.tokenizer.end)
+        return config_of(self.family, self.architecture, None if self.tokenizer is None else self.tokenizer.eos_id)
 
     def hugging_face_mapper(self) -> Mapper:
-        return mapper_of(self.architecture)
+        with torch.device("meta"):
+            whole = self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
+        return mapper_of([name for name, _ in whole.named_parameters()], getattr(self.architecture, "num_experts", 0))

@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.qwen3.config import (
-    Architecture,
-    SparseArchitecture,
+    Qwen3Config,
+    Qwen3MoeConfig,
     expert_faults,
     head_faults,
 )
@@ -37,16 +37,16 @@ FIXED = {
 """What a config says of every model that we can build."""
 
 
-def config_of(family: Family, architecture: Architecture, end: int | None) -> dict[str, Any]:
+def config_of(family: Family, architecture: Qwen3Config, end: int | None) -> dict[str, Any]:
     """The `config.json` of a model, with the id that ends a text if it is known."""
-    numbers = {theirs: _plain(getattr(architecture, ours)) for ours, theirs in family.keys.items()}
+    numbers = {key: _plain(getattr(architecture, key)) for key in family.keys}
     known_end = {} if end is None else {"eos_token_id": end}
     named = {"architectures": [family.class_name], "model_type": family.model_type}
-    rope = rope_parameters_of(architecture.rope_scaling, architecture.rope_base)
+    rope = rope_parameters_of(architecture.rope_scaling, architecture.rope_theta)
     return {**named, **FIXED, **numbers, **rope, **known_end, "use_cache": True}
 
 
-def read_config(family: Family, path: Path) -> Architecture:
+def read_config(family: Family, path: Path) -> Qwen3Config:
     """The model that a `config.json`, or the folder that holds it, describes; UserError if it is not of the family."""
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -63,28 +63,28 @@ def read_config(family: Family, path: Path) -> Architecture:
     return _architecture(family, config, path)
 
 
-def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Architecture:
+def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Qwen3Config:
     config = {OTHER_KEYS.get(key, key): value for key, value in config.items()}
     try:
         base, rope = read_rope(config)
     except ValueError as error:
         raise UserError(f"config: {path} {error}; take the config.json of {family.called}") from error
     config |= {"rope_theta": base}
-    found = {ours: config[theirs] for ours, theirs in family.keys.items() if config.get(theirs) is not None}
+    found = {key: config[key] for key in family.keys if config.get(key) is not None}
     for reason in (*_differences(family, config), *_gaps(family, found), *_wrong_types(family, found)):
         raise UserError(f"config: {path} {reason}; take the config.json of {family.called}")
-    architecture = family.architecture(**{**family.silent, **found, "rope_scaling": rope})
+    architecture = family.architecture(**{**family.hf_defaults, **found, "rope_scaling": rope})
     for fault in _faults(architecture):
         raise UserError(f"config: in {path}, {fault.why}; take the config.json of {family.called}")
     return architecture
 
 
-def _faults(architecture: Architecture) -> Iterator[Fault]:
-    yield from head_faults(architecture.heads, architecture.kv_heads, architecture.head_dim)
+def _faults(architecture: Qwen3Config) -> Iterator[Fault]:
+    yield from head_faults(architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim)
     if architecture.rope_scaling is not None:
         yield from rope_faults(architecture.rope_scaling, architecture.head_dim)
-    if isinstance(architecture, SparseArchitecture):
-        keys = ("layers", "experts", "experts_per_token", "sparse_step", "dense_layers")
+    if isinstance(architecture, Qwen3MoeConfig):
+        keys = ("num_hidden_layers", "num_experts", "num_experts_per_tok", "decoder_sparse_step", "mlp_only_layers")
         yield from expert_faults(*(getattr(architecture, key) for key in keys))
 
 
@@ -100,7 +100,7 @@ def _differences(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
 def _gaps(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
     """Hugging Face's default for the base is not that of Qwen3, so it must be there."""
     needed = [field.name for field in attrs.fields(family.architecture) if field.default is attrs.NOTHING]
-    if missing := [family.keys[key] for key in (*needed, "rope_base") if key not in found]:
+    if missing := [key for key in (*needed, "rope_theta") if key not in found]:
         yield f"lacks {', '.join(missing)}"
 
 
@@ -109,7 +109,7 @@ def _wrong_types(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
     for name, value in found.items():
         wanted, fits = KINDS.get(name) or KINDS[types[name]]
         if not fits(value):
-            yield f"says {family.keys[name]} = {json.dumps(value)}, which is not {wanted}"
+            yield f"says {name} = {json.dumps(value)}, which is not {wanted}"
 
 
 def _is_number(value: Any) -> bool:
@@ -124,8 +124,8 @@ KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("true or false", lambda value: type(value) is bool),
     int: ("int above 0", lambda value: type(value) is int and value > 0),
     float: ("float above 0", lambda value: _is_number(value) and value > 0),
-    "balance": ("float of 0 or more", lambda value: _is_number(value) and value >= 0),
-    "dense_layers": (
+    "router_aux_loss_coef": ("float of 0 or more", lambda value: _is_number(value) and value >= 0),
+    "mlp_only_layers": (
         "a list of layers' numbers",
         lambda value: type(value) is list and all(type(number) is int and number >= 0 for number in value),
     ),

@@ -4,16 +4,16 @@ from typing import Any
 
 from torch import nn
 
-from drawloom.components.model.qwen3.builder import Blueprint
-from drawloom.components.model.qwen3.experts import Experts
-from drawloom.components.model.qwen3.family import SPARSE
-from drawloom.components.model.qwen3.swiglu import FeedForward
+from drawloom.components.model.qwen3.builder import Qwen3Builder
+from drawloom.components.model.qwen3.experts import SparseMoeBlock
+from drawloom.components.model.qwen3.family import MOE
+from drawloom.components.model.qwen3.swiglu import SwiGLU
 from drawloom.components.ports.model import ExpertKernels
 from drawloom.graph import at_least, component, setting
 
 
 @component(change="structural")
-class Qwen3Sparse(Blueprint):
+class Qwen3Moe(Qwen3Builder):
     """
     A Qwen3 language model with experts, of sizes given here or by a Hugging Face `config.json`.
 
@@ -21,35 +21,35 @@ class Qwen3Sparse(Blueprint):
     row over the experts joins in training, and is no part of the losses that are reported.
     """
 
-    family = SPARSE
+    family = MOE
 
     kernels: ExpertKernels
-    feed_forward: int | None = setting(
+    intermediate_size: int | None = setting(
         default=None, check=at_least(1), doc="channels inside the feed-forward network of layers without experts"
     )
-    experts: int | None = setting(default=None, check=at_least(1), doc="experts of a layer")
-    experts_per_token: int | None = setting(default=None, check=at_least(1), doc="experts that each token visits")
-    expert_feed_forward: int | None = setting(default=None, check=at_least(1), doc="channels inside an expert")
-    normalised: bool | None = setting(
+    num_experts: int | None = setting(default=None, check=at_least(1), doc="experts of a layer")
+    num_experts_per_tok: int | None = setting(default=None, check=at_least(1), doc="experts that each token visits")
+    moe_intermediate_size: int | None = setting(default=None, check=at_least(1), doc="channels inside an expert")
+    norm_topk_prob: bool | None = setting(
         default=None,
         change="semantic",
         doc="whether the probabilities of a token's experts are made to add up to 1; true if left out",
     )
-    sparse_step: int | None = setting(
+    decoder_sparse_step: int | None = setting(
         default=None, check=at_least(1), doc="the last of every so many layers has experts; 1 if left out"
     )
-    dense_layers: list[int] | None = setting(
+    mlp_only_layers: list[int] | None = setting(
         default=None, doc="numbers, from 0, of layers without experts; none if left out"
     )
-    balance: float | None = setting(
+    router_aux_loss_coef: float | None = setting(
         default=None,
         check=at_least(0),
         change="semantic",
         doc="weight of the loss that spreads tokens over experts; the config's, or 0.001, if left out",
     )
 
-    def feed_forward_of(self, number: int) -> nn.Module:
+    def mlp_of(self, number: int) -> nn.Module:
         architecture: Any = self.architecture
-        if architecture.is_sparse(number):
-            return Experts(architecture, self.kernels)
-        return FeedForward(architecture, self.kernels)
+        if architecture.has_experts(number):
+            return SparseMoeBlock(architecture, self.kernels)
+        return SwiGLU(architecture, self.kernels)

@@ -3,19 +3,20 @@
 from torch import Tensor, nn
 
 from drawloom.components.model.layers.linear import Linear
-from drawloom.components.model.qwen3.config import Architecture
+from drawloom.components.model.qwen3.config import Qwen3Config
 from drawloom.components.ports.model import Kernels
 
 
-class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)) for each token; (..., width) in and out. Targets are nothing to it."""
+class SwiGLU(nn.Module):
+    """down_proj(silu(gate_proj(x)) * up_proj(x)), with the module names of Hugging Face's Qwen3MLP."""
 
-    def __init__(self, architecture: Architecture, kernels: Kernels) -> None:
+    def __init__(self, architecture: Qwen3Config, kernels: Kernels) -> None:
         super().__init__()
-        self.gate = Linear(architecture.width, architecture.feed_forward, kernels)
-        self.up = Linear(architecture.width, architecture.feed_forward, kernels)
-        self.down = Linear(architecture.feed_forward, architecture.width, kernels)
+        self.gate_proj = Linear(architecture.hidden_size, architecture.intermediate_size, kernels)
+        self.up_proj = Linear(architecture.hidden_size, architecture.intermediate_size, kernels)
+        self.down_proj = Linear(architecture.intermediate_size, architecture.hidden_size, kernels)
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        return self.down(self.kernels.swiglu(self.gate(hidden), self.up(hidden)))  # type: ignore[no-any-return]
+        """Hidden states (..., hidden_size), of the parameters' dtype, in and out; targets are not used."""
+        return self.down_proj(self.kernels.swiglu(self.gate_proj(hidden), self.up_proj(hidden)))  # type: ignore[no-any-return]

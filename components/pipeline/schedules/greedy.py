@@ -7,7 +7,7 @@ is less than that order needs, whatever is ready goes, the most urgent first.
 """
 
 from drawloom.components.pipeline.program.costs import Costs
-from drawloom.components.pipeline.program.list_scheduling import fill_freely, fill_gaps
+from drawloom.components.pipeline.program.list_scheduling import fill_bubbles, list_schedule
 from drawloom.components.pipeline.program.placement import vee
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
 from drawloom.components.ports.program import Program
@@ -21,7 +21,7 @@ class Greedy:
     forward: float = setting(default=1.0, check=above(0), doc="time of a forward")
     backward_input: float = setting(default=1.0, check=above(0), doc="time of the input gradients")
     backward_weight: float = setting(default=1.0, check=above(0), doc="time of the weight gradients")
-    message: float = setting(default=0.0, check=at_least(0), doc="time that a message is on its way")
+    comm: float = setting(default=0.0, check=at_least(0), doc="time that a message is on its way")
     memory: int | None = setting(
         default=None,
         check=at_least(1),
@@ -33,15 +33,15 @@ class Greedy:
         """Down the V and up again."""
         return 2
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """For each stage the rank that holds it."""
         return vee(ranks)
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """What each rank computes, in order."""
-        costs = Costs(self.forward, self.backward_input, self.backward_weight, message=self.message)
+        costs = Costs(self.forward, self.backward_input, self.backward_weight, comm=self.comm)
         enough = 2 * ranks + 1
         limit = enough if self.memory is None else 2 * self.memory
         if limit < enough:
-            return fill_freely(ranks, microbatches, limit, costs)
-        return fill_gaps(DualPipeV().program(ranks, microbatches), limit, costs)
+            return list_schedule(ranks, microbatches, limit, costs)
+        return fill_bubbles(DualPipeV().program(ranks, microbatches), limit, costs)

@@ -2,14 +2,14 @@
 A pipeline of two GPUs beside one GPU, in one run: `make bench-pipeline-gpu`.
 
 The model is Qwen3-0.6B in bfloat16; a step is 8 microbatches of 2 or 4 rows of 4096 tokens, all gradients and AdamW
-included. For each schedule and each way to count the head as layers (`stages.head_weighs`) a line says
+included. For each schedule and each way to count the head as layers (`stages.head_layer_cost`) a line says
 
 - tokens per second of both GPUs together, the median of several steps, and over twice those of one GPU;
 - for how many milliseconds of the step each rank's host was issuing work: where that is nearly the whole step, the
   host is the limit;
-- from a trace of the executor's part of a step on each rank: how often the host waited for the GPU in it, and which
-  share of the time of sends and receives something computed at the same time. A receive is posted early, so that its
-  time holds the wait for the peer.
+- with --trace, from a trace of the executor's part of a step on each rank: how often the host waited for the GPU in
+  it, and which share of the time of sends and receives something computed at the same time. A receive is posted
+  early, so that its time holds the wait for the peer.
 """
 
 import json
@@ -35,16 +35,16 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from benchmarks.gpu.training import DENSE, SMALL, _whole_config  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.distributed.mesh import RankMesh  # noqa: E402
-from drawloom.components.distributed.precision import DtypeByPurpose  # noqa: E402
+from drawloom.components.distributed.precision import DtypePolicy  # noqa: E402
 from drawloom.components.distributed.processes import TorchProcesses  # noqa: E402
 from drawloom.components.distributed.sum_over_shards import SumOverParameters  # noqa: E402
-from drawloom.components.gradients.synchronize import Synchronise  # noqa: E402
+from drawloom.components.gradients.synchronize import Synchronize  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
 from drawloom.components.loss.next_token import NextToken  # noqa: E402
 from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.pipeline.executor import Executor  # noqa: E402
-from drawloom.components.pipeline.stages import RealStages  # noqa: E402
+from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
 from drawloom.components.ports.data import Batch  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from support import pipelines  # noqa: E402
@@ -103,14 +103,14 @@ def _line(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int
     """Measure a schedule and print its line."""
     run = _run(mesh, device, name, head, rows)
     times = mesh.world.gather_json(_measured(run, device))
-    traces = mesh.world.gather_json(_traced(run.train, device))
+    traces = mesh.world.gather_json(_traced(run.train, device) if "--trace" in sys.argv else {})
     if mesh.world.rank == 0:
         seconds = max(step for step, _ in times)
         text = f"{name:<17} rows {rows}  head {head}  {_tokens(rows) / seconds:>9,.0f} tokens/s"
         text += f"{one / seconds / 2:>7.1%} of two GPUs"
         for rank, trace in enumerate(traces):
             said = ", ".join(f"{key} {value:.3g}" for key, value in trace.items())
-            text += f"; rank {rank}: host busy {times[rank][1]:.1%}, {said}"
+            text += f"; rank {rank}: host busy {times[rank][1]:.1%} {said}"
         print(text, flush=True)
 
 
@@ -132,31 +132,31 @@ def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int)
         path.write_text(json.dumps(_whole_config(config)), "utf-8")
         model = Qwen3Dense(kernels=kernels, config=path)
         model.initialise = _initialise  # type: ignore[assignment,method-assign]
-        precision = DtypeByPurpose(parameter=dtype, compute=dtype, gradient=dtype)
+        precision = DtypePolicy(parameter=dtype, compute=dtype, gradient=dtype)
         schedule = pipelines.schedule(name)
-        stages = RealStages(
+        stages = MaterializedStages(
             model=model, schedule=schedule, mesh=mesh, device=device, precision=precision, job=pipelines.Job()
         )
-        stages.head_weighs = head
+        stages.head_layer_cost = head
         stages.open()
     parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
     executor = Executor(schedule=schedule, objective=NextToken(), device=device, **parts)
     executor.open()
-    synchronise = Synchronise(parameters=stages, mesh=mesh, precision=precision, reduce=SumOverParameters(mesh=mesh))
+    synchronise = Synchronize(parameters=stages, mesh=mesh, precision=precision, reduce=SumOverParameters(mesh=mesh))
     optimizer = AdamW(parameters=stages, lr=1e-5)
     optimizer.open()
     batches = [_batch(number, device, config["vocab_size"], rows) for number in range(MICROBATCHES)]
 
     def step() -> None:
         state = Step(1, 1)
-        state.values["losses"] = executor.train(batches)
+        state.outputs["losses"] = executor.train(batches)
         synchronise.run_phase(state)
         optimizer.run_phase(state)
 
     return Run(step, lambda: executor.train(batches))
 
 
-def _initialise(_name: str, parameter: Tensor, _seed: int) -> None:
+def _initialise(_name: str, parameter: Tensor, _seed: int, _part_of: Any = None) -> None:
     """Fill a parameter on its device, which is quicker than the numbers that a run starts from."""
     parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
 

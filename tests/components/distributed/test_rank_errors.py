@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.process_group import OneRank
+from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.distributed.rank_errors import on_main, together
+from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.graph import UserError
 from support.processes import run_ranks
 
@@ -30,12 +30,12 @@ def _outcomes(error: str, failing: int) -> tuple[str, str, int, list[Any], Any]:
     processes.open()
     world = processes.group("world", [[0, 1]])
     try:
-        together(world, lambda: _fail(error) if world.rank == failing else None)
+        run_on_all(world, lambda: _fail(error) if world.rank == failing else None)
         name, text, code = "", "", 0
     except Exception as caught:
         name, text, code = type(caught).__name__, str(caught), getattr(caught, "exit_code", 0)
-    values = together(world, lambda: [world.rank])
-    said = on_main(world, lambda: f"by {world.rank}")
+    values = run_on_all(world, lambda: [world.rank])
+    said = run_on_rank0(world, lambda: f"by {world.rank}")
     processes.close()
     return name, text, code, values, said
 
@@ -43,25 +43,25 @@ def _outcomes(error: str, failing: int) -> tuple[str, str, int, list[Any], Any]:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_user_error_is_the_same_on_every_rank(failing: int) -> None:
     """Whichever rank raises it, all raise it, word for word and with its exit code; then they can go on together."""
-    expected = ("UserError", "a sentence for people", 2, [[0], [1]], "by 0")
+    expected = ("Agreed", "a sentence for people", 2, [[0], [1]], "by 0")
     assert run_ranks(_outcomes, 2, "user", failing) == [expected, expected]
 
 
 def test_an_error_of_the_system_is_told_with_rank_and_file() -> None:
     """A full disk on one rank stops all, and each says where it was."""
     results = run_ranks(_outcomes, 2, "disk", 1)
-    assert [result[:3] for result in results] == [("UserError", "rank 1: /somewhere: No space left on device", 1)] * 2
+    assert [result[:3] for result in results] == [("Agreed", "rank 1: /somewhere: No space left on device", 1)] * 2
 
 
 def test_a_fault_of_the_program_keeps_its_type_where_it_happened() -> None:
     """The failing rank shows its own traceback; the other one says whose fault it was."""
     main, other = run_ranks(_outcomes, 2, "bug", 0)
     assert main[:2] == ("ZeroDivisionError", "a fault of the program")
-    assert other[:2] == ("UserError", "rank 0: ZeroDivisionError: a fault of the program")
+    assert other[:2] == ("Agreed", "rank 0: ZeroDivisionError: a fault of the program")
 
 
 def test_alone_there_is_no_rank_to_name() -> None:
     """A single process gives what it did, and tells an error without a rank."""
-    assert together(OneRank(), lambda: 3) == [3]
+    assert run_on_all(SingleProcess(), lambda: 3) == [3]
     with pytest.raises(UserError, match=r"^/somewhere: No space left on device$"):
-        on_main(OneRank(), lambda: _fail("disk"))
+        run_on_rank0(SingleProcess(), lambda: _fail("disk"))

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from drawloom.components.distributed.process_group import ProcessGroup
+from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.export.hf_writer import write_folder
-from drawloom.components.model.qwen3.builder import Blueprint
-from drawloom.components.ports.model import Span, Stage
+from drawloom.components.model.qwen3.builder import Qwen3Builder
+from drawloom.components.ports.model import LayerRange, Stage
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.weights.load import load_folder
 from drawloom.graph import UserError
@@ -31,7 +31,7 @@ class FakeStages:
 
     @property
     def local(self) -> list[Stage]:
-        nowhere = Span(0, 0, False, False)
+        nowhere = LayerRange(0, 0, False, False)
         return [Stage(number, len(self.modules), nowhere, module) for number, module in enumerate(self.modules)]
 
 
@@ -44,7 +44,7 @@ class FakeTokenizer:
 
 
 both = pytest.mark.parametrize("make", [dense, sparse], ids=["dense", "sparse"])
-Make = Callable[..., Blueprint]
+Make = Callable[..., Qwen3Builder]
 
 
 @both
@@ -52,7 +52,7 @@ Make = Callable[..., Blueprint]
 @pytest.mark.parametrize("max_shard", [2**30, 5000], ids=["one file", "several"])
 def test_transformers_loads_it_as_is(tmp_path: Path, tied: bool, max_shard: int, make: Make) -> None:
     """from_pretrained takes every tensor from the folder, misses none, and gives the same logits."""
-    model = make(tied=tied)
+    model = make(tie_word_embeddings=tied)
     module = whole(model)
     write_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
     theirs, report = load_in_transformers(tmp_path / "export")
@@ -68,7 +68,7 @@ def test_transformers_loads_it_as_is(tmp_path: Path, tied: bool, max_shard: int,
 @pytest.mark.parametrize("max_shard", [2**30, 5000], ids=["one file", "several"])
 def test_read_back_bit_by_bit(tmp_path: Path, max_shard: int, make: Make) -> None:
     """What we read of our own export is what was written, bit by bit; the config gives the same model."""
-    model = make(tied=True)
+    model = make(tie_word_embeddings=True)
     module = whole(model)
     write_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
     again = type(model)(kernels=model.kernels, config=tmp_path / "export")
@@ -83,7 +83,7 @@ def test_read_back_bit_by_bit(tmp_path: Path, max_shard: int, make: Make) -> Non
 def test_reads_what_transformers_saves(tmp_path: Path, make: Make) -> None:
     """A model that transformers saved computes the same here."""
     for tied in (False, True):
-        model = make(tied=tied)
+        model = make(tie_word_embeddings=tied)
         write_folder(tmp_path / f"first{tied}", model, FakeStages([whole(model)]))
         theirs, _ = load_in_transformers(tmp_path / f"first{tied}")
         theirs.save_pretrained(tmp_path / f"second{tied}", max_shard_size="5KB")
@@ -101,14 +101,14 @@ def test_another_dtype(tmp_path: Path) -> None:
     write_folder(tmp_path / "export", model, FakeStages([module]), dtype=torch.bfloat16)
     theirs, _ = load_in_transformers(tmp_path / "export")
     assert theirs.dtype == torch.bfloat16
-    assert torch.equal(theirs.lm_head.weight, dict(module.named_parameters())["head.weight"].bfloat16())
+    assert torch.equal(theirs.lm_head.weight, dict(module.named_parameters())["lm_head.weight"].bfloat16())
 
 
 def test_stages_of_one_rank_are_joined(tmp_path: Path) -> None:
     """Two stages export as the whole does, a tied head's copy of the embedding included."""
-    model = dense(tied=True)
+    model = dense(tie_word_embeddings=True)
     module = whole(model)
-    parts = [model.build(Span(0, 1, True, False)), model.build(Span(1, 2, False, True))]
+    parts = [model.build(LayerRange(0, 1, True, False)), model.build(LayerRange(1, 2, False, True))]
     for part in parts:
         part.load_state_dict({name: module.state_dict()[name] for name in part.state_dict()})
     write_folder(tmp_path / "whole", model, FakeStages([module]))
@@ -120,11 +120,11 @@ def test_stages_of_one_rank_are_joined(tmp_path: Path) -> None:
 def _stage_of_two(folder: Path, tied: bool, max_shard: int) -> None:
     """Each of two ranks holds one layer, and exports it with the other."""
     dist.init_process_group("gloo")
-    world = ProcessGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
+    world = TorchGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
     torch.manual_seed(0)
-    model = dense(tied=tied)
+    model = dense(tie_word_embeddings=tied)
     complete = whole(model).state_dict()
-    part = model.build(Span(world.rank, world.rank + 1, world.rank == 0, world.rank == 1))
+    part = model.build(LayerRange(world.rank, world.rank + 1, world.rank == 0, world.rank == 1))
     part.load_state_dict({name: complete[name] for name in part.state_dict()})
     stages = FakeStages([part])
     write_folder(folder / "parts", model, stages, group=world, workspace=folder / "talk", max_shard=max_shard)
@@ -136,7 +136,7 @@ def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shar
     """Two ranks with a stage each write, each its own files, what one process with all of it does, tied or not."""
     run_ranks(_stage_of_two, 2, tmp_path, tied, max_shard)
     torch.manual_seed(0)
-    model = dense(tied=tied)
+    model = dense(tie_word_embeddings=tied)
     module = whole(model)
     write_folder(tmp_path / "whole", model, FakeStages([module]), max_shard=max_shard)
     expected = open_safetensors_folder(tmp_path / "whole")
@@ -149,7 +149,7 @@ def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shar
         assert (tmp_path / name / "config.json").read_text() == (tmp_path / "whole" / "config.json").read_text()
         theirs, report = load_in_transformers(tmp_path / name)
         assert not any(report.values()), report
-        assert torch.equal(theirs.model.norm.weight, dict(module.named_parameters())["norm.weight"])
+        assert torch.equal(theirs.model.norm.weight, dict(module.named_parameters())["model.norm.weight"])
     assert os.listdir(tmp_path / "talk") == []
 
 
@@ -163,8 +163,8 @@ def load_in_transformers(folder: Path) -> Any:
 def test_part_of_a_model_is_refused(tmp_path: Path) -> None:
     """A group that holds a part of the model is told what it lacks, and nothing is written."""
     model = dense()
-    stages = FakeStages([model.build(Span(0, 2, True, False))])
-    with pytest.raises(UserError, match=r"missing norm\.weight, head\.weight"):
+    stages = FakeStages([model.build(LayerRange(0, 2, True, False))])
+    with pytest.raises(UserError, match=r"missing model\.norm\.weight, lm_head\.weight"):
         write_folder(tmp_path / "export", model, stages)
     assert os.listdir(tmp_path) == []
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from drawloom.components.pipeline.stages import RealStages
-from drawloom.components.ports.model import Span
+from drawloom.components.pipeline.stages import MaterializedStages
+from drawloom.components.ports.model import LayerRange, TensorSlice
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper_ops import rename
@@ -21,23 +21,23 @@ from drawloom.graph import UserError
 class Blueprint:
     """A model of linear layers, named by their numbers; a parameter is filled with the length of its name."""
 
-    layers: int = 4
-    vocabulary: int = 3
+    num_hidden_layers: int = 4
+    vocab_size: int = 3
     built_on: list[str] = attrs.field(factory=list)
 
-    def build(self, span: Span) -> nn.Module:
+    def build(self, span: LayerRange) -> nn.Module:
         module = nn.ModuleDict({str(layer): nn.Linear(2, 2, bias=False) for layer in range(span.first, span.last)})
         self.built_on += [parameter.device.type for parameter in module.parameters()]
         return module
 
-    def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
+    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         parameter.fill_(len(name) + seed)
 
     def hugging_face_config(self) -> dict[str, Any]:
         return {}
 
     def hugging_face_mapper(self) -> Mapper:
-        return rename({f"{layer}.weight": f"theirs.{layer}" for layer in range(self.layers)})
+        return rename({f"{layer}.weight": f"theirs.{layer}" for layer in range(self.num_hidden_layers)})
 
 
 class Scaled(nn.Module):
@@ -60,11 +60,11 @@ class Scaled(nn.Module):
 class WithBuffers(Blueprint):
     """A blueprint whose layers have buffers; its folder holds their counts."""
 
-    def build(self, span: Span) -> nn.Module:
+    def build(self, span: LayerRange) -> nn.Module:
         return nn.ModuleDict({str(layer): Scaled() for layer in range(span.first, span.last)})
 
     def hugging_face_mapper(self) -> Mapper:
-        names = [f"{layer}.{name}" for layer in range(self.layers) for name in ("weight", "count")]
+        names = [f"{layer}.{name}" for layer in range(self.num_hidden_layers) for name in ("weight", "count")]
         return rename({name: f"theirs.{name}" for name in names})
 
 
@@ -74,11 +74,11 @@ class Loops:
 
     stages_per_rank: int = 1
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return tuple(range(ranks)) * self.stages_per_rank
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        return Program.of([], self.owners(ranks))
+        return Program.of([], self.stage_to_rank(ranks))
 
 
 @attrs.frozen
@@ -111,10 +111,10 @@ class Freeze:
         return module
 
 
-def made(mesh: Any, job: Any, model: Blueprint, **changes: Any) -> RealStages:
+def made(mesh: Any, job: Any, model: Blueprint, **changes: Any) -> MaterializedStages:
     """Open stages."""
     parts: dict[str, Any] = {"schedule": Loops(), "precision": Half(), "device": Cpu(), **changes}
-    stages = RealStages(model=model, mesh=mesh, job=job, **parts)
+    stages = MaterializedStages(model=model, mesh=mesh, job=job, **parts)
     stages.open()
     return stages
 
@@ -174,7 +174,7 @@ def test_buffers_of_one_name_on_one_rank_are_all_loaded(mesh_of: Any, job: Any) 
     """Two stages of a rank that hold a buffer each under one name both get what was saved."""
 
     class Common(WithBuffers):
-        def build(self, span: Span) -> nn.Module:
+        def build(self, span: LayerRange) -> nn.Module:
             return nn.ModuleDict({**super().build(span), "common": Scaled()})  # type: ignore[dict-item]
 
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 0})
@@ -218,7 +218,7 @@ def test_weights_that_are_not_there_are_told(one_rank: Any, job: Any, tmp_path: 
 def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:
     """A first stage whose embedding weighs a layer holds one fewer; one that would hold none is refused."""
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 0})
-    assert len(made(mesh, job, Blueprint(layers=5), embedding_weighs=1).named()) == 2
-    assert len(made(mesh, job, Blueprint(layers=5), head_weighs=1).named()) == 3
+    assert len(made(mesh, job, Blueprint(num_hidden_layers=5), embedding_layer_cost=1).named()) == 2
+    assert len(made(mesh, job, Blueprint(num_hidden_layers=5), head_layer_cost=1).named()) == 3
     with pytest.raises(UserError, match="without any"):
-        made(mesh, job, Blueprint(layers=1))
+        made(mesh, job, Blueprint(num_hidden_layers=1))

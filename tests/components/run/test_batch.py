@@ -31,9 +31,9 @@ def test_replicas_together_take_the_places_of_one(
     """In order of replicas, the microbatches of a step are its places, each once, and all of one size."""
     global_size = micro_size * microbatches * replicate * shard
     all = ranks(mesh_of, global_size, micro_size, replicate, shard)
-    taken = [batch.places(step) for batch in all]
-    assert [batch.replica for batch in all] == list(range(replicate * shard))
-    assert all[0].replicas == len(all)
+    taken = [batch.positions(step) for batch in all]
+    assert [batch.dp_rank for batch in all] == list(range(replicate * shard))
+    assert all[0].dp_size == len(all)
     assert {len(micro) for places in taken for micro in places} == {micro_size}
     assert {len(places) for places in taken} == {microbatches} == {batch.microbatches for batch in all}
     flat = [place for places in taken for micro in places for place in micro]
@@ -47,7 +47,7 @@ def test_other_dimensions_share_a_replica(mesh_of: MeshOf) -> None:
         GlobalBatch(mesh=mesh_of(layout, {"data_replicate": 1, name: 1}), global_size=8, micro_size=2)
         for name in ("pipeline", "context", "tensor")
     ]
-    assert [batch.places(1) for batch in batches] == [[[4, 5], [6, 7]]] * 3
+    assert [batch.positions(1) for batch in batches] == [[[4, 5], [6, 7]]] * 3
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 6))
@@ -96,13 +96,13 @@ def faults(global_size: int, micro_size: int, mesh: dict[str, Any]) -> list[Any]
 
 def test_what_no_number_of_processes_mends_is_found_by_check() -> None:
     """Microbatches and shards that do not divide a step are known before the number of processes is."""
-    assert faults(8, 4, {"data_replicate": "rest", "data_shard": 1}) == []
-    assert faults(8, 2, {"data_replicate": "rest", "data_shard": 4}) == []
-    [(key, text, hint)] = faults(8, 3, {"data_replicate": "rest", "data_shard": 1})
+    assert faults(8, 4, {"data_replicate": "auto", "data_shard": 1}) == []
+    assert faults(8, 2, {"data_replicate": "auto", "data_shard": 4}) == []
+    [(key, text, hint)] = faults(8, 3, {"data_replicate": "auto", "data_shard": 1})
     assert key == "global_size"
     assert text == "8 rows can't be shared evenly by 1 replica with microbatches of 3"
     assert hint == "write global_size = 6 or 9, or micro_size = 2"
-    assert len(faults(8, 2, {"data_replicate": "rest", "data_shard": 3})) == 1
+    assert len(faults(8, 2, {"data_replicate": "auto", "data_shard": 3})) == 1
 
 
 def test_written_replicas_are_found_by_check() -> None:

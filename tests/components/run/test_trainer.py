@@ -44,9 +44,9 @@ class Record:
     def agreed(self) -> int:
         return 15 if self.signal_after and self.last >= self.signal_after else 0
 
-    def tell(self, event: Event) -> None: ...
+    def emit(self, event: Event) -> None: ...
 
-    def hear(self, event: Event) -> None: ...
+    def on_event(self, event: Event) -> None: ...
 
     def stream(self, *purpose: str | int) -> torch.Generator:
         return torch.Generator()
@@ -54,7 +54,7 @@ class Record:
 
 def trainer(record: Record, steps: int = 3, **changes: Any) -> Trainer:
     """A trainer all of whose parts are one record."""
-    parts: dict[str, Any] = {"events": record, "stop": record, "resume": record, "afterwards": [record], **changes}
+    parts: dict[str, Any] = {"events": record, "stop": record, "checkpointer": record, "on_finish": [record], **changes}
     return Trainer(phases=Ordered([record], ["only"]), randomness=record, steps=steps, **parts)
 
 
@@ -103,7 +103,7 @@ class Refusing(Record):
 
     def run_phase(self, step: Step) -> None:
         super().run_phase(step)
-        step.refused = "the loss is nan" if step.index in self.which else ""
+        step.skip_reason = "the loss is nan" if step.index in self.which else ""
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ class Refusing(Record):
 def test_a_run_that_learns_nothing_any_more_stops(refused: set[int], last: int) -> None:
     """Three refused steps in a row are told with the last one's reason; a good one in between starts the count anew."""
     record = Refusing(which=refused)
-    run = trainer(record, steps=10, patience=3).run
+    run = trainer(record, steps=10, max_skipped_steps=3).run
     if last < 10:
-        with pytest.raises(UserError, match=f"3 steps in a row were refused, at last step {last}: the loss is nan;"):
+        with pytest.raises(UserError, match=f"3 steps in a row were skipped, at last step {last}: the loss is nan;"):
             run()
     else:
         run()
@@ -126,8 +126,8 @@ def test_events_surround_steps_and_phases() -> None:
     heard: list[str] = []
 
     class Bus(Record):
-        def tell(self, event: Event) -> None:
-            heard.append(f"{event.moment} {event.phase}".strip())
+        def emit(self, event: Event) -> None:
+            heard.append(f"{event.kind} {event.phase}".strip())
 
     trainer(Record(), steps=1, events=Bus()).run()
     step = ["step_started", "phase_started only", "phase_ended only", "step_ended"]
@@ -158,6 +158,6 @@ def test_weights_change_only_when_their_copy_is_done() -> None:
     """Before each phase that says that it writes or changes them the trainer waits for staging, and before no other."""
     record = Record()
     phases = [Reader(record=record), Writer(record=record), Changer(record=record)]
-    parts: dict[str, Any] = {"events": record, "stop": record, "resume": record, "randomness": record}
+    parts: dict[str, Any] = {"events": record, "stop": record, "checkpointer": record, "randomness": record}
     Trainer(phases=Ordered(phases, ["a", "b", "c"]), steps=1, **parts).run()
     assert record.said == ["write", "staged", "write", "staged", "write"]

@@ -10,17 +10,16 @@ from torch import Tensor, nn
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.rope_scaling import RopeScaling
-from drawloom.components.ports.data import IGNORED
-from drawloom.components.ports.model import Model, Span
+from drawloom.components.ports.data import IGNORE_INDEX
+from drawloom.components.ports.model import LayerRange, Model
 from drawloom.graph import UserError
-from drawloom.graph.types.port_match import misfits
+from drawloom.graph.types.port_match import mismatches
 from support.kernels import DEVICE
 from support.qwen3 import (
     SIZES,
     cpu_kernels,
     dense,
     kernels_on,
-    names_in_transformers,
     one_document,
     packed,
     to,
@@ -30,22 +29,46 @@ from support.qwen3 import (
 
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {},
-    "tied": {"tied": True},
-    "every head its own keys": {"kv_heads": 4},
-    "one key head": {"heads": 3, "kv_heads": 1, "tied": True},
-    "heads wider than the model": {"heads": 6, "kv_heads": 2, "head_dim": 10},
-    "one layer, odd sizes": {"layers": 1, "width": 17, "heads": 1, "kv_heads": 1, "head_dim": 2, "feed_forward": 5},
-    "another base and eps": {"rope_base": 100.0, "norm_eps": 0.1, "layers": 3, "tied": True},
+    "tie_word_embeddings": {"tie_word_embeddings": True},
+    "every head its own keys": {"num_key_value_heads": 4},
+    "one key head": {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "heads wider than the model": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10},
+    "one layer, odd sizes": {
+        "num_hidden_layers": 1,
+        "hidden_size": 17,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 2,
+        "intermediate_size": 5,
+    },
+    "another base and eps": {
+        "rope_theta": 100.0,
+        "rms_norm_eps": 0.1,
+        "num_hidden_layers": 3,
+        "tie_word_embeddings": True,
+    },
 }
 STRETCHED: dict[str, dict[str, Any]] = {
-    "linear": {"rope_scaling": RopeScaling(kind="linear", factor=2.0)},
-    "yarn": {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, trained_positions=8), "rope_base": 100.0},
+    "linear": {"rope_scaling": RopeScaling(rope_type="linear", factor=2.0)},
+    "yarn": {
+        "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
+        "rope_theta": 100.0,
+    },
     "yarn, all told": {
         "rope_scaling": RopeScaling(
-            kind="yarn", factor=4.0, trained_positions=16, fast=2.0, slow=0.5, whole=False, sharpening=1.5
+            rope_type="yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            beta_fast=2.0,
+            beta_slow=0.5,
+            truncate=False,
+            attention_factor=1.5,
         )
     },
-    "llama3": {"rope_scaling": RopeScaling(kind="llama3", factor=8.0, trained_positions=16), "rope_base": 50.0},
+    "llama3": {
+        "rope_scaling": RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=16),
+        "rope_theta": 50.0,
+    },
 }
 CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -58,18 +81,18 @@ def model(request: pytest.FixtureRequest) -> Qwen3Dense:
 
 
 def random_rows(model: Qwen3Dense, rows: int, length: int) -> tuple[Tensor, Tensor]:
-    tokens, targets = torch.randint(model.vocabulary, (2, rows, length))
-    return tokens, targets.masked_fill(torch.rand(rows, length) < 0.2, IGNORED)
+    tokens, targets = torch.randint(model.vocab_size, (2, rows, length))
+    return tokens, targets.masked_fill(torch.rand(rows, length) < 0.2, IGNORE_INDEX)
 
 
 def test_fits_its_port() -> None:
     """The component keeps the promises of a Model."""
-    assert misfits(Qwen3Dense, Model) == []
+    assert mismatches(Qwen3Dense, Model) == []
 
 
 def test_logits_equal(model: Qwen3Dense) -> None:
     """Without targets the module gives transformers' logits."""
-    module, tokens = whole(model), torch.randint(model.vocabulary, (3, 19))
+    module, tokens = whole(model), torch.randint(model.vocab_size, (3, 19))
     expected = twin(model, dict(module.named_parameters()))(tokens).logits
     found = module(tokens, one_document(3, 19))
     assert found.abs().max() > 0.1
@@ -82,10 +105,10 @@ def test_losses_and_every_gradient_equal(model: Qwen3Dense) -> None:
     theirs = twin(model, dict(module.named_parameters()))
     losses = module(tokens, one_document(2, 23, targets))
     logits = theirs(tokens).logits.flatten(0, 1)
-    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none").view(2, 23)
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(2, 23)
     torch.testing.assert_close(losses, expected, **CLOSE)
     weights = torch.rand(losses.shape)
-    assert_gradients_equal(model, module, theirs, (losses * weights).sum(), (expected * weights).sum())
+    assert_gradients_equal(module, theirs, (losses * weights).sum(), (expected * weights).sum())
 
 
 def test_packed_documents_equal_each_alone(model: Qwen3Dense) -> None:
@@ -99,22 +122,19 @@ def test_packed_documents_equal_each_alone(model: Qwen3Dense) -> None:
         ends = torch.tensor(row_lengths).cumsum(0).tolist()
         for start, end in zip([0, *ends], ends, strict=False):
             logits = theirs(tokens[row : row + 1, start:end]).logits[0]
-            alone = F.cross_entropy(logits, targets[row, start:end], ignore_index=IGNORED, reduction="none")
+            alone = F.cross_entropy(logits, targets[row, start:end], ignore_index=IGNORE_INDEX, reduction="none")
             expected[row, start:end] = alone
     torch.testing.assert_close(losses, expected, **CLOSE)
     weights = torch.rand(losses.shape)
-    assert_gradients_equal(model, module, theirs, (losses * weights).sum(), (expected * weights).sum())
+    assert_gradients_equal(module, theirs, (losses * weights).sum(), (expected * weights).sum())
 
 
-def assert_gradients_equal(
-    model: Qwen3Dense, module: nn.Module, theirs: nn.Module, our_loss: Tensor, their_loss: Tensor
-) -> None:
-    """The same parameters, under their two names, with the same gradients."""
+def assert_gradients_equal(module: nn.Module, theirs: nn.Module, our_loss: Tensor, their_loss: Tensor) -> None:
+    """Parameters have transformers' names and gradients."""
     ours, others = dict(module.named_parameters()), dict(theirs.named_parameters())
-    names = names_in_transformers(model)
-    assert sorted(names[name] for name in ours) == sorted(others)
+    assert sorted(ours) == sorted(others)
     found = torch.autograd.grad(our_loss, list(ours.values()))
-    expected = torch.autograd.grad(their_loss, [others[names[name]] for name in ours])
+    expected = torch.autograd.grad(their_loss, [others[name] for name in ours])
     for name, gradient, reference in zip(ours, found, expected, strict=True):
         assert gradient.any(), name
         size = max(1.0, reference.abs().max().item())  # sums of many terms round by their size
@@ -125,8 +145,8 @@ def test_stretched_positions_matter(model: Qwen3Dense) -> None:
     """A model that stretches positions gives other logits than one that does not, but for the first token."""
     if model.rope_scaling is None:
         return
-    module, tokens = whole(model), torch.randint(model.vocabulary, (1, 9))
-    plain = dense(rope_base=model.rope_base).build(Span(0, 2, embedding=True, head=True))
+    module, tokens = whole(model), torch.randint(model.vocab_size, (1, 9))
+    plain = dense(rope_theta=model.rope_theta).build(LayerRange(0, 2, embedding=True, head=True))
     plain.load_state_dict(module.state_dict())
     found, other = (each(tokens, one_document(1, 9)) for each in (module, plain))
     assert (found - other).abs()[:, 1:].amax(-1).min() > 1e-4
@@ -135,14 +155,16 @@ def test_stretched_positions_matter(model: Qwen3Dense) -> None:
 @pytest.mark.parametrize("length", [5, 16, 17, 23])
 def test_dynamic_positions_are_those_of_transformers(length: int) -> None:
     """Up to the longest text of the training nothing is stretched, and then by as much as texts are longer."""
-    model = dense(rope_scaling=RopeScaling(kind="dynamic", factor=3.0), max_positions=16, rope_base=100.0)
+    model = dense(
+        rope_scaling=RopeScaling(rope_type="dynamic", factor=3.0), max_position_embeddings=16, rope_theta=100.0
+    )
     module, (tokens, targets) = whole(model), random_rows(model, 2, length)
     theirs = twin(model, dict(module.named_parameters()))
     logits = theirs(tokens).logits.flatten(0, 1)
-    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none").view(2, length)
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(2, length)
     losses = module(tokens, one_document(2, length, targets))
     torch.testing.assert_close(losses, expected, **CLOSE)
-    assert_gradients_equal(model, module, theirs, losses.sum(), expected.sum())
+    assert_gradients_equal(module, theirs, losses.sum(), expected.sum())
 
 
 def test_names_cover_the_model(model: Qwen3Dense) -> None:
@@ -155,10 +177,10 @@ def test_names_cover_the_model(model: Qwen3Dense) -> None:
 
 def test_builds_on_the_meta_device() -> None:
     """On the meta device nothing is allocated, and a module materialised from there computes the same."""
-    model = dense(tied=True)
+    model = dense(tie_word_embeddings=True)
     real = whole(model)
     with torch.device("meta"):
-        module = model.build(Span(0, 2, embedding=True, head=True))
+        module = model.build(LayerRange(0, 2, embedding=True, head=True))
     assert all(parameter.is_meta for parameter in (*module.parameters(), *module.buffers()))
     module.to_empty(device="cpu").load_state_dict(real.state_dict())
     tokens = torch.randint(29, (2, 5))
@@ -180,28 +202,28 @@ def test_half_precision_runs() -> None:
 class FakeTokenizer:
     """Knows 61 ids."""
 
-    vocabulary: int = 61
-    end: int = 60
+    vocab_size: int = 61
+    eos_id: int = 60
 
 
 def with_tokenizer(**changes: Any) -> Qwen3Dense:
-    sizes = {key: value for key, value in SIZES.items() if key != "vocabulary"}
+    sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
     tokenizer: Any = FakeTokenizer()
     return Qwen3Dense(kernels=cpu_kernels(), tokenizer=tokenizer, **(sizes | changes))
 
 
 def test_vocabulary_of_the_tokenizer() -> None:
     """Without a vocabulary the model takes the tokenizer's, rounded up if asked, and its end of text."""
-    assert with_tokenizer().vocabulary == 61
-    assert with_tokenizer(vocabulary_multiple=64).vocabulary == 64
-    assert with_tokenizer(vocabulary=80).vocabulary == 80
+    assert with_tokenizer().vocab_size == 61
+    assert with_tokenizer(vocabulary_multiple=64).vocab_size == 64
+    assert with_tokenizer(vocab_size=80).vocab_size == 80
     assert with_tokenizer().hugging_face_config()["eos_token_id"] == 60
 
 
 def test_vocabulary_too_small_for_the_tokenizer() -> None:
     """A vocabulary that does not hold the tokenizer's ids is refused before anything is indexed with them."""
     with pytest.raises(UserError, match="the tokenizer has 61 ids, but the model's vocabulary only 32"):
-        with_tokenizer(vocabulary=32).build(Span(0, 2, embedding=True, head=True))
+        with_tokenizer(vocab_size=32).build(LayerRange(0, 2, embedding=True, head=True))
 
 
 def test_constructor_reads_nothing() -> None:
@@ -228,9 +250,9 @@ def test_parity_holds_for_every_choice_of_kernels(choices: dict[str, Any]) -> No
     theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
     losses = module(tokens, to(DEVICE, one_document(2, 11, targets)))
     logits = theirs(tokens).logits.flatten(0, 1)
-    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none").view(2, 11)
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(2, 11)
     torch.testing.assert_close(losses, expected, **CLOSE)
-    assert_gradients_equal(model, module, theirs, losses.sum(), expected.sum())
+    assert_gradients_equal(module, theirs, losses.sum(), expected.sum())
 
 
 @pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
@@ -242,7 +264,9 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
     two round at different places.
     """
     kernels = kernels_on(DEVICE, **choices)
-    model = dense(kernels=kernels, layers=3, vocabulary=61, width=64, head_dim=16, feed_forward=96)
+    model = dense(
+        kernels=kernels, num_hidden_layers=3, vocab_size=61, hidden_size=64, head_dim=16, intermediate_size=96
+    )
     module, tokens = whole(model).to(DEVICE).bfloat16(), torch.randint(61, (2, 40)).to(DEVICE)
     theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
     exact = theirs.double()(tokens).logits
@@ -254,8 +278,8 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
 
 COMPILED: list[tuple[dict[str, Any], RopeScaling | None]] = [
     ({}, None),
-    (TRITON, RopeScaling(kind="yarn", factor=4.0, trained_positions=8)),
-    ({}, RopeScaling(kind="dynamic", factor=4.0)),
+    (TRITON, RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)),
+    ({}, RopeScaling(rope_type="dynamic", factor=4.0)),
 ]
 
 
@@ -263,7 +287,7 @@ COMPILED: list[tuple[dict[str, Any], RopeScaling | None]] = [
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
 def test_compiles_without_breaks(choices: dict[str, Any], rope: RopeScaling | None) -> None:
     """Traced as one graph, the whole model gives the losses that it gives otherwise, and its gradients."""
-    model = dense(kernels=kernels_on(DEVICE, **choices), rope_scaling=rope, max_positions=8)
+    model = dense(kernels=kernels_on(DEVICE, **choices), rope_scaling=rope, max_position_embeddings=8)
     module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
     shared = to(DEVICE, one_document(2, 11, targets))
     runs = []

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from drawloom.components.model.qwen3.builder import Blueprint
-from drawloom.components.ports.model import Span
+from drawloom.components.model.qwen3.builder import Qwen3Builder
+from drawloom.components.ports.model import LayerRange
 from drawloom.kernels.attention import Implementation
 from drawloom.kernels.attention_flex import FLEX
 from support.qwen3 import cpu_kernels, dense, one_document, packed, sparse, to, whole
@@ -18,18 +18,18 @@ from support.split_passes import Products, grads_for, in_one, same, split_of, ta
 from support.split_stages import Stage
 
 SPLITS = [
-    [Span(0, 1, True, False), Span(1, 3, False, True)],
-    [Span(0, 0, True, False), Span(0, 3, False, False), Span(3, 3, False, True)],
+    [LayerRange(0, 1, True, False), LayerRange(1, 3, False, True)],
+    [LayerRange(0, 0, True, False), LayerRange(0, 3, False, False), LayerRange(3, 3, False, True)],
 ]
 
 
-Make = Callable[..., Blueprint]
+Make = Callable[..., Qwen3Builder]
 both = pytest.mark.parametrize(
-    "make", [dense, partial(sparse, dense_layers=[1], balance=0.5)], ids=["dense", "with experts"]
+    "make", [dense, partial(sparse, mlp_only_layers=[1], router_aux_loss_coef=0.5)], ids=["dense", "with experts"]
 )
 
 
-def built(model: Blueprint, spans: list[Span], weights: nn.Module) -> list[nn.Module]:
+def built(model: Qwen3Builder, spans: list[LayerRange], weights: nn.Module) -> list[nn.Module]:
     """Modules of spans, with the weights of the whole under the same names."""
     state = weights.state_dict()
     modules = [model.build(span) for span in spans]
@@ -41,9 +41,9 @@ def built(model: Blueprint, spans: list[Span], weights: nn.Module) -> list[nn.Mo
 @pytest.mark.parametrize("spans", SPLITS, ids=["two spans", "three spans, ends without layers"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @both
-def test_chained_spans_equal_the_whole(spans: list[Span], tied: bool, make: Make) -> None:
+def test_chained_spans_equal_the_whole(spans: list[LayerRange], tied: bool, make: Make) -> None:
     """Chained spans give bitwise the losses and logits of the whole, and gradients that add up to its gradients."""
-    model = make(layers=3, tied=tied)
+    model = make(num_hidden_layers=3, tie_word_embeddings=tied)
     module = whole(model)
     modules = built(model, spans, module)
     tokens, targets = torch.randint(29, (2, 2, 10))
@@ -72,7 +72,7 @@ def with_flex(make: Make) -> tuple[nn.Module, list[torch.Tensor]]:
         return FLEX.mask(documents)
 
     kernels._functions["attention"] = Implementation(mask, FLEX.attend)
-    return whole(make(layers=3, kernels=kernels)), asked
+    return whole(make(num_hidden_layers=3, kernels=kernels)), asked
 
 
 @both
@@ -81,14 +81,14 @@ def with_flex(make: Make) -> tuple[nn.Module, list[torch.Tensor]]:
 def test_a_mask_is_made_once_for_all_layers(make: Make) -> None:
     """Each pass makes one mask, of its own documents, also where the next microbatch's are written over the last's."""
     module, asked = with_flex(make)
-    plain = make(layers=3).build(Span(0, 3, embedding=True, head=True))
+    plain = make(num_hidden_layers=3).build(LayerRange(0, 3, embedding=True, head=True))
     plain.load_state_dict(module.state_dict())
     tokens, shared = torch.randint(29, (2, 10)), packed([[4, 6], [10]])
     for number in range(2):
         found = module(tokens, shared)
         torch.testing.assert_close(found, plain(tokens, shared), atol=1e-4, rtol=1e-4)
         assert len(asked) == number + 1
-        shared.documents.copy_(packed([[7, 3], [1, 9]]).documents)
+        shared.document_ids.copy_(packed([[7, 3], [1, 9]]).document_ids)
 
 
 @both
@@ -101,13 +101,13 @@ def test_masks_need_no_device(make: Make) -> None:
 
 @pytest.mark.parametrize("spans", SPLITS)
 @both
-def test_names_do_not_depend_on_the_split(spans: list[Span], make: Make) -> None:
+def test_names_do_not_depend_on_the_split(spans: list[LayerRange], make: Make) -> None:
     """Spans name their parameters as the whole does, and together hold each; a tied head brings the embedding."""
     for tied in (False, True):
-        model = make(layers=3, tied=tied)
+        model = make(num_hidden_layers=3, tie_word_embeddings=tied)
         names = [name for span in spans for name, _ in model.build(span).named_parameters()]
         assert set(names) == {name for name, _ in whole(model).named_parameters()}
-        assert names.count("embedding.weight") == (2 if tied else 1)
+        assert names.count("model.embed_tokens.weight") == (2 if tied else 1)
         assert len(names) == len(set(names)) + tied
 
 
@@ -117,15 +117,15 @@ def test_names_do_not_depend_on_the_split(spans: list[Span], make: Make) -> None
 @both
 def test_stages_put_every_matrix_off(ends: tuple[bool, bool], tied: bool, recompute: bool, make: Make) -> None:
     """Two backward passes of the first, a middle, the last or the only stage give what one gives, recomputed or not."""
-    model = make(tied=tied)
-    module = model.build(Span(0, 2, *ends)).double()
+    model = make(tie_word_embeddings=tied)
+    module = model.build(LayerRange(0, 2, *ends)).double()
     for parameter in module.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
     if recompute:
-        for block in module.get_submodule("layers").children():
+        for block in module.get_submodule("model.layers").children():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     shared = one_document(2, 10, torch.randint(29, (2, 10)))
-    hidden = torch.randn(2, 10, model.architecture.width, dtype=torch.float64, requires_grad=True)
+    hidden = torch.randn(2, 10, model.architecture.hidden_size, dtype=torch.float64, requires_grad=True)
     inputs = [torch.randint(29, (2, 10)) if ends[0] else hidden]
     stage = Stage(lambda s, x: s.module(x, shared), module=module)
     expected, (split, outputs) = in_one(stage, inputs), split_of(stage, inputs)
