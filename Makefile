@@ -24,10 +24,19 @@ soak: .venv/test
 # On a machine with a GPU: kernels compiled and not interpreted, great sizes, and the benchmarks beside those of others.
 # What others need may stand in an environment of its own: make bench-gpu PEERS=/path/to/its/site-packages
 GPU_TESTS := tests/gpu tests/kernels tests/components/kernels tests/components/optim tests/components/model
-GPU_TESTS += tests/components/checkpoint tests/components/run
+GPU_TESTS += tests/components/checkpoint tests/components/run tests/components/listeners
 
+# With packages that are there already, and no .venv: make test-gpu PYTEST="python3 -m pytest"; each worker takes a core
+# and a GiB of the GPU.
+WORKERS ?= 16
+ifdef PYTEST
+test-gpu:
+else
+test-gpu: PYTEST := $(BIN)/pytest
 test-gpu: .venv/test
-	$(BIN)/pytest -q -m "not soak" $(GPU_TESTS)
+endif
+	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
+	$(PYTEST) -q -p xdist -p hypothesispytest -m "not soak" -n $(WORKERS) --dist loadgroup $(GPU_TESTS)
 
 bench-gpu: .venv/test
 	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu $(ONLY)

@@ -5,14 +5,14 @@ Which blocks of keys a block of queries sees follows from the least and the grea
 whose ranges do not meet have no document in common. It is computed on the device, and nothing waits for it.
 """
 
+from functools import cache
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 
-from drawloom.kernels.attention import attention_eager
+from drawloom.kernels.attention import Implementation, attention_eager
 
 BLOCK = 128
 """Tokens in a block."""
@@ -21,39 +21,32 @@ LEAST = 16
 """Channels of a head with which torch has a kernel for GPUs."""
 
 
-class AttentionFlex:
+def attention_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """
-    What attention_eager gives; backwards on GPUs alone. Layers that share a tensor of documents share its mask.
+    What attention_eager gives, with a mask as `block_mask` gives it; backwards on GPUs alone.
 
-    Heads too small for it, and tensors that are on no device, go to the eager one.
+    Heads too small for torch's kernel go to the eager one. Tensors on the meta device give one of the right shape.
     """
+    if q.is_meta:
+        return torch.empty_like(q)
+    if q.is_cuda and q.shape[-1] < LEAST:
+        return attention_eager(q, k, v, _as_booleans(mask))
+    grouped = q.shape[2] != k.shape[2]
+    swapped = (x.transpose(1, 2) for x in (q, k, v))
+    attend = _compiled() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+    mixed: Tensor = attend(*swapped, block_mask=mask, enable_gqa=grouped)
+    return mixed.transpose(1, 2)
 
-    def __init__(self) -> None:
-        self._documents: ref[Tensor] | None = None
-        self._mask: BlockMask | None = None
-        self._compiled: Any = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-        if q.is_meta or (q.is_cuda and q.shape[-1] < LEAST):
-            return attention_eager(q, k, v, documents)
-        grouped = q.shape[2] != k.shape[2]
-        swapped = (x.transpose(1, 2) for x in (q, k, v))
-        attend = self._kernel() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
-        mixed: Tensor = attend(*swapped, block_mask=self._mask_of(documents), enable_gqa=grouped)
-        return mixed.transpose(1, 2)
+@cache
+def _compiled() -> Any:
+    """Made when it is first needed, for that takes seconds. Within compiled code it is compiled anyway."""
+    return torch.compile(flex_attention, dynamic=False)
 
-    def _kernel(self) -> Any:
-        """Compiled when it is first needed: that takes seconds. Within compiled code it is compiled anyway."""
-        if self._compiled is None:
-            self._compiled = torch.compile(flex_attention, dynamic=False)
-        return self._compiled
 
-    def _mask_of(self, documents: Tensor) -> BlockMask:
-        if torch.compiler.is_compiling():
-            return block_mask(documents)
-        if self._mask is None or self._documents is None or self._documents() is not documents:
-            self._documents, self._mask = ref(documents), block_mask(documents)
-        return self._mask
+def _as_booleans(mask: BlockMask) -> Tensor:
+    rows, heads, queries, keys = mask.shape
+    return create_mask(mask.mask_mod, rows, heads, queries, keys, mask.kv_indices.device)
 
 
 def block_mask(documents: Tensor) -> BlockMask:
@@ -79,3 +72,6 @@ def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """How many blocks of keys each block of queries has, and which, those first: for all heads."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), order.to(torch.int32).unsqueeze(1)
+
+
+FLEX = Implementation(block_mask, attention_flex)

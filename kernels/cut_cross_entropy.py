@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.deferred_grads import WeightGradient, weight_gradient_of
+from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
 from drawloom.kernels.vocab_parallel import VocabularyPart, all_gather_lse, all_reduce, local_targets
 
 Reduction = Literal["none", "sum", "mean"]
@@ -85,6 +85,7 @@ def cross_entropy(
     return losses.sum() if reduction == "sum" else losses.sum() / (flat != cut.ignored).sum()
 
 
+@deferring
 class _CutCrossEntropy(Function):
     """Saves its inputs and one number for each token."""
 

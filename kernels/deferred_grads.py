@@ -3,20 +3,24 @@ Weight gradients put off: while a stage goes backward for its inputs alone, oper
 
 An operation asks `weight_gradient_of(weight)` in its forward pass and keeps the answer on its `ctx`; in its backward
 pass it calls that answer with the function that computes the weight's gradient, which runs now or is queued. A graph
-recorded under a deferral is an ordinary one until somebody goes through it within `putting_off`.
+recorded under a deferral is an ordinary one until somebody goes through it within `defer`.
+
+What waits is held, not copied. A tensor that is changed in place meanwhile is noticed by its version, as autograd
+notices it of the tensors that it saves.
 
 Which deferral a forward pass belongs to is the only ambient state, and it is the calling thread's own. The backward
 pass, which on an accelerator runs in autograd's threads, finds it on `ctx`, and a recomputed forward needs none.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd import Function
+from torch.utils.hooks import RemovableHandle
 
 Compute = Callable[..., Tensor]
 """Gives a weight's gradient, or a part of it, from the tensors that are handed to it."""
@@ -32,6 +36,10 @@ class WeightGradient(Protocol):
     def __call__(self, compute: Compute, *tensors: Tensor) -> Tensor | None: ...
 
 
+class ChangedInPlaceError(RuntimeError):
+    """A tensor that a weight's gradient waits for is no longer what it was."""
+
+
 class DeferredGrad:
     """A weight's gradient that may wait: its parts, in the order in which operations found what they need for them."""
 
@@ -40,18 +48,23 @@ class DeferredGrad:
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self.active = False
-        self._waiting: list[tuple[Compute, tuple[Tensor, ...]]] = []
+        self._waiting: list[tuple[Compute, tuple[Tensor, ...], list[int]]] = []
 
     def __call__(self, compute: Compute, *tensors: Tensor) -> Tensor | None:
         """Compute a part, or let it wait if this is the time to."""
         if not self.active:
             return compute(*tensors)
-        self._waiting.append((compute, tensors))
+        self.wait(compute, *tensors)
         return None
 
     def wait(self, compute: Compute, *tensors: Tensor) -> None:
         """Let a part wait."""
-        self._waiting.append((compute, tensors))
+        self._waiting.append((compute, tensors, [tensor._version for tensor in tensors]))
+
+    def add(self, part: Tensor | None) -> None:
+        """Let a part wait that has been computed; None adds nothing."""
+        if part is not None:
+            self.wait(_itself, part)
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -61,14 +74,22 @@ class DeferredGrad:
         self._waiting = []
 
     def compute(self) -> Tensor:
-        """The sum of what waited, each part of which is let go as soon as it has been added."""
-        waiting, self._waiting = self._waiting, []
-        compute, held = waiting.pop(0)
-        total = compute(*held)
-        while waiting:
-            compute, held = waiting.pop(0)
-            total = total + compute(*held)
+        """
+        The sum of what waited, each part of which is let go as soon as it has been added.
+
+        ChangedInPlaceError if a tensor that waited was changed in place.
+        """
+        total = self._first()
+        while self._waiting:
+            total = total + self._first()
         return total
+
+    def _first(self) -> Tensor:
+        """The first part that waits, which waits no more."""
+        compute, tensors, versions = self._waiting.pop(0)
+        if versions != [tensor._version for tensor in tensors]:
+            raise ChangedInPlaceError(_changed(tensors, versions, self.weight))
+        return compute(*tensors)
 
 
 class Deferral:
@@ -85,7 +106,7 @@ class Deferral:
 
     @contextmanager
     def defer(self, except_for: Iterable[Tensor] = ()) -> Iterator[None]:
-        """While this lasts, backward passes put off the gradients of known weights, but not of the spared ones."""
+        """While this lasts, backward passes put off the gradients of recorded weights, `except_for` some."""
         ids = set(map(id, except_for))
         put_off = [each for key, each in self._put_off.items() if key not in ids]
         for each in put_off:
@@ -97,24 +118,10 @@ class Deferral:
                 each.active = False
 
     def of(self, weight: Tensor) -> DeferredGrad:
-        """Where the gradient of a weight waits; from now on the weight is known."""
+        """Where the gradient of a weight waits."""
         if (found := self._put_off.get(id(weight))) is None:
             found = self._put_off[id(weight)] = DeferredGrad(weight)
         return found
-
-    @property
-    def known(self) -> Set[int]:
-        """The ids of the weights whose gradients operations of the forward pass can put off, as far as it is theirs."""
-        return self._put_off.keys()
-
-    def weight_of(self, node: Node) -> Tensor | None:
-        """The weight whose gradient this node of an autograd graph can put off for this deferral, if it is one such."""
-        answer = getattr(node, "weight_gradient", None)
-        return (
-            answer.weight
-            if isinstance(answer, DeferredGrad) and self._put_off.get(id(answer.weight)) is answer
-            else None
-        )
 
     def take(self) -> list[DeferredGrad]:
         """What waits, by weight; it is held here no more."""
@@ -140,6 +147,23 @@ class _Recording:
         _deferral.reset(self._token)
 
 
+def deferring(function: type[Function]) -> type[Function]:
+    """
+    Decorates a Function that keeps an answer on its `ctx` as `weight_gradient`.
+
+    A hook on a node of it (`grad_fn.register_hook`) is shown every gradient, the weight's too, which then can't wait.
+    """
+    node_class: Any = function._backward_cls
+
+    def register_hook(node: Any, hook: Callable[..., Any]) -> RemovableHandle:
+        node.weight_gradient = _now
+        handle: RemovableHandle = super(node_class, node).register_hook(hook)
+        return handle
+
+    node_class.register_hook = register_hook
+    return function
+
+
 def weight_gradient_of(weight: Tensor) -> WeightGradient:
     """How the operation that is asked for in this forward pass shall compute the gradient of this weight."""
     if torch.compiler.is_compiling():
@@ -152,3 +176,16 @@ def weight_gradient_of(weight: Tensor) -> WeightGradient:
 
 def _now(compute: Compute, *tensors: Tensor) -> Tensor:
     return compute(*tensors)
+
+
+def _itself(part: Tensor) -> Tensor:
+    return part
+
+
+def _changed(tensors: tuple[Tensor, ...], versions: list[int], weight: Tensor) -> str:
+    tensor = next(each for each, version in zip(tensors, versions, strict=True) if each._version != version)
+    changed, learning = (f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in (tensor, weight))
+    return (
+        f"a tensor {changed} for which the gradient of a weight {learning} waits was changed in place; change a copy "
+        "instead (in a custom backward `grad * 2`, not `grad.mul_(2)`)"
+    )

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.deferred_grads import WeightGradient, weight_gradient_of
+from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
 
 
 def embedding_eager(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -20,6 +20,7 @@ def embedding_eager(tokens: Tensor, weight: Tensor) -> Tensor:
     return _Embedding.apply(tokens, weight, weight_gradient_of(weight))  # type: ignore[no-untyped-call, no-any-return]
 
 
+@deferring
 class _Embedding(Function):
     """Saves the tokens alone."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.deferred_grads import WeightGradient, weight_gradient_of
+from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
 
 ALIGNMENT = 16
 """torch's grouped product takes matrices whose rows begin at multiples of so many bytes."""
@@ -57,6 +57,7 @@ def grouped_gemm(implementation: Implementation, x: Tensor, weight: Tensor, ends
     return result
 
 
+@deferring
 class _GroupedGemm(Function):
     """Each gradient is computed if it is asked for; the weight's can be put off."""
 

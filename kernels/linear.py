@@ -8,17 +8,18 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.deferred_grads import WeightGradient, weight_gradient_of
+from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
 
 
 def linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias: x (..., inputs), weight (outputs, inputs), bias (outputs,); gives (..., outputs)."""
     learns = weight.requires_grad and torch.is_grad_enabled()
-    if not learns or torch.compiler.is_compiling():
-        return F.linear(x, weight, bias)
+    if not learns or torch.compiler.is_compiling() or weight.is_complex():
+        return F.linear(x, weight, bias)  # complex gradients are conjugate, as only torch knows
     return _Linear.apply(x, weight, bias, weight_gradient_of(weight))  # type: ignore[no-untyped-call, no-any-return]
 
 
+@deferring
 class _Linear(Function):
     """The bias's gradient is one sum, and is never put off."""
 

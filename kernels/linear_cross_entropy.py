@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.deferred_grads import WeightGradient, weight_gradient_of
+from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
 
 LEAST_TOKENS = 2048
 LEAST_LOGITS = 2**24
@@ -30,6 +30,7 @@ def linear_cross_entropy_eager(hidden: Tensor, weight: Tensor, targets: Tensor, 
     return losses.reshape(targets.shape)  # type: ignore[no-any-return]
 
 
+@deferring
 class _LinearCrossEntropy(Function):
     """hidden (tokens, width), weight (vocabulary, width), targets (tokens,)."""
 

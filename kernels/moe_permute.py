@@ -8,6 +8,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.moe_routes import Routes
+from drawloom.kernels.operation import own
 
 
 def moe_permute_eager(x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
@@ -57,10 +58,10 @@ class _Unpermute(Function):
     def forward(
         ctx: Any, rows: Tensor, probabilities: Tensor | None, of_choices: Tensor, choices: Tensor, ends: Tensor
     ) -> Tensor:
-        weighted = ctx.needs_input_grad[1]
-        ctx.save_for_backward(rows if weighted else None, probabilities, of_choices, choices)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, probabilities, of_choices, choices)
         gathered = _gathered(rows, of_choices)
-        return (gathered if probabilities is None else gathered * probabilities.unsqueeze(-1)).sum(1).to(rows.dtype)
+        weighted = gathered if probabilities is None else gathered * probabilities.unsqueeze(-1)
+        return own(weighted.sum(1).to(rows.dtype))
 
     @staticmethod
     @once_differentiable

@@ -13,6 +13,16 @@ PLAIN = (Tensor, torch.nn.Parameter)
 Launch = Callable[..., Any]
 
 
+def own(result: Tensor) -> Tensor:
+    """
+    What an autograd Function gives, as a tensor of its own, without a copy.
+
+    torch 2.11's compiler takes what an operation in place gave, or `to` without a change, for another tensor, and the
+    Function's inputs get zeros for gradients.
+    """
+    return result.detach()
+
+
 def register_kernel(schema: str, fake: Launch) -> Callable[[Launch], Launch]:
     """
     Make a function that launches kernels an operation of torch, which torch.compile takes as it is.

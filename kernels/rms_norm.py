@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from drawloom.kernels.operation import own
+
 
 def rms_norm_eager(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
     """
@@ -37,7 +39,7 @@ class _RmsNorm(Function):
         inverse = _inverse_root_mean_square(x, eps)
         ctx.save_for_backward(x, weight, inverse)
         ctx.zero_centred = zero_centred
-        return (x * inverse).mul_(_factor(weight, inverse.dtype, zero_centred)).to(x.dtype)
+        return own((x * inverse).mul_(_factor(weight, inverse.dtype, zero_centred)).to(x.dtype))
 
     @staticmethod
     @once_differentiable

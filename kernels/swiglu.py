@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from drawloom.kernels.operation import own
+
 
 def swiglu_eager(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
     """
@@ -33,7 +35,7 @@ class _SwiGlu(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(_accumulation_dtype(gate)).mul_(up).to(gate.dtype)
+        return own(F.silu(_accumulation_dtype(gate)).mul_(up).to(gate.dtype))
 
     @staticmethod
     @once_differentiable
@@ -48,7 +50,7 @@ class _ScaledSwiGlu(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up, scale)
-        return F.silu(_accumulation_dtype(gate)).mul_(up).mul_(scale.unsqueeze(-1)).to(gate.dtype)
+        return own(F.silu(_accumulation_dtype(gate)).mul_(up).mul_(scale.unsqueeze(-1)).to(gate.dtype))
 
     @staticmethod
     @once_differentiable

@@ -5,6 +5,7 @@ Triton reads its variable once, when it is first imported, and much imports it: 
 """
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +14,14 @@ from support import seeding  # noqa: F401 - Hypothesis is told of torch's genera
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def room() -> Iterator[None]:
+    """An empty GPU, before and after a test that takes much of it; such tests are of the group "great"."""
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.empty_cache()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

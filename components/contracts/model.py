@@ -2,7 +2,7 @@
 
 import torch
 
-from drawloom.components.ports.model import LayerRange, Model
+from drawloom.components.ports.model import LayerRange, Model, TensorSlice
 from drawloom.graph.testing import expect
 
 
@@ -33,6 +33,9 @@ def values_follow_from_name_shape_and_seed(one: Model, other: Model) -> None:
         other.initialise(name, again, 1)
         other.initialise(name, otherwise, 2)
         expect(torch.equal(first, again), f"{name} begins otherwise in another that is made alike")
+        last = torch.empty_like(first[len(first) // 2 :])
+        one.initialise(name, last, 1, TensorSlice(tuple(shape), (len(first) - len(last), *(0 for _ in shape[1:]))))
+        expect(torch.equal(first[-len(last) :], last), f"a slice of {name} begins otherwise than in the whole")
         expect(torch.isfinite(first).all(), f"{name} begins with what is no finite number")
         differ |= not torch.equal(first, otherwise)
     expect(differ, "the seed changes nothing")

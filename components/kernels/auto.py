@@ -1,6 +1,6 @@
 """Operations, each in the implementation that suits the device best, or in the one that the recipe names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, Literal
 
@@ -87,7 +87,7 @@ class AutoKernels:
         return choose(operation, getattr(self, f"_{operation}"), self.device.device)
 
     @cached_property
-    def _functions(self) -> dict[str, Callable[..., Any]]:
+    def _functions(self) -> dict[str, Any]:
         return {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}
 
     @cached_property
@@ -119,8 +119,11 @@ class AutoKernels:
     ) -> tuple[Tensor, Tensor]:
         return self._functions["qk_norm_rope"](q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-        return self._functions["attention"](q, k, v, documents)  # type: ignore[no-any-return]
+    def attention_mask(self, documents: Tensor) -> Any:
+        return self._functions["attention"].mask(documents)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        return self._functions["attention"].attend(q, k, v, mask)  # type: ignore[no-any-return]
 
     def linear_cross_entropy(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return self._functions["linear_cross_entropy"](hidden, weight, targets, self._of_loss)  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """Which implementations there are of each operation, and which one suits a device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -18,8 +18,8 @@ class Operation:
     """
     The implementations of an operation: name to where its function stands, `module.function` under the kernels.
 
-    `on_gpu` are the names from which `auto` takes the first that the GPU can run. A function whose name begins with a
-    capital is a class of which each user has an object.
+    `on_gpu` are the names from which `auto` takes the first that the GPU can run. An implementation of attention is two
+    functions in one, the other makes its mask.
     """
 
     implementations: Mapping[str, str]
@@ -43,9 +43,9 @@ OPERATIONS = {
     "qk_norm_rope": _pair("qk_norm_rope", "qk_norm_rope"),
     "attention": Operation(
         {
-            "eager": "attention.attention_eager",
-            "flex": "attention_flex.AttentionFlex",
-            "varlen": "attention_varlen.AttentionVarlen",
+            "eager": "attention.EAGER",
+            "flex": "attention_flex.FLEX",
+            "varlen": "attention_varlen.VARLEN",
         },
         ("flex", "eager"),
     ),
@@ -108,8 +108,7 @@ def why_not(implementation: str, device: torch.device) -> str:
     return why_no_triton(device) if implementation in TRITON else ""
 
 
-def load(operation: str, implementation: str) -> Callable[..., Any]:
+def load(operation: str, implementation: str) -> Any:
     """The function of an implementation; what it needs, triton say, is imported now."""
     module, _, name = OPERATIONS[operation].implementations[implementation].rpartition(".")
-    found: Any = getattr(import_module(f"{KERNELS}.{module}"), name)
-    return found() if isinstance(found, type) else found  # type: ignore[no-any-return]
+    return getattr(import_module(f"{KERNELS}.{module}"), name)

@@ -15,7 +15,6 @@ from drawloom.components.pipeline.runtime.constraints import misfits
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
-from drawloom.components.pipeline.split_backward.plan import StageWeights
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel
@@ -39,7 +38,6 @@ class Executor:
     neighbours: Neighbours
     device: Device
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
-    _weights: dict[int, StageWeights] = attrs.field(init=False, factory=dict)
     _training: dict[int, RankProgram] = attrs.field(init=False, factory=dict)
     _forward: dict[int, RankProgram] = attrs.field(init=False, factory=dict)
 
@@ -51,10 +49,9 @@ class Executor:
                 yield from misfits(schedule, mesh, model)
 
     def open(self) -> None:
-        """Connect this rank to those that its stages send to or receive from, and sort the weights of each stage."""
+        """Connect this rank to those that its stages send to or receive from."""
         owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
         self._links = self.neighbours.links("pipeline", {hop for hop in pairwise(owners) if hop[0] != hop[1]})
-        self._weights = {stage.index: StageWeights.of(stage.module.parameters()) for stage in self.stages.local}
 
     def train(self, microbatches: Sequence[Batch]) -> Losses:
         """Forward and backward of every microbatch; gradients of the sum of losses are added to the parameters'."""
@@ -88,9 +85,7 @@ class Executor:
     def _passage(self, loads: Sequence[MicrobatchInputs], split: Set[int] = frozenset()) -> ProgramRunner:
         state = PipelineStateHandler({"loss": Stack(), "weight": Stack()}, max(1, len(loads)))
         works = {
-            stage.index: StageRunner(
-                stage, self.objective, state, self._weights[stage.index] if stage.index in split else None
-            )
+            stage.index: StageRunner(stage, self.objective, state, split=stage.index in split)
             for stage in self.stages.local
         }
         return ProgramRunner(works, loads, self.boundaries, P2PBuffers(self._links, self.device.device), state)

@@ -32,6 +32,14 @@ class BatchContext:
     targets: Tensor | None = None
 
 
+@attrs.frozen
+class TensorSlice:
+    """Which slice of a tensor of shape `shape` another tensor holds: that of its own shape that begins at `offsets`."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
 @port
 class Model(Protocol):
     """
@@ -61,8 +69,13 @@ class Model(Protocol):
         """
         ...
 
-    def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
-        """Fill one parameter in place with its initial values, a function of its name, its shape and the seed."""
+    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
+        """
+        Fill a parameter, or the slice of one that `part_of` says, in place and on its device with its initial values.
+
+        Each is a function of the seed, the parameter's name and the element's index, with the same bits on every
+        device and for every slice.
+        """
         ...
 
     def hugging_face_config(self) -> dict[str, Any]:
@@ -112,12 +125,20 @@ class Kernels(Protocol):
         """
         ...
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+    def attention_mask(self, documents: Tensor) -> Any:
+        """
+        Which tokens see which, in the form that `attention` takes; made once for all layers that see a microbatch.
+
+        documents int64 (rows, length): a token sees itself and those before it that have its number.
+        """
+        ...
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """
         Causal attention inside documents.
 
-        q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim), documents int64 (rows, length);
-        gives (rows, length, heads, head_dim).
+        q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim), mask from `attention_mask`; gives
+        (rows, length, heads, head_dim).
         """
         ...
 

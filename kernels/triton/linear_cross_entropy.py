@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.cut_cross_entropy import EXACT, Needs
-from drawloom.kernels.deferred_grads import WeightGradient, weight_gradient_of
+from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.cut_cross_entropy import TRITON
 from drawloom.kernels.triton.launch import check_floats, next_power_of_2
@@ -50,6 +50,7 @@ def linear_cross_entropy_triton(hidden: Tensor, weight: Tensor, targets: Tensor,
     return losses.reshape(targets.shape)
 
 
+@deferring
 class _AtOnce(Function):
     """Saves the slopes of all logits, of which each gradient is a product: with factors by token, on its small side."""
 
@@ -88,6 +89,7 @@ def _of_weight(slopes: Tensor, hidden: Tensor, grad: Tensor) -> Tensor:
     return (product.float() * largest).to(slopes.dtype)
 
 
+@deferring
 class _InChunks(Function):
     """Saves the gradients of the sum of losses, and what a weight's gradient is computed from if that does not do."""
 

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.pipeline.split_backward.plan import StageWeights
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.model import BatchContext, LayerRange
-from drawloom.kernels.attention import attention_eager
+from drawloom.kernels.attention import attention_eager, visible
 from support.qwen3 import cpu_kernels
 
 SIZES = [(128, 2, 64), (128, 8, 64), (256, 4, 64)]
@@ -62,8 +61,11 @@ class TorchKernels:
         normed = self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps)
         return self.rope(normed[0], cos, sin), self.rope(normed[1], cos, sin)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-        return attention_eager(q, k, v, documents)
+    def attention_mask(self, documents: Tensor) -> Tensor:
+        return visible(documents)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return attention_eager(q, k, v, mask)
 
 
 @attrs.define
@@ -95,7 +97,6 @@ class Subject:
         )
         self.module: nn.Module = model.build(LayerRange(0, 8, embedding=False, head=False))
         self.parameters = list(self.module.parameters())
-        self.weights = StageWeights.of(self.parameters)
         self.x = torch.randn(rows, length, width, requires_grad=True)
         self.grad = torch.randn(rows, length, width)
         positions = torch.arange(length).expand(rows, -1)
@@ -116,7 +117,7 @@ class Subject:
         return timed(lambda: torch.autograd.backward(output, self.grad))
 
     def by_us(self) -> tuple[float, ...]:
-        split = SplitBackward(self.weights)
+        split = SplitBackward()
         with split.forward():
             output = self.forward()
         return timed(lambda: split.backward_input([output], [self.grad], [self.x]), split.backward_weight)

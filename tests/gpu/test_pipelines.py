@@ -16,6 +16,7 @@ GPUS = torch.cuda.device_count()
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.xdist_group("pipelines"),
     pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and {GPUS} of this machine can be seen"),
 ]
 

@@ -13,6 +13,8 @@ from support.aborts import WHERE, ended, told
 from support.gpu import drawloom_run
 from support.runs import series, write_corpus
 
+pytestmark = pytest.mark.xdist_group("runs")  # some have seconds to end in
+
 LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 COMMON = ("tiny.toml", "randomness.deterministic=true", "batch.micro_size=2", "trainer.steps=12")
 SAVING = ("checkpoint.every=4", "checkpoint.keep=9", "trainer.on_finish=[]")

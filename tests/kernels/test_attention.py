@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.attention import attention_eager
+from drawloom.kernels.attention import attention_eager, visible
 from support.seeding import seeds
 
 
@@ -44,7 +44,7 @@ def test_each_token_sees_its_document_up_to_itself(
 ) -> None:
     """For any packing and any ratio of heads, the result is that of a loop over tokens."""
     q, k, v, documents = random_case(rows, length, kv_heads * group, kv_heads, torch.float64)
-    torch.testing.assert_close(attention_eager(q, k, v, documents), by_token(q, k, v, documents))
+    torch.testing.assert_close(attention_eager(q, k, v, visible(documents)), by_token(q, k, v, documents))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
@@ -53,7 +53,7 @@ def test_gradients(heads: int, kv_heads: int) -> None:
     *qkv, documents = random_case(2, 5, heads, kv_heads, torch.float64)
     for x in qkv:
         x.requires_grad_()
-    assert torch.autograd.gradcheck(lambda q, k, v: attention_eager(q, k, v, documents), tuple(qkv))
+    assert torch.autograd.gradcheck(lambda q, k, v: attention_eager(q, k, v, visible(documents)), tuple(qkv))
 
 
 def test_zero_rows_and_no_tokens() -> None:
@@ -61,7 +61,7 @@ def test_zero_rows_and_no_tokens() -> None:
     for rows, length in ((0, 4), (2, 0)):
         q, k, v, documents = random_case(rows, length, 2, 1, torch.float32)
         q.requires_grad_()
-        found = attention_eager(q, k, v, documents)
+        found = attention_eager(q, k, v, visible(documents))
         assert found.shape == q.shape
         assert torch.autograd.grad(found.sum(), q)[0].shape == q.shape
 
@@ -70,7 +70,7 @@ def test_zero_rows_and_no_tokens() -> None:
 def test_half_precision(dtype: torch.dtype) -> None:
     """Half precision keeps its dtype and agrees with float64 to its rounding."""
     q, k, v, documents = random_case(2, 12, 4, 2, dtype)
-    found = attention_eager(q, k, v, documents)
+    found = attention_eager(q, k, v, visible(documents))
     assert found.dtype == dtype
     exact = by_token(q.double(), k.double(), v.double(), documents)
     torch.testing.assert_close(found.double(), exact, atol=4 * torch.finfo(dtype).eps, rtol=2 * torch.finfo(dtype).eps)
@@ -79,12 +79,12 @@ def test_half_precision(dtype: torch.dtype) -> None:
 def test_strided_input() -> None:
     """Views whose last dimension is not dense give what their copies give."""
     q, k, v, documents = random_case(2, 6, 4, 2, torch.float64)
-    found = attention_eager(restrided(q), restrided(k), restrided(v), restrided(documents))
-    torch.testing.assert_close(found, attention_eager(q, k, v, documents))
+    found = attention_eager(restrided(q), restrided(k), restrided(v), visible(restrided(documents)))
+    torch.testing.assert_close(found, attention_eager(q, k, v, visible(documents)))
 
 
 def test_document_numbers_may_be_any() -> None:
     """Only equality of document numbers counts, not their order or size."""
     q, k, v, _ = random_case(1, 6, 2, 2, torch.float64)
     plain, odd = torch.tensor([[0, 0, 1, 1, 1, 2]]), torch.tensor([[7, 7, -3, -3, -3, 0]])
-    torch.testing.assert_close(attention_eager(q, k, v, plain), attention_eager(q, k, v, odd))
+    torch.testing.assert_close(attention_eager(q, k, v, visible(plain)), attention_eager(q, k, v, visible(odd)))

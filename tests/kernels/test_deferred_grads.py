@@ -1,11 +1,19 @@
 """Weight gradients wait where they are told to, and only there."""
 
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.kernels.deferred_grads import Deferral, weight_gradient_of
+from drawloom.kernels.cut_cross_entropy import cut_cross_entropy_eager
+from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, weight_gradient_of
+from drawloom.kernels.embedding import embedding_eager
+from drawloom.kernels.grouped_gemm import grouped_gemm_eager
+from drawloom.kernels.linear import linear_eager
+from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
 
 
 def weight() -> nn.Parameter:
@@ -24,8 +32,8 @@ def test_outside_a_recording_nothing_waits() -> None:
     assert torch.equal(found, 2 * grad)
 
 
-def test_waits_only_while_putting_off() -> None:
-    """Within `putting_off` gradients wait; before and after it, and for spared weights, they are computed."""
+def test_waits_only_while_deferring() -> None:
+    """Within `defer` gradients wait; before and after it, and for excepted weights, they are computed."""
     deferral, one, other = Deferral(), weight(), weight()
     with deferral.recording():
         ask_one, ask_other = weight_gradient_of(one), weight_gradient_of(other)
@@ -60,25 +68,27 @@ def test_only_leaves_that_learn_can_wait() -> None:
         for each in (weight() * 2, frozen):
             with deferral.defer():
                 assert weight_gradient_of(each)(double, torch.randn(3)) is not None
-    assert not deferral.known
+    assert deferral.take() == []
 
 
 def test_recordings_nest_and_end() -> None:
     """The inner one counts, and the outer one again after it, also when the forward pass fails."""
     outer, inner, one = Deferral(), Deferral(), weight()
+    asked = []
     with outer.recording():
         with suppress(ArithmeticError), inner.recording():
-            weight_gradient_of(one)
+            asked.append(weight_gradient_of(one))
             raise ArithmeticError
-        assert (id(one) in outer.known, id(one) in inner.known) == (False, True)
-        weight_gradient_of(one)
-    assert id(one) in outer.known
-    fresh = weight()
-    weight_gradient_of(fresh)
-    assert id(fresh) not in outer.known
+        asked.append(weight_gradient_of(one))
+    asked.append(weight_gradient_of(one))
+    grad = torch.randn(3)
+    with outer.defer():
+        assert [ask(double, grad) is None for ask in asked] == [False, True, False]
+    with inner.defer():
+        assert [ask(double, grad) is None for ask in asked] == [True, False, False]
 
 
-def test_putting_off_ends_after_a_failure() -> None:
+def test_deferring_ends_after_a_failure() -> None:
     """A backward pass that fails leaves gradients to be computed again."""
     deferral, one = Deferral(), weight()
     with deferral.recording():
@@ -86,3 +96,60 @@ def test_putting_off_ends_after_a_failure() -> None:
     with suppress(ArithmeticError), deferral.defer():
         raise ArithmeticError
     assert ask(double, torch.randn(3)) is not None
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_what_waits_may_not_be_changed_in_place(changed: int) -> None:
+    """Each tensor, or the storage that it shares, must be what it was; the message tells which is not."""
+    deferral, one = Deferral(), weight()
+    with deferral.recording():
+        ask = weight_gradient_of(one)
+    tensors = torch.randn(3), torch.randn(2, 3)
+    with deferral.defer():
+        ask(lambda a, b: a * b.sum(0), tensors[0].view(3, 1).view(3), tensors[1].detach())
+    tensors[changed].mul_(2)
+    (put_off,) = deferral.take()
+    shape = [r"\(3,\)", r"\(2, 3\)"][changed]
+    with pytest.raises(ChangedInPlaceError, match=rf"a tensor float32 {shape} for which .* a weight float32 \(3,\)"):
+        put_off.compute()
+
+
+def test_parts_that_have_been_computed_are_added() -> None:
+    """Where autograd computes a part itself, it is added to what waits; no gradient adds nothing."""
+    deferral, one = Deferral(), weight()
+    part = torch.randn(3)
+    put_off = deferral.of(one)
+    put_off.add(None)
+    assert deferral.take() == []
+    put_off = deferral.of(one)
+    put_off.add(part)
+    put_off.wait(double, part)
+    (each,) = deferral.take()
+    assert torch.equal(each.compute(), part + 2 * part)
+
+
+OPERATIONS: dict[str, tuple[tuple[int, ...], Callable[[nn.Parameter], Tensor]]] = {
+    "linear": ((4, 4), lambda w: linear_eager(torch.ones(2, 4), w)),
+    "embedding": ((4, 4), lambda w: embedding_eager(torch.tensor([1, 2]), w)),
+    "grouped gemm": ((1, 4, 4), lambda w: grouped_gemm_eager(torch.ones(2, 4), w, torch.tensor([2]).int())),
+    "linear cross entropy": ((4, 4), lambda w: linear_cross_entropy_eager(torch.ones(2, 4), w, torch.tensor([1, 2]))),
+    "cut cross entropy": ((4, 4), lambda w: cut_cross_entropy_eager(torch.ones(2, 4), w, torch.tensor([1, 2]))),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_hook_on_a_node_sees_the_gradient_of_the_weight(name: str) -> None:
+    """Whoever hooks the node of an operation may change all of its gradients, so that none is put off there."""
+    shape, operation = OPERATIONS[name]
+    deferral, one = Deferral(), nn.Parameter(torch.randn(shape))
+    with deferral.recording():
+        plain, hooked = operation(one), operation(one)
+    node: Any = hooked.grad_fn
+    while not hasattr(node, "weight_gradient"):
+        ((node, _), *_) = node.next_functions
+    node.register_hook(lambda grads, _: tuple(None if grad is None else grad * 3 for grad in grads))
+    (expected,) = torch.autograd.grad(operation(one).sum(), one)
+    with deferral.defer():
+        assert list(torch.autograd.grad(plain.sum(), one, allow_unused=True)) == [None]
+        (found,) = torch.autograd.grad(hooked.sum(), one)
+    torch.testing.assert_close(found, 3 * expected)

@@ -128,3 +128,12 @@ def test_modules_share_what_they_are_given() -> None:
     with Kept() as kept:
         linear_eager(x, layer.weight, layer.bias)
     assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr(), layer.weight.data_ptr()]
+
+
+def test_complex_gradients_are_conjugate() -> None:
+    """Complex inputs and weights have the gradients of torch's own product."""
+    x, weight, grad = (
+        torch.randn(4, 4, dtype=torch.complex128, requires_grad=learns) for learns in (True, True, False)
+    )
+    found = torch.autograd.grad(linear_eager(x, weight), [x, weight], grad)
+    torch.testing.assert_close(found, torch.autograd.grad(x @ weight.T, [x, weight], grad))

@@ -43,7 +43,7 @@ class FreezeFirstLayer:
 
     def transform(self, module: Any) -> Any:
         for name, parameter in module.named_parameters():
-            parameter.requires_grad_(not name.startswith("layers.0."))
+            parameter.requires_grad_(not name.startswith("model.layers.0."))
         return module
 
 

@@ -64,22 +64,11 @@ def twin(model: Qwen3Builder, parameters: Mapping[str, Tensor], **settings: Any)
     kinds: Any = AutoModelForCausalLM
     config = AutoConfig.for_model(**model.hugging_face_config() | plain | settings)
     made = kinds.from_config(config)
-    names = names_in_transformers(model)
-    state = {names[name]: tensor.detach() for name, tensor in parameters.items()}
+    state = {name: tensor.detach() for name, tensor in parameters.items()}
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     made.load_state_dict(state)
     return made
-
-
-def names_in_transformers(model: Qwen3Builder) -> dict[str, str]:
-    """Our parameters' names and those in transformers' modules, which hold the experts of a layer in one tensor."""
-    names = {group.inputs[0]: group.outputs[0] for group in model.hugging_face_mapper().groups}
-    for layer in range(model.num_hidden_layers):
-        ours, theirs = f"layers.{layer}.feed_forward", f"model.layers.{layer}.mlp.experts"
-        if f"{ours}.router.weight" in names:
-            names |= {f"{ours}.gate_up.weight": f"{theirs}.gate_up_proj", f"{ours}.down.weight": f"{theirs}.down_proj"}
-    return names
 
 
 def one_document(rows: int, length: int, targets: Tensor | None = None) -> BatchContext:

@@ -2,13 +2,12 @@
 
 import gc
 import weakref
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drawloom.components.pipeline.split_backward.plan import StageWeights
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from support.split_stages import STAGES, Ops, Parts, Stage, inputs_of
 
@@ -65,7 +64,7 @@ def in_one(stage: nn.Module, inputs: list[Any]) -> tuple[Grads, Grads]:
 
 def split_of(stage: nn.Module, inputs: list[Any]) -> tuple[SplitBackward, tuple[Any, ...]]:
     """A forward pass that can go backward in two, and its outputs."""
-    split = SplitBackward(StageWeights.of(stage.parameters()))
+    split = SplitBackward()
     with split.forward():
         return split, ran(stage, inputs)
 
@@ -128,8 +127,8 @@ class Watch:
             if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter):
                 self._alive.append(weakref.ref(tensor))
                 if tensor.grad_fn is not None:
-                    mark = Mark()
-                    tensor.grad_fn.register_hook(lambda *_, mark=mark: None)
+                    mark, metadata = Mark(), cast(dict[str, Any], tensor.grad_fn.metadata)
+                    metadata["mark"] = mark
                     self._alive.append(weakref.ref(mark))
 
     def living(self) -> int:

@@ -112,6 +112,43 @@ def _recomputed(p: Parts, use_reentrant: bool) -> Stage:
     return Stage(forward, a=p.linear(), b=p.linear(), c=p.linear())
 
 
+def _recomputed_twice(p: Parts) -> Stage:
+    def inner(s: Any, x: Tensor) -> Tensor:
+        return torch.tanh(s.b(checkpoint(lambda x: torch.tanh(s.a(x)), x, use_reentrant=False)))
+
+    return Stage(lambda s, x: checkpoint(inner, s, x, use_reentrant=False), a=p.linear(), b=p.linear())
+
+
+def _offloaded(p: Parts) -> Stage:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.numpy(force=True).copy(), torch.from_numpy):
+            return s.b(s.a(x).tanh())  # type: ignore[no-any-return]
+
+    return Stage(forward, a=p.linear(), b=p.linear())
+
+
+def _changed_in_place(p: Parts) -> Stage:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x)
+        y[..., :3] = y[..., 3:] * 2
+        y += s.shift
+        return s.b(y.relu_())  # type: ignore[no-any-return]
+
+    return Stage(forward, a=p.linear(), b=p.linear(), shift=weight(WIDTH))
+
+
+def _spectrum(p: Parts) -> Stage:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return torch.fft.irfft(p.product(torch.fft.rfft(s.a(x)) * s.filter, s.mix), n=WIDTH)  # type: ignore[no-any-return]
+
+    filters, mix = (nn.Parameter(torch.randn(*shape, dtype=_complex())) for shape in ((4,), (4, 4)))
+    return Stage(forward, a=p.linear(), filter=filters, mix=mix)
+
+
+def _complex() -> torch.dtype:
+    return torch.get_default_dtype().to_complex()
+
+
 def _scaled(p: Parts) -> Stage:
     def forward(s: Any, x: Tensor) -> Tensor:
         normed = s.direction / s.direction.norm(dim=1, keepdim=True) * s.length
@@ -214,7 +251,7 @@ STAGES: dict[str, tuple[Make, Sequence[str | None]]] = {
     "frozen": (_frozen, [X]),
     "nothing to train": (lambda p: Stage(lambda s, x: s.a(x).tanh(), a=p.linear().requires_grad_(False)), [X]),
     "somebody else's function": (lambda p: Stage(lambda s, x: s.a(cube(x, s.w)), w=weight(), a=p.linear()), [X]),
-    "two cuts at one node": (
+    "two parameters at one node": (
         lambda p: Stage(lambda s, x: torch.addcmul(x.tanh(), s.u, s.v), u=weight(4, 6), v=weight(4, 6)),
         [X],
     ),
@@ -223,6 +260,30 @@ STAGES: dict[str, tuple[Make, Sequence[str | None]]] = {
         [X],
     ),
     "recomputed": (lambda p: _recomputed(p, use_reentrant=False), [X]),
+    "recomputed within what is recomputed": (_recomputed_twice, [X]),
+    "saved elsewhere": (_offloaded, [X]),
+    "activations changed in place": (_changed_in_place, [X]),
+    "complex numbers": (_spectrum, [X]),
+    "halves of a weight": (
+        lambda p: Stage(lambda s, x: p.product(p.product(x, s.w[:6]).tanh(), s.w[6:]), w=weight(12, 6)),
+        [X],
+    ),
+    "one weight for each expert": (
+        lambda p: Stage(lambda s, x: sum(p.product(x, each).tanh() for each in s.w.unbind()), w=weight(3, 6, 6)),
+        [X],
+    ),
+    "weight, its view and its transpose": (
+        lambda p: Stage(lambda s, x: p.product(p.product(x, s.w).tanh(), s.w.view(6, 6)) + x @ s.w.t(), w=weight()),
+        [X],
+    ),
+    "one transpose in two places": (
+        lambda p: Stage(lambda s, x: (lambda t: p.product(x @ t, s.v) @ t)(s.w.t()), w=weight(), v=weight()),
+        [X],
+    ),
+    "weight that is stored by columns": (
+        lambda p: Stage(lambda s, x: p.product(x, s.w), w=nn.Parameter(weight().detach().t())),
+        [X],
+    ),
 }
 """By name, how a stage is made, and what it takes."""
 

@@ -6,11 +6,12 @@ from drawloom.components.ports.model import Kernels
 
 
 class Linear(nn.Linear):
-    """x @ weight.T for each token; (..., inputs) to (..., outputs)."""
+    """x @ weight.T, without a bias; the weight is (outputs, inputs)."""
 
     def __init__(self, inputs: int, outputs: int, kernels: Kernels) -> None:
         super().__init__(inputs, outputs, bias=False)
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., inputs) to (..., outputs), in the weight's dtype."""
         return self.kernels.linear(x, self.weight)

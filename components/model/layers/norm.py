@@ -7,7 +7,7 @@ from drawloom.components.ports.model import Kernels
 
 
 class RMSNorm(nn.Module):
-    """Normalises the last dimension of (..., width)."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; the weight is (width,)."""
 
     def __init__(self, width: int, eps: float, kernels: Kernels) -> None:
         super().__init__()
@@ -16,4 +16,5 @@ class RMSNorm(nn.Module):
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., width) in and out, of the dtype of `x`."""
         return self.kernels.rms_norm(x, self.weight, self.eps)

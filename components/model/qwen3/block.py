@@ -1,26 +1,38 @@
 """One layer of the model."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from drawloom.components.model.layers.norm import RMSNorm
 from drawloom.components.model.qwen3.attention import Attention
 from drawloom.components.model.qwen3.config import Qwen3Config
-from drawloom.components.ports.model import BatchContext, Kernels
+from drawloom.components.ports.model import Kernels
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward network, dense or of experts, each behind a norm and added to what came in."""
+    """
+    A pre-norm transformer layer: attention, then `mlp`, dense or of experts, each added to the residual stream.
 
-    def __init__(self, architecture: Qwen3Config, kernels: Kernels, feed_forward: nn.Module) -> None:
+    Modules carry the names of Hugging Face's Qwen3DecoderLayer.
+    """
+
+    def __init__(self, architecture: Qwen3Config, kernels: Kernels, mlp: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
-        self.attention = Attention(architecture, kernels)
-        self.feed_forward_norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
-        self.feed_forward = feed_forward
+        self.input_layernorm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
+        self.self_attn = Attention(architecture, kernels)
+        self.post_attention_layernorm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
+        self.mlp = mlp
         self.kernels = kernels
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, shared: BatchContext) -> Tensor:
-        mixed = self.attention(self.attention_norm(hidden), cos, sin, shared.document_ids)
-        weight, eps = self.feed_forward_norm.weight, self.feed_forward_norm.eps
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Any, targets: Tensor | None) -> Tensor:
+        """
+        Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out.
+
+        cos and sin are float32 (rows, length, head_dim // 2); `mask` is the kernels' attention_mask of the microbatch;
+        targets, int64 (rows, length), say which tokens are learned from.
+        """
+        mixed = self.self_attn(self.input_layernorm(hidden), cos, sin, mask)
+        weight, eps = self.post_attention_layernorm.weight, self.post_attention_layernorm.eps
         normed, hidden = self.kernels.add_rms_norm(mixed, hidden, weight, eps)
-        return hidden + self.feed_forward(normed, shared.targets)  # type: ignore[no-any-return]
+        return hidden + self.mlp(normed, targets)  # type: ignore[no-any-return]

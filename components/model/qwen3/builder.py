@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.qwen3.config import Qwen3Config
@@ -14,11 +15,11 @@ from drawloom.components.model.qwen3.family import Family
 from drawloom.components.model.qwen3.hf_names import mapper_of
 from drawloom.components.model.qwen3.hugging_face import config_of
 from drawloom.components.model.qwen3.initial_weights import fill_with_initial_weights
-from drawloom.components.model.qwen3.model import Qwen3Model
+from drawloom.components.model.qwen3.model import Qwen3ForCausalLM
 from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
 from drawloom.components.ports.data import Tokenizer
-from drawloom.components.ports.model import Kernels, LayerRange
+from drawloom.components.ports.model import Kernels, LayerRange, TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import Problem, above, at_least, setting
 
@@ -68,6 +69,9 @@ class Qwen3Builder:
     rope_scaling: RopeScaling | None = setting(
         default=None, change="semantic", doc="how rotary positions are stretched for longer texts; not if left out"
     )
+    rope_parameters: RopeScaling | None = setting(
+        default=None, change="semantic", doc="transformers 5's form of rope_theta and rope_scaling, instead of both"
+    )
     rms_norm_eps: float | None = setting(
         default=None, check=above(0), change="semantic", doc="added to mean squares in norms; 1e-6 if left out"
     )
@@ -84,8 +88,8 @@ class Qwen3Builder:
     @classmethod
     def weigh_change(cls, node: Any, key: str) -> str | None:
         """The longest text is a claim and no more, but where positions beyond it are stretched."""
-        rope = node.settings["rope_scaling"]
-        return "semantic" if key == "max_position_embeddings" and rope and rope.kind == "dynamic" else None
+        rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
+        return "semantic" if key == "max_position_embeddings" and rope and rope.rope_type == "dynamic" else None
 
     @cached_property
     def architecture(self) -> Qwen3Config:
@@ -104,18 +108,20 @@ class Qwen3Builder:
         return self.architecture.vocab_size
 
     @abstractmethod
-    def feed_forward_of(self, number: int) -> nn.Module:
+    def mlp_of(self, number: int) -> nn.Module:
         """The feed-forward network of a layer: it takes hidden states and targets, and gives hidden states."""
 
     def build(self, span: LayerRange) -> nn.Module:
-        return Qwen3Model(self.architecture, span, self.kernels, self.feed_forward_of)
+        return Qwen3ForCausalLM(self.architecture, span, self.kernels, self.mlp_of)
 
-    def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
+    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
-        fill_with_initial_weights(name, parameter, seed=seed, layers=layers, std=std)
+        fill_with_initial_weights(name, parameter, seed=seed, layers=layers, std=std, part_of=part_of)
 
     def hugging_face_config(self) -> dict[str, Any]:
         return config_of(self.family, self.architecture, None if self.tokenizer is None else self.tokenizer.eos_id)
 
     def hugging_face_mapper(self) -> Mapper:
-        return mapper_of(self.architecture)
+        with torch.device("meta"):
+            whole = self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
+        return mapper_of([name for name, _ in whole.named_parameters()], getattr(self.architecture, "num_experts", 0))

@@ -14,5 +14,5 @@ class Qwen3Dense(Qwen3Builder):
 
     family = DENSE
 
-    def feed_forward_of(self, number: int) -> nn.Module:
+    def mlp_of(self, number: int) -> nn.Module:
         return SwiGLU(self.architecture, self.kernels)

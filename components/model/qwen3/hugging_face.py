@@ -39,7 +39,7 @@ FIXED = {
 
 def config_of(family: Family, architecture: Qwen3Config, end: int | None) -> dict[str, Any]:
     """The `config.json` of a model, with the id that ends a text if it is known."""
-    numbers = {theirs: _plain(getattr(architecture, ours)) for ours, theirs in family.keys.items()}
+    numbers = {key: _plain(getattr(architecture, key)) for key in family.keys}
     known_end = {} if end is None else {"eos_token_id": end}
     named = {"architectures": [family.class_name], "model_type": family.model_type}
     rope = rope_parameters_of(architecture.rope_scaling, architecture.rope_theta)
@@ -70,7 +70,7 @@ def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Qwen
     except ValueError as error:
         raise UserError(f"config: {path} {error}; take the config.json of {family.called}") from error
     config |= {"rope_theta": base}
-    found = {ours: config[theirs] for ours, theirs in family.keys.items() if config.get(theirs) is not None}
+    found = {key: config[key] for key in family.keys if config.get(key) is not None}
     for reason in (*_differences(family, config), *_gaps(family, found), *_wrong_types(family, found)):
         raise UserError(f"config: {path} {reason}; take the config.json of {family.called}")
     architecture = family.architecture(**{**family.hf_defaults, **found, "rope_scaling": rope})
@@ -100,7 +100,7 @@ def _differences(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
 def _gaps(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
     """Hugging Face's default for the base is not that of Qwen3, so it must be there."""
     needed = [field.name for field in attrs.fields(family.architecture) if field.default is attrs.NOTHING]
-    if missing := [family.keys[key] for key in (*needed, "rope_theta") if key not in found]:
+    if missing := [key for key in (*needed, "rope_theta") if key not in found]:
         yield f"lacks {', '.join(missing)}"
 
 
@@ -109,7 +109,7 @@ def _wrong_types(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
     for name, value in found.items():
         wanted, fits = KINDS.get(name) or KINDS[types[name]]
         if not fits(value):
-            yield f"says {family.keys[name]} = {json.dumps(value)}, which is not {wanted}"
+            yield f"says {name} = {json.dumps(value)}, which is not {wanted}"
 
 
 def _is_number(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The module that a span of the model becomes."""
+"""The module that a span of the model becomes, with the modules and names of Hugging Face's Qwen3ForCausalLM."""
 
 from collections.abc import Callable
 
@@ -16,44 +16,72 @@ from drawloom.kernels.rope_frequencies import rope_angles
 
 class Qwen3Model(nn.Module):
     """
-    A run of layers, named by their numbers in the whole model, with or without either end.
+    Layers of the model, under their numbers in the whole model, with or without the embedding and the last norm.
 
-    `intermediate_size` makes the feed-forward network of a layer, from its number.
-    A tied head's weight is called `embedding.weight` on every span that has it: where the head stands without the
-    embedding, that is a tensor of its own.
+    `mlp` makes the feed-forward network of a layer, from its number. `layers` is a ModuleDict, since a ModuleList would
+    count every span's layers from 0. A tied head needs the embedding's weight: a span that has the head holds
+    `embed_tokens`, too, which is a tensor of its own where the embedding itself is on another span.
     """
 
     def __init__(
-        self, architecture: Qwen3Config, span: LayerRange, kernels: Kernels, feed_forward: Callable[[int], nn.Module]
+        self, architecture: Qwen3Config, span: LayerRange, kernels: Kernels, mlp: Callable[[int], nn.Module]
     ) -> None:
         super().__init__()
         self.architecture = architecture
         self.span = span
         self.kernels = kernels
         self.scaling = scaling_of(architecture.rope_scaling, architecture.max_position_embeddings)
-        blocks = {n: Block(architecture, kernels, feed_forward(n)) for n in range(span.first, span.last)}
         if span.embedding or (span.head and architecture.tie_word_embeddings):
-            self.embedding = Embedding(architecture.vocab_size, architecture.hidden_size, kernels)
-        self.layers = nn.ModuleDict({str(number): block for number, block in blocks.items()})
+            self.embed_tokens = Embedding(architecture.vocab_size, architecture.hidden_size, kernels)
+        self.layers = nn.ModuleDict(
+            {str(n): Block(architecture, kernels, mlp(n)) for n in range(span.first, span.last)}
+        )
         if span.head:
             self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
-        if span.head and not architecture.tie_word_embeddings:
-            self.head = Linear(architecture.hidden_size, architecture.vocab_size, kernels)
 
     def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
-        hidden = self.embedding(inputs) if self.span.embedding else inputs
+        """
+        Hidden states (rows, length, hidden_size), of the parameters' dtype, behind the last norm if there is one.
+
+        Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states.
+        """
+        hidden = self.embed_tokens(inputs) if self.span.embedding else inputs
         cos, sin = self._angles(shared.positions)
-        for block in self.layers.values():
-            hidden = block(hidden, cos, sin, shared)
-        return self._predict(self.norm(hidden), shared.targets) if self.span.head else hidden
+        mask = self.kernels.attention_mask(shared.document_ids)  # once for all layers
+        for layer in self.layers.values():
+            hidden = layer(hidden, cos, sin, mask, shared.targets)
+        return self.norm(hidden) if self.span.head else hidden
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines that turn queries and keys, float32 (rows, length, head_dim // 2)."""
         return rope_angles(positions, self.architecture.head_dim, self.architecture.rope_theta, self.scaling)
 
+
+class Qwen3ForCausalLM(nn.Module):
+    """A span of the model: `model`, the decoder, and `lm_head` if the span has the head and the head is not tied."""
+
+    def __init__(
+        self, architecture: Qwen3Config, span: LayerRange, kernels: Kernels, mlp: Callable[[int], nn.Module]
+    ) -> None:
+        super().__init__()
+        self.span = span
+        self.kernels = kernels
+        self.model = Qwen3Model(architecture, span, kernels, mlp)
+        self.tied = architecture.tie_word_embeddings
+        if span.head and not self.tied:
+            self.lm_head = Linear(architecture.hidden_size, architecture.vocab_size, kernels)
+
+    def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
+        """
+        Token ids, int64 (rows, length), or hidden states (rows, length, hidden_size), to hidden states or, with the
+        head, to losses by token, float32 (rows, length), 0 where ignored; to logits (rows, length, vocab_size) if
+        `shared` has no targets.
+        """
+        hidden = self.model(inputs, shared)
+        return self._predict(hidden, shared.targets) if self.span.head else hidden
+
     def _predict(self, hidden: Tensor, targets: Tensor | None) -> Tensor:
-        """Losses by token if there are targets, else logits."""
-        weight = self.embedding.weight if self.architecture.tie_word_embeddings else self.head.weight
+        weight = self.model.embed_tokens.weight if self.tied else self.lm_head.weight
         if targets is None:
             return self.kernels.linear(hidden, weight)
         return self.kernels.linear_cross_entropy(hidden, weight, targets)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from drawloom.components.model.qwen3.builder import Qwen3Builder
-from drawloom.components.model.qwen3.experts import Experts
+from drawloom.components.model.qwen3.experts import SparseMoeBlock
 from drawloom.components.model.qwen3.family import MOE
 from drawloom.components.model.qwen3.swiglu import SwiGLU
 from drawloom.components.ports.model import ExpertKernels
@@ -48,8 +48,8 @@ class Qwen3Moe(Qwen3Builder):
         doc="weight of the loss that spreads tokens over experts; the config's, or 0.001, if left out",
     )
 
-    def feed_forward_of(self, number: int) -> nn.Module:
+    def mlp_of(self, number: int) -> nn.Module:
         architecture: Any = self.architecture
         if architecture.has_experts(number):
-            return Experts(architecture, self.kernels)
+            return SparseMoeBlock(architecture, self.kernels)
         return SwiGLU(architecture, self.kernels)

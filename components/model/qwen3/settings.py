@@ -15,6 +15,7 @@ from drawloom.components.model.qwen3.config import (
 from drawloom.components.model.qwen3.family import Family
 from drawloom.components.model.qwen3.fault import Fault
 from drawloom.components.model.qwen3.hugging_face import read_config
+from drawloom.components.model.qwen3.rope_config import form_faults, take_apart
 from drawloom.components.model.qwen3.rope_scaling import rope_faults
 from drawloom.graph import UserError
 
@@ -47,8 +48,10 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
         yield Fault("vocab_size", "there is neither a vocabulary nor a tokenizer to ask for it", instead)
     if "hidden_size" in given and "num_attention_heads" in given:
         yield from _attention_faults(given)
-    if "rope_scaling" in given:
-        yield from rope_faults(given["rope_scaling"], given.get("head_dim"))
+    yield from form_faults(given)
+    for key in ("rope_scaling", "rope_parameters"):
+        if key in given:
+            yield from rope_faults(given[key], given.get("head_dim"), key)
     if family.architecture is Qwen3MoeConfig and given.keys() >= set(family.needed):
         yield from _expert_faults(given)
 
@@ -82,7 +85,7 @@ def _completed(family: Family, settings: Mapping[str, Any], tokens: int | None) 
     return {
         "num_key_value_heads": given["num_attention_heads"],
         "head_dim": given["hidden_size"] // given["num_attention_heads"],
-        **given,
+        **take_apart(given),
     }
 
 

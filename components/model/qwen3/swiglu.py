@@ -8,14 +8,15 @@ from drawloom.components.ports.model import Kernels
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) for each token; (..., width) in and out. Targets are nothing to it."""
+    """down_proj(silu(gate_proj(x)) * up_proj(x)), with the module names of Hugging Face's Qwen3MLP."""
 
     def __init__(self, architecture: Qwen3Config, kernels: Kernels) -> None:
         super().__init__()
-        self.gate = Linear(architecture.hidden_size, architecture.intermediate_size, kernels)
-        self.up = Linear(architecture.hidden_size, architecture.intermediate_size, kernels)
-        self.down = Linear(architecture.intermediate_size, architecture.hidden_size, kernels)
+        self.gate_proj = Linear(architecture.hidden_size, architecture.intermediate_size, kernels)
+        self.up_proj = Linear(architecture.hidden_size, architecture.intermediate_size, kernels)
+        self.down_proj = Linear(architecture.intermediate_size, architecture.hidden_size, kernels)
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        return self.down(self.kernels.swiglu(self.gate(hidden), self.up(hidden)))  # type: ignore[no-any-return]
+        """Hidden states (..., hidden_size), of the parameters' dtype, in and out; targets are not used."""
+        return self.down_proj(self.kernels.swiglu(self.gate_proj(hidden), self.up_proj(hidden)))  # type: ignore[no-any-return]

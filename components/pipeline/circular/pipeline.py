@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.circular.one_pass import Pass
-from drawloom.components.pipeline.circular.remat import Remat
+from drawloom.components.pipeline.circular.remat import Remat, check_remat
 from drawloom.components.pipeline.circular.ring import Ring
 from drawloom.components.pipeline.circular.running import AtOnce, InTurn, SideOutputs
 from drawloom.components.pipeline.circular.stacking import stack_blocks, tensors_of
@@ -52,7 +52,7 @@ class CircularPipeline(nn.Module):
         self.stages = stages
         self.repeats = _repeats(len(blocks), len(self.own))
         self.hop = 2 if delayed else 1
-        self.remat: Remat = remat
+        self.remat = check_remat(remat)
         self.batched = batched and len(self.own) > 1
         self.block = stack_blocks(blocks, self.repeats)
 

@@ -7,13 +7,22 @@ microbatches fit into memory. MaxText keeps the inputs of iterations and of laye
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Remat = Literal["nothing", "everything", "all_but_products"]
 """What is computed again: nothing; everything, from a stage's inputs; everything but matrix products."""
+
+
+def check_remat(remat: str) -> Remat:
+    """The policy of this name; ValueError if there is none."""
+    for known in get_args(Remat):
+        if remat == known:
+            return known  # type: ignore[no-any-return]
+    raise ValueError(f"nothing is known of remat={remat!r}; write one of {', '.join(map(repr, get_args(Remat)))}")
+
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten._grouped_mm)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from drawloom.components.pipeline.pytree import leaves, transform
-from drawloom.components.pipeline.split_backward.plan import StageWeights
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
@@ -27,7 +26,7 @@ class InFlight:
 @attrs.define(eq=False)
 class StageRunner:
     """
-    One stage at work on the microbatches of a step. With its `weights` it can go backward in two parts.
+    One stage at work on the microbatches of a step; if it is `split`, it goes backward in two parts.
 
     Every floating leaf of what passes between stages is differentiable: a gradient goes back for each, zeros where
     nobody asked for it, so that both sides know what travels without asking.
@@ -36,7 +35,7 @@ class StageRunner:
     stage: Stage
     objective: Loss
     state: PipelineStateHandler
-    weights: StageWeights | None = None
+    split: bool = False
     _live: dict[int, InFlight] = attrs.field(factory=dict)
 
     @property
@@ -46,10 +45,10 @@ class StageRunner:
 
     def forward(self, microbatch: int, taken: Any, shared: BatchContext, batch: Batch | None) -> Any:
         """Run the stage; what it gave, cut from its graph. Without a batch there is no loss."""
-        if self.weights is None:
+        if not self.split:
             split, given = None, self._run(microbatch, taken, shared, batch)
         else:
-            split = SplitBackward(self.weights)
+            split = SplitBackward()
             with split.forward():
                 given = self._run(microbatch, taken, shared, batch)
         if torch.is_grad_enabled():
@@ -99,8 +98,12 @@ def _ones(losses: list[Tensor]) -> list[Tensor]:
 
 
 def floating(tree_leaves: list[Any]) -> list[Tensor]:
-    """The leaves that have gradients."""
-    return [leaf for leaf in tree_leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    """The leaves that have gradients: of floating-point numbers, real or complex."""
+    return [leaf for leaf in tree_leaves if _floats(leaf)]
+
+
+def _floats(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def detach(leaf: Any) -> Any:
@@ -110,9 +113,7 @@ def detach(leaf: Any) -> Any:
 
 def as_input(tree: Any) -> Any:
     """What a stage before gave, as the start of a graph of its own."""
-    return transform(
-        lambda leaf: leaf.requires_grad_() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, tree
-    )
+    return transform(lambda leaf: leaf.requires_grad_() if _floats(leaf) else leaf, tree)
 
 
 def _or_zeros(leaf: Tensor, grad: Tensor | None) -> Tensor:

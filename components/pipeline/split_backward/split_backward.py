@@ -2,14 +2,13 @@
 A stage's backward pass in two: first for its inputs, which another stage waits for, then for its weights.
 
 Zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, arXiv 2401.10241) fill their bubbles with
-the second part. Three ways lead there, by what the stage is made of:
+the second part. What waits for it is decided by the graph of each microbatch, leaf by leaf:
 
-1. Operations of ours (kernels/deferred_grads.py) queue what their weights need. The graph is gone through once, and
-   freed.
-2. Other matrix products with a weight (`nn.Linear`) are found in the graph and served likewise. Elsewhere the graph is
-   cut where the weight's path joins the activations', and gone through again from there, for the weight alone.
-3. What can't be cut (recomputed or shared between such places, or a node written in Python, which finds all its
-   gradients in one go) is computed with the inputs' gradients, and added to the weights with the rest.
+1. Operations of ours (kernels/deferred_grads.py) queue what the gradients of their weights need.
+2. Other matrix products with a weight (`nn.Linear`) are found in the graph and served likewise.
+3. All other gradients of leaves are computed with those of the inputs, and added to the leaves with the rest.
+
+So every leaf that a full backward pass would reach gets its gradient, also one that no module knows of.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,19 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.split_backward.accumulate import DeferredWeightGrads, Roots
-from drawloom.components.pipeline.split_backward.plan import StageWeights
+from drawloom.components.pipeline.split_backward.accumulate import accumulate_grads
+from drawloom.components.pipeline.split_backward.autograd_graph import users_of
+from drawloom.components.pipeline.split_backward.matmul_grads import defer_products
 from drawloom.graph import UserError
-from drawloom.kernels.deferred_grads import Deferral
+from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, DeferredGrad
+
+Roots = list[tuple[Tensor, Tensor | None]]
+"""Tensors to go backward from, with their gradients; without one, a loss has 1."""
 
 
 class SplitBackward:
     """
     Both backward passes of one stage for one microbatch; make one for each pair.
 
-        weights = StageWeights.of(module.parameters())       # once for each stage and run
-
-        split = SplitBackward(weights)
+        split = SplitBackward()
         with split.forward():
             output = module(given, shared)
         ...
@@ -43,12 +44,11 @@ class SplitBackward:
     A pass that fails leaves nothing behind but what W has added to some weights already.
     """
 
-    __slots__ = ("_deferral", "_rest", "_weights")
+    __slots__ = ("_deferral", "_put_off")
 
-    def __init__(self, weights: StageWeights) -> None:
-        self._weights = weights
+    def __init__(self) -> None:
         self._deferral = Deferral()
-        self._rest: DeferredWeightGrads | None = None
+        self._put_off: list[DeferredGrad] | None = None
 
     def forward(self) -> AbstractContextManager[None]:
         """The stage's forward pass runs within this; without it our operations are treated as anybody else's."""
@@ -58,57 +58,54 @@ class SplitBackward:
         self, outputs: Sequence[Any], output_grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]
     ) -> list[Tensor | None]:
         """
-        I: the gradient of each input, None for one that has none. No `.grad` changes, and no weight's hook is called.
+        I: the gradient of each input, None for one that has none. No `.grad` changes, and no leaf's hook is called.
 
         Outputs and inputs are what the stage gave and took, one by one; integers, None and tensors without gradient are
         passed over. `output_grads` are those of the outputs, None for one that nobody asked for; or None if every
-        output is a loss, whose gradient is 1. The graph is freed as in a full backward pass, except where it had to be
-        cut. On a stage without an input that needs a gradient (the first) this pass serves the weights alone.
+        output is a loss, whose gradient is 1. The graph is freed as in a full backward pass.
 
-        UserError if the stage recomputes in a re-entrant checkpoint, which torch can't split.
+        UserError for what can't be split: a re-entrant checkpoint, and a hook that waits for activations and weights.
         """
-        if self._rest is not None:
+        if self._put_off is not None:
             raise RuntimeError("backward_input has been called already; call backward_weight, or make a new pair")
-        roots = _roots(outputs, output_grads)
         wanted = [given for given in inputs if _differentiable(given)]
         try:
-            found = iter(self._go_through(roots, wanted))
+            found = iter(self._run(_roots(outputs, output_grads), wanted))
         except BaseException:
-            for each in self._deferral.take():
-                each.forget()
+            _forget(self._deferral.take())
             raise
+        self._put_off = self._deferral.take()
         return [next(found) if _differentiable(given) else None for given in inputs]
 
     def backward_weight(self) -> None:
         """
-        W: each weight's gradient is added to its `.grad`, and its hooks are called once.
+        W: the gradient of each leaf is added to its `.grad`, and its hooks are called once.
 
-        To be called in the stream that the forward pass ran in.
+        To be called in the stream that the forward pass ran in. UserError if a tensor that waited was changed in place.
         """
-        rest, self._rest = self._rest, None
-        if rest is None:
+        put_off, self._put_off = self._put_off, None
+        if put_off is None:
             raise RuntimeError("backward_weight has nothing to do: it comes after backward_input, and once")
         try:
-            rest.accumulate()
+            accumulate_grads(put_off)
+        except ChangedInPlaceError as error:
+            raise UserError(f"split backward: between the two passes, {error}") from error
         finally:
-            rest.clear()
+            _forget(put_off)
 
-    def _go_through(self, roots: Roots, inputs: list[Tensor]) -> list[Tensor | None]:
-        """The gradients of the inputs; what is left to do for the weights is kept."""
+    def _run(self, roots: Roots, inputs: list[Tensor]) -> Sequence[Tensor | None]:
+        """The gradients of the inputs; those of the leaves wait."""
         outputs, grads = [output for output, _ in roots], [grad for _, grad in roots]
-        plan = self._weights.plan(outputs, inputs, self._deferral)
-        found: list[Tensor | None] = [None] * len(inputs)
-        asked: list[Any] = [*inputs, *plan.asked()]
-        if outputs and asked:
-            with (
-                self._deferral.defer(except_for=inputs),
-                _hooks_off(plan.vectors + plan.eager),
-                _refusing_re_entrance(),
-            ):
-                again = bool(plan.cuts)
-                found = list(torch.autograd.grad(outputs, asked, grads, retain_graph=again, allow_unused=True))
-        self._rest = plan.rest(iter(found[len(inputs) :]), roots, self._deferral)
-        return found[: len(inputs)]
+        leaves, handles = defer_products(users_of(outputs, inputs), self._deferral)
+        if not (inputs or leaves) or not roots:
+            return [None] * len(inputs)
+        try:
+            with self._deferral.defer(except_for=inputs), _capturing(leaves, self._deferral), _refusals():
+                asked = [*inputs, *leaves]
+                return torch.autograd.grad(outputs, asked, grads, allow_unused=True)[: len(inputs)]
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def _roots(outputs: Sequence[Any], output_grads: Sequence[Tensor | None] | None) -> Roots:
@@ -123,27 +120,63 @@ def _differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
+def _forget(put_off: Iterable[DeferredGrad]) -> None:
+    for each in put_off:
+        each.forget()
+
+
+_CAPTURE = -1
+"""The key of our hook among the hooks of a leaf, which torch numbers from 0."""
+
+
 @contextmanager
-def _hooks_off(weights: Iterable[Tensor]) -> Iterator[None]:
-    """Autograd calls a weight's hooks also when it only hands its gradient out, which is not yet their time."""
-    hooked = [(hooks, dict(hooks)) for weight in weights if (hooks := weight._backward_hooks)]
-    for hooks, _ in hooked:
-        hooks.clear()
+def _capturing(leaves: Iterable[Tensor], deferral: Deferral) -> Iterator[None]:
+    """
+    Gradients that autograd computes for leaves wait, and the leaves' own hooks are not called: that is for W to do.
+
+    A hook captures them, because it sees a gradient before anything can change it in place.
+    """
+    captured: list[dict[int, Any]] = []
+    aside: list[tuple[dict[int, Any], dict[int, Any]]] = []
     try:
+        for leaf in leaves:
+            hooks = _hooks(leaf)
+            if hooks:
+                aside.append((hooks, dict(hooks)))
+                hooks.clear()
+            hooks[_CAPTURE] = deferral.of(leaf).add
+            captured.append(hooks)
         yield
     finally:
-        for hooks, kept in hooked:
-            hooks.update(kept)
+        for hooks in captured:
+            del hooks[_CAPTURE]
+        for hooks, others in aside:
+            hooks.update(others)
+
+
+def _hooks(leaf: Tensor) -> dict[int, Any]:
+    """The hooks of a leaf, which torch looks through when it has a gradient."""
+    if leaf._backward_hooks is None:
+        leaf.register_hook(lambda _: None).remove()  # type: ignore[no-untyped-call]
+    hooks: dict[int, Any] = leaf._backward_hooks  # type: ignore[assignment]
+    return hooks
+
+
+_REFUSED = {
+    "use_reentrant=True": "the stage recomputes in a re-entrant checkpoint, which can't go backward for the inputs "
+    "alone; write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+    "_will_engine_execute_node": "a hook of register_multi_grad_hook waits for the gradients of activations and of "
+    "weights, which come in two passes; register one for the activations and one for the weights",
+}
+"""By a part of torch's message, ours."""
 
 
 @contextmanager
-def _refusing_re_entrance() -> Iterator[None]:
+def _refusals() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "use_reentrant=True" not in str(error):
-            raise
-        raise UserError(
-            "split backward: the stage recomputes in a re-entrant checkpoint, which can't go backward for the inputs "
-            "alone; write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-        ) from error
+        for theirs, ours in _REFUSED.items():
+            if theirs in str(error):
+                raise UserError(f"split backward: {ours}") from error
+        raise

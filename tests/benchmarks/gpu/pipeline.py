@@ -7,9 +7,9 @@ included. For each schedule and each way to count the head as layers (`stages.he
 - tokens per second of both GPUs together, the median of several steps, and over twice those of one GPU;
 - for how many milliseconds of the step each rank's host was issuing work: where that is nearly the whole step, the
   host is the limit;
-- from a trace of the executor's part of a step on each rank: how often the host waited for the GPU in it, and which
-  share of the time of sends and receives something computed at the same time. A receive is posted early, so that its
-  time holds the wait for the peer.
+- with --trace, from a trace of the executor's part of a step on each rank: how often the host waited for the GPU in
+  it, and which share of the time of sends and receives something computed at the same time. A receive is posted
+  early, so that its time holds the wait for the peer.
 """
 
 import json
@@ -103,14 +103,14 @@ def _line(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int
     """Measure a schedule and print its line."""
     run = _run(mesh, device, name, head, rows)
     times = mesh.world.gather_json(_measured(run, device))
-    traces = mesh.world.gather_json(_traced(run.train, device))
+    traces = mesh.world.gather_json(_traced(run.train, device) if "--trace" in sys.argv else {})
     if mesh.world.rank == 0:
         seconds = max(step for step, _ in times)
         text = f"{name:<17} rows {rows}  head {head}  {_tokens(rows) / seconds:>9,.0f} tokens/s"
         text += f"{one / seconds / 2:>7.1%} of two GPUs"
         for rank, trace in enumerate(traces):
             said = ", ".join(f"{key} {value:.3g}" for key, value in trace.items())
-            text += f"; rank {rank}: host busy {times[rank][1]:.1%}, {said}"
+            text += f"; rank {rank}: host busy {times[rank][1]:.1%} {said}"
         print(text, flush=True)
 
 
@@ -156,7 +156,7 @@ def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int)
     return Run(step, lambda: executor.train(batches))
 
 
-def _initialise(_name: str, parameter: Tensor, _seed: int) -> None:
+def _initialise(_name: str, parameter: Tensor, _seed: int, _part_of: Any = None) -> None:
     """Fill a parameter on its device, which is quicker than the numbers that a run starts from."""
     parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
 

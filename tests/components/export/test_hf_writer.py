@@ -101,7 +101,7 @@ def test_another_dtype(tmp_path: Path) -> None:
     write_folder(tmp_path / "export", model, FakeStages([module]), dtype=torch.bfloat16)
     theirs, _ = load_in_transformers(tmp_path / "export")
     assert theirs.dtype == torch.bfloat16
-    assert torch.equal(theirs.lm_head.weight, dict(module.named_parameters())["head.weight"].bfloat16())
+    assert torch.equal(theirs.lm_head.weight, dict(module.named_parameters())["lm_head.weight"].bfloat16())
 
 
 def test_stages_of_one_rank_are_joined(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shar
         assert (tmp_path / name / "config.json").read_text() == (tmp_path / "whole" / "config.json").read_text()
         theirs, report = load_in_transformers(tmp_path / name)
         assert not any(report.values()), report
-        assert torch.equal(theirs.model.norm.weight, dict(module.named_parameters())["norm.weight"])
+        assert torch.equal(theirs.model.norm.weight, dict(module.named_parameters())["model.norm.weight"])
     assert os.listdir(tmp_path / "talk") == []
 
 
@@ -164,7 +164,7 @@ def test_part_of_a_model_is_refused(tmp_path: Path) -> None:
     """A group that holds a part of the model is told what it lacks, and nothing is written."""
     model = dense()
     stages = FakeStages([model.build(LayerRange(0, 2, True, False))])
-    with pytest.raises(UserError, match=r"missing norm\.weight, head\.weight"):
+    with pytest.raises(UserError, match=r"missing model\.norm\.weight, lm_head\.weight"):
         write_folder(tmp_path / "export", model, stages)
     assert os.listdir(tmp_path) == []
 

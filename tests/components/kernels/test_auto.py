@@ -18,7 +18,7 @@ from drawloom.graph import UserError
 from drawloom.graph.cli.project import Project
 from drawloom.graph.registry.spec import read_spec
 from drawloom.graph.types.port_match import mismatches
-from drawloom.kernels.attention import attention_eager
+from drawloom.kernels.attention import attention_eager, visible
 from drawloom.kernels.embedding import embedding_eager
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.linear import linear_eager
@@ -77,7 +77,9 @@ def test_operations_are_the_eager_ones(choice: Any) -> None:
     assert same(kernels.rope(x, cos, sin), rope_eager(x, cos, sin))
     arguments = x, x[:, :, :2], weight, weight + 1, 0.1, cos, sin
     assert same(kernels.qk_norm_rope(*arguments), qk_norm_rope_eager(*arguments))
-    assert same(kernels.attention(x, x, x, documents), attention_eager(x, x, x, documents))
+    mask = kernels.attention_mask(documents)
+    assert same(mask, visible(documents))
+    assert same(kernels.attention(x, x, x, mask), attention_eager(x, x, x, mask))
     losses = kernels.linear_cross_entropy(x[0, :, 0], x[0, 0], targets)
     assert same(losses, linear_cross_entropy_eager(x[0, :, 0], x[0, 0], targets))
     assert losses[2] == 0

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.stages import MaterializedStages
-from drawloom.components.ports.model import LayerRange
+from drawloom.components.ports.model import LayerRange, TensorSlice
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper_ops import rename
@@ -30,7 +30,7 @@ class Blueprint:
         self.built_on += [parameter.device.type for parameter in module.parameters()]
         return module
 
-    def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
+    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         parameter.fill_(len(name) + seed)
 
     def hugging_face_config(self) -> dict[str, Any]:

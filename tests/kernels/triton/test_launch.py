@@ -118,6 +118,8 @@ STRIDED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 DIMENSIONS = [(name, d) for name, (_, shapes) in STRIDED.items() for d in range(max(map(len, shapes)))]
 
 
+@pytest.mark.xdist_group("great")
+@pytest.mark.usefixtures("room")
 @pytest.mark.parametrize(("name", "dimension"), DIMENSIONS)
 def test_strides_beyond_32_bits(name: str, dimension: int) -> None:
     """Inputs and incoming gradients whose elements lie 2^31 apart, along any dimension, give the same bits."""

@@ -20,7 +20,6 @@ from support.qwen3 import (
     cpu_kernels,
     dense,
     kernels_on,
-    names_in_transformers,
     one_document,
     packed,
     to,
@@ -50,14 +49,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 STRETCHED: dict[str, dict[str, Any]] = {
-    "linear": {"rope_scaling": RopeScaling(kind="linear", factor=2.0)},
+    "linear": {"rope_scaling": RopeScaling(rope_type="linear", factor=2.0)},
     "yarn": {
-        "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=8),
+        "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
         "rope_theta": 100.0,
     },
     "yarn, all told": {
         "rope_scaling": RopeScaling(
-            kind="yarn",
+            rope_type="yarn",
             factor=4.0,
             original_max_position_embeddings=16,
             beta_fast=2.0,
@@ -67,7 +66,7 @@ STRETCHED: dict[str, dict[str, Any]] = {
         )
     },
     "llama3": {
-        "rope_scaling": RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=16),
+        "rope_scaling": RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=16),
         "rope_theta": 50.0,
     },
 }
@@ -109,7 +108,7 @@ def test_losses_and_every_gradient_equal(model: Qwen3Dense) -> None:
     expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(2, 23)
     torch.testing.assert_close(losses, expected, **CLOSE)
     weights = torch.rand(losses.shape)
-    assert_gradients_equal(model, module, theirs, (losses * weights).sum(), (expected * weights).sum())
+    assert_gradients_equal(module, theirs, (losses * weights).sum(), (expected * weights).sum())
 
 
 def test_packed_documents_equal_each_alone(model: Qwen3Dense) -> None:
@@ -127,18 +126,15 @@ def test_packed_documents_equal_each_alone(model: Qwen3Dense) -> None:
             expected[row, start:end] = alone
     torch.testing.assert_close(losses, expected, **CLOSE)
     weights = torch.rand(losses.shape)
-    assert_gradients_equal(model, module, theirs, (losses * weights).sum(), (expected * weights).sum())
+    assert_gradients_equal(module, theirs, (losses * weights).sum(), (expected * weights).sum())
 
 
-def assert_gradients_equal(
-    model: Qwen3Dense, module: nn.Module, theirs: nn.Module, our_loss: Tensor, their_loss: Tensor
-) -> None:
-    """The same parameters, under their two names, with the same gradients."""
+def assert_gradients_equal(module: nn.Module, theirs: nn.Module, our_loss: Tensor, their_loss: Tensor) -> None:
+    """Parameters have transformers' names and gradients."""
     ours, others = dict(module.named_parameters()), dict(theirs.named_parameters())
-    names = names_in_transformers(model)
-    assert sorted(names[name] for name in ours) == sorted(others)
+    assert sorted(ours) == sorted(others)
     found = torch.autograd.grad(our_loss, list(ours.values()))
-    expected = torch.autograd.grad(their_loss, [others[names[name]] for name in ours])
+    expected = torch.autograd.grad(their_loss, [others[name] for name in ours])
     for name, gradient, reference in zip(ours, found, expected, strict=True):
         assert gradient.any(), name
         size = max(1.0, reference.abs().max().item())  # sums of many terms round by their size
@@ -159,14 +155,16 @@ def test_stretched_positions_matter(model: Qwen3Dense) -> None:
 @pytest.mark.parametrize("length", [5, 16, 17, 23])
 def test_dynamic_positions_are_those_of_transformers(length: int) -> None:
     """Up to the longest text of the training nothing is stretched, and then by as much as texts are longer."""
-    model = dense(rope_scaling=RopeScaling(kind="dynamic", factor=3.0), max_position_embeddings=16, rope_theta=100.0)
+    model = dense(
+        rope_scaling=RopeScaling(rope_type="dynamic", factor=3.0), max_position_embeddings=16, rope_theta=100.0
+    )
     module, (tokens, targets) = whole(model), random_rows(model, 2, length)
     theirs = twin(model, dict(module.named_parameters()))
     logits = theirs(tokens).logits.flatten(0, 1)
     expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(2, length)
     losses = module(tokens, one_document(2, length, targets))
     torch.testing.assert_close(losses, expected, **CLOSE)
-    assert_gradients_equal(model, module, theirs, losses.sum(), expected.sum())
+    assert_gradients_equal(module, theirs, losses.sum(), expected.sum())
 
 
 def test_names_cover_the_model(model: Qwen3Dense) -> None:
@@ -204,8 +202,8 @@ def test_half_precision_runs() -> None:
 class FakeTokenizer:
     """Knows 61 ids."""
 
-    vocabulary: int = 61
-    end: int = 60
+    vocab_size: int = 61
+    eos_id: int = 60
 
 
 def with_tokenizer(**changes: Any) -> Qwen3Dense:
@@ -254,7 +252,7 @@ def test_parity_holds_for_every_choice_of_kernels(choices: dict[str, Any]) -> No
     logits = theirs(tokens).logits.flatten(0, 1)
     expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(2, 11)
     torch.testing.assert_close(losses, expected, **CLOSE)
-    assert_gradients_equal(model, module, theirs, losses.sum(), expected.sum())
+    assert_gradients_equal(module, theirs, losses.sum(), expected.sum())
 
 
 @pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
@@ -280,8 +278,8 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
 
 COMPILED: list[tuple[dict[str, Any], RopeScaling | None]] = [
     ({}, None),
-    (TRITON, RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=8)),
-    ({}, RopeScaling(kind="dynamic", factor=4.0)),
+    (TRITON, RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)),
+    ({}, RopeScaling(rope_type="dynamic", factor=4.0)),
 ]
 
 

@@ -129,11 +129,11 @@ def test_older_form_of_the_rotary_base(tmp_path: Path) -> None:
 
 
 STRETCHES = [
-    RopeScaling(kind="linear", factor=2.0),
-    RopeScaling(kind="dynamic", factor=3.0),
-    RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=8),
+    RopeScaling(rope_type="linear", factor=2.0),
+    RopeScaling(rope_type="dynamic", factor=3.0),
+    RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
     RopeScaling(
-        kind="yarn",
+        rope_type="yarn",
         factor=4.0,
         original_max_position_embeddings=8,
         beta_fast=3.0,
@@ -142,12 +142,12 @@ STRETCHES = [
         attention_factor=1.5,
     ),
     RopeScaling(
-        kind="llama3", factor=8.0, original_max_position_embeddings=8, low_freq_factor=0.5, high_freq_factor=2.0
+        rope_type="llama3", factor=8.0, original_max_position_embeddings=8, low_freq_factor=0.5, high_freq_factor=2.0
     ),
 ]
 
 
-@pytest.mark.parametrize("rope", STRETCHES, ids=lambda rope: rope.kind)
+@pytest.mark.parametrize("rope", STRETCHES, ids=lambda rope: rope.rope_type)
 def test_stretched_positions_go_to_transformers_and_back(tmp_path: Path, rope: RopeScaling) -> None:
     """How positions are stretched is read again from what we write, and from what transformers saves of that."""
     for make, family, kind in ((dense, DENSE, transformers.Qwen3Config), (sparse, MOE, transformers.Qwen3MoeConfig)):
@@ -162,14 +162,14 @@ def test_older_form_of_stretched_positions(tmp_path: Path) -> None:
     """`type` in `rope_scaling`, with what is left out, means what transformers takes it for."""
     old = {"type": "yarn", "factor": 4.0}
     found = read_config(DENSE, written(tmp_path, rope_scaling=old, max_position_embeddings=77))
-    assert found.rope_scaling == RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=77)
+    assert found.rope_scaling == RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=77)
     theirs: Any = transformers.Qwen3Config(**good() | {"rope_scaling": old, "max_position_embeddings": 77})
     assert theirs.rope_parameters["original_max_position_embeddings"] == 77
 
 
 def test_llama3_is_written_with_what_transformers_has_no_defaults_for() -> None:
     """Bounds that were left out are in the config."""
-    rope = RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=8)
+    rope = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=8)
     config: Any = transformers.Qwen3Config(**dense(rope_scaling=rope).hugging_face_config())
     assert (config.rope_parameters["low_freq_factor"], config.rope_parameters["high_freq_factor"]) == (1.0, 4.0)
 

@@ -9,14 +9,14 @@ import torch
 
 from drawloom.components.model.qwen3.builder import Qwen3Builder
 from drawloom.components.model.qwen3.initial_weights import fill_with_initial_weights
-from drawloom.components.ports.model import LayerRange
+from drawloom.components.ports.model import LayerRange, TensorSlice
 from support.qwen3 import dense, sparse
 
 SCRIPT = """
 import torch
 from drawloom.components.model.qwen3.initial_weights import fill_with_initial_weights
 tensor = torch.empty(8, 8)
-fill_with_initial_weights("layers.0.attention.q.weight", tensor, seed=3, layers=2, std=0.02)
+fill_with_initial_weights("model.layers.0.self_attn.q_proj.weight", tensor, seed=3, layers=2, std=0.02)
 print(tensor.double().sum().item())
 """
 
@@ -29,41 +29,50 @@ def drawn(name: str, *shape: int, seed: int = 3, dtype: torch.dtype = torch.floa
 
 def test_scale() -> None:
     """Matrices have the standard deviation asked for, those that add to the residual stream 1/4 of it with 8 layers."""
-    for name, std in (("embedding.weight", 0.02), ("layers.1.attention.q.weight", 0.02), ("head.weight", 0.02)):
+    for name, std in (
+        ("model.embed_tokens.weight", 0.02),
+        ("model.layers.1.self_attn.q_proj.weight", 0.02),
+        ("lm_head.weight", 0.02),
+    ):
         assert abs(drawn(name, 300, 200).std() / std - 1) < 0.02
-    for name in ("layers.7.attention.out.weight", "layers.0.feed_forward.down.weight"):
+    for name in ("model.layers.7.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight"):
         assert abs(drawn(name, 300, 200).std() / 0.005 - 1) < 0.02
-    experts = drawn("layers.0.feed_forward.down.weight", 3, 200, 100)
+    experts = drawn("model.layers.0.mlp.experts.down_proj", 3, 200, 100)
     assert (experts.std((1, 2)) / 0.005 - 1).abs().max() < 0.02
-    assert abs(drawn("head.weight", 300, 200).mean()) < 0.0005
+    assert abs(drawn("lm_head.weight", 300, 200).mean()) < 0.0005
 
 
 def test_norms_are_one() -> None:
     """Weights of norms start at 1."""
-    assert torch.equal(drawn("layers.0.attention.q_norm.weight", 16), torch.ones(16))
+    assert torch.equal(drawn("model.layers.0.self_attn.q_norm.weight", 16), torch.ones(16))
 
 
 def test_depends_on_name_and_seed() -> None:
     """Another name, or another seed, gives other numbers; the same ones give the same."""
-    first = drawn("layers.0.attention.q.weight", 8, 8)
-    assert torch.equal(first, drawn("layers.0.attention.q.weight", 8, 8))
-    assert not torch.equal(first, drawn("layers.1.attention.q.weight", 8, 8))
-    assert not torch.equal(first, drawn("layers.0.attention.q.weight", 8, 8, seed=4))
+    first = drawn("model.layers.0.self_attn.q_proj.weight", 8, 8)
+    assert torch.equal(first, drawn("model.layers.0.self_attn.q_proj.weight", 8, 8))
+    assert not torch.equal(first, drawn("model.layers.1.self_attn.q_proj.weight", 8, 8))
+    assert not torch.equal(first, drawn("model.layers.0.self_attn.q_proj.weight", 8, 8, seed=4))
 
 
-def test_leaves_torchs_own_stream_alone() -> None:
-    """Neither the state of torch's generator matters, nor is it changed."""
-    torch.manual_seed(1)
-    first, after = drawn("head.weight", 8, 8), torch.get_rng_state()
-    torch.manual_seed(1)
-    assert torch.equal(after, torch.get_rng_state())
-    torch.manual_seed(2)
-    assert torch.equal(first, drawn("head.weight", 8, 8))
+@pytest.mark.parametrize("make", [dense, sparse])
+def test_a_slice_begins_as_in_the_whole(make: Callable[..., Qwen3Builder]) -> None:
+    """Rows or columns of a parameter, experts among them, have the numbers that they have in all of it."""
+    model = make()
+    whole = model.build(LayerRange(0, model.num_hidden_layers, True, True))
+    for name, parameter in whole.named_parameters():
+        model.initialise(name, parameter, seed=5)
+        for dim, size in enumerate(parameter.shape):
+            begin = size // 2
+            part = torch.empty_like(parameter.narrow(dim, begin, size - begin))
+            offsets = tuple(begin if each == dim else 0 for each in range(parameter.ndim))
+            model.initialise(name, part, seed=5, part_of=TensorSlice(tuple(parameter.shape), offsets))
+            assert torch.equal(part, parameter.narrow(dim, begin, size - begin)), name
 
 
 def test_lower_precision_is_float32_rounded() -> None:
     """A bfloat16 parameter gets the float32 numbers, rounded."""
-    assert torch.equal(drawn("head.weight", 8, 8, dtype=torch.bfloat16), drawn("head.weight", 8, 8).bfloat16())
+    assert torch.equal(drawn("lm_head.weight", 8, 8, dtype=torch.bfloat16), drawn("lm_head.weight", 8, 8).bfloat16())
 
 
 def test_same_in_another_process() -> None:
@@ -74,7 +83,7 @@ def test_same_in_another_process() -> None:
         subprocess.check_output(command, env={"PYTHONHASHSEED": seed, "PYTHONPATH": path}, text=True) for seed in "12"
     }
     expected = torch.empty(8, 8)
-    fill_with_initial_weights("layers.0.attention.q.weight", expected, seed=3, layers=2, std=0.02)
+    fill_with_initial_weights("model.layers.0.self_attn.q_proj.weight", expected, seed=3, layers=2, std=0.02)
     assert results == {f"{expected.double().sum().item()}\n"}
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from drawloom.components.model.qwen3.builder import Qwen3Builder
 from drawloom.components.ports.model import LayerRange
-from support.qwen3 import dense, one_document, packed, sparse, whole
+from drawloom.kernels.attention import Implementation
+from drawloom.kernels.attention_flex import FLEX
+from support.qwen3 import cpu_kernels, dense, one_document, packed, sparse, to, whole
 from support.split_passes import Products, grads_for, in_one, same, split_of, taken
 from support.split_stages import Stage
 
@@ -60,6 +63,42 @@ def test_chained_spans_equal_the_whole(spans: list[LayerRange], tied: bool, make
             torch.testing.assert_close(total, parameter.grad)
 
 
+def with_flex(make: Make) -> tuple[nn.Module, list[torch.Tensor]]:
+    """A model with torch's flexible attention, which a CPU takes forward, and the documents that masks are made of."""
+    kernels, asked = cpu_kernels(), []
+
+    def mask(documents: torch.Tensor) -> Any:
+        asked.append(documents)
+        return FLEX.mask(documents)
+
+    kernels._functions["attention"] = Implementation(mask, FLEX.attend)
+    return whole(make(num_hidden_layers=3, kernels=kernels)), asked
+
+
+@both
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_mask_is_made_once_for_all_layers(make: Make) -> None:
+    """Each pass makes one mask, of its own documents, also where the next microbatch's are written over the last's."""
+    module, asked = with_flex(make)
+    plain = make(num_hidden_layers=3).build(LayerRange(0, 3, embedding=True, head=True))
+    plain.load_state_dict(module.state_dict())
+    tokens, shared = torch.randint(29, (2, 10)), packed([[4, 6], [10]])
+    for number in range(2):
+        found = module(tokens, shared)
+        torch.testing.assert_close(found, plain(tokens, shared), atol=1e-4, rtol=1e-4)
+        assert len(asked) == number + 1
+        shared.document_ids.copy_(packed([[7, 3], [1, 9]]).document_ids)
+
+
+@both
+def test_masks_need_no_device(make: Make) -> None:
+    """On the meta device the mask has shapes alone, and the output has its shape."""
+    module, _ = with_flex(make)
+    shared = to(torch.device("meta"), packed([[4, 6], [10]]))
+    assert module.to("meta")(shared.positions, shared).shape == (2, 10, 29)
+
+
 @pytest.mark.parametrize("spans", SPLITS)
 @both
 def test_names_do_not_depend_on_the_split(spans: list[LayerRange], make: Make) -> None:
@@ -68,7 +107,7 @@ def test_names_do_not_depend_on_the_split(spans: list[LayerRange], make: Make) -
         model = make(num_hidden_layers=3, tie_word_embeddings=tied)
         names = [name for span in spans for name, _ in model.build(span).named_parameters()]
         assert set(names) == {name for name, _ in whole(model).named_parameters()}
-        assert names.count("embedding.weight") == (2 if tied else 1)
+        assert names.count("model.embed_tokens.weight") == (2 if tied else 1)
         assert len(names) == len(set(names)) + tied
 
 
@@ -83,7 +122,7 @@ def test_stages_put_every_matrix_off(ends: tuple[bool, bool], tied: bool, recomp
     for parameter in module.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
     if recompute:
-        for block in module.get_submodule("layers").children():
+        for block in module.get_submodule("model.layers").children():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     shared = one_document(2, 10, torch.randint(29, (2, 10)))
     hidden = torch.randn(2, 10, model.architecture.hidden_size, dtype=torch.float64, requires_grad=True)

@@ -93,7 +93,7 @@ def test_width_that_heads_do_not_divide() -> None:
 
 STRETCHES: list[tuple[RopeScaling, tuple[str | tuple[str, ...], str, str]]] = [
     (
-        RopeScaling(kind="linear", factor=2.0, low_freq_factor=1.0),
+        RopeScaling(rope_type="linear", factor=2.0, low_freq_factor=1.0),
         (
             ("rope_scaling", "low_freq_factor"),
             "rope_scaling.low_freq_factor belongs to llama3, and this is linear",
@@ -101,7 +101,7 @@ STRETCHES: list[tuple[RopeScaling, tuple[str | tuple[str, ...], str, str]]] = [
         ),
     ),
     (
-        RopeScaling(kind="dynamic", factor=2.0, original_max_position_embeddings=9),
+        RopeScaling(rope_type="dynamic", factor=2.0, original_max_position_embeddings=9),
         (
             ("rope_scaling", "original_max_position_embeddings"),
             "rope_scaling.original_max_position_embeddings belongs to yarn and llama3, and this is dynamic",
@@ -109,7 +109,7 @@ STRETCHES: list[tuple[RopeScaling, tuple[str | tuple[str, ...], str, str]]] = [
         ),
     ),
     (
-        RopeScaling(kind="yarn", factor=2.0),
+        RopeScaling(rope_type="yarn", factor=2.0),
         (
             "rope_scaling",
             "rope_scaling lacks original_max_position_embeddings, which yarn needs",
@@ -117,7 +117,7 @@ STRETCHES: list[tuple[RopeScaling, tuple[str | tuple[str, ...], str, str]]] = [
         ),
     ),
     (
-        RopeScaling(kind="yarn", factor=2.0, original_max_position_embeddings=9, beta_slow=40.0),
+        RopeScaling(rope_type="yarn", factor=2.0, original_max_position_embeddings=9, beta_slow=40.0),
         (
             ("rope_scaling", "beta_slow"),
             "rope_scaling.beta_fast = 32 is not above beta_slow = 40",
@@ -125,7 +125,7 @@ STRETCHES: list[tuple[RopeScaling, tuple[str | tuple[str, ...], str, str]]] = [
         ),
     ),
     (
-        RopeScaling(kind="llama3", factor=2.0, original_max_position_embeddings=9, high_freq_factor=1.0),
+        RopeScaling(rope_type="llama3", factor=2.0, original_max_position_embeddings=9, high_freq_factor=1.0),
         (
             ("rope_scaling", "high_freq_factor"),
             "rope_scaling.high_freq_factor = 1 is not above low_freq_factor = 1",
@@ -143,11 +143,40 @@ def test_stretched_positions(rope: RopeScaling, fault: tuple[str | tuple[str, ..
 
 def test_one_pair_can_not_be_stretched_dynamically() -> None:
     """Dynamic scaling leaves the first pair alone, so there must be another."""
-    rope = RopeScaling(kind="dynamic", factor=2.0)
+    rope = RopeScaling(rope_type="dynamic", factor=2.0)
     assert faults_of(**SIZES | {"rope_scaling": rope}) == []
     assert [key for key, _, _ in faults_of(**SIZES | {"rope_scaling": rope, "head_dim": 2})] == [
-        ("rope_scaling", "kind")
+        ("rope_scaling", "rope_type")
     ]
+
+
+def test_both_forms_of_rotary_positions_mean_the_same() -> None:
+    """`rope_parameters` gives what `rope_theta` and `rope_scaling` give; a base inside `rope_scaling` counts too."""
+    yarn: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    apart = choose_architecture(DENSE, NONE | SIZES | {"rope_theta": 5e2, "rope_scaling": RopeScaling(**yarn)}, None)
+    for key in ("rope_parameters", "rope_scaling"):
+        joined = {key: RopeScaling(**yarn, rope_theta=5e2)}
+        assert choose_architecture(DENSE, NONE | SIZES | joined, None) == apart
+    plain = choose_architecture(DENSE, NONE | SIZES | {"rope_parameters": RopeScaling(rope_theta=5e2)}, None)
+    assert (plain.rope_theta, plain.rope_scaling) == (5e2, None)
+
+
+def test_rotary_positions_given_twice_are_refused() -> None:
+    """One form beside the other, and a base inside and outside, are faults of the key to remove."""
+    rope = RopeScaling(rope_type="linear", factor=2.0, rope_theta=5e2)
+    both = faults_of(**SIZES, rope_parameters=rope, rope_theta=5e2, rope_scaling=RopeScaling())
+    assert [(key, instead) for key, _, instead in both] == [
+        ("rope_theta", "remove rope_theta or rope_parameters"),
+        ("rope_scaling", "remove rope_scaling or rope_parameters"),
+    ]
+    [(key, why, _)] = faults_of(**SIZES, rope_theta=5e2, rope_scaling=rope)
+    assert key == ("rope_scaling", "rope_theta") and "beside rope_theta" in why
+    [(key, why, instead)] = faults_of(**SIZES, rope_parameters=RopeScaling(rope_type="linear"))
+    assert (key, why, instead) == (
+        "rope_parameters",
+        "rope_parameters lacks factor, which linear needs",
+        "write factor = 4.0, say",
+    )
 
 
 def test_resuming_with_another_longest_text() -> None:
@@ -157,7 +186,7 @@ def test_resuming_with_another_longest_text() -> None:
     class View:
         settings: dict[str, Any]
 
-    rope = RopeScaling(kind="dynamic", factor=2.0)
+    rope = RopeScaling(rope_type="dynamic", factor=2.0)
     assert Qwen3Dense.weigh_change(View(NONE), "max_position_embeddings") is None
     assert Qwen3Dense.weigh_change(View(NONE | {"rope_scaling": rope}), "max_position_embeddings") == "semantic"
     assert Qwen3Dense.weigh_change(View(NONE | {"rope_scaling": rope}), "tie_word_embeddings") is None

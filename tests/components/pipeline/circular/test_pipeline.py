@@ -117,23 +117,24 @@ def test_blocks_are_dealt_out_by_stage() -> None:
 def test_a_language_model_runs_in_it() -> None:
     """The layers of a Qwen3 as a pipeline, between its embedding and its head, give its losses and its gradients."""
     model = dense(num_hidden_layers=4)
-    decoder = whole(model).double()
+    module = whole(model).double()
     tokens = torch.randint(0, 29, (4, 2, 5), generator=torch.Generator().manual_seed(3))
     shared = one_document(8, 5, tokens.roll(-1, 2).flatten(0, 1))
-    decoder(tokens.flatten(0, 1), shared).sum().backward()
+    module(tokens.flatten(0, 1), shared).sum().backward()
     parts = [model.build(LayerRange(n, n + 1, embedding=False, head=False)).double() for n in range(4)]
     for number, part in enumerate(parts):
-        part.load_state_dict(decoder.state_dict(), strict=False)
-        part.layers = nn.ModuleDict({"0": part.layers[str(number)]})  # type: ignore[dict-item, index]
+        part.load_state_dict(module.state_dict(), strict=False)
+        decoder = part.get_submodule("model")
+        decoder.layers = nn.ModuleDict({"0": decoder.get_submodule(f"layers.{number}")})
     pipeline = CircularPipeline(parts, 2, batched=False)
     rows = attrs.evolve(
         shared, positions=shared.positions.view(4, 2, 5), document_ids=shared.document_ids.view(4, 2, 5), targets=None
     )
-    hidden = pipeline(decoder.embedding(tokens.flatten(0, 1)).unflatten(0, (4, 2)), rows)  # type: ignore[operator]
+    hidden = pipeline(module.get_submodule("model.embed_tokens")(tokens.flatten(0, 1)).unflatten(0, (4, 2)), rows)
     head = model.build(LayerRange(4, 4, embedding=False, head=True)).double()
-    head.load_state_dict(decoder.state_dict(), strict=False)
+    head.load_state_dict(module.state_dict(), strict=False)
     head(hidden.flatten(0, 1), shared).sum().backward()
-    stacked = gradient(pipeline.get_parameter("block.layers.0.attention.q.weight")).flatten(0, 1)
+    stacked = gradient(pipeline.get_parameter("block.model.layers.0.self_attn.q_proj.weight")).flatten(0, 1)
     for number in range(4):
-        expected = gradient(decoder.get_parameter(f"layers.{number}.attention.q.weight"))
+        expected = gradient(module.get_parameter(f"model.layers.{number}.self_attn.q_proj.weight"))
         torch.testing.assert_close(stacked[number], expected, rtol=1e-9, atol=1e-9)

@@ -95,3 +95,11 @@ def test_random_numbers_are_drawn_alike_when_recomputed(batched: bool) -> None:
         assert len({tuple((row == 0).flatten().tolist()) for row in outputs}) == 4
         found.append(gradient(inputs))
     torch.testing.assert_close(found[1:], found[:1] * 2, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["all", "none", "Everything", ""])
+def test_an_unknown_policy_is_refused(name: Any) -> None:
+    """A name that is none is never taken for another policy; the message lists those that there are."""
+    known = "write one of 'nothing', 'everything', 'all_but_products'"
+    with pytest.raises(ValueError, match=f"nothing is known of remat='{name}'; {known}"):
+        CircularPipeline([Block(), Block()], 2, remat=name)

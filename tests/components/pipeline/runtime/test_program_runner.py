@@ -30,7 +30,7 @@ class Parcel:
 
 
 class First(nn.Module):
-    """Gives a transposed (not contiguous) tensor, one that nobody uses, integers, booleans and None."""
+    """Gives a transposed (not contiguous) tensor, a complex one, one that nobody uses, integers, booleans and None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,8 @@ class First(nn.Module):
     def forward(self, inputs: Tensor, shared: BatchContext) -> Parcel:
         found = (inputs.double().unsqueeze(-1) * self.weight[0]).transpose(0, 1)
         unused = self.spare * inputs.double().sum()
-        return Parcel({"found": found, "unused": unused}, (inputs.long(), inputs > 2))
+        turned = found * torch.tensor(0.6 + 0.8j, dtype=torch.complex128)
+        return Parcel({"found": found, "unused": unused, "turned": turned}, (inputs.long(), inputs > 2))
 
 
 class Second(nn.Module):
@@ -54,7 +55,8 @@ class Second(nn.Module):
     def forward(self, inputs: Parcel, shared: BatchContext) -> Tensor:
         assert inputs.nothing is None and inputs.counts[0].dtype == torch.int64 and inputs.counts[1].dtype == torch.bool
         mixed = inputs.hidden["found"] * self.weight * inputs.counts[1].transpose(0, 1).unsqueeze(-1)
-        return mixed.sum() + self.apart.exp() * shared.positions.sum()
+        turned = (inputs.hidden["turned"] ** 2).imag.sum()
+        return mixed.sum() + turned / 10 + self.apart.exp() * shared.positions.sum()
 
 
 class SumOfAll:
@@ -156,7 +158,7 @@ def grads_of(parameter: nn.Parameter) -> Any:
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble_1p"])
 def test_trees_of_all_kinds_of_leaves_travel(name: str) -> None:
-    """Integers, booleans, None, unused and non-contiguous tensors pass; gradients are those of the chained model."""
+    """Integers, booleans, None, complex, unused, non-contiguous tensors pass; gradients are the chained model's."""
     first, second = First(), Second()
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches():
@@ -176,7 +178,7 @@ def test_trees_of_all_kinds_of_leaves_travel(name: str) -> None:
     [
         ("dtype", r"leaf \.hidden\['found'\] is bfloat16 of shape \(3, 2, 3\), and float64 of shape \(3, 2, 3\) is"),
         ("shape", r"leaf \.hidden\['found'\] is float64 of shape \(3, 1, 3\), and float64 of shape \(3, 2, 3\) is"),
-        ("missing", r"there are 1 leaves in \.hidden, and 2 are expected"),
+        ("missing", r"there are 2 leaves in \.hidden, and 3 are expected"),
         ("constant", r"leaf \.nothing is 3, and None is expected"),
     ],
 )

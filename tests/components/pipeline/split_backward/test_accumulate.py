@@ -113,7 +113,7 @@ def test_gradients_exist_a_share_at_a_time(at_once: int, monkeypatch: pytest.Mon
     compute = DeferredGrad.compute
 
     def counted(each: DeferredGrad) -> Tensor:
-        computed.append(1)
+        computed.extend([1] * (each.weight.ndim > 1))  # those of vectors have been computed before
         return compute(each)
 
     monkeypatch.setattr(DeferredGrad, "compute", counted)

@@ -1,24 +1,31 @@
 """Weights of foreign matrix products, and what is no such product."""
 
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drawloom.components.pipeline.split_backward.autograd_partition import paths_of
-from drawloom.components.pipeline.split_backward.matmul_grads import Product, product_of
+from drawloom.components.pipeline.split_backward.autograd_graph import users_of
+from drawloom.components.pipeline.split_backward.matmul_grads import defer_products
+from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.kernels.deferred_grads import Deferral
+from support.split_passes import in_one, in_two, same
+from support.split_stages import Ops, Parts, Stage, inputs_of, weight
 
 Use = Callable[[Tensor, nn.Parameter], Tensor]
 
 
-def found(use: Use, x: Tensor, weight: nn.Parameter) -> tuple[Tensor, list[Product | None]]:
-    """The output, and the products by which the weight joins the activations."""
-    y = use(x, weight)
-    return y, [product_of(join) for group in paths_of([y], [x], Deferral()).groups for join in group.joins]
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """Everything is computed in float64, unless a test says otherwise."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 PRODUCTS: dict[str, Use] = {
@@ -30,23 +37,24 @@ PRODUCTS: dict[str, Use] = {
     "linear with bias": lambda x, w: nn.functional.linear(x, w, x[0]),
     "addmm": lambda x, w: torch.addmm(x, x, w),
     "twice": lambda x, w: (x @ w.t()).tanh() @ w,
+    "one transpose twice": lambda x, w: (lambda t: (x @ t).tanh() @ t)(w.t()),
 }
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_gradient_of_a_product(name: str) -> None:
-    """On either side, transposed or not, the weight's gradient follows from what comes in and the other factor."""
-    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
-    weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
-    y, joins = found(PRODUCTS[name], x, weight)
-    products = [product for product in joins if product is not None]
-    assert len(products) == len(joins)
-    assert all(product.weight is weight and product.factor.grad_fn is None for product in products)
+def test_the_gradient_of_a_product_waits(name: str) -> None:
+    """On either side, transposed or not, autograd is not asked for the weight's gradient; the second pass has it."""
+    x, w = torch.randn(4, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
+    y = PRODUCTS[name](x, w)
     grad = torch.randn_like(y)
-    asked: list[Any] = [weight, *(product.edge for product in products)]
-    expected, *came = torch.autograd.grad(y, asked, grad)
-    parts = [product.gradient(incoming, product.factor) for product, incoming in zip(products, came, strict=True)]
-    torch.testing.assert_close(sum(parts), expected)
+    expected = torch.autograd.grad(y, [x, w], grad)
+    split = SplitBackward()
+    y = PRODUCTS[name](x, w)
+    assert defer_products(users_of([y], [x]), Deferral())[0] == []
+    y = PRODUCTS[name](x, w)
+    found = split.backward_input([y], [grad], [x])
+    split.backward_weight()
+    torch.testing.assert_close([*found, w.grad], [*expected])
 
 
 OTHERS: dict[str, Use] = {
@@ -55,19 +63,81 @@ OTHERS: dict[str, Use] = {
     "weight that is computed": lambda x, w: x @ (w * 2),
     "batch": lambda x, w: torch.bmm(x.expand(2, 4, 4), w.expand(2, 4, 4)),
     "recomputed": lambda x, w: checkpoint(lambda x: (x @ w).tanh(), x, use_reentrant=False),
+    "an output too": lambda x, w: x @ w + w,
+    "nothing else leads through it": lambda x, w: x.detach() @ w,
+    "by itself": lambda x, w: x * (w @ w),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_no_product_with_a_weight(name: str) -> None:
     """Anything else is left to others, as is what has to be recomputed."""
-    x, weight = torch.randn(4, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
-    _, products = found(OTHERS[name], x, weight)
-    assert products == [None]
+    x, w = torch.randn(4, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
+    leaves, handles = defer_products(users_of([OTHERS[name](x, w)], [x]), Deferral())
+    assert leaves == [w]
+    assert not handles
 
 
 def test_complex_numbers() -> None:
     """Products of complex numbers, whose gradients are conjugate, are left to autograd."""
     x = torch.randn(4, 4, dtype=torch.complex64, requires_grad=True)
-    weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
-    assert found(PRODUCTS["x @ w"], x, weight)[1] == [None]
+    w = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+    assert defer_products(users_of([x @ w], [x]), Deferral())[0] == [w]
+
+
+Hooked = Callable[[Tensor, Callable[[Any], Any]], Any]
+
+
+def doubled(grads: Any) -> Any:
+    """A gradient, or several, times two."""
+    return tuple(None if grad is None else grad * 2 for grad in grads) if isinstance(grads, tuple) else grads * 2
+
+
+HOOKS: dict[str, Hooked] = {
+    "on the output": lambda y, hook: y.register_hook(hook),  # type: ignore[no-untyped-call]
+    "before the node": lambda y, hook: y.grad_fn.register_prehook(hook),  # type: ignore[union-attr]
+    "after the node": lambda y, hook: y.grad_fn.register_hook(lambda grads, _: hook(grads)),  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_on_a_product_change_the_gradient_of_its_weight(name: str, ops: Ops) -> None:
+    """What a hook on a product makes of gradients counts for the weight as for the input, and it is called once."""
+    p, called = Parts(ops), Counter[str]()
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = p.product(x.flatten(0, 1), s.w)
+        HOOKS[name](y, lambda grads: (called.update([name]), doubled(grads))[1])
+        return y.tanh()
+
+    stage, inputs = Stage(forward, w=weight()), inputs_of(["x"])
+    expected = in_one(stage, inputs)
+    same(in_two(stage, inputs), expected)
+    assert called[name] == 2
+
+
+def test_hooks_on_a_transposed_weight_are_called_once() -> None:
+    """What a hook makes of the gradient of `w.t()` is the weight's, though the second pass alone goes through it."""
+    called = Counter[str]()
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        transposed = s.w.t()
+        transposed.register_hook(lambda grad: (called.update(["transposed"]), grad * 2)[1])
+        return (x @ transposed).tanh()  # type: ignore[no-any-return]
+
+    stage, inputs = Stage(forward, w=weight()), inputs_of(["x"])
+    expected = in_one(stage, inputs)
+    same(in_two(stage, inputs), expected)
+    assert called["transposed"] == 2
+
+
+def test_hooks_are_gone_after_the_first_pass() -> None:
+    """A node that outlives the first pass calls nothing of ours, and holds nothing that waits."""
+    x, w = torch.randn(4, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
+    y = x @ w
+    node = y.grad_fn
+    assert node is not None
+    SplitBackward().backward_input([y], [torch.randn_like(y)], [x])
+    handle = node.register_hook(lambda *_: None)
+    assert list(handle.hooks_dict_ref() or ()) == [handle.id]

@@ -1,19 +1,22 @@
-"""Two backward passes give what one gives, on every kind of stage."""
+"""Two backward passes give what one gives, on every kind of stage, and leave to the second what can wait."""
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from drawloom.components.pipeline.split_backward.plan import StageWeights
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.graph import UserError
 from support.split_passes import (
@@ -32,7 +35,7 @@ from support.split_passes import (
     taken,
     untouched,
 )
-from support.split_stages import STAGES, Ops, Parts, Stage, inputs_of, re_entrant
+from support.split_stages import STAGES, Ops, Parts, Stage, inputs_of, re_entrant, weight
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +107,7 @@ def test_what_was_recorded_may_go_backward_as_a_whole(name: str, ops: Ops) -> No
     """Until its first pass, a recorded graph is an ordinary one."""
     stage, inputs = made(name, ops)
     expected = in_one(stage, inputs)
-    split = SplitBackward(StageWeights.of(stage.parameters()))
+    split = SplitBackward()
     with split.forward():
         same(in_one(stage, inputs), expected)
 
@@ -215,18 +218,159 @@ def test_equals_torch_where_torch_is_right(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
 
 
-def test_a_parameter_that_is_an_input_too() -> None:
-    """It gets its whole gradient both ways, as it does by a full pass."""
+def test_an_input_may_be_used_as_a_weight() -> None:
+    """A leaf that is an input gets its whole gradient as one, also where operations of ours multiply by it."""
     stage, _ = made("shared in series", "ours")
     inputs = [stage.w]
     grad = torch.randn(6, 6)
     stage(*inputs)[0].backward(grad)
     expected = taken(inputs)
     split, outputs = split_of(stage, inputs)
-    found = split.backward_input(outputs, [grad], inputs)
+    torch.testing.assert_close(split.backward_input(outputs, [grad], inputs), expected)
     split.backward_weight()
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(taken(inputs), expected)
+    assert untouched(inputs)
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+def test_leaves_that_no_module_knows(ops: Ops) -> None:
+    """Tensors that are nobody's parameters get the gradients of a full pass, those of the loss among them."""
+    product = Parts(ops).product
+    known, vector, matrix = nn.Parameter(torch.randn(6, 6)), *(torch.randn(*shape) for shape in ((6,), (6, 6)))
+    leaves: list[Any] = [known, vector.requires_grad_(), matrix.requires_grad_()]
+    stage = Stage(lambda s, x: (product(product(x * vector, s.w) * vector, matrix) - vector).square().sum(), w=known)
+    inputs = inputs_of(["x"])
+    stage(*inputs)[0].backward()
+    expected = taken(inputs), taken(leaves)
+    split, outputs = split_of(stage, inputs)
+    found = split.backward_input(outputs, None, inputs)
+    assert untouched(leaves)
+    split.backward_weight()
+    same((found, taken(leaves)), expected)
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+def test_each_microbatch_may_take_another_way(ops: Ops) -> None:
+    """Which leaves there are is seen in the graph of each microbatch, whatever the others led to."""
+    product = Parts(ops).product
+    ways = [torch.randn(6, 6, requires_grad=True), torch.randn(6, requires_grad=True)]
+    stage = Stage(lambda s, x, n: product(product(x, ways[0]) if n == 0 else x * ways[1], s.w), w=weight())
+    leaves = [stage.w, *ways]
+    several = [[*inputs_of(["x"]), number] for number in (0, 1, 0)]
+    expected, found, splits = [], [], []
+    for each in several:
+        outputs = stage(*each)
+        go_backward(outputs, grads_for(outputs))
+        expected += taken(each[:1])
+    sums = taken(leaves)
+    for each in several:
+        split, outputs = split_of(stage, each)
+        found += split.backward_input(outputs, grads_for(outputs), each[:1])
+        splits.append(split)
+    for split in splits:
+        split.backward_weight()
+    same((found, taken(leaves)), (expected, sums))
+
+
+@pytest.mark.parametrize(("name", "ops"), KINDS)
+def test_gradients_that_are_retained(name: str, ops: Ops) -> None:
+    """What `retain_grad` keeps of activations is what it keeps in a full pass, and is there after the first."""
+    stage, inputs = made(name, ops)
+    kept: list[Tensor] = []
+
+    def keep(*arguments: Any) -> None:
+        output = arguments[-1]
+        if output.requires_grad and not output.is_leaf:
+            output.retain_grad()
+            kept.append(output)
+
+    for module in stage.children():
+        module.register_forward_hook(keep)
+    outputs = ran(stage, inputs)
+    keep(outputs[0])
+    go_backward(outputs, grads_for(outputs))
+    expected = taken(kept)
+    kept.clear()
+    split, outputs = split_of(stage, inputs)
+    keep(outputs[0])
+    split.backward_input(outputs, grads_for(outputs), inputs)
+    split.backward_weight()
+    same((taken(kept), []), (expected, []))
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "two parameters at one node", "shared in series"])
+def test_a_hook_over_several_weights(name: str, ops: Ops) -> None:
+    """It is called once with all gradients, as by a full pass."""
+    stage, inputs = made(name, ops)
+    seen: list[Any] = []
+    register_multi_grad_hook([*stage.parameters()], lambda grads: seen.append([*grads]))
+    expected = in_one(stage, inputs)
+    same(in_two(stage, inputs), expected)
+    once, again = seen
+    same((again, []), (once, []))
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+def test_a_hook_over_weights_and_activations_is_refused(ops: Ops) -> None:
+    """Their gradients come in two passes: torch would call the hook in each."""
+    stage, inputs = made("mlp", ops)
+    register_multi_grad_hook([*stage.parameters(), *inputs], lambda grads: None)
+    split, outputs = split_of(stage, inputs)
+    with pytest.raises(UserError, match="one for the activations and one for the weights"):
+        split.backward_input(outputs, grads_for(outputs), inputs)
+    assert untouched([*inputs, *stage.parameters()])
+
+
+class InPlace(Function):
+    """Gives its input back, and triples the gradient where it stands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.mul_(3)
+
+
+CHANGED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "of a product": lambda s, x: InPlace.apply(x) + s.a(x),  # type: ignore[no-untyped-call]
+    "of a bias": lambda s, x: s.a(x).tanh() + (InPlace.apply(x) + s.bias),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+@pytest.mark.parametrize("name", CHANGED)
+def test_gradients_that_are_changed_in_place(name: str, ops: Ops) -> None:
+    """Where a weight waits for a gradient that a custom backward then changes in place, the second pass says so."""
+    stage = Stage(CHANGED[name], a=Parts(ops).linear(bias=False), bias=weight(2, 4, 6))
+    inputs = inputs_of(["x"])
+    split, outputs = split_of(stage, inputs)
+    split.backward_input(outputs, grads_for(outputs), inputs)
+    with pytest.raises(UserError, match=r"changed in place.*`grad \* 2`, not `grad.mul_\(2\)`"):
+        split.backward_weight()
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+def test_activations_that_are_changed_in_place(ops: Ops) -> None:
+    """A stage that writes into a buffer of its own for the next microbatch can't go backward in two."""
+    stage, inputs = made("mlp", ops)
+    buffer = torch.randn(2, 4, 6)
+    inputs[0] = buffer.detach().requires_grad_()
+    split, outputs = split_of(stage, inputs)
+    split.backward_input(outputs, grads_for(outputs), inputs)
+    buffer.copy_(torch.randn(2, 4, 6))
+    with pytest.raises(UserError, match=r"float64 \(.*6\) for which the gradient of a weight float64 \(.*\) waits"):
+        split.backward_weight()
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+def test_a_gradient_that_is_changed_in_place_for_all_is_right(ops: Ops) -> None:
+    """Before or behind a product, nobody else waits for the gradient that is changed."""
+    linears = {name: Parts(ops).linear() for name in "ab"}
+    stage = Stage(lambda s, x: InPlace.apply(s.b(InPlace.apply(s.a(x)))), **linears)  # type: ignore[no-untyped-call]
+    inputs = inputs_of(["x"])
+    same(in_two(stage, inputs), in_one(stage, inputs))
 
 
 def test_no_rows() -> None:
@@ -287,3 +431,122 @@ def test_any_graph(steps: list[tuple[str, int, int, bool]], trained: list[bool],
     for found, expected in zip(in_two(stage, [x]), in_one(stage, [x]), strict=True):
         assert [grad is None for grad in found] == [grad is None for grad in expected]
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+def test_the_first_pass_frees_what_weights_do_not_need(ops: Ops) -> None:
+    """Gate and up die with the first pass; their product, which the weight of `down` meets, lives until the second."""
+    p = Parts(ops)
+    stage = Stage(lambda s, x: s.down(F.silu(s.gate(x)) * s.up(x)), gate=p.linear(), up=p.linear(), down=p.linear())
+    (x,) = inputs_of(["x"])
+    storages: dict[str, StorageWeakRef] = {}
+
+    def note(name: str, tensor: Tensor) -> None:
+        storages[name] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+    def expired() -> dict[str, bool]:
+        return {name: storage.expired() for name, storage in storages.items()}  # type: ignore[no-untyped-call]
+
+    stage.get_submodule("gate").register_forward_hook(lambda _module, _inputs, output: note("gate", output))
+    stage.get_submodule("up").register_forward_hook(lambda _module, _inputs, output: note("up", output))
+    stage.get_submodule("down").register_forward_hook(lambda _module, inputs, _output: note("product", inputs[0]))
+    split, outputs = split_of(stage, [x])
+    assert not any(expired().values())
+    split.backward_input(outputs, grads_for(outputs), [x])
+    assert expired() == {"gate": True, "up": True, "product": False}
+    split.backward_weight()
+    assert expired()["product"]
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+@pytest.mark.parametrize("name", ["mlp", "transformer block", "tied around another", "recomputed"])
+def test_the_first_pass_frees_the_graph(name: str, ops: Ops) -> None:
+    """What waits for the second pass holds numbers, and no node of the graph."""
+    stage, inputs = made(name, ops)
+    in_one(stage, inputs)  # the first recomputation of a process leaves frames behind
+    with Watch(stage) as watch:
+        split, outputs = split_of(stage, inputs)
+        watch.add(*outputs)
+        split.backward_input(outputs, grads_for(outputs), inputs)
+        del outputs
+        assert not watch.living()
+        split.backward_weight()
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+def test_recomputes_once(ops: Ops) -> None:
+    """A checkpointed region runs once forward and once for both passes."""
+    stage, inputs = made("recomputed", ops)
+    runs: Counter[str] = Counter()
+    for name, module in stage.named_children():
+        module.register_forward_hook(lambda *_, name=name: runs.update([name]))
+    in_two(stage, inputs)
+    assert runs == {"a": 2, "b": 2, "c": 1}
+
+
+PUT_OFF = {
+    "mlp": 2,
+    "transformer block": 4,
+    "alternating": 4,
+    "shared in series": 2,
+    "frozen": 2,
+    "somebody else's function": 1,
+    "recomputed": 3,
+}
+"""How many uses of weights wait for the second pass."""
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+@pytest.mark.parametrize("name", PUT_OFF)
+def test_no_product_is_computed_twice(name: str, ops: Ops) -> None:
+    """Both passes take as many matrix products as one; the second takes one for each use of a weight."""
+    stage, inputs = made(name, ops)
+    outputs = ran(stage, inputs)
+    with Products() as whole:
+        torch.autograd.backward(outputs, grads_for(outputs))
+    split, outputs = split_of(stage, inputs)
+    with Products() as first:
+        split.backward_input(outputs, grads_for(outputs), inputs)
+    with Products() as second:
+        split.backward_weight()
+    assert first.count + second.count == whole.count
+    assert second.count == (1 if (name, ops) == ("recomputed", "torch") else PUT_OFF[name])
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+def test_the_first_stage_s_weights_wait_too(ops: Ops) -> None:
+    """Without an input that needs a gradient, all weights wait but that of torch's operation that comes first."""
+    stage, inputs = made("input without gradient", ops)
+    split, outputs = split_of(stage, inputs)
+    with Products() as first:
+        split.backward_input(outputs, grads_for(outputs), inputs)
+    with Products() as second:
+        split.backward_weight()
+    assert (first.count, second.count) == ((1, 2) if ops == "ours" else (2, 1))
+
+
+def put_off(stage: Stage) -> list[str]:
+    """The parameters that get their gradients in the second pass only, by the products that this takes."""
+    inputs = inputs_of(["x"])
+    split, outputs = split_of(stage, inputs)
+    split.backward_input(outputs, grads_for(outputs), inputs)
+    with Products() as products:
+        split.backward_weight()
+    assert all((parameter.grad is not None) == parameter.requires_grad for parameter in stage.parameters())
+    names = [name for name, parameter in stage.named_parameters() if parameter.grad is not None and parameter.ndim > 1]
+    stage.zero_grad()
+    assert products.count == len(names)
+    return names
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+def test_weights_may_be_frozen_and_thawed_between_steps(ops: Ops) -> None:
+    """Each microbatch serves what is trained at its time."""
+    p = Parts(ops)
+    stage = Stage(lambda s, x: s.b(s.a(x).tanh()), a=p.linear(), b=p.linear())
+    stage.a.requires_grad_(False)
+    assert put_off(stage) == ["b.weight"]
+    stage.a.requires_grad_(True)
+    assert put_off(stage) == ["a.weight", "b.weight"]
+    stage.b.requires_grad_(False)
+    assert put_off(stage) == ["a.weight"]

@@ -1,0 +1,204 @@
+"""Stages that are hard to take backward, at work on the microbatches of a step under schedules of all kinds."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.pipeline.executor import Executor
+from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.ports.data import Batch
+from drawloom.components.ports.model import BatchContext, LayerRange, Stage
+from drawloom.components.ports.program import Action, Program, flat
+from support import pipelines
+from support.split_passes import taken
+from support.split_stages import STAGES, WIDTH, Parts
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """Everything is computed in float64."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Block(nn.Module):
+    """A stage that changes activations (2, 4, WIDTH); `late` is a parameter that it may get later."""
+
+    def __init__(self, name: str, ours: bool) -> None:
+        super().__init__()
+        self.late: nn.Parameter | None = None
+        make, _ = STAGES[name]
+        self.stage = make(Parts("ours" if ours else "torch"))
+
+    def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
+        (output,) = self.stage(inputs if self.late is None else inputs * self.late)
+        return output  # type: ignore[no-any-return]
+
+
+class Fourier(Block):
+    """A block that takes and gives complex numbers, but for those of either end."""
+
+    def __init__(self, number: int, count: int) -> None:
+        super().__init__("residual", ours=number % 2 == 0)
+        self.first, self.last = number == 0, number == count - 1
+        self.turn = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
+
+    def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
+        real = inputs if self.first else torch.view_as_real(inputs).sum(-1)
+        output = super().forward(real, shared)
+        return output if self.last else output * self.turn
+
+
+class Distance(nn.Module):
+    """A loss with parameters of its own, and with a trained tensor that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.center = [torch.randn(WIDTH, requires_grad=True)]
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
+        return batch.tokens, BatchContext(batch.positions, batch.document_ids)
+
+    def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        away = self.mix(output) * self.scale - self.center[0]
+        return away.square().mean(), torch.tensor(1)
+
+
+@attrs.frozen
+class SingleRank:
+    """All stages, and no neighbours."""
+
+    local: list[Stage]
+    device: torch.device = torch.device("cpu")
+    backend: str = "gloo"
+
+    def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
+        raise AssertionError("nothing travels on one rank")
+
+    def links(self, dimension: str, hops: Any) -> dict[int, Any]:
+        return {}
+
+    def memory(self) -> int:
+        return 0
+
+
+class Folded:
+    """A schedule's program for two ranks, whose lines one rank carries out in turns."""
+
+    def __init__(self, name: str) -> None:
+        self.schedule = pipelines.schedule(name)
+        self.stages_per_rank: int = 2 * self.schedule.stages_per_rank
+
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
+        return (0,) * self.stages_per_rank
+
+    def program(self, ranks: int, microbatches: int) -> Program:
+        program = self.schedule.program(2, microbatches)
+        lines = [deque(flat(program.line(rank))) for rank in range(2)]
+        folded: list[Action] = []
+        while any(lines):
+            for line in lines:
+                if line and self._may_follow(line[0], folded):
+                    folded.append(line.popleft())
+        return Program.of([folded], self.stage_to_rank(1))
+
+    def _may_follow(self, action: Action, done: list[Action]) -> bool:
+        """Whether there is what it takes from another stage."""
+        ops, before, ends = ("F", -1, 0) if action.op == "F" else ("BI", 1, self.stages_per_rank - 1)
+        if action.op == "W" or action.stage == ends:
+            return True
+        needed = action.stage + before, action.microbatch
+        return any((each.stage, each.microbatch) == needed and each.op in ops for each in done)
+
+
+def executor_of(modules: Sequence[nn.Module], schedule: Any, objective: Any, mesh: Any) -> Executor:
+    """An open executor of one rank with these stages."""
+    count = len(modules)
+    spans = [LayerRange(number, number + 1, number == 0, number == count - 1) for number in range(count)]
+    pairs = zip(spans, modules, strict=True)
+    rank: Any = SingleRank([Stage(span.first, count, span, module) for span, module in pairs])
+    parts: dict[str, Any] = {"stages": rank, "boundaries": rank, "neighbours": rank, "device": rank, "mesh": mesh}
+    executor = Executor(objective=objective, schedule=schedule, **parts)
+    executor.open()
+    return executor
+
+
+def batches(count: int) -> list[Batch]:
+    """Microbatches whose tokens are activations already."""
+    rows = [torch.randn(2, 4, WIDTH) for _ in range(count)]
+    return [Batch(row, row, row, row) for row in rows]
+
+
+def same_as_one_pass(executor: Executor, microbatches: list[Batch], leaves: list[Tensor]) -> None:
+    """The gradients of a step are those of plain autograd through all stages."""
+    for batch in microbatches:
+        output, shared = executor.objective.inputs(batch)
+        for stage in executor.stages.local:
+            output = stage.module(output, shared)
+        torch.autograd.backward(executor.objective.loss(output, batch)[0])
+    expected = taken(leaves)
+    executor.train(microbatches)
+    torch.testing.assert_close(taken(leaves), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_schedules_are_split() -> None:
+    """Of the schedules that follow, all but one take stages backward in two parts."""
+    lines = {name: lower(Folded(name).program(1, 3), 0) for name in SCHEDULES}
+    split = {name: sum(action.op == "I" for action in flat(line)) for name, line in lines.items()}
+    assert [name for name in SCHEDULES if not split[name]] == ["one_f_one_b"]
+
+
+SCHEDULES = ["one_f_one_b", "zero_bubble_1p", "zero_bubble_v", "dual_pipe_v"]
+BLOCKS = [
+    "affine",
+    "transformer block",
+    "norms",
+    "tied around another",
+    "product of parameters",
+    "scaled weight",
+    "weight on the left",
+    "weight made from the input",
+    "frozen",
+    "somebody else's function",
+    "two parameters at one node",
+    "ours and torch's share a weight",
+    "recomputed",
+    "recomputed within what is recomputed",
+    "saved elsewhere",
+    "activations changed in place",
+    "complex numbers",
+    "halves of a weight",
+    "one weight for each expert",
+    "one transpose in two places",
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_leaf_has_its_gradient(name: str, schedule: str, one_rank: Any) -> None:
+    """Whatever the schedule: parameters of stages and of the loss, of the last moment, and tensors that are none."""
+    folded, objective = Folded(schedule), Distance()
+    modules = [Block(name, ours=number % 2 == 1) for number in range(folded.stages_per_rank)]
+    executor = executor_of(modules, folded, objective, one_rank)
+    modules[0].late = nn.Parameter(torch.randn(WIDTH))
+    leaves = [each for module in (*modules, objective) for each in module.parameters()]
+    for microbatches in (2, 3):
+        same_as_one_pass(executor, batches(microbatches), [*leaves, *objective.center])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_complex_activations_have_gradients(schedule: str, one_rank: Any) -> None:
+    """What passes between stages may be complex."""
+    folded, objective = Folded(schedule), Distance()
+    modules = [Fourier(number, folded.stages_per_rank) for number in range(folded.stages_per_rank)]
+    executor = executor_of(modules, folded, objective, one_rank)
+    same_as_one_pass(executor, batches(3), [each for module in modules for each in module.parameters()])

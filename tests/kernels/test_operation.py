@@ -1,0 +1,62 @@
+"""Eager kernels as torch.compile takes them; their Triton twins are in tests/kernels/triton/test_launch.py."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.kernels.cut_cross_entropy import cut_cross_entropy_eager
+from drawloom.kernels.embedding import embedding_eager
+from drawloom.kernels.linear import linear_eager
+from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
+from drawloom.kernels.moe_permute import moe_permute_eager, moe_unpermute_eager
+from drawloom.kernels.moe_routes import moe_routes_eager
+from drawloom.kernels.qk_norm_rope import qk_norm_rope_eager
+from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
+from drawloom.kernels.rope import rope_eager
+from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
+
+TARGETS = torch.tensor([0, 3, -100, 5])
+ROUTES = moe_routes_eager(torch.tensor([[0, 2], [1, -1], [2, 1], [0, 1]]), 3)
+ANGLES = torch.linspace(-1, 1, 32).view(1, 4, 8), torch.linspace(1, 0, 32).view(1, 4, 8)
+
+CALLS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "linear": (linear_eager, [(4, 16), (8, 16)]),
+    "embedding": (lambda weight: embedding_eager(TARGETS.clamp(0), weight), [(8, 16)]),
+    "rms_norm": (lambda x, weight: rms_norm_eager(x, weight, 1e-6), [(4, 16), (16,)]),
+    "add_rms_norm": (lambda x, y, weight: add_rms_norm_eager(x, y, weight, 1e-6), [(4, 16), (4, 16), (16,)]),
+    "swiglu": (swiglu_eager, [(4, 16), (4, 16)]),
+    "swiglu, scaled": (swiglu_eager, [(4, 16), (4, 16), (4,)]),
+    "swiglu_halves": (swiglu_halves_eager, [(4, 16)]),
+    "rope": (lambda x: rope_eager(x, *ANGLES), [(1, 4, 3, 16)]),
+    "qk_norm_rope": (
+        lambda q, k, of_q, of_k: qk_norm_rope_eager(q, k, of_q, of_k, 1e-6, *ANGLES),
+        [(1, 4, 3, 16), (1, 4, 2, 16), (16,), (16,)],
+    ),
+    "linear_cross_entropy": (lambda x, weight: linear_cross_entropy_eager(x, weight, TARGETS), [(4, 16), (8, 16)]),
+    "cut_cross_entropy": (lambda x, weight: cut_cross_entropy_eager(x, weight, TARGETS), [(4, 16), (8, 16)]),
+    "moe_permute": (lambda x, chances: moe_permute_eager(x, chances, ROUTES), [(4, 16), (4, 2)]),
+    "moe_unpermute": (lambda x, chances: moe_unpermute_eager(x, ROUTES, chances), [(8, 16), (4, 2)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
+def test_compiles_without_breaks(name: str, dtype: torch.dtype) -> None:
+    """Traced as one graph, with what comes before and after it, an operation gives the gradients that it gives else."""
+    call, shapes = CALLS[name]
+    inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+    def compute(*given: Tensor) -> Tensor:
+        found = call(*(2 * x for x in given))
+        return torch.stack([x.tanh().sum() for x in (found if isinstance(found, tuple) else (found,))]).sum()
+
+    torch.compiler.reset()  # each call is another function to it, and it takes few of them
+    compiled: Any = torch.compile(compute, fullgraph=True, backend="aot_eager")
+    expected, found = (torch.autograd.grad(function(*inputs), inputs) for function in (compute, compiled))
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, atol=4 * eps, rtol=8 * eps)
+    assert any(gradient.any() for gradient in found)
