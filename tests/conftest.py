@@ -24,11 +24,11 @@ def room() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What needs a GPU is left out where there is none."""
-    if torch.cuda.is_available():
-        return
-    needing = [item for item in items if item.get_closest_marker("gpu")]
-    if needing:
-        config.hook.pytest_deselected(items=needing)
-        items[:] = [item for item in items if item not in needing]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs more GPUs than there are is skipped: `pytest.mark.gpu` needs one, `pytest.mark.gpu(2)` two."""
+    there = torch.cuda.device_count()
+    for item in items:
+        for mark in item.iter_markers("gpu"):
+            count = mark.args[0] if mark.args else 1
+            reason = f"needs {count} GPU{'s' * (count > 1)}, and {there} of this machine can be seen"
+            item.add_marker(pytest.mark.skipif(there < count, reason=reason))

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
 from drawloom.components.checkpoint.state_hashes import read_lines
-from drawloom.components.ports.run import Tracker
+from drawloom.components.ports.distributed import Device
+from drawloom.components.ports.run import Randomness, Tracker
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.project import Project
@@ -59,7 +61,8 @@ def main(options: argparse.Namespace, workshop: Project) -> int:
     own = graph.implementers(Tracker)  # each run has a series of its own
     difference = next(differences(place / "straight", place / "resumed", own), None)
     if difference is not None:
-        print(f"{difference}\nboth runs are in {place}")
+        print("\n".join([str(difference), *_reasons(difference.step <= half, _device_varies(graph))]))
+        print(f"both runs are in {place}")
         return 1
     print(f"the same, to the last bit: {_compared(place / 'straight')}")
     shutil.rmtree(place)
@@ -131,8 +134,19 @@ def _kill_all(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def differences(one: Path, other: Path, own: Collection[str] = ()) -> Iterator[str]:
-    """Where two runs part: step after step, numbers first, then tensors but those of `own` nodes; each in a line."""
+@attrs.frozen
+class Difference:
+    """What is not the same after a step."""
+
+    step: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"step {self.step} differs: {self.what}"
+
+
+def differences(one: Path, other: Path, own: Collection[str] = ()) -> Iterator[Difference]:
+    """Where two runs part: step after step, numbers first, then tensors but those of `own` nodes."""
     tensors = sorted(path.name for path in (one / "digests").glob("rank-*.jsonl"))
     ours, theirs = ({row["step"]: row for row in _rows(run / "metrics.jsonl")} for run in (one, other))
     digests = [[_digests(run / "digests" / name, own) for run in (one, other)] for name in tensors]
@@ -142,17 +156,33 @@ def differences(one: Path, other: Path, own: Collection[str] = ()) -> Iterator[s
             yield from _tensors(step, name.removesuffix(".jsonl"), mine.get(step, {}), yours.get(step, {}))
 
 
-def _numbers(step: int, mine: Mapping[str, Any], yours: Mapping[str, Any]) -> Iterator[str]:
+def _numbers(step: int, mine: Mapping[str, Any], yours: Mapping[str, Any]) -> Iterator[Difference]:
     for name in (key for key in {**mine, **yours} if key not in NEVER_THE_SAME):
         if mine.get(name, "missing") != yours.get(name, "missing"):
             values = f"{mine.get(name, 'missing')} straight, {yours.get(name, 'missing')} resumed"
-            yield f"step {step} differs: {name} is {values}"
+            yield Difference(step, f"{name} is {values}")
 
 
-def _tensors(step: int, rank: str, mine: Mapping[str, str], yours: Mapping[str, str]) -> Iterator[str]:
+def _tensors(step: int, rank: str, mine: Mapping[str, str], yours: Mapping[str, str]) -> Iterator[Difference]:
     if other := [name for name in {**mine, **yours} if mine.get(name) != yours.get(name)]:
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
-        yield f"step {step} differs: {other[0]}{more} of {rank.replace('-', ' ')}"
+        yield Difference(step, f"{other[0]}{more} of {rank.replace('-', ' ')}")
+
+
+def _device_varies(graph: Graph) -> bool:
+    """Whether the runs were on a GPU, where some operations add in another order each time unless told not to."""
+    kinds = {graph.nodes[name].settings.get("kind") for name in graph.implementers(Device)}
+    told = (graph.nodes[name].settings.get("deterministic") for name in graph.implementers(Randomness))
+    return ("cuda" in kinds or ("auto" in kinds and torch.cuda.is_available())) and not any(told)
+
+
+def _reasons(before_the_kill: bool, device_varies: bool) -> Iterator[str]:
+    """What else than resuming may be the cause; steps before the kill are those of two runs alike."""
+    if before_the_kill:
+        yield "neither run had been killed by then, so resuming is not the cause: two runs of this recipe differ"
+    if device_varies:
+        cause = "the cause may be" if before_the_kill else "resuming need not be the cause, it may be"
+        yield f"{cause} the GPU, with randomness.deterministic off; try again with randomness.deterministic=true"
 
 
 def _command(options: argparse.Namespace, graph: Graph) -> list[str]:

@@ -10,22 +10,35 @@ import torch
 from drawloom.components.distributed.rng import derive_seed, generator
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunInfo
-from drawloom.graph import component
+from drawloom.components.run.determinism import Determinism
+from drawloom.graph import UserError, component, setting
 
 
 @component
 class ProcessRandomness:
-    """Seeds every generator of the process for this rank, saves them all, and gives them back as they were."""
+    """
+    Seeds every generator of the process for this rank, saves them all, and gives them back as they were.
+
+    What is drawn, and whatever is computed on a CPU, is the same each time. On a GPU some operations add in another
+    order each time, unless `deterministic` asks for those that don't.
+    """
 
     state_is_local: ClassVar[bool] = True
 
     job: RunInfo
     mesh: Mesh
+    deterministic: bool = setting(
+        default=False, doc="the same bits each time on GPUs, too: slower, and what can't be so raises an error"
+    )
 
     _before: dict[str, Any] | None = attrs.field(init=False, default=None)
+    _determinism_before: Determinism | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
         """Seed all generators, each with a number of its own that follows from the run's seed and the rank."""
+        if self.deterministic:
+            self._determinism_before = Determinism.now()
+            Determinism.full().apply()
         self._before = generators()
         rank = self.mesh.world.rank
         torch.manual_seed(derive_seed(self.job.seed, "process", "torch", rank))
@@ -33,10 +46,23 @@ class ProcessRandomness:
         np.random.seed(derive_seed(self.job.seed, "process", "numpy", rank) % 2**32)
 
     def close(self) -> None:
-        """Give back the generators as they were before the run."""
+        """Give back the generators, and what torch was told of determinism, as they were before the run."""
         if self._before is not None:
             set_generators(self._before)
             self._before = None
+        if self._determinism_before is not None:
+            self._determinism_before.apply()
+            self._determinism_before = None
+
+    def on_failure(self, error: BaseException) -> BaseException | None:
+        """What to do about an operation that torch refuses because it would not give the same bits."""
+        if not (self.deterministic and isinstance(error, RuntimeError) and "does not have a determ" in str(error)):
+            return None
+        refused = str(error).partition(", but you set")[0]
+        return UserError(
+            f"randomness.deterministic is on, and {refused} on this device; choose another implementation in "
+            "[kernels], or write deterministic = false"
+        )
 
     def stream(self, *purpose: str | int) -> torch.Generator:
         """A generator on the CPU that follows from the run's seed and this purpose alone."""

@@ -23,8 +23,9 @@ def main() -> int:
         return command_line(voice=voice_of_this_rank())
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    finally:
-        _handle(signal.SIGINT, _end)  # what is left is Python's own way out
+    finally:  # what is left is Python's own way out, where it gives up our handlers
+        _handle(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to those that end a moment after another
+        _handle(signal.SIGINT, _end)
 
 
 def _handle(number: signal.Signals, handler: Any) -> None:

@@ -2,13 +2,16 @@
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from drawloom.components.commands.verify_resume import Runs, differences
 from drawloom.graph import UserError
+from drawloom.graph.cli.main import main
 
 RUN = """
 import json, sys, time
@@ -114,4 +117,43 @@ def test_the_first_difference_is_named(tmp_path: Path, changes: dict[str, Any], 
     """With step, number or tensor, and rank; what tells of the machine or of the run's own series is not compared."""
     found = list(differences(_run(tmp_path / "a"), _run(tmp_path / "b", **changes), ["aim"]))
     assert len(found) == len(words)
-    assert all(text.startswith(word) for text, word in zip(found, words, strict=True))
+    assert all(str(text).startswith(word) for text, word in zip(found, words, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("step", "varies", "words"),
+    [
+        (10, False, ["neither run had been killed by then"]),
+        (10, True, ["neither run had been killed by then", "the cause may be the GPU"]),
+        (11, False, []),
+        (11, True, ["resuming need not be the cause, it may be the GPU"]),
+    ],
+)
+def test_what_else_than_resuming_is_the_cause_is_told(
+    step: int,
+    varies: bool,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A difference before the kill is none of resuming; on a GPU the setting is named that rules the device out."""
+
+    def run(runs: Runs) -> int:
+        for name, loss in (("straight", 1.0), ("resumed", 2.0)):
+            rows = [{"step": number, "loss": loss if number == step else 0.5} for number in range(1, 21)]
+            _write(runs.place / name, rows, [])
+        return 12
+
+    monkeypatch.setattr(Runs, "straight", lambda _: None)
+    monkeypatch.setattr(Runs, "killed_and_resumed", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: varies)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main(["verify-resume", "first_run"]) == 1
+    first, *told, _place = capsys.readouterr().out.splitlines()[1:]
+    assert first == f"step {step} differs: loss is 1.0 straight, 2.0 resumed"
+    assert len(told) == len(words) and all(text.startswith(word) for text, word in zip(told, words, strict=True))
+    assert varies == any("randomness.deterministic=true" in text for text in told)
+    settled = ["randomness.deterministic=true"]
+    assert main(["verify-resume", "first_run", *settled]) == 1
+    assert "GPU" not in capsys.readouterr().out

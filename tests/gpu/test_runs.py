@@ -1,0 +1,108 @@
+"""
+Whole runs on one GPU, and on two that hold the same parameters (NCCL): what is deterministic is the same to the last
+bit, killed or not, and a rank that fails ends the other.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.aborts import WHERE, ended, told
+from support.gpu import drawloom_run
+from support.runs import series, write_corpus
+
+pytestmark = pytest.mark.xdist_group("runs")  # some have seconds to end in
+
+LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
+COMMON = ("tiny.toml", "randomness.deterministic=true", "batch.micro_size=2", "trainer.steps=12")
+SAVING = ("checkpoint.every=4", "checkpoint.keep=9", "trainer.on_finish=[]")
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "adamw": ("optimizer.use=optim.adamw",),
+    "sgd": ("optimizer.use=optim.sgd", "optimizer.lr=0.05"),
+    "stochastic_adamw": ("optimizer.use=optim.stochastic_adamw", "optimizer.lr=0.01", "precision.parameter=bfloat16"),
+}
+KERNELS = (
+    *("model.hidden_size=64", "model.head_dim=32", "model.num_attention_heads=4", "model.num_key_value_heads=2"),
+    *("model.intermediate_size=128", "precision.compute=bfloat16", "vars.length=128"),
+)
+"""Sizes and a dtype with which GPUs take kernels of their own."""
+
+one_or_two = pytest.mark.parametrize(
+    "processes", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (1, 2)], ids=["one GPU", "two GPUs"]
+)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a corpus and the tiny recipe."""
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+def ran(place: Path, name: str, *words: str, **how: Any) -> Path:
+    """The folder of a run that ended as it should, or was killed."""
+    found = drawloom_run(place, *COMMON, *SAVING, f"run.name={name}", *words, **how)
+    assert found.code == (0 if how.get("kill_after") is None else -9), found.text
+    return place / "runs" / name
+
+
+def bits(run: Path) -> dict[str, bytes]:
+    """Weights, moments and generators of every rank after the last step."""
+    return {path.name: path.read_bytes() for path in (run / "checkpoints/step-12").glob("rank-*")}
+
+
+def assert_same(run: Path, other: Path) -> None:
+    """Every number of every step, and every bit of what both end with."""
+    assert series(run, *LEARNED) == series(other, *LEARNED)
+    assert [step for (step,) in series(run, "step")] == list(range(1, 13))
+    assert bits(run) == bits(other) != {}
+
+
+@one_or_two
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_killed_run_ends_with_the_same_bits(place: Path, optimizer: str, processes: int) -> None:
+    """Killed by SIGKILL in the middle and started again, with every optimizer, it is the run that was not killed."""
+    words = OPTIMIZERS[optimizer]
+    straight = ran(place, "straight", *words, processes=processes)
+    killed = ran(place, "killed", *words, processes=processes, kill_after=6)
+    assert not (killed / "checkpoints/step-12").exists()
+    assert_same(ran(place, "killed", *words, processes=processes), straight)
+    assert "going on after step" in (killed / "log/rank-0.log").read_text()
+
+
+@one_or_two
+def test_a_deterministic_run_is_the_same_twice(place: Path, processes: int) -> None:
+    """With the kernels that GPUs have of their own, compiled ones among them."""
+    assert_same(*(ran(place, name, *KERNELS, processes=processes) for name in ("one", "other")))
+
+
+@one_or_two
+def test_verify_resume_finds_no_difference(place: Path, processes: int) -> None:
+    """The command that anybody can type says that a deterministic run resumes to the last bit."""
+    words = (*COMMON, "--steps", "8", "--ranks", str(processes))
+    found = drawloom_run(place, *words, command="verify-resume")
+    assert found.code == 0 and "the same, to the last bit: 8 steps" in found.text, found.text
+
+
+@pytest.mark.parametrize("mesh", ["mesh.data_replicate=2", "mesh.pipeline=2"])
+@pytest.mark.parametrize(("deed", "exit_code"), [("refuse", 2), ("refuse and hang", 2), ("fault", 1)])
+@pytest.mark.gpu(2)
+def test_a_rank_that_fails_ends_the_other(place: Path, deed: str, exit_code: int, mesh: str) -> None:
+    """Within five seconds, though its device waits for the one that failed; one message says which, where and why."""
+    failures, outcomes, seconds = ended(place, 2, deed, "model.num_hidden_layers=2", mesh)
+    assert set(failures.values()) <= {f"died with exit code {exit_code}"}
+    assert {outcome.code for outcome in outcomes.values()} <= {exit_code}
+    assert seconds < 5
+    assert WHERE in (place / "runs/tiny/log/rank-0.log").read_text()
+    if not failures:
+        assert told(outcomes)[-1].startswith(f"rank 1, {WHERE}: ")
+
+
+@pytest.mark.gpu(2)
+def test_a_rank_that_is_killed_ends_the_other(place: Path) -> None:
+    """Over NCCL nothing breaks when a process is gone: the other one sees that it is, and names it."""
+    _failures, _outcomes, seconds = ended(place, 2, "kill", "mesh.data_replicate=2")
+    assert re.search(r"rank 1 \(process \d+\) is gone", (place / "runs/tiny/log/rank-0.log").read_text())
+    assert seconds < 5
