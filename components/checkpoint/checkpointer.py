@@ -16,7 +16,7 @@ from drawloom.components.checkpoint.manifest import Damaged
 from drawloom.components.checkpoint.reader import FOLDER, committed, none_whole, step_of
 from drawloom.components.checkpoint.restore import Found, compare, load, names_of, read_states
 from drawloom.components.checkpoint.retention import Rotation, Rules, Values
-from drawloom.components.checkpoint.snapshot import RECIPE, Committer, Shares, Snapshot, Writing
+from drawloom.components.checkpoint.snapshot import Committer, Shares, Snapshot, Writing
 from drawloom.components.checkpoint.space import check_space
 from drawloom.components.checkpoint.threads import at_once, in_background
 from drawloom.components.distributed.rank_errors import on_main, together
@@ -25,6 +25,7 @@ from drawloom.components.ports.distributed import Group, Mesh, Processes
 from drawloom.components.ports.run import Event, Events, Lasting, RunFolder, Stateful, Step
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, at_least, component, setting
+from drawloom.graph.recipe.lockfile import LOCK
 
 PATIENCE = 20.0  # seconds that a run which ends by an error waits for a checkpoint that is being written
 
@@ -250,7 +251,7 @@ class CheckpointFolder:
     def _changed(self, checkpoint: Path) -> set[str]:
         """The nodes in which the recipe differs from the one that saved."""
         try:
-            return {change.node for change in self.recipe.changes((checkpoint / RECIPE).read_text("utf-8"))}
+            return {change.node for change in self.recipe.changes((checkpoint / LOCK).read_text("utf-8"))}
         except (RecipeError, ValueError):
             return set()  # then the nodes must be the same
 

@@ -3,20 +3,33 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from drawloom.graph.cli.exit_codes import FAULTY, FINE, say
 from drawloom.graph.cli.project import Workshop
 from drawloom.graph.drawing.draw import FORMATS, draw
-from drawloom.graph.inspect.diff import diff
+from drawloom.graph.inspect.changes import diff, resolve
 from drawloom.graph.inspect.explain import explain
 from drawloom.graph.inspect.listing import list_components, list_plugins
-from drawloom.graph.problems import RecipeError
-from drawloom.graph.recipe.resolving import resolve
-from drawloom.graph.runtime.timings import report
-from drawloom.graph.schema.recipes import recipe_schema
+from drawloom.graph.problems import Problem, RecipeError
+from drawloom.graph.runtime.container import timing_table
+from drawloom.graph.schema import recipe_schema
+
+FINE, FAILED, FAULTY, INTERRUPTED = 0, 1, 2, 130
+
+MOST = 200
+"""Problems that are printed; who has more will not read them all."""
+
+
+def say(problems: Iterable[Problem]) -> int:
+    """Print problems on stderr; the exit code of a faulty recipe."""
+    problems = list(problems)
+    for problem in problems[:MOST]:
+        print(problem, file=sys.stderr)
+    if len(problems) > MOST:
+        print(f"and {len(problems) - MOST} more", file=sys.stderr)
+    return FAULTY
 
 
 def _takes_recipe(parser: argparse.ArgumentParser, name: str = "RECIPE", what: str = "") -> None:
@@ -86,7 +99,7 @@ def _run(options: argparse.Namespace, workshop: Workshop) -> int:
             objects[workshop.root].run()
     finally:
         if options.timings:
-            print(report(objects.spans), file=sys.stderr)
+            print(timing_table(objects.timings), file=sys.stderr)
     return FINE
 
 

@@ -1,4 +1,4 @@
-"""The command line: commands that any graph has, and those that a package adds under `components/commands`."""
+"""The command line: the commands of any graph, and those that a package adds in `components/commands`."""
 
 import argparse
 import importlib
@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from drawloom.graph.cli.commands import COMMANDS
-from drawloom.graph.cli.exit_codes import FINE, INTERRUPTED, say
+from drawloom.graph.cli.commands import COMMANDS, FINE, INTERRUPTED, say
 from drawloom.graph.cli.project import Workshop
 from drawloom.graph.problems import Problem, RecipeError, UserError
 
@@ -18,7 +17,7 @@ FLAG = re.compile(r"--[\w-]+(\.[\w-]+)+(=|$)")
 
 
 def main(arguments: Sequence[str] | None = None, workshop: Workshop | None = None) -> int:
-    """Run one command; its exit code."""
+    """Run one command; returns its exit code."""
     workshop = workshop or Workshop.of("drawloom")
     rest, words = split_words(sys.argv[1:] if arguments is None else arguments)
     options = _parser(workshop, rest).parse_args(rest)
@@ -36,19 +35,19 @@ def main(arguments: Sequence[str] | None = None, workshop: Workshop | None = Non
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output went away, which is its right
+        sys.stderr.close()  # the reader of the output, such as `head`, has closed it
         return FINE
 
 
 def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What argparse is to read, and the overrides among it: a.b=c, --a.b=c, --a.b c."""
+    """The arguments for argparse, and the overrides a.b=c, --a.b=c and --a.b c among them, all as a.b=c."""
     rest: list[str] = []
     words: list[str] = []
-    words_ahead = iter(arguments)
-    for word in words_ahead:
+    ahead = iter(arguments)
+    for word in ahead:
         if FLAG.match(word):
-            words.append(word)
-            words += [] if "=" in word else islice(words_ahead, 1)
+            value = "" if "=" in word else "".join(f"={value}" for value in islice(ahead, 1))
+            words.append((word + value).removeprefix("--") if "=" in word or value else word)
         elif OVERRIDE.match(word):
             words.append(word)
         else:
@@ -69,7 +68,7 @@ def _parser(workshop: Workshop, arguments: Sequence[str]) -> argparse.ArgumentPa
 
 
 def _add_module(commands: Any, workshop: Workshop, name: str, *, imported: bool) -> None:
-    """A command of the package: its module is imported only when it is the one that was called."""
+    """Add a command of the package; its module is imported only if it is the command that is called."""
     path = workshop.catalogue.folder / "commands" / f"{name}.py"
     summary = path.read_text("utf-8").partition('"""')[2].partition('"""')[0].strip().partition("\n")[0]
     command = commands.add_parser(name.replace("_", "-"), help=summary, description=summary, allow_abbrev=False)

@@ -1,17 +1,19 @@
-"""Where a program's components and recipes are found, and the way from a recipe's name to a graph or container."""
+"""A project: its components and recipes, and the way from a recipe's name to a graph and a container."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+import tomli
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.inspect.serialize import plain_recipe
-from drawloom.graph.problems import UserError
-from drawloom.graph.recipe.loading import Shelf
-from drawloom.graph.recipe.recipe import Recipe
-from drawloom.graph.recipe.resolving import resolve
+from drawloom.graph.inspect.changes import resolve
+from drawloom.graph.inspect.serialize import serialize_recipe
+from drawloom.graph.problems import COMMAND_LINE, Problem, RecipeError, UserError
+from drawloom.graph.recipe.layers import Layer
+from drawloom.graph.recipe.loading import RecipeFolder, read_layers
+from drawloom.graph.recipe.recipe import Recipe, merge
 from drawloom.graph.registry.registry import Catalogue
 from drawloom.graph.runtime.container import Container
 
@@ -32,9 +34,9 @@ class Workshop:
 
     def importing(self, packages: Sequence[str]) -> "Workshop":
         """
-        A workshop that also knows the components below these packages, because whoever runs it says so.
+        A workshop that also knows the components of these packages, which `--import` names on the command line.
 
-        A UserError if there is no such package.
+        Raises UserError if a package does not exist.
         """
         catalogue = self.catalogue
         for package in packages:
@@ -45,25 +47,62 @@ class Workshop:
         return attrs.evolve(self, catalogue=catalogue)
 
     def load(self, recipe: str, overlays: Sequence[str] = (), words: Sequence[str] = ()) -> Recipe:
-        """A recipe with overlays and command-line words laid over it; a RecipeError if it can't be read."""
-        return Recipe.load(recipe, overlays, words, recipes=self.recipes)
+        """
+        A recipe by path or shipped name, with overlays and then `node.key=value` words merged over it.
+
+        Raises RecipeError if a file can't be read or is not TOML; other problems are in the recipe's `problems`.
+        """
+        values = read_overrides(words)
+        layers = read_layers(recipe, overlays, RecipeFolder(self.recipes))
+        return merge(recipe, [*layers, Layer(str(COMMAND_LINE), values)])
 
     def usual(self) -> dict[str, list[str]]:
-        """The names of nodes in the recipes that stand here, with the components that they use."""
+        """The names of nodes in the shipped recipes, each with the components that it uses there."""
         found: dict[str, list[str]] = {}
-        for name in Shelf(self.recipes).names:
-            for node, table in plain_recipe(self.load(name)).items():
+        for name in RecipeFolder(self.recipes).names:
+            for node, table in serialize_recipe(self.load(name)).items():
                 uses = found.setdefault(node, [])
                 uses += [] if table["use"] in uses else [table["use"]]
         return {node: uses for node, uses in found.items() if "." not in node}
 
     def graph(self, recipe: Recipe, root: str | None = None) -> Graph:
-        """The graph of a recipe, checked; its problems are in it."""
+        """The checked graph of a recipe, with its problems."""
         return Graph.of(recipe, self.catalogue, self.root if root is None else root)
 
     def container(
         self, graph: Graph, *roots: str, accept_changes: bool = False, given: Mapping[str, Any] | None = None
     ) -> Container:
-        """A container for what the roots need, with objects `given` for some; a RecipeError if the graph has faults."""
+        """A container for what the roots need, with objects `given` for some nodes. Raises RecipeError on errors."""
         resolved = resolve(graph.or_error(), accept_changes=accept_changes)
         return Container(graph, list(roots or (self.root,)), resolved, dict(given or {}))
+
+
+def read_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """
+    Words of the form `node.key=value` as one table. Raises RecipeError with those that are not of this form.
+
+    A value that is not TOML is a string: `kernels.rms_norm=eager`.
+    """
+    tree: dict[str, Any] = {}
+    problems = [problem for word in words if (problem := _override(tree, word))]
+    if problems:
+        raise RecipeError(problems)
+    return tree
+
+
+def _override(tree: dict[str, Any], word: str) -> Problem | None:
+    key, equals, text = word.partition("=")
+    *tables, last = key.split(".")
+    # A key without a dot would set a whole node, which only an inline table can be.
+    if not (equals and last and all(tables)) or not (tables or text.lstrip().startswith("{")):
+        return Problem("DL110", f"{word!r} is not understood", "values are set by node.key=value", place=COMMAND_LINE)
+    for part in tables:
+        below = tree.setdefault(part, {})
+        if not isinstance(below, dict):
+            return Problem("DL110", f"{key!r} goes into {part!r}, which is set to a value", place=COMMAND_LINE)
+        tree = below
+    try:
+        tree[last] = tomli.loads(f"x = {text}")["x"] if "\n" not in text else text
+    except (tomli.TOMLDecodeError, RecursionError, ValueError):
+        tree[last] = text
+    return None

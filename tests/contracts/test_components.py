@@ -16,7 +16,7 @@ import drawloom.components.ports as ports
 from drawloom.graph.cli.project import Workshop
 from drawloom.graph.problems import Problem
 from drawloom.graph.testing import Recipe, check_port
-from drawloom.graph.testing.contract import contract_name
+from drawloom.graph.testing.ports import contract_name
 from drawloom.graph.types.port_match import misfits
 
 CATALOGUE = Workshop.of("drawloom").catalogue

@@ -15,7 +15,7 @@ Shop = Callable[..., Graph]
 
 def faults(graph: Graph) -> list[str]:
     """What is wrong, in words."""
-    return [f"[{problem.node}] {problem.text}" for problem in graph.faults]
+    return [f"[{problem.node}] {problem.text}" for problem in graph.errors]
 
 
 def test_a_circle_is_named_node_by_node(shop: Shop) -> None:
@@ -55,7 +55,7 @@ def test_closure_puts_needs_first(shop: Shop) -> None:
 def test_a_long_chain_needs_no_recursion(workshop: Workshop) -> None:
     """Five thousand nodes in a row are wired, ordered and built."""
     graph = workshop.graph(Recipe.of(chain(5000)))
-    assert graph.faults == []
+    assert graph.errors == []
     with workshop.container(graph) as objects:
         assert len(objects) == 5002
 
@@ -80,14 +80,14 @@ def test_many_paths_cost_no_more_than_many_nodes(workshop: Workshop) -> None:
     loop = {"use": "servers.loop", "pages": [f"@{name}" for name in pages], "store": "@store"}
     began = time.process_time()
     graph = workshop.graph(Recipe.of({"store": {"use": "stores.memory"}, **pages, "trainer": loop}))
-    assert graph.faults == [] and len(graph.closure(["trainer"])) == 402
+    assert graph.errors == [] and len(graph.closure(["trainer"])) == 402
     assert time.process_time() - began < 5
 
 
 def test_a_node_that_nothing_needs_is_a_warning(shop: Shop) -> None:
     """An unused node is no fault, but is told."""
     graph = shop('[spare]\nuse = "pages.plain"\ntitle = "Spare"')
-    assert graph.faults == []
+    assert graph.errors == []
     assert [problem.node for problem in graph.problems if problem.warning] == ["spare"]
 
 
@@ -101,7 +101,7 @@ def test_a_required_edge_is_found_by_type_if_one_node_fits(shop: Shop, members: 
     assert faults(graph) == [
         f"[{node}] 'store' needs one Store, and [store] and [second] both are" for node in ("page", "trainer")
     ]
-    assert graph.faults[0].hint == 'write store = "@store" or store = "@second"'
+    assert graph.errors[0].hint == 'write store = "@store" or store = "@second"'
 
 
 def test_nodes_in_place_are_nodes_of_their_own(shop: Shop, workshop: Workshop) -> None:
@@ -119,3 +119,66 @@ def test_named_nodes_can_not_stand_in_place(shop: Shop) -> None:
     assert faults(graph) == [
         "[trainer.pages[0]] 'pages.plain' is Counted, so it is known by its name and can't stand in place"
     ]
+
+
+FILTERS = """
+[parse]
+use = "pages.parse"
+[translate]
+use = "pages.translate"
+[look_up]
+use = "pages.look_up"
+[log_in]
+use = "pages.log_in"
+[page]
+filters = [{}]
+"""
+
+
+def texts(shop: Callable[..., Graph], *names: str) -> list[str]:
+    """What is wrong with these filters in this order."""
+    graph = shop(FILTERS.format(", ".join(f'"@{name}"' for name in names)))
+    return [f"{problem.text}; {problem.hint}" for problem in graph.errors]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("parse", "translate", "look_up"),
+        ("parse", "look_up"),
+        ("log_in", "parse", "look_up"),
+        ("parse",),
+        ("parse", "translate"),
+        (),
+    ],
+)
+def test_orders_that_are_fine(shop: Callable[..., Graph], names: tuple[str, ...]) -> None:
+    """What is written before it is read is fine, members may be left out, and optional reads may have no writer."""
+    assert texts(shop, *names) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (
+            ("look_up", "parse"),
+            'filters: [look_up] reads words before [parse] writes it; move "@look_up" behind "@parse"',
+        ),
+        (
+            ("parse", "look_up", "translate"),
+            "filters: [translate] changes words after [look_up], the last to read it, so the change is lost;"
+            ' move "@translate" before "@look_up"',
+        ),
+        (
+            ("look_up",),
+            "filters: [look_up] reads words, which nothing in the sequence writes; add a member that writes it",
+        ),
+        (
+            ("parse", "look_up", "log_in"),
+            'filters: [look_up] reads user before [log_in] writes it; move "@look_up" behind "@log_in"',
+        ),
+    ],
+)
+def test_orders_that_are_not(shop: Callable[..., Graph], names: tuple[str, ...], expected: str) -> None:
+    """Reading too early, changing too late and reading what nobody writes are problems with the line to move."""
+    assert texts(shop, *names) == [expected]
