@@ -11,29 +11,29 @@ import attrs
 import torch
 
 from drawloom.components.checkpoint import commit
-from drawloom.components.checkpoint.io_errors import Trouble
-from drawloom.components.checkpoint.manifest import Damaged
+from drawloom.components.checkpoint.io_errors import SaveIOError
+from drawloom.components.checkpoint.manifest import CorruptCheckpoint
 from drawloom.components.checkpoint.reader import FOLDER, committed, none_whole, step_of
-from drawloom.components.checkpoint.restore import Found, compare, load, names_of, read_states
-from drawloom.components.checkpoint.retention import Rotation, Rules, Values
-from drawloom.components.checkpoint.snapshot import Committer, Shares, Snapshot, Writing
+from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, names_of, read_states
+from drawloom.components.checkpoint.retention import Retention, RetentionPolicy, Values
+from drawloom.components.checkpoint.snapshot import CommitProtocol, PendingSave, ShardPlan, Snapshot
 from drawloom.components.checkpoint.space import check_space
-from drawloom.components.checkpoint.threads import at_once, in_background
-from drawloom.components.distributed.rank_errors import on_main, together
+from drawloom.components.checkpoint.threads import run_now, submit
+from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.components.ports.cadence import Cadence, a_cadence, due
 from drawloom.components.ports.distributed import Group, Mesh, Processes
-from drawloom.components.ports.run import Event, Events, Lasting, RunFolder, Stateful, Step
+from drawloom.components.ports.run import Durable, Event, Events, RunFolder, Stateful, Step
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, at_least, component, setting
 from drawloom.graph.recipe.lockfile import LOCK
 
-PATIENCE = 20.0  # seconds that a run which ends by an error waits for a checkpoint that is being written
+CLOSE_TIMEOUT = 20.0  # seconds that a run which ends by an error waits for a checkpoint that is being written
 
 log = logging.getLogger("drawloom.checkpoint")
 
 
 @component(reads=("weights", "loss?", "validation_loss?"), change="free")
-class CheckpointFolder:
+class Checkpointer:
     """
     Saves every stateful node after some steps and after the last, and brings back the newest whole state.
 
@@ -45,7 +45,7 @@ class CheckpointFolder:
     mesh: Mesh
     processes: Processes
     states: Every[Stateful]
-    records: Every[Lasting]
+    records: Every[Durable]
     recipe: ResolvedRecipe
     staging: Stager | None = None
     events: Events | None = None
@@ -60,18 +60,18 @@ class CheckpointFolder:
     _failed: int = attrs.field(init=False, default=0)
     _trouble: str = attrs.field(init=False, default="")
     _skipped: int = attrs.field(init=False, default=0)
-    _writing: Writing | None = attrs.field(init=False, default=None)
+    _writing: PendingSave | None = attrs.field(init=False, default=None)
     _group: Group | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
         """Make the folder of checkpoints, and sweep out what a dead run left."""
-        on_main(self.mesh.world, lambda: commit.prepare(self._checkpoints))
-        self._group = self.processes.apart("checkpoint")
+        run_on_rank0(self.mesh.world, lambda: commit.prepare(self._checkpoints))
+        self._group = self.processes.control_group("checkpoint")
 
     def close(self) -> None:
         """Wait a little for what is being written, and give the memory of copies back."""
         if self._writing is not None:
-            wait([self._writing.done], PATIENCE)
+            wait([self._writing.done], CLOSE_TIMEOUT)
             self._writing = None
         if self.staging is not None:
             self.staging.close()
@@ -98,7 +98,7 @@ class CheckpointFolder:
     def staged(self) -> None:
         """Return when the state may change although it is being saved. All ranks call this."""
         if self._writing is not None and self.staging is not None and not self._writing.staged:
-            together(self.mesh.world, self.staging.synchronize_staging)
+            run_on_all(self.mesh.world, self.staging.synchronize_staging)
             self._writing.staged = True
 
     def restore(self) -> int:
@@ -120,24 +120,26 @@ class CheckpointFolder:
         return self.folder.folder / FOLDER
 
     @cached_property
-    def _rotation(self) -> Rotation:
-        return Rotation(Rules(self.keep, self.keep_every, self.best, self.best_is))
+    def _rotation(self) -> Retention:
+        return Retention(RetentionPolicy(self.keep, self.keep_every, self.best, self.best_is))
 
     @cached_property
-    def _committer(self) -> Committer:
-        shares = Shares.of(self.states, self.mesh.world)
-        return Committer(self._group or self.mesh.world, shares, self.recipe, self._make_records_last, self._rotate)
+    def _committer(self) -> CommitProtocol:
+        shares = ShardPlan.of(self.states, self.mesh.world)
+        return CommitProtocol(
+            self._group or self.mesh.world, shares, self.recipe, self._make_records_last, self._rotate
+        )
 
     def _told(self, step: Step, work: Callable[[Step], None]) -> None:
         """Do something that takes longer than a step may, and tell listeners so."""
         events = self.events
         if events is not None:
-            events.tell(Event("saving_started", step))
+            events.emit(Event("saving_started", step))
         try:
             work(step)
         finally:
             if events is not None:
-                events.tell(Event("saving_ended", step))
+                events.emit(Event("saving_ended", step))
 
     def _begin(self, step: Step) -> None:
         """Copy the state and begin to write it, when the one before is written."""
@@ -145,12 +147,12 @@ class CheckpointFolder:
         self._tell_trouble()
         committer, checkpoint = self._committer, self._checkpoints / f"step-{step.index}"
         taken: list[Snapshot] = []
-        sizes = together(self.mesh.world, lambda: self._take(step, taken))
+        sizes = run_on_all(self.mesh.world, lambda: self._take(step, taken))
         [snapshot] = taken
         copied = self.staging is not None and self.staging.copies
-        begin = in_background if copied else at_once
+        begin = submit if copied else run_now
         done = begin("checkpoint", lambda: committer.commit(checkpoint, snapshot))
-        self._writing = Writing(step.index, sum(sizes), done, snapshot.staged)
+        self._writing = PendingSave(step.index, sum(sizes), done, snapshot.staged)
         self._begun = step.index
         if not copied:
             self._finish_writing()
@@ -174,7 +176,7 @@ class CheckpointFolder:
             log.warning("checkpoint %d skipped: %s", self._skipped, self._trouble)
             self._skipped = 0
 
-    def _is_done(self, under_way: Writing) -> bool:
+    def _is_done(self, under_way: PendingSave) -> bool:
         """Whether it is on all ranks."""
         waiting = torch.tensor(0 if under_way.done.done() else 1)
         self.mesh.world.max(waiting)
@@ -188,7 +190,7 @@ class CheckpointFolder:
         try:
             under_way.done.result()
             self._failed = 0
-        except Trouble as trouble:
+        except SaveIOError as trouble:
             self._begun, self._skipped, self._failed = 0, under_way.step, self._failed + 1
             self._trouble = trouble.told(self._checkpoints, under_way.bytes)
             if self._failed >= self.failures:
@@ -203,49 +205,49 @@ class CheckpointFolder:
         """What is written down of the steps before a checkpoint lasts at least as long as it."""
         for name, record in self.records.items():
             try:
-                record.make_last()
+                record.flush()
             except OSError as error:
                 log.warning("[%s] is not safe from a power cut: %s", name, error)
 
     def _rotate(self, saved: Path, values: Values) -> None:
         """Make room, now that a checkpoint is committed. A failure changes nothing of what is."""
         log.info("saved %s", saved)
-        self._rotation.trust(saved, values)
+        self._rotation.mark_valid(saved, values)
         try:
-            commit.discard(self._rotation.gone(self._checkpoints, saved))
+            commit.discard(self._rotation.expired(self._checkpoints, saved))
         except OSError as error:
             log.warning("%s could not be tidied: %s", self._checkpoints, error)
 
-    def _find(self) -> Found | None:
+    def _find(self) -> LoadedCheckpoint | None:
         """The newest checkpoint that is whole on all ranks, read by each as far as it needs it."""
         world, damaged = self.mesh.world, dict[Path, str]()
-        for step in reversed(on_main(world, lambda: [step_of(path) for path in committed(self._checkpoints)])):
-            checkpoint, found = self._checkpoints / f"step-{step}", list[Found]()
-            faults = together(world, lambda: self._read(checkpoint, found))  # noqa: B023
+        for step in reversed(run_on_rank0(world, lambda: [step_of(path) for path in committed(self._checkpoints)])):
+            checkpoint, found = self._checkpoints / f"step-{step}", list[LoadedCheckpoint]()
+            faults = run_on_all(world, lambda: self._read(checkpoint, found))  # noqa: B023
             if not any(faults):
-                self._rotation.trust(checkpoint, found[0].manifest.values)
+                self._rotation.mark_valid(checkpoint, found[0].manifest.values)
                 return found[0]
             damaged[checkpoint] = "; ".join(filter(None, dict.fromkeys(faults)))
-            self._rotation.distrust(checkpoint)
+            self._rotation.mark_invalid(checkpoint)
             log.warning("%s is damaged and passed over: %s", checkpoint, damaged[checkpoint])
         if damaged:
             raise none_whole(self._checkpoints, damaged)
         return None
 
-    def _read(self, checkpoint: Path, found: list[Found]) -> str:
+    def _read(self, checkpoint: Path, found: list[LoadedCheckpoint]) -> str:
         """Read what this rank needs; what is wrong with it, if anything is."""
         world = self.mesh.world
         try:
             found.append(read_states(checkpoint, self.states, world.rank, world.size))
-        except Damaged as error:
+        except CorruptCheckpoint as error:
             return str(error)
         return ""
 
-    def _load(self, found: Found) -> None:
+    def _load(self, found: LoadedCheckpoint) -> None:
         world = self.mesh.world
         held = world.gather_json({name: names for name, node in self.states.items() if (names := names_of(node))})
-        together(world, lambda: compare(found, self.states, held, self._changed(found.checkpoint)))
-        together(world, lambda: load(found, self.states))
+        run_on_all(world, lambda: compare(found, self.states, held, self._changed(found.checkpoint)))
+        run_on_all(world, lambda: load(found, self.states))
         log.info("restored %s", found.checkpoint)
 
     def _changed(self, checkpoint: Path) -> set[str]:

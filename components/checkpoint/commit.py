@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from drawloom.components.checkpoint.manifest import MANIFEST, Manifest
-from drawloom.components.checkpoint.threads import side_by_side
+from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.durable_files import Content
 from drawloom.components.storage.safetensors.header import layout
 from drawloom.components.storage.tensor_bytes import bytes_of
-from drawloom.components.storage.tensor_source import TensorKind
+from drawloom.components.storage.tensor_source import TensorSpec
 
 ASIDE = ".tmp-"
 TRASH = ".trash-"
@@ -56,7 +56,7 @@ def write_rank(aside: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor])
     shards = split(tensors)
     names = [tensors_file(rank, number) for number in range(len(shards))]
     works = [partial(_write_shard, aside / name, shard) for name, shard in zip(names, shards, strict=True)]
-    return contents | dict(zip(names, side_by_side("writer", works, WRITERS), strict=True))
+    return contents | dict(zip(names, map_parallel("writer", works, WRITERS), strict=True))
 
 
 def tree_file(rank: int) -> str:
@@ -109,7 +109,7 @@ def _write_shard(path: Path, tensors: Mapping[str, Tensor]) -> Content:
 
 def safetensors(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     """The bytes of a safetensors file, part by part."""
-    head, entries = layout({name: TensorKind(tuple(each.shape), each.dtype) for name, each in tensors.items()})
+    head, entries = layout({name: TensorSpec(tuple(each.shape), each.dtype) for name, each in tensors.items()})
     yield memoryview(head)
     for name in entries:
         yield bytes_of(tensors[name])

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.distributed.rank_errors import together
+from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage import durable_files
 
@@ -16,7 +16,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @attrs.frozen
-class Trouble(Exception):
+class SaveIOError(Exception):
     """A system call failed for some rank, and nothing was committed: on which path, and what the system says."""
 
     where: str
@@ -30,7 +30,7 @@ class Trouble(Exception):
         return f"disk full: needs {size(need)}, {_free(checkpoints)} free in {checkpoints} ({self.where}{self.reason})"
 
 
-def in_step(group: Group, work: Callable[[], Any]) -> list[Any]:
+def run_io_on_all(group: Group, work: Callable[[], Any]) -> list[Any]:
     """
     What `work` gave on each rank, as JSON carries it, by rank, on every rank.
 
@@ -43,16 +43,16 @@ def in_step(group: Group, work: Callable[[], Any]) -> list[Any]:
         except OSError as error:
             return {"trouble": _trouble(error, f"rank {group.rank}: " if group.size > 1 else "")}
 
-    outcomes = together(group, attempt)
+    outcomes = run_on_all(group, attempt)
     for outcome in outcomes:
         if "trouble" in outcome:
-            raise Trouble(**outcome["trouble"])
+            raise SaveIOError(**outcome["trouble"])
     return [outcome["value"] for outcome in outcomes]
 
 
-def main_in_step(group: Group, work: Callable[[], Any]) -> Any:
+def run_io_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
     """What `work` gave on the main rank, the only one that does it, on every rank."""
-    return in_step(group, work if group.rank == 0 else lambda: None)[0]
+    return run_io_on_all(group, work if group.rank == 0 else lambda: None)[0]
 
 
 def size(count: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.checkpoint.manifest import (
-    Damaged,
+    CorruptCheckpoint,
     Manifest,
     faults_of_files,
     faults_of_folder,
@@ -33,7 +33,7 @@ def names_of(node: Stateful) -> list[str] | None:
 
 
 @attrs.frozen
-class Found:
+class LoadedCheckpoint:
     """What a rank read: its states by node, and of nodes that are spread the names of all entries that there are."""
 
     checkpoint: Path
@@ -42,7 +42,7 @@ class Found:
     names: dict[str, set[str]]
 
 
-def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int, size: int) -> Found:
+def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int, size: int) -> LoadedCheckpoint:
     """
     Read what a rank needs, and verify its share of the files that it does not need.
 
@@ -50,7 +50,7 @@ def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int, siz
     """
     manifest = read_manifest(checkpoint)
     if faults := list(faults_of_folder(checkpoint, manifest)):
-        raise Damaged("; ".join(faults))
+        raise CorruptCheckpoint("; ".join(faults))
     reader = Reader(checkpoint, manifest)
     wanted = {name: _wanted(node) for name, node in states.items()}
 
@@ -65,12 +65,15 @@ def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int, siz
             found.setdefault(name, {}).update(state)
     share = [name for name in sorted(manifest.files)[rank::size] if name not in reader.verified]
     if faults := list(faults_of_files(checkpoint, {name: manifest.files[name] for name in share})):
-        raise Damaged("; ".join(faults))
-    return Found(checkpoint, manifest, found, _names(reader))
+        raise CorruptCheckpoint("; ".join(faults))
+    return LoadedCheckpoint(checkpoint, manifest, found, _names(reader))
 
 
 def compare(
-    found: Found, states: Mapping[str, Stateful], held: Sequence[Mapping[str, list[str]]], changed: Collection[str]
+    found: LoadedCheckpoint,
+    states: Mapping[str, Stateful],
+    held: Sequence[Mapping[str, list[str]]],
+    changed: Collection[str],
 ) -> None:
     """
     UserError if a checkpoint has other nodes than `states`, except for the `changed` ones: the recipe was allowed to
@@ -91,7 +94,7 @@ def compare(
         _compare_entries(found.checkpoint, name, there, {each for names in held for each in names.get(name, [])})
 
 
-def load(found: Found, states: Mapping[str, Stateful]) -> None:
+def load(found: LoadedCheckpoint, states: Mapping[str, Stateful]) -> None:
     """Load what was read. A rank that had no state of its own keeps the one that it has."""
     for name, node in states.items():
         if name in found.states:

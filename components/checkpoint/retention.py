@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from drawloom.components.checkpoint.manifest import Damaged, looks_whole, read_manifest, verify
+from drawloom.components.checkpoint.manifest import CorruptCheckpoint, quick_check, read_manifest, verify
 from drawloom.components.checkpoint.reader import committed, step_of
 from drawloom.graph import UserError
 
@@ -18,7 +18,7 @@ Values = Mapping[str, float | None]
 
 
 @attrs.frozen
-class Rules:
+class RetentionPolicy:
     """The newest `keep` stay, every step that `every` divides, and the one in which `best` is lowest or highest."""
 
     keep: int
@@ -48,28 +48,28 @@ class Rules:
         return [max(known)[1]] if known else []
 
 
-class Rotation:
+class Retention:
     """
     Removes checkpoints by rules. What is damaged neither counts nor goes: only those that this process has committed
     or verified keep older ones from staying.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: RetentionPolicy) -> None:
         self._rules = rules
         self._whole: dict[Path, Values] = {}
         self._damaged: set[Path] = set()
 
-    def trust(self, checkpoint: Path, values: Values) -> None:
+    def mark_valid(self, checkpoint: Path, values: Values) -> None:
         """This one is whole."""
         self._whole[checkpoint] = values
         self._damaged.discard(checkpoint)
 
-    def distrust(self, checkpoint: Path) -> None:
+    def mark_invalid(self, checkpoint: Path) -> None:
         """This one is damaged."""
         self._damaged.add(checkpoint)
         self._whole.pop(checkpoint, None)
 
-    def gone(self, checkpoints: Path, saved: Path) -> list[Path]:
+    def expired(self, checkpoints: Path, saved: Path) -> list[Path]:
         """Those up to the one that was just saved which may be removed, oldest first."""
         while True:
             paths = self._candidates(checkpoints, saved)
@@ -84,17 +84,17 @@ class Rotation:
 
     def _candidates(self, checkpoints: Path, saved: Path) -> Sequence[Path]:
         paths = [path for path in committed(checkpoints) if step_of(path) <= step_of(saved)]
-        return [path for path in paths if path not in self._damaged and (path in self._whole or looks_whole(path))]
+        return [path for path in paths if path not in self._damaged and (path in self._whole or quick_check(path))]
 
     def _values(self, path: Path) -> Values:
         try:
             return self._whole[path] if path in self._whole else read_manifest(path).values
-        except (Damaged, UserError):
+        except (CorruptCheckpoint, UserError):
             return {}
 
     def _verify(self, path: Path) -> None:
         try:
-            self.trust(path, verify(path).values)
-        except Damaged as error:
+            self.mark_valid(path, verify(path).values)
+        except CorruptCheckpoint as error:
             log.warning("%s is damaged, and is not counted: %s", path, error)
-            self.distrust(path)
+            self.mark_invalid(path)

@@ -10,7 +10,7 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.checkpoint import commit as writing
-from drawloom.components.checkpoint.io_errors import Trouble, in_step, main_in_step
+from drawloom.components.checkpoint.io_errors import SaveIOError, run_io_on_all, run_io_on_rank0
 from drawloom.components.checkpoint.manifest import Manifest
 from drawloom.components.checkpoint.reader import step_of
 from drawloom.components.checkpoint.restore import is_local, names_of
@@ -25,7 +25,7 @@ from drawloom.graph.recipe.lockfile import LOCK
 
 
 @attrs.define
-class Writing:
+class PendingSave:
     """A checkpoint on its way: of which step, how many bytes this rank has of it, and whether it may change."""
 
     step: int
@@ -54,7 +54,7 @@ class Snapshot:
 
 
 @attrs.frozen
-class Shares:
+class ShardPlan:
     """
     Which nodes have what kind of state, and what of it this rank writes.
 
@@ -64,11 +64,11 @@ class Shares:
 
     replicated: list[str]
     local: list[str]
-    spread: dict[str, set[str]]
+    sharded: dict[str, set[str]]
     rank: int
 
     @classmethod
-    def of(cls, states: Mapping[str, Stateful], group: Group) -> "Shares":
+    def of(cls, states: Mapping[str, Stateful], group: Group) -> "ShardPlan":
         """Ask the nodes; all ranks call it."""
         held = {name: names for name, node in states.items() if (names := names_of(node)) is not None}
         local = [name for name, node in states.items() if is_local(node)]
@@ -83,8 +83,8 @@ class Shares:
         """What this rank saves; nothing of it changes afterwards, if the stager copies."""
         mine: dict[str, dict[str, Any]] = {}
         for name, node in states.items():
-            if name in self.spread:
-                mine[name] = {key: part for key, part in node.state_dict().items() if key in self.spread[name]}
+            if name in self.sharded:
+                mine[name] = {key: part for key, part in node.state_dict().items() if key in self.sharded[name]}
             elif self.rank == 0 or name in self.local:
                 mine[name] = node.state_dict()
         tree, tensors = pack(mine)
@@ -93,11 +93,11 @@ class Shares:
 
 
 @attrs.frozen
-class Committer:
+class CommitProtocol:
     """Makes checkpoints. Every rank calls it, in the same order; `group` is used by nobody else meanwhile."""
 
     group: Group
-    shares: Shares
+    shares: ShardPlan
     recipe: ResolvedRecipe
     before: Callable[[], None]
     after: Callable[[Path, Mapping[str, float | None]], None]
@@ -109,11 +109,11 @@ class Committer:
 
         Raises Trouble on every rank if the system fails any of them; what was committed before is untouched.
         """
-        aside = Path(main_in_step(self.group, lambda: str(writing.begin(checkpoint))))
+        aside = Path(run_io_on_rank0(self.group, lambda: str(writing.begin(checkpoint))))
         try:
-            written = in_step(self.group, lambda: self._write(aside, snapshot))
-            main_in_step(self.group, lambda: self._commit(checkpoint, aside, snapshot, written))
-        except Trouble:
+            written = run_io_on_all(self.group, lambda: self._write(aside, snapshot))
+            run_io_on_rank0(self.group, lambda: self._commit(checkpoint, aside, snapshot, written))
+        except SaveIOError:
             if self.shares.rank == 0:
                 _forget(aside)
             raise
@@ -135,7 +135,7 @@ class Committer:
             world_size=self.group.size,
             replicated=self.shares.replicated,
             local=self.shares.local,
-            spread=list(self.shares.spread),
+            spread=list(self.shares.sharded),
             values=snapshot.values,
             files=contents,
         )
@@ -152,6 +152,6 @@ def _forget(aside: Path) -> None:
 
 def _values(step: Step) -> dict[str, float | None]:
     """The numbers that a step left behind; one that was refused has no loss."""
-    numbers = {name: value for name, value in step.values.items() if type(value) in (int, float)}
+    numbers = {name: value for name, value in step.outputs.items() if type(value) in (int, float)}
     values = {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
-    return values | {"loss": None} if step.refused else values
+    return values | {"loss": None} if step.skip_reason else values

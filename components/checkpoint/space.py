@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from drawloom.components.checkpoint.io_errors import size
-from drawloom.components.distributed.rank_errors import on_main
+from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage import durable_files
 from drawloom.graph import UserError
@@ -20,7 +20,7 @@ def check_space(world: Group, checkpoints: Path, sure: int, likely: int) -> None
     next one is written the last one is still there, so it takes room for two.
     """
     totals = [sum(column) for column in zip(*world.gather_json([sure, likely]), strict=True)]
-    on_main(world, lambda: _check(checkpoints, *totals))
+    run_on_rank0(world, lambda: _check(checkpoints, *totals))
 
 
 def _check(checkpoints: Path, sure: int, likely: int) -> None:

@@ -7,7 +7,7 @@ from drawloom.components.ports.distributed import Group
 from drawloom.graph import UserError
 
 
-def together(group: Group, work: Callable[[], Any]) -> list[Any]:
+def run_on_all(group: Group, work: Callable[[], Any]) -> list[Any]:
     """
     What `work` gave on each rank, as JSON carries it, by rank, on every rank.
 
@@ -28,9 +28,9 @@ def together(group: Group, work: Callable[[], Any]) -> list[Any]:
     return [outcome["value"] for outcome in outcomes]
 
 
-def on_main(group: Group, work: Callable[[], Any]) -> Any:
+def run_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
     """What `work` gave on the main rank, the only one that does it, as JSON carries it, on every rank."""
-    return together(group, work if group.rank == 0 else _nothing)[0]
+    return run_on_all(group, work if group.rank == 0 else _nothing)[0]
 
 
 def _nothing() -> None:

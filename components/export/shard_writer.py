@@ -8,12 +8,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.rank_errors import on_main, together
+from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.storage.atomic_folder import Aside, begin
+from drawloom.components.storage.atomic_folder import TempFolder, begin
 from drawloom.components.storage.safetensors.header import CODES, DTYPES
-from drawloom.components.storage.tensor_source import AsType, InMemory, TensorKind, TensorSource
+from drawloom.components.storage.tensor_source import AsType, InMemory, TensorSource, TensorSpec
 from drawloom.components.weights.dtensor_ops import gather, is_sharded
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.save import (
@@ -61,13 +61,13 @@ def write_shares(target: Path, mine: Share, group: Group, max_shard: int, finish
     in its place. UserError on every rank if any fails, if two would write a tensor of one name, or if the target is
     there already; it is untouched then.
     """
-    kinds = together(group, lambda: _told(mine))
+    kinds = run_on_all(group, lambda: _told(mine))
     files = plan_files([_kinds(each) for each in kinds], max_shard)  # the same on every rank
-    asides: list[Aside] = []
+    asides: list[TempFolder] = []
     try:
-        folder = Path(on_main(group, lambda: _begin(target, asides)))
-        together(group, lambda: _write(folder, [file for file in files if file.writer == group.rank], mine))
-        on_main(group, lambda: _commit(asides[0], files, finish))
+        folder = Path(run_on_rank0(group, lambda: _begin(target, asides)))
+        run_on_all(group, lambda: _write(folder, [file for file in files if file.writer == group.rank], mine))
+        run_on_rank0(group, lambda: _commit(asides[0], files, finish))
     finally:
         for aside in asides:
             aside.discard()
@@ -80,11 +80,11 @@ def _told(mine: Share) -> dict[str, Any]:
     return {name: [kind.shape, CODES[kind.dtype]] for name, kind in kinds.items()}
 
 
-def _kinds(told: Mapping[str, Any]) -> dict[str, TensorKind]:
-    return {name: TensorKind(tuple(shape), DTYPES[code]) for name, (shape, code) in told.items()}
+def _kinds(told: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(tuple(shape), DTYPES[code]) for name, (shape, code) in told.items()}
 
 
-def _begin(target: Path, asides: list[Aside]) -> str:
+def _begin(target: Path, asides: list[TempFolder]) -> str:
     asides.append(begin(target))
     return str(asides[0].folder)
 
@@ -98,7 +98,7 @@ def _write(folder: Path, files: list[PlannedFile], mine: Share) -> None:
             pass
 
 
-def _commit(aside: Aside, files: list[PlannedFile], finish: Finish) -> None:
+def _commit(aside: TempFolder, files: list[PlannedFile], finish: Finish) -> None:
     write_index(aside.folder, files)
     finish(aside.folder, files)
     aside.commit()

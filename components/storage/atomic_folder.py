@@ -13,7 +13,7 @@ from drawloom.graph import UserError
 
 
 @attrs.frozen
-class Aside:
+class TempFolder:
     """A folder beside the target, in which everything is written before it takes the target's name."""
 
     target: Path
@@ -30,7 +30,7 @@ class Aside:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def begin(target: Path) -> Aside:
+def begin(target: Path) -> TempFolder:
     """
     A new folder to write into, so near to the target that renaming is one step of the file system.
 
@@ -46,7 +46,7 @@ def begin(target: Path) -> Aside:
             shutil.rmtree(target.parent / name, ignore_errors=True)
     folder = target.parent / f"{start}{secrets.token_hex(4)}"
     folder.mkdir()
-    return Aside(target, folder)
+    return TempFolder(target, folder)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.storage.sha256_stream import Digest
+from drawloom.components.storage.sha256_stream import Sha256Stream
 
 CHUNK = 2**22  # bytes that are read or written at a time
 SMALL = 2**16  # bytes; smaller parts are written together
@@ -36,7 +36,7 @@ def write_file(path: Path, data: bytes) -> Content:
 def write_parts(path: Path, parts: Iterable[memoryview]) -> Content:
     """Write a new file of these parts down to the disk. No part is changed before all are written."""
     size = 0
-    with Digest() as digest:
+    with Sha256Stream() as digest:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             for chunk in _chunks(parts):
@@ -52,7 +52,7 @@ def write_parts(path: Path, parts: Iterable[memoryview]) -> Content:
 class Reading:
     """A file that is read once from its beginning to its end, and digested meanwhile."""
 
-    def __init__(self, path: Path, file: int, digest: Digest) -> None:
+    def __init__(self, path: Path, file: int, digest: Sha256Stream) -> None:
         self.size = os.fstat(file).st_size
         self.done = 0
         self._path = path
@@ -100,7 +100,7 @@ def reading(path: Path) -> Iterator[Reading]:
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise OSError(0, "is no regular file", str(path))
-        with Digest() as digest:
+        with Sha256Stream() as digest:
             yield Reading(path, file, digest)
     finally:
         os.close(file)

@@ -9,7 +9,7 @@ LARGE = 2**18  # bytes of a piece for which it is worth while to start a thread
 AHEAD = 4  # pieces that may wait to be digested
 
 
-class Digest:
+class Sha256Stream:
     """
     Takes pieces in order; from the first large one on a thread of its own digests them, while the disk is busy.
 
@@ -21,7 +21,7 @@ class Digest:
         self._pieces: queue.Queue[memoryview | None] = queue.Queue(AHEAD)
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> "Digest":
+    def __enter__(self) -> "Sha256Stream":
         return self
 
     def __exit__(self, _kind: type | None, _error: BaseException | None, _trace: TracebackType | None) -> None:

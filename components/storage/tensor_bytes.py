@@ -5,16 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.storage.tensor_source import TensorKind
+from drawloom.components.storage.tensor_source import TensorSpec
 
 
-def empty(kind: TensorKind) -> tuple[Tensor, memoryview]:
+def empty(kind: TensorSpec) -> tuple[Tensor, memoryview]:
     """A tensor of unknown numbers on the CPU, and its memory."""
     memory = torch.empty(kind.bytes, dtype=torch.uint8)
     return from_memory(memory, kind), view(memory)
 
 
-def from_memory(memory: Tensor, kind: TensorKind) -> Tensor:
+def from_memory(memory: Tensor, kind: TensorSpec) -> Tensor:
     """Bytes as a tensor, without a copy."""
     return memory.view(kind.dtype).view(kind.shape)
 

@@ -29,7 +29,7 @@ from drawloom.graph import UserError
 
 FORMAT = 1
 MAX_JSON = 256 * 2**20  # bytes
-PATIENCE = 30.0  # seconds; network storage shows old names for three, mostly
+READ_TIMEOUT = 30.0  # seconds; network storage shows old names for three, mostly
 PAUSE = 0.05  # seconds between two looks
 REMEDY = "remove the folder, and begin again"
 
@@ -62,7 +62,7 @@ def read(folder: Path, rank: int, generation: str | None = None) -> Parcel | Non
 
     UserError if it is damaged, or does not show itself for so long that it never will.
     """
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + READ_TIMEOUT
     while True:
         try:
             return _read(folder, rank, generation)

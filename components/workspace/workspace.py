@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drawloom.components.distributed.launch import read_launch
-from drawloom.components.distributed.process_group import OneRank, ProcessGroup
-from drawloom.components.distributed.rank_errors import together
+from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
+from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.ports.distributed import Group
 from drawloom.components.workspace.shared_folder import publish, read, withdraw
 from drawloom.components.workspace.shared_memory import open_shared, shared
@@ -111,10 +111,10 @@ def get_tensors_parallel(tensor: Tensor, ranks: Sequence[int], group: Group | No
 def _gathered(mine: Any, ranks: Sequence[int], group: Group, workspace_path: Path | str | None) -> Iterator[list[Any]]:
     everything: list[Any] = []
     with ExitStack() as lent:
-        told = together(group, lambda: {"ranks": [*ranks], "ticket": _lend(mine, ranks, group, workspace_path, lent)})
+        told = run_on_all(group, lambda: {"ranks": [*ranks], "ticket": _lend(mine, ranks, group, workspace_path, lent)})
         if any(each["ranks"] != [*ranks] for each in told):
             raise UserError(f"ranks were {[each['ranks'] for each in told]} on the ranks of a group; give all the same")
-        together(group, lambda: everything.extend(_collect(mine, told, ranks, group, workspace_path)))
+        run_on_all(group, lambda: everything.extend(_collect(mine, told, ranks, group, workspace_path)))
     with _ending_together(group):
         try:
             yield everything
@@ -156,7 +156,7 @@ def _ending_together(group: Group) -> Iterator[None]:
     except Exception as error:
         failure = error
     try:
-        together(group, _raising(failure))
+        run_on_all(group, _raising(failure))
     except UserError:
         if failure is not None:
             raise failure from None
@@ -177,7 +177,7 @@ def _own_rank() -> int:
 
 def _everyone() -> Group:
     if not (dist.is_available() and dist.is_initialized()):
-        return OneRank()
+        return SingleProcess()
     on_device = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
-    return ProcessGroup("world", range(dist.get_world_size()), dist.group.WORLD, device)
+    return TorchGroup("world", range(dist.get_world_size()), dist.group.WORLD, device)

@@ -12,10 +12,10 @@ from drawloom.graph.component import is_named
 from drawloom.graph.problems import KeyPath, Problem, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.recipe import VARIABLE, Recipe
-from drawloom.graph.registry.registry import Catalogue
+from drawloom.graph.registry.registry import Registry
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.types.describe import describe
-from drawloom.graph.types.port_match import fits, misfits
+from drawloom.graph.types.port_match import implements, mismatches
 
 MOST = 6
 """Candidates for an edge that a message lists."""
@@ -26,7 +26,7 @@ class GraphBuilder:
     """The nodes of a recipe; `incomplete` has the problems of tables that could not become nodes."""
 
     recipe: Recipe
-    catalogue: Catalogue
+    catalogue: Registry
     nodes: dict[str, Node] = attrs.field(factory=dict)
     incomplete: list[Problem] = attrs.field(factory=list)
     _settings: SettingsResolver = attrs.field(init=False)
@@ -195,7 +195,7 @@ class EdgeResolver:
         target = self.nodes[name]
         if not self.fits(target.spec, field):
             ports = " or ".join(port.__name__ for port in field.ports)
-            why = " and ".join(reason for port in field.ports for reason in misfits(target.spec.cls, port)[:2])
+            why = " and ".join(reason for port in field.ports for reason in mismatches(target.spec.cls, port)[:2])
             text = f"{dotted(path)} needs a {ports}, but [{name}] is {target.spec.use!r}: it {why}"
             node.add_problem("DL314", text, "", path)
             return False
@@ -236,14 +236,14 @@ class EdgeResolver:
 
     def fits(self, spec: Spec, field: Field) -> bool:
         """Whether a component implements any of a field's ports."""
-        return any(fits(spec.cls, port) for port in field.ports)
+        return any(implements(spec.cls, port) for port in field.ports)
 
     def report_unnamed(self) -> None:
         """Report inline nodes that implement a port whose nodes need names: saved state is keyed by them."""
         ports = {port for node in self.nodes.values() for field in node.spec.fields.values() for port in field.ports}
         for node in self.nodes.values():
             for port in ports:
-                if node.owner and is_named(port) and fits(node.spec.cls, port):
+                if node.owner and is_named(port) and implements(node.spec.cls, port):
                     why = "whose name is saved with its state, so it can't be written inline"
                     text = f"{node.spec.use!r} is a {port.__name__}, {why}"
                     node.add_problem("DL317", text, f'give it a table of its own and write "@name" in [{node.owner}]')

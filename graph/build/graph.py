@@ -11,8 +11,8 @@ from drawloom.graph.build.node import Edge, Node, NodeView
 from drawloom.graph.component import Flow
 from drawloom.graph.problems import Place, Problem, RecipeError, in_order
 from drawloom.graph.recipe.recipe import Recipe
-from drawloom.graph.registry.registry import Catalogue
-from drawloom.graph.types.port_match import fits
+from drawloom.graph.registry.registry import Registry
+from drawloom.graph.types.port_match import implements
 
 
 @attrs.frozen(eq=False)
@@ -20,13 +20,13 @@ class Graph:
     """Nodes by name, and all problems of the recipe. Immutable: other values make another graph."""
 
     recipe: Recipe
-    catalogue: Catalogue
+    registry: Registry
     nodes: Mapping[str, Node]
     root: str = ""
     problems: tuple[Problem, ...] = ()
 
     @classmethod
-    def of(cls, recipe: Recipe, catalogue: Catalogue, root: str = "") -> "Graph":
+    def of(cls, recipe: Recipe, catalogue: Registry, root: str = "") -> "Graph":
         """Build and check the graph of a recipe. If `root` is given, nodes that it does not need are warnings."""
         builder = GraphBuilder(recipe, catalogue)
         builder.run()
@@ -37,7 +37,7 @@ class Graph:
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Graph":
         """The graph of the same recipe with other values merged over it."""
-        return Graph.of(self.recipe.with_values(data, source), self.catalogue, self.root)
+        return Graph.of(self.recipe.with_values(data, source), self.registry, self.root)
 
     @property
     def errors(self) -> list[Problem]:
@@ -62,7 +62,7 @@ class Graph:
         """The nodes whose edges lead to one node."""
         return [other for other in self.nodes if name in self.needs(other)]
 
-    def uses_of(self, name: str) -> list[tuple[str, list[str]]]:
+    def incoming(self, name: str) -> list[tuple[str, list[str]]]:
         """The nodes that use one node, each with the names of the edges that lead to it."""
         by = {
             user: [key for key, edge in node.edges.items() if name in edge.targets] for user, node in self.nodes.items()
@@ -73,13 +73,13 @@ class Graph:
         """The ports that a node's component implements, of those that some node has edges to."""
         fields = (field for node in self.nodes.values() for field in node.spec.fields.values())
         ports = {port for field in fields for port in field.ports}
-        return {port for port in ports if fits(self.nodes[name].spec.cls, port)}
+        return {port for port in ports if implements(self.nodes[name].spec.cls, port)}
 
-    def fitting(self, port: type) -> list[str]:
+    def implementers(self, port: type) -> list[str]:
         """The nodes whose components implement a port."""
-        return [name for name, node in self.nodes.items() if fits(node.spec.cls, port)]
+        return [name for name, node in self.nodes.items() if implements(node.spec.cls, port)]
 
-    def closure(self, roots: Iterable[str], without: Container[str] = ()) -> list[str]:
+    def topological_order(self, roots: Iterable[str], without: Container[str] = ()) -> list[str]:
         """
         The nodes that `roots` need directly or indirectly, and the roots: each after everything that it needs.
 
@@ -98,7 +98,7 @@ class Graph:
                 stack += [(need, False) for need in reversed(needs) if need not in order]
         return list(order)
 
-    def circle(self) -> list[str]:
+    def find_cycle(self) -> list[str]:
         """A dependency cycle, with its first node repeated at the end; empty if there is none."""
         done: set[str] = set()
         for start in self.nodes:
@@ -124,7 +124,7 @@ class Graph:
         return None
 
     def _check(self) -> Iterator[Problem]:
-        cycle = self.circle()
+        cycle = self.find_cycle()
         if cycle:
             text = "dependency cycle: " + " -> ".join(cycle)
             yield Problem("DL320", text, "remove one of these edges", cycle[0], self._place_of_edge(*cycle[:2]))
@@ -155,7 +155,7 @@ class Graph:
             text, place = f"there is no node [{self.root}], so there is nothing to run", Place(self.recipe.source)
             yield Problem("DL321", text, f"write [{self.root}]", place=place)
         elif complete:  # otherwise an edge may be missing because of another problem
-            needed = set(self.closure([self.root]))
+            needed = set(self.topological_order([self.root]))
             for name, node in self.nodes.items():
                 if name not in needed and not node.owner:
                     text = f"nothing that [{self.root}] needs leads to this node, so it will not be built"

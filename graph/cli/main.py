@@ -9,16 +9,16 @@ from itertools import islice
 from typing import Any
 
 from drawloom.graph.cli.commands import COMMANDS, FINE, INTERRUPTED, say
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import Problem, RecipeError, UserError
 
 OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)+=")
 FLAG = re.compile(r"--[\w-]+(\.[\w-]+)+(=|$)")
 
 
-def main(arguments: Sequence[str] | None = None, workshop: Workshop | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, workshop: Project | None = None) -> int:
     """Run one command; returns its exit code."""
-    workshop = workshop or Workshop.of("drawloom")
+    workshop = workshop or Project.of("drawloom")
     rest, words = split_words(sys.argv[1:] if arguments is None else arguments)
     options = _parser(workshop, rest).parse_args(rest)
     options.words = words
@@ -55,24 +55,24 @@ def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, words
 
 
-def _parser(workshop: Workshop, arguments: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(workshop: Project, arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="drawloom", description="Weave training runs from components, by recipe.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (function, summary, add) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         add(command)
         command.set_defaults(main=function)
-    for name in sorted(path.stem for path in (workshop.catalogue.folder / "commands").glob("[a-z]*.py")):
+    for name in sorted(path.stem for path in (workshop.registry.folder / "commands").glob("[a-z]*.py")):
         _add_module(commands, workshop, name, imported=bool(arguments) and name.replace("_", "-") == arguments[0])
     return parser
 
 
-def _add_module(commands: Any, workshop: Workshop, name: str, *, imported: bool) -> None:
+def _add_module(commands: Any, workshop: Project, name: str, *, imported: bool) -> None:
     """Add a command of the package; its module is imported only if it is the command that is called."""
-    path = workshop.catalogue.folder / "commands" / f"{name}.py"
+    path = workshop.registry.folder / "commands" / f"{name}.py"
     summary = path.read_text("utf-8").partition('"""')[2].partition('"""')[0].strip().partition("\n")[0]
     command = commands.add_parser(name.replace("_", "-"), help=summary, description=summary, allow_abbrev=False)
     if imported:
-        module = importlib.import_module(f"{workshop.catalogue.package}.commands.{name}")
+        module = importlib.import_module(f"{workshop.registry.package}.commands.{name}")
         module.add_arguments(command)
         command.set_defaults(main=module.main)

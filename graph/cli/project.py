@@ -14,37 +14,37 @@ from drawloom.graph.problems import COMMAND_LINE, Problem, RecipeError, UserErro
 from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.loading import RecipeFolder, read_layers
 from drawloom.graph.recipe.recipe import Recipe, merge
-from drawloom.graph.registry.registry import Catalogue
+from drawloom.graph.registry.registry import Registry
 from drawloom.graph.runtime.container import Container
 
 
 @attrs.frozen
-class Workshop:
+class Project:
     """A catalogue of components, a folder of recipes, and the name of the node that a run is built for."""
 
-    catalogue: Catalogue
+    registry: Registry
     recipes: Path
     root: str = "trainer"
 
     @classmethod
-    def of(cls, package: str) -> "Workshop":
+    def of(cls, package: str) -> "Project":
         """The workshop of a package that holds the folders `components` and `recipes`."""
-        catalogue = Catalogue.of(f"{package}.components")
+        catalogue = Registry.of(f"{package}.components")
         return cls(catalogue, catalogue.folder.parent / "recipes")
 
-    def importing(self, packages: Sequence[str]) -> "Workshop":
+    def importing(self, packages: Sequence[str]) -> "Project":
         """
         A workshop that also knows the components of these packages, which `--import` names on the command line.
 
         Raises UserError if a package does not exist.
         """
-        catalogue = self.catalogue
+        catalogue = self.registry
         for package in packages:
             try:
                 catalogue = catalogue.with_package(package)
             except (LookupError, ImportError, ValueError) as error:
                 raise UserError(f"--import {package}: {error}", exit_code=2) from error
-        return attrs.evolve(self, catalogue=catalogue)
+        return attrs.evolve(self, registry=catalogue)
 
     def load(self, recipe: str, overlays: Sequence[str] = (), words: Sequence[str] = ()) -> Recipe:
         """
@@ -67,7 +67,7 @@ class Workshop:
 
     def graph(self, recipe: Recipe, root: str | None = None) -> Graph:
         """The checked graph of a recipe, with its problems."""
-        return Graph.of(recipe, self.catalogue, self.root if root is None else root)
+        return Graph.of(recipe, self.registry, self.root if root is None else root)
 
     def container(
         self, graph: Graph, *roots: str, accept_changes: bool = False, given: Mapping[str, Any] | None = None

@@ -35,7 +35,7 @@ class Arrow:
 
 
 @attrs.frozen
-class Picture:
+class Diagram:
     """Boxes in reading order, arrows, sequences that keep their order, and the box that the picture is about."""
 
     title: str
@@ -64,13 +64,13 @@ def boxes(graph: Graph, names: Iterable[str]) -> tuple[Box, ...]:
     return tuple(Box(name, graph.nodes[name].spec.use) for name in names)
 
 
-def wiring(graph: Graph, title: str, root: str, focus: str = "") -> Picture:
+def wiring(graph: Graph, title: str, root: str, focus: str = "") -> Diagram:
     """Everything that `root` needs; with a `focus`, all that it needs and who uses it. The graph has no circle."""
     users = graph.users(focus) if focus else []
     below = _walk(graph, focus or root)
     leads = [(user, focus) for user in users] + [(name, need) for name in below for need in graph.needs(name)]
     arrows = tuple(Arrow(source, target, _fields(graph, source, target)) for source, target in leads)
-    return Picture(title, boxes(graph, [*users, *below]), arrows, tuple(_sequences(graph, below)), focus)
+    return Diagram(title, boxes(graph, [*users, *below]), arrows, tuple(_sequences(graph, below)), focus)
 
 
 def _walk(graph: Graph, root: str) -> list[str]:
@@ -119,7 +119,7 @@ class Step:
     members: tuple[Box, ...]
     threads: tuple[Thread, ...]
 
-    def picture(self) -> Picture:
+    def picture(self) -> Diagram:
         """An arrow from each member to those that take what it has written or changed."""
         values: dict[tuple[str, str], list[str]] = {}
         for thread in self.threads:
@@ -130,7 +130,7 @@ class Step:
                     values.setdefault((last, name), []).append(thread.value)
                 last = last if verb == "reads" else name
         arrows = tuple(Arrow(*ends, tuple(labels)) for ends, labels in values.items())
-        return Picture(self.title, self.members, arrows)
+        return Diagram(self.title, self.members, arrows)
 
 
 def step_of(graph: Graph, title: str, name: str) -> Step:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.drawing.diagram import Picture, Step, step_of, wiring
+from drawloom.graph.drawing.diagram import Diagram, Step, step_of, wiring
 from drawloom.graph.drawing.svg import colours, draw_step, draw_wiring
 from drawloom.graph.problems import UserError, did_you_mean
 
@@ -56,7 +56,7 @@ ENTITIES = str.maketrans(
 """Characters that end a label or are markup, as entities of Mermaid."""
 
 
-def draw_mermaid(picture: Picture) -> str:
+def draw_mermaid(picture: Diagram) -> str:
     """A flowchart from left to right; nodes are numbered, since names such as `end` are keywords of Mermaid."""
     numbers = {box.name: f"n{number}" for number, box in enumerate(picture.boxes)}
     lines = ["flowchart LR"]
@@ -75,7 +75,7 @@ def _safe(text: str) -> str:
 ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
-def draw_dot(picture: Picture) -> str:
+def draw_dot(picture: Diagram) -> str:
     """A directed graph from left to right, boxes in the colours of their subjects."""
     fills = colours(picture.subjects)
     lines = [
@@ -97,7 +97,7 @@ def _quoted(text: str) -> str:
     return f'"{text.translate(ESCAPES)}"'
 
 
-PICTURES: dict[Format, Callable[[Picture], str]] = {"mermaid": draw_mermaid, "dot": draw_dot, "svg": draw_wiring}
+PICTURES: dict[Format, Callable[[Diagram], str]] = {"mermaid": draw_mermaid, "dot": draw_dot, "svg": draw_wiring}
 
 
 def draw(graph: Graph, title: str, root: str, format: Format = "tree", focus: str = "", *, step: bool = False) -> str:
@@ -125,5 +125,5 @@ def _draw_step(graph: Graph, title: str, name: str, format: Format) -> str:
 
 
 def _tree(graph: Graph, root: str, focus: str) -> str:
-    used = [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.uses_of(focus)] if focus else []
+    used = [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.incoming(focus)] if focus else []
     return "\n".join([*used, draw_tree(graph, root)]) + "\n"

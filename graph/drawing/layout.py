@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import attrs
 
-from drawloom.graph.drawing.diagram import Box, Picture
+from drawloom.graph.drawing.diagram import Box, Diagram
 
 SWEEPS = 12
 
@@ -201,7 +201,7 @@ class Placed:
         return self.xs[stop.column] + self.widths[stop.column], self.ys[stop]
 
 
-def place(picture: Picture) -> Placed:
+def place(picture: Diagram) -> Placed:
     """A place for each box and bend, so that nothing overlaps and arrows are as straight as they can be."""
     arrows = [(arrow.source, arrow.target) for arrow in picture.arrows]
     layering = layer([box.name for box in picture.boxes], arrows, picture.sequences)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import attrs
 
-from drawloom.graph.drawing.diagram import Arrow, Box, Picture, Step, Thread
+from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, Step, Thread
 from drawloom.graph.drawing.layout import (
     BOX,
     CAPTION,
@@ -91,7 +91,7 @@ Label = tuple[str, str, float, float, str]
 """Words, the box whose arrow they are about, x, y, and to which side of that they stand."""
 
 
-def draw_wiring(picture: Picture) -> str:
+def draw_wiring(picture: Diagram) -> str:
     """An SVG document."""
     placed = place(picture)
     return document(picture.title, placed.width, placed.height, _WiringDrawing(picture, placed).lines())
@@ -101,7 +101,7 @@ def draw_wiring(picture: Picture) -> str:
 class _WiringDrawing:
     """A picture whose parts have their places."""
 
-    picture: Picture
+    picture: Diagram
     placed: Placed
     colours: Mapping[str, Colour] = attrs.field(init=False)
     stops: Mapping[str, Stop] = attrs.field(init=False)

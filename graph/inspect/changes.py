@@ -137,7 +137,7 @@ class _Comparison:
     def _weight(self, names: Iterable[str]) -> Change:
         """The weight of adding, removing or swapping nodes: the greatest of their components."""
         uses = [str(side[name]["use"]) for name in names for side in (self.old, self.new) if name in side]
-        found = [self.graph.catalogue.find(use) for use in uses]
+        found = [self.graph.registry.find(use) for use in uses]
         weights = [spec.traits.change for spec in found if not isinstance(spec, Problem)]
         heaviest: Change = max(weights, key=WEIGHTS.index, default="semantic")
         return heaviest if len(weights) == len(found) else "semantic"
@@ -175,7 +175,7 @@ def diff(old: Recipe, new: Graph) -> list[RecipeChange]:
     new.or_error()
     if old.is_resolved:
         return changes(serialize_recipe(old), new)
-    graph = Graph.of(old, new.catalogue).or_error()
+    graph = Graph.of(old, new.registry).or_error()
     cosmetic = [] if new.recipe.is_resolved else list(_cosmetic(graph, new))
     return changes(serialize_graph(graph), new) + cosmetic
 

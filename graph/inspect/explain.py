@@ -55,7 +55,7 @@ def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
     yield from _section("edges", [_edge_line(graph, node, f) for f in fields if f.is_edge])
     yield from _section("filled in", [_filled_line(graph, f, root) for f in fields if f.kind in ("every", "recipe")])
     yield from _section("notes", [*_notes(graph, node)])
-    used = [f"[{user}] {', '.join(keys)}" for user, keys in graph.uses_of(node.name)]
+    used = [f"[{user}] {', '.join(keys)}" for user, keys in graph.incoming(node.name)]
     yield from _section("used by", used or ["no node"])
     yield from _section("place", [*place_in_order(graph, node.name, root), *places_in_sequences(graph, node.name)])
 
@@ -90,7 +90,7 @@ def _edge_line(graph: Graph, node: Node, field: Field) -> str:
 def _filled_line(graph: Graph, field: Field, root: str) -> str:
     if field.kind == "recipe":
         return f"{field.name}: the resolved recipe"
-    fitting = [f"[{name}]" for name in graph.closure([root]) if graph.provides(name) & set(field.ports)]
+    fitting = [f"[{name}]" for name in graph.topological_order([root]) if graph.provides(name) & set(field.ports)]
     return f"{field.name}: every {' or '.join(port.__name__ for port in field.ports)}: {', '.join(fitting) or 'none'}"
 
 
@@ -156,7 +156,7 @@ def needed_ports(graph: Graph) -> list[type]:
 
 def place_in_order(graph: Graph, name: str, root: str) -> Iterator[str]:
     """The position of a node in the order of building."""
-    order = graph.closure([root])
+    order = graph.topological_order([root])
     if name not in order:
         yield f"not built: nothing that [{root}] needs leads to it"
         return
@@ -166,7 +166,7 @@ def place_in_order(graph: Graph, name: str, root: str) -> Iterator[str]:
 
 def places_in_sequences(graph: Graph, name: str) -> Iterator[str]:
     """The position of a node in each sequence that it is a member of, and the values that pass through it."""
-    for user, keys in graph.uses_of(name):
+    for user, keys in graph.incoming(name):
         for key in keys:
             if graph.nodes[user].spec.fields[key].kind == "ordered":
                 yield from _in_sequence(graph, name, graph.nodes[user].edges[key].targets, f"[{user}] {key}")

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.problems import Problem, UserError, did_you_mean
-from drawloom.graph.registry.registry import Catalogue, distribution
+from drawloom.graph.registry.registry import Registry, distribution
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.toml.emit import dumps
 from drawloom.graph.types.describe import describe_type
 
 
-def list_components(catalogue: Catalogue, subject: str = "") -> str:
+def list_components(catalogue: Registry, subject: str = "") -> str:
     """All components in one line each, or those of a subject with their settings and edges."""
     names = [name for name in catalogue.names() if not subject or f"{name}.".startswith(f"{subject}.")]
     if not names:
@@ -22,7 +22,7 @@ def list_components(catalogue: Catalogue, subject: str = "") -> str:
     return "\n".join(f"{name:{width}}  {_short(catalogue.find(name))}" for name in names)
 
 
-def list_plugins(catalogue: Catalogue) -> str:
+def list_plugins(catalogue: Registry) -> str:
     """The components of installed distributions, one a line; names that two distributions use are marked."""
     entries = catalogue.installed.entries
     if not entries:
@@ -38,7 +38,8 @@ def _short(found: Spec | Problem) -> str:
 
 
 def _long(name: str, found: Spec | Problem) -> Iterator[str]:
-    yield f"{name}: {_short(found)}{f' ({found.brought_by})' if isinstance(found, Spec) and found.brought_by else ''}"
+    origin = f" ({found.distribution})" if isinstance(found, Spec) and found.distribution else ""
+    yield f"{name}: {_short(found)}{origin}"
     if isinstance(found, Spec):
         yield from _fields(found)
 

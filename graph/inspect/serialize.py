@@ -117,8 +117,8 @@ def provenance(graph: Graph, node: Node, key: str) -> str:
     if item is None:
         edge = node.edges.get(key)
         return f"the only {node.spec.fields[key].target}" if edge and not edge.written else "default"
-    if key == "use" and node.spec.brought_by:
-        return f"{node.spec.brought_by}; {item.label}"
+    if key == "use" and node.spec.distribution:
+        return f"{node.spec.distribution}; {item.label}"
     if isinstance(item, Leaf):
         return _leaf_provenance(graph, item)
     first_of_layer = {id(leaf.layer): leaf for leaf in reversed([*leaves(item)])}

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph.problems import KeyPath, Place
-from drawloom.graph.toml.positions import Places
+from drawloom.graph.toml.positions import SourceMap
 
 
 @attrs.define(eq=False)
@@ -21,7 +21,7 @@ class Layer:
     data: dict[str, Any]
     text: str | None = None
     label: str = attrs.field(default=attrs.Factory(lambda self: self.source, takes_self=True))
-    _places: Places | None = attrs.field(default=None, init=False)
+    _places: SourceMap | None = attrs.field(default=None, init=False)
 
     def key(self, path: KeyPath) -> Place:
         """The position of the key of a value."""
@@ -31,11 +31,11 @@ class Layer:
         """The position of a value, or of the innermost table or array around it that has one."""
         return self._place(path, lambda places: places.value(path))
 
-    def _place(self, path: KeyPath, find: "Callable[[Places], Any]") -> Place:
+    def _place(self, path: KeyPath, find: "Callable[[SourceMap], Any]") -> Place:
         if self.text is None:
             return Place(self.source)
         if self._places is None:
-            self._places = Places(self.text)
+            self._places = SourceMap(self.text)
         span = find(self._places) or self._places.nearest(path)
         return Place(self.source, *self._places.position(span.start))
 

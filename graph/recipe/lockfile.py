@@ -11,7 +11,7 @@ from drawloom.graph.component import Change
 LOCK = "recipe.lock.toml"
 """The file in a run folder, and in each checkpoint, that holds the resolved recipe of the run."""
 
-Weight = Change | Literal["cosmetic"]
+Impact = Change | Literal["cosmetic"]
 """What a difference means for a run that resumes; a cosmetic one is only in how a recipe is written."""
 
 
@@ -27,7 +27,7 @@ class RecipeChange:
     key: str
     old: str
     new: str
-    kind: Weight
+    kind: Impact
     edge: bool = False
 
     def __str__(self) -> str:

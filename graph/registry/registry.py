@@ -128,7 +128,7 @@ def distribution(entry: EntryPoint) -> str:
 
 
 @attrs.define
-class Catalogue:
+class Registry:
     """
     The components of a package, of installed distributions that declare some for it, and of extra packages.
 
@@ -137,21 +137,21 @@ class Catalogue:
 
     own: PackageSource
     installed: EntryPointSource
-    beside: tuple[PackageSource, ...] = ()
+    extra: tuple[PackageSource, ...] = ()
     _specs: dict[str, Spec | Problem] = attrs.field(factory=dict, init=False)
 
     @classmethod
-    def of(cls, package: str) -> "Catalogue":
+    def of(cls, package: str) -> "Registry":
         """The catalogue of a package, which is not imported."""
         return cls(PackageSource.of(package), EntryPointSource(package))
 
-    def with_package(self, package: str) -> "Catalogue":
+    def with_package(self, package: str) -> "Registry":
         """
         This catalogue with the components of another package, named by their whole dotted path.
 
         Raises LookupError if there is no such package.
         """
-        return Catalogue(self.own, self.installed, (*self.beside, PackageSource.of(package, f"{package}.")))
+        return Registry(self.own, self.installed, (*self.extra, PackageSource.of(package, f"{package}.")))
 
     @property
     def package(self) -> str:
@@ -164,7 +164,7 @@ class Catalogue:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return (self.own, self.installed, *self.beside)
+        return (self.own, self.installed, *self.extra)
 
     def names(self) -> list[str]:
         """The names of all components, found without importing any."""

@@ -15,7 +15,7 @@ from drawloom.graph.component import Every, Ordered
 from drawloom.graph.problems import UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.registry.spec import Field
-from drawloom.graph.types.port_match import fits, misfits
+from drawloom.graph.types.port_match import implements, mismatches
 
 Stage = Literal["build", "open", "close"]
 
@@ -132,7 +132,7 @@ class Container(Mapping[str, Any]):
         """Construct every needed node once, dependencies first; then fill the `Every` fields."""
         self._check_given()
         self._objects = {}
-        for name in self.graph.closure(self.roots, without=self.given):
+        for name in self.graph.topological_order(self.roots, without=self.given):
             if name in self.given:
                 self._objects[name] = self.given[name]
             else:
@@ -144,11 +144,11 @@ class Container(Mapping[str, Any]):
         for name, item in self.given.items():
             if name not in self.graph.nodes:
                 raise ValueError(f"there is no node {name!r} to give; {did_you_mean(name, self.graph.nodes)}")
-            for user, keys in self.graph.uses_of(name):
+            for user, keys in self.graph.incoming(name):
                 for key in keys:
                     ports = self.graph.nodes[user].spec.fields[key].ports
                     if not _fits(type(item), ports):
-                        why = " and ".join(reason for port in ports for reason in misfits(type(item), port))
+                        why = " and ".join(reason for port in ports for reason in mismatches(type(item), port))
                         raise TypeError(f"the object given for [{name}] does not implement [{user}] {key}: it {why}")
 
     def _construct(self, node: Node) -> Any:
@@ -226,4 +226,4 @@ class Container(Mapping[str, Any]):
 
 
 def _fits(cls: type, ports: Iterable[type]) -> bool:
-    return any(fits(cls, port) for port in ports)
+    return any(implements(cls, port) for port in ports)

@@ -8,7 +8,7 @@ import attrs
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Node, NodeView
 from drawloom.graph.build.settings import SettingsResolver
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.component import Every, Ordered
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.problems import Problem, RecipeError
@@ -16,7 +16,7 @@ from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.recipe.recipe import Recipe as PlainRecipe
 from drawloom.graph.registry.spec import Field, Spec, read_spec
 from drawloom.graph.runtime.container import Container
-from drawloom.graph.types.port_match import misfits
+from drawloom.graph.types.port_match import mismatches
 from drawloom.graph.types.structure import Values
 
 UNSAVED = ResolvedRecipe("format = 1\n", "")
@@ -46,7 +46,7 @@ def build(component: str | type, /, *, package: str = "drawloom", **values: Any)
 def _spec(component: str | type, package: str) -> Spec:
     if isinstance(component, type):
         return read_spec(component.__name__, component)
-    found = Workshop.of(package).catalogue.find(component)
+    found = Project.of(package).registry.find(component)
     if isinstance(found, Problem):
         raise RecipeError([found])
     return found
@@ -76,8 +76,8 @@ def _edge_problems(spec: Spec, objects: Mapping[str, Any]) -> Iterator[Problem]:
             text = f"{spec.use!r} needs {' or '.join(port.__name__ for port in field.ports)} for {field.name!r}"
             yield Problem("DL315", text, f"give {field.name}=fake({field.ports[0].__name__})", spec.use)
         for item in _members(field, objects.get(field.name)):
-            if field.is_edge and all(misfits(type(item), port) for port in field.ports):
-                why = " and ".join(reason for port in field.ports for reason in misfits(type(item), port)[:2])
+            if field.is_edge and all(mismatches(type(item), port) for port in field.ports):
+                why = " and ".join(reason for port in field.ports for reason in mismatches(type(item), port)[:2])
                 ports = " or ".join(port.__name__ for port in field.ports)
                 yield Problem("DL314", f"{field.name} needs {ports}, but {type(item).__name__} {why}", "", spec.use)
 
@@ -126,18 +126,18 @@ class Recipe:
     """A checked recipe of which a test opens a part. Immutable: other values make another recipe."""
 
     graph: Graph
-    workshop: Workshop
+    workshop: Project
 
     @classmethod
     def load(cls, name: str, *, overlays: Sequence[str] = (), package: str = "drawloom") -> "Recipe":
         """A recipe by path or shipped name. Raises RecipeError if it can't be read."""
-        workshop = Workshop.of(package)
+        workshop = Project.of(package)
         return cls(workshop.graph(workshop.load(name, overlays), root=""), workshop)
 
     @classmethod
     def of(cls, data: Mapping[str, Any], *, package: str = "drawloom") -> "Recipe":
         """A recipe from values as tomli returns them."""
-        workshop = Workshop.of(package)
+        workshop = Project.of(package)
         return cls(workshop.graph(PlainRecipe.of(data, "test"), root=""), workshop)
 
     def with_values(self, data: Mapping[str, Any]) -> "Recipe":

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import attrs
 
 from drawloom.graph.testing.build import build
-from drawloom.graph.types.port_match import members, misfits
+from drawloom.graph.types.port_match import members, mismatches
 
 NOTHING: dict[Any, Callable[[], Any]] = {int: int, float: float, str: str, bool: bool, bytes: bytes, list: list}
 NOTHING |= {dict: dict, tuple: tuple, Mapping: dict, set: set}
@@ -143,7 +143,7 @@ def check_port(implementation: str | type | Callable[[], Any], port: type, /, **
         with ExitStack() as stack:
             instances = [_instance(implementation, values, stack) for _ in inspect.signature(holds).parameters]
             for instance in instances:
-                reasons = misfits(type(instance), port)
+                reasons = mismatches(type(instance), port)
                 expect(not reasons, f"{type(instance).__name__} is no {port.__name__}: it {' and '.join(reasons)}")
             try:
                 holds(*instances)

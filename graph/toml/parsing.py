@@ -9,7 +9,7 @@ from typing import Any
 import tomli
 
 from drawloom.graph.problems import KeyPath, Place, Problem, RecipeError
-from drawloom.graph.toml.positions import Places
+from drawloom.graph.toml.positions import SourceMap
 
 LARGEST = 1 << 20
 """Bytes of a recipe file; one that is larger is no recipe."""
@@ -142,7 +142,7 @@ def _twice(text: str, error: tomli.TOMLDecodeError) -> tuple[str, int, str] | No
     start = text.rfind("\n", 0, error.pos) + 1
     before, line = text[:start], text[start:].partition("\n")[0]
     path: KeyPath = next(_paths(line, before), ())
-    places = Places(before)
+    places = SourceMap(before)
     first = places.key(path) or places.value(path) if path else None
     if first is None:
         return None

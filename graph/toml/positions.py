@@ -11,14 +11,14 @@ import tomli
 from drawloom.graph.problems import KeyPath
 
 
-class Span(NamedTuple):
+class SourceRange(NamedTuple):
     """The half-open range [start, end) of a text, in code points from 0."""
 
     start: int
     end: int
 
 
-class Places:
+class SourceMap:
     """
     The positions in a text that tomli (2.4 or newer: TOML 1.1) has accepted; the text is indexed at the first lookup.
 
@@ -28,19 +28,19 @@ class Places:
     def __init__(self, text: str) -> None:
         self._text = text
 
-    def key(self, path: KeyPath) -> Span | None:
+    def key(self, path: KeyPath) -> SourceRange | None:
         """The last key of a path: in its `[header]`, or where it first appears. None for an index, which has no key."""
         entry, known = self._find(path)
-        return Span(*entry[0]) if entry[0] and known == len(path) else None
+        return SourceRange(*entry[0]) if entry[0] and known == len(path) else None
 
-    def value(self, path: KeyPath) -> Span | None:
+    def value(self, path: KeyPath) -> SourceRange | None:
         """The value at a path: for a table its `[header]` or, without a header, the key that implies it."""
         entry, known = self._find(path)
-        return Span(*entry[1]) if known == len(path) else None
+        return SourceRange(*entry[1]) if known == len(path) else None
 
-    def nearest(self, path: KeyPath) -> Span:
+    def nearest(self, path: KeyPath) -> SourceRange:
         """The value at the longest prefix of a path that is in the text; for none, the whole text."""
-        return Span(*self._find(path)[0][1])
+        return SourceRange(*self._find(path)[0][1])
 
     def position(self, offset: int) -> tuple[int, int]:
         """Line and column of an offset, both from 1; the column counts code points."""

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from drawloom.components.checkpoint import commit as writing
-from drawloom.components.checkpoint.checkpointer import CheckpointFolder
+from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.checkpoint.manifest import MANIFEST, Manifest
-from drawloom.components.checkpoint.snapshot import Committer, Snapshot
+from drawloom.components.checkpoint.snapshot import CommitProtocol, Snapshot
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.run.randomness import ProcessRandomness
 from drawloom.components.storage import durable_files
@@ -54,14 +54,14 @@ def no_rename() -> None:
 
 def rotate_before_commit() -> None:
     """Room is made for a checkpoint before it is there."""
-    commit = Committer.commit
+    commit = CommitProtocol.commit
 
-    def early(committer: Committer, checkpoint: Path, snapshot: Snapshot) -> None:
+    def early(committer: CommitProtocol, checkpoint: Path, snapshot: Snapshot) -> None:
         if committer.shares.rank == 0:
             writing.discard(sorted(checkpoint.parent.glob("step-*")))
         commit(committer, checkpoint, snapshot)
 
-    put(Committer, "commit", early)
+    put(CommitProtocol, "commit", early)
 
 
 def manifest_first() -> None:
@@ -96,10 +96,10 @@ def no_randomness() -> None:
 def no_waiting_for_copies() -> None:
     """The weights change while they are copied."""
 
-    def nothing(self: CheckpointFolder) -> None:
+    def nothing(self: Checkpointer) -> None:
         return
 
-    put(CheckpointFolder, "staged", nothing)
+    put(Checkpointer, "staged", nothing)
 
 
 def nothing() -> None:

@@ -38,7 +38,7 @@ class Copy:
         self.target.copy_(self.source, non_blocking=non_blocking)
 
 
-def with_room(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -> tuple[dict[str, Any], list[Copy]]:
+def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -> tuple[dict[str, Any], list[Copy]]:
     """
     A state like this one with new tensors on the CPU, dense unless they are tied, and what to copy into them.
 
@@ -46,7 +46,7 @@ def with_room(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -> 
     or, without `type_check`, copied as Python copies objects.
     """
     tensors: list[Tensor] = []
-    copied = _each(state, (), lambda tensor: _Place(_collect(tensors, tensor)), type_check)
+    copied = _each(state, (), lambda tensor: _TensorSlot(_collect(tensors, tensor)), type_check)
     staged, copies = _stage(tensors, pool)
     return _fill(copied, staged), copies
 
@@ -57,7 +57,7 @@ def _collect(tensors: list[Tensor], tensor: Tensor) -> int:
 
 
 @attrs.frozen
-class _Place:
+class _TensorSlot:
     """Stands where a tensor will be."""
 
     number: int
@@ -74,7 +74,7 @@ class _Wrapper:
     stride: tuple[int, ...]
 
 
-def _each(value: Any, path: tuple[str, ...], leaf: Callable[[Tensor], _Place], type_check: bool) -> Any:
+def _each(value: Any, path: tuple[str, ...], leaf: Callable[[Tensor], _TensorSlot], type_check: bool) -> Any:
     if isinstance(value, Tensor):
         return _tensor(value, path, leaf)
     if isinstance(value, dict):
@@ -88,7 +88,7 @@ def _each(value: Any, path: tuple[str, ...], leaf: Callable[[Tensor], _Place], t
     return copy.deepcopy(value)
 
 
-def _tensor(tensor: Tensor, path: tuple[str, ...], leaf: Callable[[Tensor], _Place]) -> Any:
+def _tensor(tensor: Tensor, path: tuple[str, ...], leaf: Callable[[Tensor], _TensorSlot]) -> Any:
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         found = {name: getattr(tensor, name) for name in names}
@@ -100,7 +100,7 @@ def _tensor(tensor: Tensor, path: tuple[str, ...], leaf: Callable[[Tensor], _Pla
 
 
 def _fill(value: Any, staged: list[Tensor]) -> Any:
-    if isinstance(value, _Place):
+    if isinstance(value, _TensorSlot):
         return staged[value.number]
     if isinstance(value, _Wrapper):
         parts = {name: _fill(part, staged) for name, part in value.parts.items()}
@@ -114,7 +114,7 @@ def _fill(value: Any, staged: list[Tensor]) -> Any:
 
 
 @attrs.define
-class _Stretch:
+class _StorageRange:
     """Bytes of a storage, from `start` to `end`, and the tensors that lie there, by their numbers."""
 
     start: int
@@ -142,9 +142,9 @@ def _stage(tensors: list[Tensor], pool: Pool) -> tuple[list[Tensor], list[Copy]]
     return staged, copies
 
 
-def _plan(tensors: list[Tensor]) -> tuple[list[_Stretch], list[list[int]]]:
+def _plan(tensors: list[Tensor]) -> tuple[list[_StorageRange], list[list[int]]]:
     """Stretches that are copied as a whole, and groups of equal tensors of which one is copied by itself."""
-    whole: list[_Stretch] = []
+    whole: list[_StorageRange] = []
     single: list[list[int]] = []
     for stretch in _stretches(tensors):
         groups = _equal(stretch.members, tensors)
@@ -155,14 +155,14 @@ def _plan(tensors: list[Tensor]) -> tuple[list[_Stretch], list[list[int]]]:
     return whole, single
 
 
-def _stretches(tensors: list[Tensor]) -> Iterator[_Stretch]:
+def _stretches(tensors: list[Tensor]) -> Iterator[_StorageRange]:
     by_storage: dict[tuple[str, int], list[int]] = {}
     for number, tensor in enumerate(tensors):
         if tensor.numel():
             key = str(tensor.device), tensor.untyped_storage().data_ptr()
             by_storage.setdefault(key, []).append(number)
     for numbers in by_storage.values():
-        yield from _merged(_Stretch(*_extent(tensors[number]), [number]) for number in numbers)
+        yield from _merged(_StorageRange(*_extent(tensors[number]), [number]) for number in numbers)
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
@@ -172,7 +172,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     return start // WIDEST * WIDEST, start + int(last + 1) * tensor.itemsize
 
 
-def _merged(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
+def _merged(stretches: Iterable[_StorageRange]) -> Iterator[_StorageRange]:
     ordered = sorted(stretches, key=lambda each: (each.start, each.end))
     last = ordered[0]
     for each in ordered[1:]:
@@ -193,13 +193,13 @@ def _equal(numbers: list[int], tensors: list[Tensor]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _bytes(tensor: Tensor, stretch: _Stretch) -> Tensor:
+def _bytes(tensor: Tensor, stretch: _StorageRange) -> Tensor:
     """A stretch of a tensor's storage."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(tensor.untyped_storage(), stretch.start, (stretch.end - stretch.start,), (1,))
 
 
-def _inside(tensor: Tensor, stretch: _Stretch, copied: Tensor) -> Tensor:
+def _inside(tensor: Tensor, stretch: _StorageRange, copied: Tensor) -> Tensor:
     """Where a tensor lies in the copy of its stretch."""
     offset = (tensor.storage_offset() * tensor.itemsize - stretch.start) // tensor.itemsize
     like = torch.empty(0, dtype=tensor.dtype)

@@ -43,7 +43,7 @@ class Lease:
         start, self._end = self._end, self._end + aligned(size)
         exported = memoryview(self._buffer.memory)[start : start + size]
         self._pool.hold(self._buffer)
-        weakref.finalize(exported, self._pool.let_go, self._buffer).atexit = False
+        weakref.finalize(exported, self._pool.release, self._buffer).atexit = False
         return torch.frombuffer(exported, dtype=torch.uint8)
 
     def __enter__(self) -> "Lease":
@@ -51,7 +51,7 @@ class Lease:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.let_go(self._buffer)
+        self._pool.release(self._buffer)
 
 
 class Pool:
@@ -85,7 +85,7 @@ class Pool:
         with self._lock:
             buffer.holders += 1
 
-    def let_go(self, buffer: Buffer) -> None:
+    def release(self, buffer: Buffer) -> None:
         """Count one tensor less."""
         with self._lock:
             buffer.holders -= 1

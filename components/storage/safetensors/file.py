@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 from torch import Tensor
 
-from drawloom.components.storage.format_names import listed
+from drawloom.components.storage.format_names import format_names
 from drawloom.components.storage.safetensors.header import (
     BadHeader,
     Entry,
@@ -18,7 +18,7 @@ from drawloom.components.storage.safetensors.header import (
     parse_header,
 )
 from drawloom.components.storage.tensor_bytes import bytes_of, from_memory, view
-from drawloom.components.storage.tensor_source import TensorKind
+from drawloom.components.storage.tensor_source import TensorSpec
 
 
 @attrs.define
@@ -33,7 +33,7 @@ class SafetensorsWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one of the tensors; ValueError if it is not as it was announced."""
         entry = self.missing.pop(name)
-        found = TensorKind(tuple(tensor.shape), tensor.dtype)
+        found = TensorSpec(tuple(tensor.shape), tensor.dtype)
         if found != entry.kind:
             raise ValueError(f"{name} came as {found}, and was announced as {entry.kind}")
         self._put(bytes_of(tensor), len(self.head) + entry.start)
@@ -41,7 +41,7 @@ class SafetensorsWriter:
     def finish(self) -> None:
         """Write the header, and return when all is on disk; ValueError if a tensor never came."""
         if self.missing:
-            raise ValueError(f"{listed(list(self.missing))} never came")
+            raise ValueError(f"{format_names(list(self.missing))} never came")
         self._put(memoryview(self.head), 0)
         try:
             os.fsync(self.descriptor)
@@ -60,7 +60,7 @@ class SafetensorsWriter:
         return OSError(error.errno, error.strerror, self.where)
 
 
-def writer_into(descriptor: int, where: str, kinds: Mapping[str, TensorKind]) -> SafetensorsWriter:
+def writer_into(descriptor: int, where: str, kinds: Mapping[str, TensorSpec]) -> SafetensorsWriter:
     """
     Writes these tensors into an open, empty file. Its bytes will be those that the safetensors library writes.
 
@@ -72,7 +72,7 @@ def writer_into(descriptor: int, where: str, kinds: Mapping[str, TensorKind]) ->
 
 
 @contextmanager
-def new_safetensors_file(path: Path, kinds: Mapping[str, TensorKind]) -> Iterator[SafetensorsWriter]:
+def new_safetensors_file(path: Path, kinds: Mapping[str, TensorSpec]) -> Iterator[SafetensorsWriter]:
     """A new file of these tensors, which is on disk at the end of the block; OSError if it is there already."""
     check_writable(kinds)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

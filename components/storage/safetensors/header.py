@@ -17,7 +17,7 @@ import attrs
 import torch
 
 from drawloom.components.storage.strict_json import natural, parse
-from drawloom.components.storage.tensor_source import TensorKind
+from drawloom.components.storage.tensor_source import TensorSpec
 
 DTYPES = {
     "U64": torch.uint64,
@@ -59,7 +59,7 @@ class BadHeader(Exception):
 class Entry:
     """A tensor in a file: what it is, and where its bytes are, counted from the end of the header."""
 
-    kind: TensorKind
+    kind: TensorSpec
     start: int
     end: int
 
@@ -90,7 +90,7 @@ def header_length(first: bytes, size: int) -> int:
     return length
 
 
-def layout(kinds: Mapping[str, TensorKind]) -> tuple[bytes, dict[str, Entry]]:
+def layout(kinds: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
     """What a file with these tensors begins with, and the entry of each, in the order in which they lie in the file."""
     ranks = {dtype: rank for rank, dtype in enumerate(CODES)}
     entries: dict[str, Entry] = {}
@@ -104,7 +104,7 @@ def layout(kinds: Mapping[str, TensorKind]) -> tuple[bytes, dict[str, Entry]]:
     return len(text).to_bytes(8, "little") + text, entries
 
 
-def check_writable(kinds: Mapping[str, TensorKind]) -> None:
+def check_writable(kinds: Mapping[str, TensorSpec]) -> None:
     """ValueError if there is a tensor that can't be written, or not be read again."""
     for name, kind in kinds.items():
         if not _good_name(name):
@@ -147,7 +147,7 @@ def _entry(name: str, content: Any) -> Entry:
         raise BadHeader(f"{name} has no shape of at most {MAX_DIMENSIONS} dimensions")
     if not _naturals(places) or len(places) != 2 or places[0] > places[1]:
         raise BadHeader(f"{name} has no place between two data_offsets")
-    entry = Entry(TensorKind(tuple(shape), DTYPES[code]), *places)
+    entry = Entry(TensorSpec(tuple(shape), DTYPES[code]), *places)
     if entry.kind.bytes != entry.end - entry.start:
         raise BadHeader(f"{name} has {entry.end - entry.start} bytes, and dtype and shape say {entry.kind.bytes}")
     if math.prod(filter(None, shape)) * entry.kind.dtype.itemsize > MAX_BYTES:

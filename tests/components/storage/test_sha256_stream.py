@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from drawloom.components.storage.sha256_stream import LARGE, Digest
+from drawloom.components.storage.sha256_stream import LARGE, Sha256Stream
 
 SIZES = st.lists(st.sampled_from([0, 1, 100, LARGE - 1, LARGE, 3 * LARGE]), max_size=8)
 
@@ -17,7 +17,7 @@ SIZES = st.lists(st.sampled_from([0, 1, 100, LARGE - 1, LARGE, 3 * LARGE]), max_
 def test_it_is_the_digest_of_all_pieces_in_order(sizes: list[int]) -> None:
     """Small and large pieces, mixed in any way."""
     pieces = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
-    with Digest() as digest:
+    with Sha256Stream() as digest:
         for piece in pieces:
             digest.update(memoryview(piece))
         assert digest.hex() == hashlib.sha256(b"".join(pieces)).hexdigest()
@@ -26,7 +26,7 @@ def test_it_is_the_digest_of_all_pieces_in_order(sizes: list[int]) -> None:
 def test_no_thread_is_left_behind() -> None:
     """Not even by an error in the middle; for small pieces there never is one."""
     before = threading.active_count()
-    with pytest.raises(KeyError), Digest() as digest:
+    with pytest.raises(KeyError), Sha256Stream() as digest:
         digest.update(memoryview(b"small"))
         assert threading.active_count() == before
         digest.update(memoryview(bytes(LARGE)))

@@ -5,7 +5,7 @@ import torch
 
 from drawloom.components.storage.safetensors.header import DTYPES
 from drawloom.components.storage.tensor_bytes import bytes_of, empty, from_memory
-from drawloom.components.storage.tensor_source import TensorKind
+from drawloom.components.storage.tensor_source import TensorSpec
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -13,7 +13,7 @@ def test_there_and_back(dtype: torch.dtype) -> None:
     """The bytes of a tensor of any dtype are that tensor again."""
     tensor = torch.randint(0, 2, (3, 4)).to(dtype)
     memory = torch.frombuffer(bytearray(bytes_of(tensor)), dtype=torch.uint8)
-    again = from_memory(memory, TensorKind((3, 4), dtype))
+    again = from_memory(memory, TensorSpec((3, 4), dtype))
     assert again.dtype == dtype
     assert torch.equal(again.view(torch.uint8), tensor.view(torch.uint8))
 
@@ -23,7 +23,7 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
     """Numbers without a dimension, and tensors without a number, have their bytes."""
     tensor = torch.ones(shape)
     assert len(bytes_of(tensor)) == 4 * tensor.numel()
-    filled, memory = empty(TensorKind(shape, torch.float32))
+    filled, memory = empty(TensorSpec(shape, torch.float32))
     memory[:] = bytes_of(tensor)
     assert torch.equal(filled, tensor)
 

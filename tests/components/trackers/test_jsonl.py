@@ -169,5 +169,5 @@ def test_lines_are_on_the_disk_when_they_are_said_to_be(tracker: JsonlTracker, m
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
     tracker.track(1, {"loss": 1.0})
-    tracker.make_last()
+    tracker.flush()
     assert [Path(path).name for path in synced] == ["metrics.jsonl"]

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drawloom.graph.cli.main import main
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.toml.emit import dump_key, dumps
 from support.golden import FAULTY, GOOD
 from support.made_up import recipes
 
-WORKSHOP = Workshop.of("support.shop")
+WORKSHOP = Project.of("support.shop")
 
 PIECES = [
     '"', "'", '"""', "'''", "[", "]", "[[", "]]", "{", "}", "=", ".", ",", "#", "\n", "\r\n", "\r", "\t", " ", "\\",

@@ -7,8 +7,8 @@ import pytest
 
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.main import main
-from drawloom.graph.cli.project import Workshop
-from drawloom.graph.drawing.diagram import Arrow, Box, Picture, wiring
+from drawloom.graph.cli.project import Project
+from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, wiring
 from drawloom.graph.drawing.draw import FORMATS, Format, draw, draw_dot, draw_mermaid
 from drawloom.graph.problems import UserError
 from support import svg
@@ -62,7 +62,7 @@ def test_an_unknown_focus_is_a_sentence(shop: Callable[..., Graph]) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_the_command_line_takes_all_of_it(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_takes_all_of_it(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """Options reach the picture, which is titled by the recipe; an overlay's value does, too."""
     words = ["draw", "small", "--format", "svg", "--focus", "page", 'page.filters=[{use = "pages.parse"}]']
     assert main(words, workshop) == 0
@@ -71,7 +71,7 @@ def test_the_command_line_takes_all_of_it(workshop: Workshop, capsys: pytest.Cap
     assert "page.filters[0]" in capsys.readouterr().out
 
 
-PICTURE = Picture("t", (Box("end", "a.b"), Box('x"<y>', "a.c")), (Arrow("end", 'x"<y>', ("one", "#2")),), focus="end")
+PICTURE = Diagram("t", (Box("end", "a.b"), Box('x"<y>', "a.c")), (Arrow("end", 'x"<y>', ("one", "#2")),), focus="end")
 
 
 def test_names_are_labels_and_never_syntax() -> None:
@@ -97,7 +97,7 @@ QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
 def test_quotes_and_backslashes_do_not_end_a_name() -> None:
     """Every line is closed, and names read back as they were."""
     name = 'a"b\\'
-    drawn = draw_dot(Picture(name, (Box(name, "x.y"),), (Arrow(name, name, (name,)),)))
+    drawn = draw_dot(Diagram(name, (Box(name, "x.y"),), (Arrow(name, name, (name,)),)))
     found = [re.sub(r"\\(.)", r"\1", text) for text in QUOTED.findall(drawn.splitlines()[-2])]
     assert found == [name, name, name]
     assert all('"' not in QUOTED.sub("", line) for line in drawn.splitlines())

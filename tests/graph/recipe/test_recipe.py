@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.recipe.recipe import Recipe
 
@@ -25,7 +25,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def load(name: str, overlays: Sequence[str] = (), words: Sequence[str] = ()) -> Recipe:
     """A recipe of the current directory."""
-    return Workshop.of("support.shop").load(name, overlays, words)
+    return Project.of("support.shop").load(name, overlays, words)
 
 
 def plain(recipe: Recipe, node: str) -> dict[str, object]:
@@ -111,6 +111,6 @@ def test_a_mark_of_byte_order_is_no_matter(here: Path) -> None:
     assert list(load("bom.toml").nodes) == ["a"]
 
 
-def test_shipped_recipes_have_names(workshop: Workshop) -> None:
+def test_shipped_recipes_have_names(workshop: Project) -> None:
     """A shipped recipe is found without path or suffix."""
     assert workshop.graph(workshop.load("small")).errors == []
