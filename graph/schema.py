@@ -123,7 +123,7 @@ TABLE: Schema = {"type": "object", "if": {"required": ["use"]}, "then": NODE, "e
 REFERENCE: Schema = {"type": "string", "pattern": r"^@[A-Za-z]"}
 
 
-def recipe_schema(catalogue: Registry, usual: Mapping[str, Iterable[str]] | None = None) -> Schema:
+def recipe_schema(registry: Registry, usual: Mapping[str, Iterable[str]] | None = None) -> Schema:
     """
     The schema of a recipe file.
 
@@ -131,7 +131,7 @@ def recipe_schema(catalogue: Registry, usual: Mapping[str, Iterable[str]] | None
     node of another file, so all keys pass; those are offered that it can have by `usual`, names of nodes with the
     components that they use most often.
     """
-    found = [catalogue.find(use) for use in catalogue.names()]
+    found = [registry.find(use) for use in registry.names()]
     specs = [spec for spec in found if not isinstance(spec, Problem)]
     node = {
         "type": "object",

@@ -7,12 +7,20 @@ from drawloom.components.ports.distributed import Group
 from drawloom.graph import UserError
 
 
+class Agreed(UserError):
+    """An error that every rank of a group raises; `rank` is the one in which it arose."""
+
+    def __init__(self, message: str, exit_code: int, rank: int) -> None:
+        super().__init__(message, exit_code)
+        self.rank = rank
+
+
 def run_on_all(group: Group, work: Callable[[], Any]) -> list[Any]:
     """
     What `work` gave on each rank, as JSON carries it, by rank, on every rank.
 
-    If it raised on any, every rank raises a UserError with the words of the first of them, and the rank on which
-    something else than a UserError or an OSError was raised raises that.
+    If it raised on any, every rank raises Agreed with the words of the first of them, and the rank on which something
+    else than a UserError or an OSError was raised raises that.
     """
     value, failure = None, None
     try:
@@ -20,11 +28,11 @@ def run_on_all(group: Group, work: Callable[[], Any]) -> list[Any]:
     except Exception as error:
         failure = error
     outcomes = group.gather_json({"value": value, "failure": _told(failure, group)})
-    for outcome in outcomes:
+    for rank, outcome in enumerate(outcomes):
         if outcome["failure"]:
             if failure is not None and not isinstance(failure, UserError | OSError):
                 raise failure
-            raise UserError(**outcome["failure"]) from failure
+            raise Agreed(**outcome["failure"], rank=rank) from failure
     return [outcome["value"] for outcome in outcomes]
 
 

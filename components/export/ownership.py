@@ -35,8 +35,7 @@ def choose_owners(mapper: Mapper, holdings: Sequence[Mapping[str, Any]]) -> list
     for group in mapper.groups:
         able = [rank for rank, tensors in enumerate(held) if tensors.keys() >= set(group.inputs)]
         if not able:
-            names = f"{format_names(group.inputs)} become {format_names(group.outputs)}"
-            told = f"{names} together, and no rank holds them all"
+            told = f"{format_names(group.inputs)} become {format_names(group.outputs)} together, and no rank holds them all"
             raise UserError(f"the tensors to write are spread too widely: {told}; export from fewer pipeline stages")
         owners.append(able[0])
     return owners

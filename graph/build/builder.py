@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -26,7 +27,7 @@ class GraphBuilder:
     """The nodes of a recipe; `incomplete` has the problems of tables that could not become nodes."""
 
     recipe: Recipe
-    catalogue: Registry
+    registry: Registry
     nodes: dict[str, Node] = attrs.field(factory=dict)
     incomplete: list[Problem] = attrs.field(factory=list)
     _settings: SettingsResolver = attrs.field(init=False)
@@ -55,16 +56,17 @@ class GraphBuilder:
             text = "`use` takes the name of a component, a string"
             self.incomplete.append(Problem("DL204", text, node=name, place=use.place))
             return None
-        found = self.catalogue.find(use.value)
+        found = self.registry.find(use.value)
         if isinstance(found, Problem):
             self.incomplete.append(attrs.evolve(found, node=name, place=use.place))
             return None
-        node = self.nodes[name] = Node(name, table, found, owner)
+        settings: dict[str, Any] = {}
+        node = self.nodes[name] = Node(name, table, found, owner, MappingProxyType(settings))
         for module, install in found.traits.needs.items():
             if importlib.util.find_spec(module) is None:
                 text = f"{use.value!r} needs the package {module!r}, which is not installed"
                 node.add_problem("DL202", text, f"pip install '{install}'")
-        self._settings.resolve(node)
+        self._settings.resolve(node, settings)
         return node
 
 

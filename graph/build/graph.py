@@ -26,11 +26,11 @@ class Graph:
     problems: tuple[Problem, ...] = ()
 
     @classmethod
-    def of(cls, recipe: Recipe, catalogue: Registry, root: str = "") -> "Graph":
+    def of(cls, recipe: Recipe, registry: Registry, root: str = "") -> "Graph":
         """Build and check the graph of a recipe. If `root` is given, nodes that it does not need are warnings."""
-        builder = GraphBuilder(recipe, catalogue)
+        builder = GraphBuilder(recipe, registry)
         builder.run()
-        graph = cls(recipe, catalogue, MappingProxyType(builder.nodes), root)
+        graph = cls(recipe, registry, MappingProxyType(builder.nodes), root)
         problems = [*recipe.problems, *builder.problems(), *graph._check()]
         problems += graph._check_root(all(problem.warning for problem in problems)) if root else ()
         return attrs.evolve(graph, problems=tuple(in_order(problems)))

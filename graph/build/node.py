@@ -41,14 +41,9 @@ class Node:
     table: Table
     spec: Spec
     owner: str = ""
+    settings: Mapping[str, Any] = attrs.field(factory=dict)
     problems: list[Problem] = attrs.field(factory=list, init=False)
-    _settings: dict[str, Any] = attrs.field(factory=dict, init=False)
     _edges: dict[str, Edge] = attrs.field(factory=dict, init=False)
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """Values by setting, with defaults filled in."""
-        return MappingProxyType(self._settings)
 
     @property
     def edges(self) -> Mapping[str, Edge]:
@@ -75,10 +70,6 @@ class Node:
         if path and path[0] in self.table.items:
             return locate(self.table, path, key=key)
         return self.place
-
-    def set(self, key: str, value: Any) -> None:
-        """Set a setting to a converted value."""
-        self._settings[key] = value
 
     def connect(self, key: str, edge: Edge) -> None:
         """Set an edge."""

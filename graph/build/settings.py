@@ -24,18 +24,18 @@ class SettingsResolver:
     vars: dict[str, Leaf]
     values: Values = attrs.field(factory=Values)
 
-    def resolve(self, node: Node) -> None:
-        """Fill in the settings of a node; what is invalid becomes a problem of the node."""
-        for key, item in node.table.items.items():
+    def resolve(self, node: Node, settings: dict[str, Any]) -> None:
+        """Fill in `settings`, of which the node has a read-only view; invalid values become problems of the node."""
+        for key in node.table.items:
             field = node.spec.fields.get(key)
             if field is None or field.kind in ("every", "recipe"):
                 if key != "use":
                     self._unknown(node, key, field)
             elif field.kind == "setting":
-                self._set(node, field, item)
+                self._set(node, field, settings)
         for field in node.spec.fields.values():
             if field.kind == "setting" and field.name not in node.table.items:
-                self._set_default(node, field)
+                self._set_default(node, field, settings)
 
     def _unknown(self, node: Node, key: str, field: Field | None) -> None:
         if field is not None:
@@ -46,7 +46,8 @@ class SettingsResolver:
         hint = f"it belonged to {owner!r}, which this `use` replaces" if owner else did_you_mean(key, known)
         node.add_problem("DL302", f"{node.spec.use!r} has no setting or edge {key!a}", hint, (key,), key=True)
 
-    def _set(self, node: Node, field: Field, item: Leaf | Table) -> None:
+    def _set(self, node: Node, field: Field, settings: dict[str, Any]) -> None:
+        item = node.table.items[field.name]
         plain = self.plain(node, item, (field.name,))
         if plain is INVALID:
             return
@@ -62,7 +63,7 @@ class SettingsResolver:
             written = f" ({item.value})" if place and isinstance(item, Leaf) else ""
             node.add_problem(problem.code, f"{dotted(path)}{written}: {problem.text}", problem.hint, path, place=place)
         if not problems:
-            node.set(field.name, value)
+            settings[field.name] = value
 
     def _variable_place(self, item: Leaf | Table) -> Place | None:
         """The position of the variable that is the whole value, if there is one."""
@@ -70,9 +71,9 @@ class SettingsResolver:
         found = self.vars.get(name.removeprefix(VARIABLE)) if name.startswith(VARIABLE) else None
         return found.place if found else None
 
-    def _set_default(self, node: Node, field: Field) -> None:
+    def _set_default(self, node: Node, field: Field, settings: dict[str, Any]) -> None:
         if not field.required:
-            node.set(field.name, field.default_value())
+            settings[field.name] = field.default_value()
             return
         text = f"{node.spec.use!r} needs the setting {field.name!r} ({describe_type(field.type)})"
         node.add_problem("DL305", text, f"write {field.name} = ...", ())

@@ -6,9 +6,10 @@ import re
 import sys
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
-from drawloom.graph.cli.commands import COMMANDS, FINE, INTERRUPTED, say
+from drawloom.graph.cli.commands import COMMANDS
+from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Voice, told
 from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import Problem, RecipeError, UserError
 
@@ -16,27 +17,35 @@ OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)+=")
 FLAG = re.compile(r"--[\w-]+(\.[\w-]+)+(=|$)")
 
 
-def main(arguments: Sequence[str] | None = None, workshop: Project | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, project: Project | None = None, voice: Voice | None = None) -> int:
     """Run one command; returns its exit code."""
-    workshop = workshop or Project.of("drawloom")
-    rest, words = split_words(sys.argv[1:] if arguments is None else arguments)
-    options = _parser(workshop, rest).parse_args(rest)
-    options.words = words
-    if words and not hasattr(options, "overlay"):
-        return say([Problem("DL110", f"{options.command} takes no values like {words[0]!r}")])
+    voice = voice or Voice()
     try:
-        return int(options.main(options, workshop.importing(getattr(options, "imports", ()))))
+        return _command(sys.argv[1:] if arguments is None else arguments, project or Project.of("drawloom"), voice)
     except RecipeError as error:
-        return say(error.problems)
+        return voice.fail(told(error.problems), INVALID)
     except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+        return voice.fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if voice.warns:
+            print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # the reader of the output, such as `head`, has closed it
-        return FINE
+        return OK
+    except Exception as error:
+        if voice.is_first(repr(error)):
+            raise
+        return FAILED
+
+
+def _command(arguments: Sequence[str], project: Project, voice: Voice) -> int:
+    rest, words = split_words(arguments)
+    options = _parser(project, rest).parse_args(rest)
+    options.words, options.voice = words, voice
+    if words and not hasattr(options, "overlay"):
+        raise RecipeError([Problem("DL110", f"{options.command} takes no values like {words[0]!r}")])
+    return int(options.main(options, project.importing(getattr(options, "imports", ()))))
 
 
 def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -55,24 +64,32 @@ def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, words
 
 
-def _parser(workshop: Project, arguments: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="drawloom", description="Weave training runs from components, by recipe.")
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are printed like all others, by one process of several."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a UserError; argparse requires that this does not return."""
+        raise UserError(f"{self.format_usage()}{self.prog}: error: {message}", INVALID)
+
+
+def _parser(project: Project, arguments: Sequence[str]) -> argparse.ArgumentParser:
+    parser = _Parser(prog="drawloom", description="Weave training runs from components, by recipe.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (function, summary, add) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         add(command)
         command.set_defaults(main=function)
-    for name in sorted(path.stem for path in (workshop.registry.folder / "commands").glob("[a-z]*.py")):
-        _add_module(commands, workshop, name, imported=bool(arguments) and name.replace("_", "-") == arguments[0])
+    for name in sorted(path.stem for path in (project.registry.folder / "commands").glob("[a-z]*.py")):
+        _add_module(commands, project, name, imported=bool(arguments) and name.replace("_", "-") == arguments[0])
     return parser
 
 
-def _add_module(commands: Any, workshop: Project, name: str, *, imported: bool) -> None:
+def _add_module(commands: Any, project: Project, name: str, *, imported: bool) -> None:
     """Add a command of the package; its module is imported only if it is the command that is called."""
-    path = workshop.registry.folder / "commands" / f"{name}.py"
+    path = project.registry.folder / "commands" / f"{name}.py"
     summary = path.read_text("utf-8").partition('"""')[2].partition('"""')[0].strip().partition("\n")[0]
     command = commands.add_parser(name.replace("_", "-"), help=summary, description=summary, allow_abbrev=False)
     if imported:
-        module = importlib.import_module(f"{workshop.registry.package}.commands.{name}")
+        module = importlib.import_module(f"{project.registry.package}.commands.{name}")
         module.add_arguments(command)
         command.set_defaults(main=module.main)

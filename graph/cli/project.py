@@ -20,7 +20,7 @@ from drawloom.graph.runtime.container import Container
 
 @attrs.frozen
 class Project:
-    """A catalogue of components, a folder of recipes, and the name of the node that a run is built for."""
+    """A registry of components, a folder of recipes, and the name of the node that a run is built for."""
 
     registry: Registry
     recipes: Path
@@ -28,23 +28,23 @@ class Project:
 
     @classmethod
     def of(cls, package: str) -> "Project":
-        """The workshop of a package that holds the folders `components` and `recipes`."""
-        catalogue = Registry.of(f"{package}.components")
-        return cls(catalogue, catalogue.folder.parent / "recipes")
+        """The project of a package that holds the folders `components` and `recipes`."""
+        registry = Registry.of(f"{package}.components")
+        return cls(registry, registry.folder.parent / "recipes")
 
     def importing(self, packages: Sequence[str]) -> "Project":
         """
-        A workshop that also knows the components of these packages, which `--import` names on the command line.
+        A project that also knows the components of these packages, which `--import` names on the command line.
 
         Raises UserError if a package does not exist.
         """
-        catalogue = self.registry
+        registry = self.registry
         for package in packages:
             try:
-                catalogue = catalogue.with_package(package)
+                registry = registry.with_package(package)
             except (LookupError, ImportError, ValueError) as error:
                 raise UserError(f"--import {package}: {error}", exit_code=2) from error
-        return attrs.evolve(self, registry=catalogue)
+        return attrs.evolve(self, registry=registry)
 
     def load(self, recipe: str, overlays: Sequence[str] = (), words: Sequence[str] = ()) -> Recipe:
         """
@@ -84,25 +84,33 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
     A value that is not TOML is a string: `kernels.rms_norm=eager`.
     """
     tree: dict[str, Any] = {}
-    problems = [problem for word in words if (problem := _override(tree, word))]
+    problems = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        *tables, last = key.split(".")
+        # A key without a dot would set a whole node, which only an inline table can be.
+        if not (equals and last and all(tables)) or not (tables or text.lstrip().startswith("{")):
+            problems.append(_problem(f"{word!r} is not understood", "values are set by node.key=value"))
+        elif isinstance(table := _table(tree, tables), str):
+            problems.append(_problem(f"{key!r} goes into {table!r}, which is set to a value"))
+        else:
+            try:
+                table[last] = tomli.loads(f"x = {text}")["x"] if "\n" not in text else text
+            except (tomli.TOMLDecodeError, RecursionError, ValueError):
+                table[last] = text
     if problems:
         raise RecipeError(problems)
     return tree
 
 
-def _override(tree: dict[str, Any], word: str) -> Problem | None:
-    key, equals, text = word.partition("=")
-    *tables, last = key.split(".")
-    # A key without a dot would set a whole node, which only an inline table can be.
-    if not (equals and last and all(tables)) or not (tables or text.lstrip().startswith("{")):
-        return Problem("DL110", f"{word!r} is not understood", "values are set by node.key=value", place=COMMAND_LINE)
-    for part in tables:
-        below = tree.setdefault(part, {})
-        if not isinstance(below, dict):
-            return Problem("DL110", f"{key!r} goes into {part!r}, which is set to a value", place=COMMAND_LINE)
-        tree = below
-    try:
-        tree[last] = tomli.loads(f"x = {text}")["x"] if "\n" not in text else text
-    except (tomli.TOMLDecodeError, RecursionError, ValueError):
-        tree[last] = text
-    return None
+def _table(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | str:
+    """The table at a path, made if necessary; or the part of the path that is a value."""
+    for part in path:
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            return part
+    return tree
+
+
+def _problem(text: str, hint: str = "") -> Problem:
+    return Problem("DL110", text, hint, place=COMMAND_LINE)

@@ -36,7 +36,7 @@ class Arrow:
 
 @attrs.frozen
 class Diagram:
-    """Boxes in reading order, arrows, sequences that keep their order, and the box that the picture is about."""
+    """Boxes in reading order, arrows, sequences that keep their order, and the box that the diagram is about."""
 
     title: str
     boxes: tuple[Box, ...]
@@ -119,7 +119,7 @@ class Step:
     members: tuple[Box, ...]
     threads: tuple[Thread, ...]
 
-    def picture(self) -> Diagram:
+    def diagram(self) -> Diagram:
         """An arrow from each member to those that take what it has written or changed."""
         values: dict[tuple[str, str], list[str]] = {}
         for thread in self.threads:

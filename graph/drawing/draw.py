@@ -56,15 +56,15 @@ ENTITIES = str.maketrans(
 """Characters that end a label or are markup, as entities of Mermaid."""
 
 
-def draw_mermaid(picture: Diagram) -> str:
+def draw_mermaid(diagram: Diagram) -> str:
     """A flowchart from left to right; nodes are numbered, since names such as `end` are keywords of Mermaid."""
-    numbers = {box.name: f"n{number}" for number, box in enumerate(picture.boxes)}
+    numbers = {box.name: f"n{number}" for number, box in enumerate(diagram.boxes)}
     lines = ["flowchart LR"]
-    lines += [f'  {numbers[box.name]}["{_safe(box.name)}<br><i>{_safe(box.use)}</i>"]' for box in picture.boxes]
-    for arrow in picture.arrows:
+    lines += [f'  {numbers[box.name]}["{_safe(box.name)}<br><i>{_safe(box.use)}</i>"]' for box in diagram.boxes]
+    for arrow in diagram.arrows:
         lines.append(f'  {numbers[arrow.source]} -->|"{_safe(arrow.label)}"| {numbers[arrow.target]}')
-    if picture.focus:
-        lines.append(f"  style {numbers[picture.focus]} stroke-width:3px")
+    if diagram.focus:
+        lines.append(f"  style {numbers[diagram.focus]} stroke-width:3px")
     return "\n".join(lines) + "\n"
 
 
@@ -75,20 +75,20 @@ def _safe(text: str) -> str:
 ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
-def draw_dot(picture: Diagram) -> str:
+def draw_dot(diagram: Diagram) -> str:
     """A directed graph from left to right, boxes in the colours of their subjects."""
-    fills = colours(picture.subjects)
+    fills = colours(diagram.subjects)
     lines = [
-        f"digraph {_quoted(picture.title)} {{",
+        f"digraph {_quoted(diagram.title)} {{",
         "  rankdir=LR",
         '  node [shape=box, style="rounded,filled", fontname="Helvetica", fontsize=11]',
         '  edge [fontname="Helvetica", fontsize=9]',
     ]
-    for box in picture.boxes:
-        more = ", penwidth=3" if box.name == picture.focus else ""
+    for box in diagram.boxes:
+        more = ", penwidth=3" if box.name == diagram.focus else ""
         label = f'"{box.name.translate(ESCAPES)}\\n{box.use.translate(ESCAPES)}"'
         lines.append(f'  {_quoted(box.name)} [label={label}, fillcolor="{fills[box.subject].pale}"{more}]')
-    for arrow in picture.arrows:
+    for arrow in diagram.arrows:
         lines.append(f"  {_quoted(arrow.source)} -> {_quoted(arrow.target)} [label={_quoted(arrow.label)}]")
     return "\n".join([*lines, "}"]) + "\n"
 
@@ -121,7 +121,7 @@ def _draw_step(graph: Graph, title: str, name: str, format: Format) -> str:
     step = step_of(graph, title, name)
     if format == "tree":
         return draw_step_text(step)
-    return draw_step(step) if format == "svg" else PICTURES[format](step.picture())
+    return draw_step(step) if format == "svg" else PICTURES[format](step.diagram())
 
 
 def _tree(graph: Graph, root: str, focus: str) -> str:

@@ -4,7 +4,7 @@ Boxes in columns, so that every arrow leads to the right and few arrows cross.
 After Sugiyama, Tagawa and Toda, "Methods for visual understanding of hierarchical system structures" (1981): a box's
 column is the longest way to it, an arrow over several columns bends in those between, and each column is sorted by the
 mean place of its neighbours. Arrows to the same box share their bends, so that they join on the way like roads; that,
-and the same picture on every machine, is why the layout is our own and not Graphviz's, for which there is DOT.
+and the same diagram on every machine, is why the layout is our own and not Graphviz's, for which there is DOT.
 """
 
 from bisect import bisect_right, insort
@@ -201,18 +201,18 @@ class Placed:
         return self.xs[stop.column] + self.widths[stop.column], self.ys[stop]
 
 
-def place(picture: Diagram) -> Placed:
+def place(diagram: Diagram) -> Placed:
     """A place for each box and bend, so that nothing overlaps and arrows are as straight as they can be."""
-    arrows = [(arrow.source, arrow.target) for arrow in picture.arrows]
-    layering = layer([box.name for box in picture.boxes], arrows, picture.sequences)
-    boxes = {box.name: box for box in picture.boxes}
+    arrows = [(arrow.source, arrow.target) for arrow in diagram.arrows]
+    layering = layer([box.name for box in diagram.boxes], arrows, diagram.sequences)
+    boxes = {box.name: box for box in diagram.boxes}
     widths = [max(_width(boxes[stop.box]) for stop in column if not stop.bend) for column in layering.columns]
     xs = [LEFT + sum(widths[:number]) + GAP * number for number in range(len(widths))]
     ys = _heights(layering)
     highest = min((ys[stop] - _room(stop) / 2 for stop in ys), default=0.0)
     ys = {stop: y - highest + TOP for stop, y in ys.items()}
     lowest = max((ys[stop] + _room(stop) / 2 for stop in ys), default=TOP)
-    titles = max(width_of(picture.title, TITLE, bold=True), width_of(picture.caption, CAPTION))
+    titles = max(width_of(diagram.title, TITLE, bold=True), width_of(diagram.caption, CAPTION))
     width = max(xs[-1] + widths[-1] if xs else 0.0, LEFT + titles) + LEFT
     return Placed(layering, xs, widths, ys, width, lowest + BOTTOM)
 

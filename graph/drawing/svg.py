@@ -91,37 +91,37 @@ Label = tuple[str, str, float, float, str]
 """Words, the box whose arrow they are about, x, y, and to which side of that they stand."""
 
 
-def draw_wiring(picture: Diagram) -> str:
+def draw_wiring(diagram: Diagram) -> str:
     """An SVG document."""
-    placed = place(picture)
-    return document(picture.title, placed.width, placed.height, _WiringDrawing(picture, placed).lines())
+    placed = place(diagram)
+    return document(diagram.title, placed.width, placed.height, _WiringDrawing(diagram, placed).lines())
 
 
 @attrs.define(eq=False)
 class _WiringDrawing:
-    """A picture whose parts have their places."""
+    """A diagram whose parts have their places."""
 
-    picture: Diagram
+    diagram: Diagram
     placed: Placed
     colours: Mapping[str, Colour] = attrs.field(init=False)
     stops: Mapping[str, Stop] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        hues = colours(self.picture.subjects)
-        self.colours = {box.name: hues[box.subject] for box in self.picture.boxes}
+        hues = colours(self.diagram.subjects)
+        self.colours = {box.name: hues[box.subject] for box in self.diagram.boxes}
         self.stops = {stop.box: stop for stop in self.placed.ys if not stop.bend}
 
     def lines(self) -> Iterator[str]:
-        yield text(LEFT, 26, self.picture.title, TITLE, more=BOLD_TEXT)
-        yield text(LEFT, 44, self.picture.caption, CAPTION, GREY)
+        yield text(LEFT, 26, self.diagram.title, TITLE, more=BOLD_TEXT)
+        yield text(LEFT, 44, self.diagram.caption, CAPTION, GREY)
         yield from self._roads()
         yield from self._labels()
-        for box in self.picture.boxes:
+        for box in self.diagram.boxes:
             yield from self._box(box)
 
     def _box(self, box: Box) -> Iterator[str]:
         (x, y), colour = self.placed.left(self.stops[box.name]), self.colours[box.name]
-        width, thick = self.placed.widths[self.stops[box.name].column], box.name == self.picture.focus
+        width, thick = self.placed.widths[self.stops[box.name].column], box.name == self.diagram.focus
         yield (
             f'<rect x="{n(x)}" y="{n(y - BOX / 2)}" width="{n(width)}" height="{n(BOX)}" rx="5" fill="{colour.pale}" '
             f'stroke="{colour.strong}" stroke-width="{3 if thick else 1.2}"/>'
@@ -132,7 +132,7 @@ class _WiringDrawing:
     def _roads(self) -> Iterator[str]:
         """Every piece once, named after the arrows that take it."""
         takers: dict[tuple[Stop, Stop], list[Arrow]] = {}
-        for arrow in self.picture.arrows:
+        for arrow in self.diagram.arrows:
             way = self.placed.layering.ways[arrow.source, arrow.target]
             for piece in pairwise(way):
                 takers.setdefault(piece, []).append(arrow)
@@ -185,7 +185,7 @@ class _WiringDrawing:
     def _meeting(self, place: int) -> dict[Stop, list[tuple[str, str]]]:
         """The labels of the arrows with a stop as their first or second, each with the box it leads to, each once."""
         found: dict[Stop, list[tuple[str, str]]] = {}
-        for arrow in self.picture.arrows:
+        for arrow in self.diagram.arrows:
             here = found.setdefault(self.placed.layering.ways[arrow.source, arrow.target][place], [])
             label = (arrow.label, arrow.target)
             here += [label] if label not in here else []

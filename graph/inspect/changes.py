@@ -14,7 +14,6 @@ from drawloom.graph.inspect.serialize import (
     flatten,
     provenance,
     serialize_graph,
-    serialize_node,
     serialize_recipe,
     variable,
 )
@@ -47,22 +46,19 @@ def recipe_text(graph: Graph) -> str:
     defaults. Comments are not part of the hash.
     """
     lines = [f"format = {FORMAT}"]
-    for node in graph.nodes.values():
-        if not node.owner:
-            lines += ["", f"[{'.'.join(map(dump_key, node.name.split('.')))}]", *_commented(graph, node)]
+    for name, table in serialize_graph(graph).items():
+        written = {key: f"{dump_key(key)} = {dumps(value)}" for key, value in table.items()}
+        width = max(len(line) for key, line in written.items() if len(line) <= WIDTH or key == "use")
+        lines += ["", f"[{'.'.join(map(dump_key, name.split('.')))}]"]
+        lines += [f"{line:{width}}  # {_comment(graph, graph.nodes[name], key)}" for key, line in written.items()]
     empty = [name for name, members in graph.recipe.groups.items() if not members]
     lines += [line for name in empty for line in ("", f"[{dump_key(name)}]")]
     return "\n".join(lines) + "\n"
 
 
-def _commented(graph: Graph, node: Node) -> Iterator[str]:
-    plain = serialize_node(graph, node)
-    lines = {key: f"{dump_key(key)} = {dumps(value)}" for key, value in plain.items()}
-    width = max(len(line) for key, line in lines.items() if len(line) <= WIDTH or key == "use")
-    for key, line in lines.items():
-        # A file name may hold a newline or a control character, which must not end or break the comment.
-        comment = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in provenance(graph, node, key))
-        yield f"{line:{width}}  # {comment}"
+def _comment(graph: Graph, node: Node, key: str) -> str:
+    # A file name may hold a newline or a control character, which must not end or break the comment.
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in provenance(graph, node, key))
 
 
 def recipe_hash(plain: Plain) -> str:

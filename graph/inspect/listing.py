@@ -10,24 +10,24 @@ from drawloom.graph.toml.emit import dumps
 from drawloom.graph.types.describe import describe_type
 
 
-def list_components(catalogue: Registry, subject: str = "") -> str:
+def list_components(registry: Registry, subject: str = "") -> str:
     """All components in one line each, or those of a subject with their settings and edges."""
-    names = [name for name in catalogue.names() if not subject or f"{name}.".startswith(f"{subject}.")]
+    names = [name for name in registry.names() if not subject or f"{name}.".startswith(f"{subject}.")]
     if not names:
-        known = {name.partition(".")[0] for name in catalogue.names()} | set(catalogue.names())
+        known = {name.partition(".")[0] for name in registry.names()} | set(registry.names())
         raise UserError(f"there is no subject {subject!r}; {did_you_mean(subject, known)}".rstrip("; "), 2)
     if subject:
-        return "\n\n".join("\n".join(_long(name, catalogue.find(name))) for name in names)
+        return "\n\n".join("\n".join(_long(name, registry.find(name))) for name in names)
     width = max(map(len, names))
-    return "\n".join(f"{name:{width}}  {_short(catalogue.find(name))}" for name in names)
+    return "\n".join(f"{name:{width}}  {_short(registry.find(name))}" for name in names)
 
 
-def list_plugins(catalogue: Registry) -> str:
+def list_plugins(registry: Registry) -> str:
     """The components of installed distributions, one a line; names that two distributions use are marked."""
-    entries = catalogue.installed.entries
+    entries = registry.installed.entries
     if not entries:
-        return f"no installed package declares components in the group {catalogue.installed.group!r}"
-    clashing = [name for name in catalogue.installed.names() if len(catalogue.candidates(name)) > 1]
+        return f"no installed package declares components in the group {registry.installed.group!r}"
+    clashing = [name for name in registry.installed.names() if len(registry.candidates(name)) > 1]
     rows = [(e.name, distribution(e), f"{e.value}{' (clashes)' if e.name in clashing else ''}") for e in entries]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{name:{widths[0]}}  {who:{widths[1]}}  {value}" for name, who, value in sorted(rows))

@@ -119,15 +119,13 @@ def provenance(graph: Graph, node: Node, key: str) -> str:
         return f"the only {node.spec.fields[key].target}" if edge and not edge.written else "default"
     if key == "use" and node.spec.distribution:
         return f"{node.spec.distribution}; {item.label}"
-    if isinstance(item, Leaf):
-        return _leaf_provenance(graph, item)
-    first_of_layer = {id(leaf.layer): leaf for leaf in reversed([*leaves(item)])}
-    return " and ".join(_leaf_provenance(graph, leaf) for leaf in reversed(first_of_layer.values())) or item.label
-
-
-def _leaf_provenance(graph: Graph, leaf: Leaf) -> str:
-    behind = variable(graph, leaf)
-    return f"{leaf.label} {leaf.value} {behind.label}" if behind else leaf.label
+    parts = [item] if isinstance(item, Leaf) else [*leaves(item)]
+    first_of_layer = {id(leaf.layer): leaf for leaf in reversed(parts)}
+    places = []
+    for leaf in reversed(first_of_layer.values()):
+        behind = variable(graph, leaf)
+        places.append(f"{leaf.label} {leaf.value} {behind.label}" if behind else leaf.label)
+    return " and ".join(places) or item.label
 
 
 def leaves(item: Leaf | Table) -> Iterator[Leaf]:

@@ -60,7 +60,7 @@ class Leaf:
     @property
     def label(self) -> str:
         """The position of the key, the same wherever shipped recipes are installed."""
-        return str(attrs.evolve(self.key_place, source=self.layer.label))
+        return str(attrs.evolve(self.layer.key(self.path), source=self.layer.label))
 
     def history(self) -> Iterator["Leaf"]:
         """This leaf and those that it overrides, newest first."""
@@ -86,7 +86,7 @@ class Table:
     @property
     def label(self) -> str:
         """The position of the table, the same wherever shipped recipes are installed."""
-        return str(attrs.evolve(self.place, source=self.layer.label))
+        return str(attrs.evolve(self.layer.value(self.path), source=self.layer.label))
 
     @property
     def use(self) -> Leaf | None:

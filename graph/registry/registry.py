@@ -142,12 +142,12 @@ class Registry:
 
     @classmethod
     def of(cls, package: str) -> "Registry":
-        """The catalogue of a package, which is not imported."""
+        """The registry of a package, which is not imported."""
         return cls(PackageSource.of(package), EntryPointSource(package))
 
     def with_package(self, package: str) -> "Registry":
         """
-        This catalogue with the components of another package, named by their whole dotted path.
+        This registry with the components of another package, named by their whole dotted path.
 
         Raises LookupError if there is no such package.
         """

@@ -117,7 +117,8 @@ class Container(Mapping[str, Any]):
 
     `build` constructs them, which is cheap; as a context manager the container also opens those with `open()`, in
     order, and closes those with `close()`, in reverse. `given` are objects that replace nodes: checked like nodes, but
-    neither opened nor closed.
+    neither opened nor closed. When something fails, `on_failure(error)` of the open objects that have it is called
+    before any is closed, and may return another exception to raise instead.
     """
 
     graph: Graph
@@ -127,6 +128,7 @@ class Container(Mapping[str, Any]):
     timings: list[Timing] = attrs.field(factory=list, init=False)
     _objects: dict[str, Any] = attrs.field(factory=dict, init=False)
     _opened: NamedExitStack = attrs.field(factory=NamedExitStack, init=False)
+    _failure_handlers: list[str] = attrs.field(factory=list, init=False)
 
     def build(self) -> None:
         """Construct every needed node once, dependencies first; then fill the `Every` fields."""
@@ -193,11 +195,13 @@ class Container(Mapping[str, Any]):
                 if name not in self.given:
                     self._open(name, item)
         except BaseException as error:
-            self._opened.close_all(error)
+            self._fail(error)
             raise
         return self
 
     def _open(self, name: str, item: Any) -> None:
+        if hasattr(item, "on_failure"):
+            self._failure_handlers.append(name)
         if hasattr(item, "close"):
             self._opened.push(name, lambda: self._close(name, item))
         if hasattr(item, "open"):
@@ -213,7 +217,19 @@ class Container(Mapping[str, Any]):
             item.close()
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: TracebackType | None) -> None:
-        self._opened.close_all(error)
+        if error is None:
+            self._opened.close_all(None)
+        else:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Call the failure handlers, last opened first, and close everything. Raises a replacement, if any."""
+        replacement = error
+        while self._failure_handlers:
+            replacement = self._objects[self._failure_handlers.pop()].on_failure(replacement) or replacement
+        self._opened.close_all(replacement)
+        if replacement is not error:
+            raise replacement from error
 
     def __getitem__(self, name: str) -> Any:
         return self._objects[name]

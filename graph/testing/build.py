@@ -60,11 +60,11 @@ def _settled(spec: Spec, settings: Mapping[str, Any]) -> Node:
     """A node with the settings converted as those of a recipe; a Path or Enum may be given as such, or as text."""
     plain = {key: serialize_value(value) for key, value in settings.items() if value is not None}
     recipe = PlainRecipe.of({"it": {"use": spec.use, **plain}}, "build")
-    node = Node(spec.use, recipe.tree.items["it"], spec)  # type: ignore[arg-type]
-    SettingsResolver({}).resolve(node)
+    converted: dict[str, Any] = {}
+    node = Node(spec.use, recipe.tree.items["it"], spec, settings=converted)  # type: ignore[arg-type]
+    SettingsResolver({}).resolve(node, converted)
     for key in settings.keys() - plain.keys():
-        value, problems = Values().structure(None, spec.fields[key].type)
-        node.set(key, value)
+        converted[key], problems = Values().structure(None, spec.fields[key].type)
         for problem in problems:
             node.add_problem(problem.code, f"{key}: {problem.text}", problem.hint)
     return node
@@ -126,19 +126,19 @@ class Recipe:
     """A checked recipe of which a test opens a part. Immutable: other values make another recipe."""
 
     graph: Graph
-    workshop: Project
+    project: Project
 
     @classmethod
     def load(cls, name: str, *, overlays: Sequence[str] = (), package: str = "drawloom") -> "Recipe":
         """A recipe by path or shipped name. Raises RecipeError if it can't be read."""
-        workshop = Project.of(package)
-        return cls(workshop.graph(workshop.load(name, overlays), root=""), workshop)
+        project = Project.of(package)
+        return cls(project.graph(project.load(name, overlays), root=""), project)
 
     @classmethod
     def of(cls, data: Mapping[str, Any], *, package: str = "drawloom") -> "Recipe":
         """A recipe from values as tomli returns them."""
-        workshop = Project.of(package)
-        return cls(workshop.graph(PlainRecipe.of(data, "test"), root=""), workshop)
+        project = Project.of(package)
+        return cls(project.graph(PlainRecipe.of(data, "test"), root=""), project)
 
     def with_values(self, data: Mapping[str, Any]) -> "Recipe":
         """Another recipe: this one with other values merged over it."""
@@ -150,4 +150,4 @@ class Recipe:
 
         Raises RecipeError if the recipe has errors, TypeError if a given object does not implement the ports.
         """
-        return self.workshop.container(self.graph, only or self.workshop.root, given=given)
+        return self.project.container(self.graph, only or self.project.root, given=given)

@@ -43,21 +43,21 @@ def _outcomes(error: str, failing: int) -> tuple[str, str, int, list[Any], Any]:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_user_error_is_the_same_on_every_rank(failing: int) -> None:
     """Whichever rank raises it, all raise it, word for word and with its exit code; then they can go on together."""
-    expected = ("UserError", "a sentence for people", 2, [[0], [1]], "by 0")
+    expected = ("Agreed", "a sentence for people", 2, [[0], [1]], "by 0")
     assert run_ranks(_outcomes, 2, "user", failing) == [expected, expected]
 
 
 def test_an_error_of_the_system_is_told_with_rank_and_file() -> None:
     """A full disk on one rank stops all, and each says where it was."""
     results = run_ranks(_outcomes, 2, "disk", 1)
-    assert [result[:3] for result in results] == [("UserError", "rank 1: /somewhere: No space left on device", 1)] * 2
+    assert [result[:3] for result in results] == [("Agreed", "rank 1: /somewhere: No space left on device", 1)] * 2
 
 
 def test_a_fault_of_the_program_keeps_its_type_where_it_happened() -> None:
     """The failing rank shows its own traceback; the other one says whose fault it was."""
     main, other = run_ranks(_outcomes, 2, "bug", 0)
     assert main[:2] == ("ZeroDivisionError", "a fault of the program")
-    assert other[:2] == ("UserError", "rank 0: ZeroDivisionError: a fault of the program")
+    assert other[:2] == ("Agreed", "rank 0: ZeroDivisionError: a fault of the program")
 
 
 def test_alone_there_is_no_rank_to_name() -> None:

@@ -133,18 +133,17 @@ def test_nothing_to_tell_keeps_its_place(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None:
-    """Whoever fails, while writing or inside of the block, raises its own error, and all others a UserError of it."""
+    """Whoever fails, while writing or inside of the block, raises its own error, and all others one of it."""
     bad = "config.bad is a object; it may hold what JSON can say, and tensors"
     lost = "all is lost"
     assert [rank["failing writer"] for rank in ranks] == [
-        f"TypeError: {bad}" if place == 1 else f"UserError: rank 1: TypeError: {bad}" for place in range(4)
+        f"TypeError: {bad}" if place == 1 else f"Agreed: rank 1: TypeError: {bad}" for place in range(4)
     ]
     for where, failed in (("consumer", 0), ("bystander", 1)):
         assert [rank[f"failing {where}"] for rank in ranks] == [
-            f"_Trouble: {lost}" if place == failed else f"UserError: rank {failed}: _Trouble: {lost}"
-            for place in range(4)
+            f"_Trouble: {lost}" if place == failed else f"Agreed: rank {failed}: _Trouble: {lost}" for place in range(4)
         ]
-    assert [rank["failing agreed"] for rank in ranks] == ["UserError: main says no"] * 4
+    assert [rank["failing agreed"] for rank in ranks] == ["Agreed: main says no"] * 4
 
 
 def test_ranks_that_disagree_are_told(ranks: list[dict[str, Any]]) -> None:

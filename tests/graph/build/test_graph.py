@@ -18,16 +18,16 @@ def faults(graph: Graph) -> list[str]:
     return [f"[{problem.node}] {problem.text}" for problem in graph.errors]
 
 
-def test_a_circle_is_named_node_by_node(shop: Shop) -> None:
+def test_a_dependency_cycle_is_reported_node_by_node(shop: Shop) -> None:
     """Nodes that need one another are a problem that shows the way round."""
     graph = shop('[page]\nfallback = "@other"\n[other]\nuse = "pages.plain"\ntitle = "Other"\nfallback = "@page"')
-    assert faults(graph) == ["[page] nodes need one another in a circle: page -> other -> page"]
+    assert faults(graph) == ["[page] dependency cycle: page -> other -> page"]
 
 
 def test_a_node_can_not_need_itself(shop: Shop) -> None:
     """The smallest circle is found too."""
     graph = shop('[page]\nfallback = "@page"')
-    assert faults(graph) == ["[page] nodes need one another in a circle: page -> page"]
+    assert faults(graph) == ["[page] dependency cycle: page -> page"]
 
 
 def test_constraints_see_settings_of_neighbours(shop: Shop) -> None:
@@ -120,7 +120,8 @@ def test_named_nodes_can_not_stand_in_place(shop: Shop) -> None:
     """A node that is known by its name needs a table of its own."""
     graph = shop('[trainer]\npages = [{ use = "pages.plain", title = "x", store = "@store" }]')
     assert faults(graph) == [
-        "[trainer.pages[0]] 'pages.plain' is Counted, so it is known by its name and can't stand in place"
+        "[trainer.pages[0]] 'pages.plain' is a Counted, "
+        "whose name is saved with its state, so it can't be written inline"
     ]
 
 
@@ -165,7 +166,7 @@ def test_orders_that_are_fine(shop: Callable[..., Graph], names: tuple[str, ...]
     [
         (
             ("look_up", "parse"),
-            'filters: [look_up] reads words before [parse] writes it; move "@look_up" behind "@parse"',
+            'filters: [look_up] reads words before [parse] writes it; move "@look_up" after "@parse"',
         ),
         (
             ("parse", "look_up", "translate"),
@@ -178,7 +179,7 @@ def test_orders_that_are_fine(shop: Callable[..., Graph], names: tuple[str, ...]
         ),
         (
             ("parse", "look_up", "log_in"),
-            'filters: [look_up] reads user before [log_in] writes it; move "@look_up" behind "@log_in"',
+            'filters: [look_up] reads user before [log_in] writes it; move "@look_up" after "@log_in"',
         ),
     ],
 )

@@ -91,7 +91,7 @@ def test_threads_say_what_members_do(shop: Callable[..., Graph]) -> None:
 
 def test_arrows_lead_from_the_last_that_touched_a_value(shop: Callable[..., Graph]) -> None:
     """What is read is as the last to change it left it."""
-    picture = step_of(shop(FILTERS), "shop", "page").picture()
+    picture = step_of(shop(FILTERS), "shop", "page").diagram()
     assert picture.arrows == (Arrow("parse", "translate", ("words",)), Arrow("translate", "look_up", ("words",)))
 
 
