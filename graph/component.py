@@ -1,13 +1,169 @@
-"""What a component is: an attrs class whose fields say what it needs (edges) and what it can be told (settings)."""
+"""
+The vocabulary that components import: `@component`, `setting` and its bounds, `@port`, and the fields that take many.
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, dataclass_transform, overload
+A component is an attrs class. A field whose type is a port is an edge, every other field is a setting.
+"""
+
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar, dataclass_transform, overload
 
 import attrs
 
-from drawloom.graph.setting import Change, setting
-
 T = TypeVar("T")
+P = TypeVar("P")
+
+Change = Literal["free", "semantic", "structural"]
+Check = Callable[[Any], str | None]
+
+
+def setting(
+    *,
+    default: Any = attrs.NOTHING,
+    factory: Callable[[], Any] | None = None,
+    change: Change | None = None,
+    check: Check | None = None,
+    doc: str = "",
+    alias: str | None = None,
+) -> Any:
+    """
+    A field that a recipe sets.
+
+    `change` says what it means to resume with another value: free (training computes the same), semantic (training
+    continues, but computes something else), structural (the saved state no longer fits); the component's own if left
+    out. `check` takes the value and returns why it is invalid, or None. `alias` is the name in recipes and in the
+    constructor, for a field whose own name is taken by a method or property of the component.
+    """
+    default = attrs.Factory(factory) if factory is not None else default
+    meta = {"change": change, "check": check, "doc": doc}
+    return attrs.field(default=default, validator=check and _as_validator(check), metadata=meta, alias=alias)
+
+
+def _as_validator(check: Check) -> Callable[[Any, Any, Any], None]:
+    # Recipes are checked before anything is built; this serves components that are built directly, as in tests.
+    def validate(_owner: Any, field: Any, value: Any) -> None:
+        if reason := check(value):
+            raise ValueError(f"{field.alias}: {reason}")
+
+    return validate
+
+
+@attrs.frozen
+class Bound:
+    """A check of a number against its bounds, which the JSON Schema reads too. Values that are no numbers pass."""
+
+    at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def __call__(self, value: Any) -> str | None:
+        if not isinstance(value, int | float):
+            return None
+        if self.at_least is not None and self.below is not None:
+            inside = self.at_least <= value < self.below
+            return None if inside else f"{value} is not in [{self.at_least}, {self.below})"
+        if self.at_least is not None and value < self.at_least:
+            return f"{value} is less than {self.at_least}"
+        return f"{value} is not above {self.above}" if self.above is not None and value <= self.above else None
+
+
+def at_least(bound: float) -> Bound:
+    """A check: `bound` or more."""
+    return Bound(at_least=bound)
+
+
+def above(bound: float) -> Bound:
+    """A check: more than `bound`."""
+    return Bound(above=bound)
+
+
+def between(low: float, high: float) -> Bound:
+    """A check: in the half-open interval [low, high)."""
+    return Bound(at_least=low, below=high)
+
+
+@overload
+def port(cls: type[T], /) -> type[T]: ...
+@overload
+def port(*, named: bool = False) -> Callable[[type[T]], type[T]]: ...
+def port(cls: Any = None, /, *, named: bool = False) -> Any:
+    """
+    Mark a class, most often a Protocol, as an interface between components.
+
+    A component's field of this type is an edge. `named` says that the names of nodes that implement the port matter
+    (they are keys of saved state), so that such a node needs a table of its own and can't be written inline.
+    """
+
+    def mark(cls: type[T]) -> type[T]:
+        cls.__port__ = {"named": named}  # type: ignore[attr-defined]
+        return cls
+
+    return mark if cls is None else mark(cls)
+
+
+def is_port(kind: object) -> bool:
+    """Whether fields of this type are edges: true for ports, and for component classes themselves."""
+    kind = typing.get_origin(kind) or kind
+    # vars, not hasattr: a class that implements a port inherits the mark without being a port itself.
+    return isinstance(kind, type) and bool({"__port__", "__component__"} & vars(kind).keys())
+
+
+def is_named(kind: type) -> bool:
+    """Whether nodes that implement this port need a table, and so a name, of their own."""
+    return bool(vars(kind).get("__port__", {}).get("named"))
+
+
+class Every(Mapping[str, P], Generic[P]):
+    """
+    All built nodes that implement a port, by node name; the container fills it after building.
+
+    It is no edge, so it makes no cycle: a checkpointer takes every stateful node, and some of those use it.
+    """
+
+    def __init__(self, members: Mapping[str, P] | None = None) -> None:
+        self._members: dict[str, P] = dict(members or {})
+
+    def fill(self, members: Mapping[str, P]) -> None:
+        """Set the members; the container calls it once."""
+        self._members = dict(members)
+
+    def __getitem__(self, name: str) -> P:
+        return self._members[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+
+class Ordered(tuple[P, ...]):
+    """Members of a sequence edge, in the recipe's order; what each reads, writes and changes is checked."""
+
+    names: tuple[str, ...]
+
+    def __new__(cls, members: Sequence[P] = (), names: Sequence[str] = ()) -> "Ordered[P]":
+        self = super().__new__(cls, tuple(members))
+        self.names = tuple(names) or tuple(type(member).__name__ for member in members)
+        return self
+
+
+@attrs.frozen
+class Flow:
+    """The values that a member of a sequence edge reads, writes and changes in place."""
+
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Traits:
+    """The arguments of `@component`, kept on the class as `__component__`."""
+
+    change: Change
+    flow: Flow
+    needs: Mapping[str, str] = attrs.field(factory=dict)
 
 
 @overload
@@ -35,41 +191,23 @@ def component(
     """
     Make a class a component: an attrs class with keyword arguments, named in recipes by the path of its file.
 
-    Members of a sequence edge say which values they read, write and change in place; a name that ends in "?" is read
-    only if some member writes it. `change` is what it means to resume with this node added, removed, swapped or set
-    otherwise: see `setting`. `needs` names modules that the component imports when it opens, each with what
-    `pip install` takes: {"aim": "drawloom[aim]"}.
+    Members of a sequence edge declare which values they read, write and change in place; a value whose name ends in
+    "?" is read only if some member writes it. `change` is what it means to resume with this node added, removed,
+    swapped or with other settings: see `setting`. `needs` maps modules that the component imports when it opens to
+    what `pip install` takes: {"aim": "drawloom[aim]"}.
 
-    What `check` asks a component, without building it, where it has these class methods:
+    `check` calls these class methods, if the class has them, without building the component:
 
-    - `constraints(node)` yields problems that take more than one setting, or those of neighbours, to see;
-    - `offers(node)` maps kinds to the names that settings anywhere in the graph may use;
-    - `notes(node)` yields lines that `explain` shows of the node;
-    - `weigh_change(node, key)` says what it means to resume with another value of a key, or None.
+    - `constraints(node)` yields problems that involve several settings, or settings of neighbours;
+    - `notes(node)` yields lines that `explain` shows for the node;
+    - `weigh_change(node, key)` returns what it means to resume with another value of a key, or None.
     """
 
     def make(cls: type[T]) -> type[T]:
+        # No slots, so that components may use cached_property; equality by identity, since fields hold tensors.
         made = attrs.define(cls, slots=False, eq=False, kw_only=True)
         flow = Flow(tuple(reads), tuple(writes), tuple(changes))
         made.__component__ = Traits(change, flow, dict(needs or {}))  # type: ignore[attr-defined]
         return made
 
     return make if cls is None else make(cls)
-
-
-@attrs.frozen
-class Flow:
-    """What a member of a sequence does to the values that pass through it."""
-
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    changes: tuple[str, ...] = ()
-
-
-@attrs.frozen
-class Traits:
-    """What `@component` was told of a class."""
-
-    change: Change
-    flow: Flow
-    needs: Mapping[str, str] = attrs.field(factory=dict)

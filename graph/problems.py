@@ -1,13 +1,17 @@
-"""What can be wrong with a recipe, as data; the one place where problems become text."""
+"""Problems of recipes as data, how they are printed, and did-you-mean suggestions for their hints."""
 
+import difflib
 from collections.abc import Iterable
 
 import attrs
 
+KeyPath = tuple[str | int, ...]
+"""The way to a value: keys of tables and, inside arrays, indices from 0."""
+
 
 @attrs.frozen(order=True)
 class Place:
-    """Where something stands: a file with a line and a column (both from 1, in code points), or the command line."""
+    """A position in a recipe: a file with a line and a column (both from 1, in code points), or the command line."""
 
     source: str
     line: int = 0
@@ -22,7 +26,12 @@ COMMAND_LINE = Place("command line")
 
 @attrs.frozen
 class Problem:
-    """One fault of a recipe: what stands there and why it can't be, and what to write instead."""
+    """
+    One thing that is wrong with a recipe: `text` is what is there and why it is invalid, `hint` what to write instead.
+
+    `code` is explained in docs/problems.md. `path` leads from the node, or from a setting's value while only that is
+    known, to the part that is wrong.
+    """
 
     code: str
     text: str
@@ -30,9 +39,10 @@ class Problem:
     node: str = ""
     place: Place | None = None
     warning: bool = False
+    path: KeyPath = ()
 
     def as_data(self) -> dict[str, str | int | bool]:
-        """What other programs read; a line and column of 0 mean that there is no place in a file."""
+        """The problem for `--format json`; line and column are 0 if it has no place in a file."""
         place = self.place or Place("")
         return {
             "code": self.code,
@@ -54,7 +64,7 @@ class Problem:
 
 
 class RecipeError(Exception):
-    """A recipe can't become a graph; `problems` says everything that is wrong with it."""
+    """A recipe is invalid; `problems` lists everything that is wrong with it."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = in_order(problems)
@@ -62,15 +72,15 @@ class RecipeError(Exception):
 
 
 class UserError(Exception):
-    """Something that a person can mend, found while running: printed as it is, without a traceback."""
+    """An error at run time that the user can fix: printed as it is, without a traceback."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
         self.at = ""
 
-    def stands_at(self, place: Place, node: str) -> None:
-        """Say which node of the recipe it was."""
+    def set_node(self, place: Place, node: str) -> None:
+        """Prefix the message with the node that raised it."""
         self.at = f"{place}: [{node}] "
 
     def __str__(self) -> str:
@@ -78,6 +88,45 @@ class UserError(Exception):
 
 
 def in_order(problems: Iterable[Problem]) -> list[Problem]:
-    """Problems by file, line and column, each once; those without a place last."""
-    nowhere = Place("\U0010ffff")
-    return sorted(dict.fromkeys(problems), key=lambda problem: problem.place or nowhere)
+    """Problems sorted by file, line and column without duplicates; those without a place come last."""
+    last = Place("\U0010ffff")
+    return sorted(dict.fromkeys(problems), key=lambda problem: problem.place or last)
+
+
+MANY, TOO_MANY = 120, 1000
+"""From MANY known names on, only those one edit away are suggested, and from TOO_MANY on none: difflib takes quadratic
+time, and a recipe with thousands of problems must still be reported within seconds."""
+
+LONGEST = 60
+"""Letters of a name that are compared."""
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789_-."
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint with the known name nearest to `name`, or else with all known names if they are few."""
+    known = list(known)
+    near = nearest(name, known)
+    if near is not None:
+        return f"did you mean {near!r}?"
+    if known and len(known) <= 12:
+        return "there is " + ", ".join(sorted(known))
+    return ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most similar to `name`, ignoring case; None if none is similar."""
+    known = list(known)
+    name = name.casefold()[:LONGEST]
+    folded = {candidate.casefold(): candidate for candidate in sorted(known)} if len(known) < TOO_MANY else {}
+    near = difflib.get_close_matches(name, folded, n=1, cutoff=0.6) if len(folded) < MANY else _one_edit(name, folded)
+    return folded[near[0]] if near else None
+
+
+def _one_edit(name: str, known: Iterable[str]) -> list[str]:
+    """The known names that differ from this one by one letter inserted, deleted, replaced or swapped."""
+    cuts = [(name[:at], name[at:]) for at in range(len(name) + 1)]
+    near = {name, *(head + tail[1:] for head, tail in cuts)}
+    near |= {head + tail[1] + tail[0] + tail[2:] for head, tail in cuts if len(tail) > 1}
+    near |= {head + letter + tail[skipped:] for head, tail in cuts for letter in LETTERS for skipped in (0, 1)}
+    return sorted(near.intersection(known))

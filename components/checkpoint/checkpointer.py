@@ -16,7 +16,7 @@ from drawloom.components.checkpoint.manifest import CorruptCheckpoint
 from drawloom.components.checkpoint.reader import FOLDER, committed, none_whole, step_of
 from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, names_of, read_states
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy, Values
-from drawloom.components.checkpoint.snapshot import RECIPE, CommitProtocol, PendingSave, ShardPlan, Snapshot
+from drawloom.components.checkpoint.snapshot import CommitProtocol, PendingSave, ShardPlan, Snapshot
 from drawloom.components.checkpoint.space import check_space
 from drawloom.components.checkpoint.threads import run_now, submit
 from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
@@ -25,6 +25,7 @@ from drawloom.components.ports.distributed import Group, Mesh, Processes
 from drawloom.components.ports.run import Durable, Event, Events, RunFolder, Stateful, Step
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, at_least, component, setting
+from drawloom.graph.recipe.lockfile import LOCK
 
 CLOSE_TIMEOUT = 20.0  # seconds that a run which ends by an error waits for a checkpoint that is being written
 
@@ -252,7 +253,7 @@ class Checkpointer:
     def _changed(self, checkpoint: Path) -> set[str]:
         """The nodes in which the recipe differs from the one that saved."""
         try:
-            return {change.node for change in self.recipe.changes((checkpoint / RECIPE).read_text("utf-8"))}
+            return {change.node for change in self.recipe.changes((checkpoint / LOCK).read_text("utf-8"))}
         except (RecipeError, ValueError):
             return set()  # then the nodes must be the same
 

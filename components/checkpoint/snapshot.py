@@ -21,8 +21,7 @@ from drawloom.components.ports.staging import Stager
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.durable_files import Content
 from drawloom.graph import ResolvedRecipe
-
-RECIPE = "recipe.lock.toml"
+from drawloom.graph.recipe.lockfile import LOCK
 
 
 @attrs.define
@@ -129,7 +128,7 @@ class CommitProtocol:
     def _commit(self, checkpoint: Path, aside: Path, snapshot: Snapshot, written: list[dict[str, Any]]) -> None:
         self.before()
         contents = {name: Content(**content) for by_name in written for name, content in by_name.items()}
-        contents[RECIPE] = durable_files.write_file(aside / RECIPE, self.recipe.text.encode())
+        contents[LOCK] = durable_files.write_file(aside / LOCK, self.recipe.text.encode())
         manifest = Manifest(
             step=step_of(checkpoint),
             recipe=self.recipe.hash,

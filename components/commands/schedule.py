@@ -18,8 +18,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Project
-from drawloom.graph.recipe.overrides import read_overrides
+from drawloom.graph.cli.project import Project, read_overrides
 from drawloom.graph.recipe.recipe import Recipe
 from drawloom.graph.registry.spec import Spec
 

@@ -5,9 +5,7 @@ import os
 from pathlib import Path
 
 from drawloom.graph import RecipeError, ResolvedRecipe, UserError
-from drawloom.graph.recipe.lockfile import RecipeChange
-
-LOCK = "recipe.lock.toml"
+from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
 
 log = logging.getLogger("drawloom.run")
 

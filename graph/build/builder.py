@@ -1,48 +1,56 @@
-"""From a recipe to nodes with settings and edges; whatever is wrong becomes a problem, and none hides another."""
+"""From a recipe to nodes with settings and edges; every problem is collected, and none hides another."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import MappingProxyType
+from typing import Any
 
 import attrs
 
-from drawloom.graph.build.edges import EdgeResolver
-from drawloom.graph.build.node import Draft
-from drawloom.graph.build.settings import SettingsResolver
-from drawloom.graph.problems import Problem
+from drawloom.graph.build.node import Edge, Node, dotted
+from drawloom.graph.build.settings import INVALID, SettingsResolver
+from drawloom.graph.component import is_named
+from drawloom.graph.problems import KeyPath, Problem, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table
-from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.recipe.recipe import VARIABLE, Recipe
 from drawloom.graph.registry.registry import Registry
+from drawloom.graph.registry.spec import Field, Spec
+from drawloom.graph.types.describe import describe
+from drawloom.graph.types.port_match import implements, mismatches
+
+MOST = 6
+"""Candidates for an edge that a message lists."""
 
 
 @attrs.define(eq=False)
 class GraphBuilder:
-    """The nodes of a recipe, settled and connected; those that could not be made are problems."""
+    """The nodes of a recipe; `incomplete` has the problems of tables that could not become nodes."""
 
     recipe: Recipe
     registry: Registry
-    nodes: dict[str, Draft] = attrs.field(factory=dict)
+    nodes: dict[str, Node] = attrs.field(factory=dict)
     incomplete: list[Problem] = attrs.field(factory=list)
-    _settling: SettingsResolver = attrs.field(init=False)
+    _settings: SettingsResolver = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._settling = SettingsResolver(self.recipe.vars)
+        self._settings = SettingsResolver(self.recipe.vars)
 
     def run(self) -> None:
-        """Make every node, then resolve and check every edge."""
+        """Make every node with its settings, then resolve and check every edge."""
         for name, table in self.recipe.nodes.items():
             self._make(name, table)
-        connecting = EdgeResolver(self.recipe, self.nodes, self._settling, self._make)
+        edges = EdgeResolver(self.recipe, self.nodes, self._settings, self._make)
         for node in list(self.nodes.values()):
-            connecting.connect_all(node)
-        connecting.refuse_unnamed()
+            edges.resolve_all(node)
+        edges.report_unnamed()
 
     def problems(self) -> Iterator[Problem]:
-        """All that is wrong with the nodes."""
+        """All problems of nodes, and of tables that could not become nodes."""
         yield from self.incomplete
         for node in self.nodes.values():
             yield from node.problems
 
-    def _make(self, name: str, table: Table, owner: str = "") -> Draft | None:
+    def _make(self, name: str, table: Table, owner: str = "") -> Node | None:
         use = table.items["use"]
         if not (isinstance(use, Leaf) and isinstance(use.value, str)):
             text = "`use` takes the name of a component, a string"
@@ -52,10 +60,192 @@ class GraphBuilder:
         if isinstance(found, Problem):
             self.incomplete.append(attrs.evolve(found, node=name, place=use.place))
             return None
-        node = self.nodes[name] = Draft(name, table, found, owner)
+        settings: dict[str, Any] = {}
+        node = self.nodes[name] = Node(name, table, found, owner, MappingProxyType(settings))
         for module, install in found.traits.needs.items():
             if importlib.util.find_spec(module) is None:
                 text = f"{use.value!r} needs the package {module!r}, which is not installed"
-                node.fault("DL202", text, f"pip install '{install}'")
-        self._settling.settle(node)
+                node.add_problem("DL202", text, f"pip install '{install}'")
+        self._settings.resolve(node, settings)
         return node
+
+
+@attrs.define(eq=False)
+class EdgeResolver:
+    """Resolves the edges of nodes. `make` makes a node from a table written inline, or None if that is invalid."""
+
+    recipe: Recipe
+    nodes: dict[str, Node]
+    settings: SettingsResolver
+    make: Callable[[str, Table, str], Node | None]
+    _fitting: dict[tuple[type, ...], list[str]] = attrs.field(factory=dict)
+
+    def resolve_all(self, node: Node) -> None:
+        """Resolve the edges of a node, and of the nodes that are written inline in it."""
+        for field in node.spec.fields.values():
+            if field.is_edge:
+                self._resolve_edge(node, field)
+
+    def _resolve_edge(self, node: Node, field: Field) -> None:
+        item = node.table.items.get(field.name)
+        if item is None:
+            return self._autowire(node, field)
+        if field.kind in ("one", "optional"):
+            targets = list(self._resolve(node, field, self._substitute(node, item, field), (field.name,)))
+            if len(targets) == 1:
+                node.connect(field.name, Edge((targets[0],), items=((field.name,),)))
+        elif field.kind == "mapping":
+            self._connect_mapping(node, field, item)
+        else:
+            self._connect_list(node, field, item)
+
+    def _substitute(self, node: Node, item: Leaf | Table, field: Field) -> Leaf | Table | Any:
+        """The value of an edge, with a variable substituted."""
+        if isinstance(item, Leaf) and isinstance(item.value, str) and item.value.startswith(VARIABLE):
+            return self.settings.variable(node, item.value, (field.name,))
+        return item.value if isinstance(item, Leaf) else item
+
+    def _connect_list(self, node: Node, field: Field, item: Leaf | Table) -> None:
+        values = self._substitute(node, item, field)
+        if values is INVALID:
+            return
+        if not isinstance(values, list):
+            text = f"{field.name} takes an array of nodes"
+            hint = f'write {field.name} = ["@name", ...]'
+            return node.add_problem("DL310", text, hint, (field.name,))
+        targets: list[str] = []
+        items: list[KeyPath] = []
+        for number, value in enumerate(values):
+            found = list(self._resolve(node, field, value, (field.name, number), many=True))
+            targets += found
+            items += [(field.name, number)] * len(found)
+        self._report_duplicates(node, field, targets, items)
+        incomplete = len({path[1] for path in items}) < len(values)
+        node.connect(field.name, Edge(tuple(targets), items=tuple(items), incomplete=incomplete))
+
+    def _report_duplicates(self, node: Node, field: Field, targets: list[str], items: list[KeyPath]) -> None:
+        if len(set(targets)) == len(targets):
+            return
+        first = {target: number for number, target in reversed([*enumerate(targets)])}
+        for number, (target, path) in enumerate(zip(targets, items, strict=True)):
+            if first[target] != number:
+                text = f"{dotted(path)}: [{target}] is in the list already"
+                node.add_problem("DL318", text, "leave it out, or give the second a table of its own", path)
+
+    def _connect_mapping(self, node: Node, field: Field, item: Leaf | Table) -> None:
+        if not isinstance(item, Table):
+            text, hint = f"{field.name} takes a table of nodes", f'write {field.name} = {{ name = "@node" }}'
+            return node.add_problem("DL310", text, hint, (field.name,))
+        targets: dict[str, str] = {}
+        for key, value in item.items.items():
+            plain = value.value if isinstance(value, Leaf) else value
+            for target in self._resolve(node, field, plain, (field.name, key)):
+                targets[key] = target
+        paths = tuple((field.name, key) for key in targets)
+        node.connect(field.name, Edge(tuple(targets.values()), tuple(targets), paths))
+
+    def _resolve(self, node: Node, field: Field, value: Any, path: KeyPath, *, many: bool = False) -> Iterator[str]:
+        """The names of the nodes that one written edge leads to, if they implement the field's port."""
+        if value is INVALID:
+            return
+        if isinstance(value, dict | Table):
+            names = self._inline(node, field, value, path)
+        elif isinstance(value, str) and value.startswith("@"):
+            names = self._named(node, field, value[1:], path, many)
+        else:
+            hint = f'write "@{value}"' if isinstance(value, str) else 'write "@name"'
+            node.add_problem("DL311", f"{dotted(path)} takes a node, not {describe(value)}", hint, path)
+            return
+        for name in names:
+            if self._accepts(node, field, name, path):
+                yield name
+
+    def _inline(self, node: Node, field: Field, value: dict[str, Any] | Table, path: KeyPath) -> list[str]:
+        holder = node.table.items[field.name]
+        table = value if isinstance(value, Table) else Table.of(value, holder.layer, (*holder.path, *path[1:]))
+        if "use" not in table.items:
+            text = f"{dotted(path)} is a table without `use`, so it is not a node"
+            node.add_problem("DL312", text, 'write { use = "...", ... } or "@name"', path)
+            return []
+        made = self.make(f"{node.name}.{dotted(path)}", table, node.name)
+        if made is None:
+            return []
+        self.resolve_all(made)
+        return [made.name]
+
+    def _named(self, node: Node, field: Field, name: str, path: KeyPath, many: bool) -> list[str]:
+        group = name.removesuffix(".*")
+        if name.endswith(".*") and many and group in self.recipe.groups:
+            return [member for member in self.recipe.groups[group] if member in self.nodes]
+        if name in self.nodes:
+            return [name]
+        if name not in self.recipe.nodes:
+            self._missing_target(node, name, path, many)
+        return []
+
+    def _missing_target(self, node: Node, name: str, path: KeyPath, many: bool) -> None:
+        group = name.removesuffix(".*")
+        if group in self.recipe.groups:
+            hint = f'write "@{group}.*" for all its members' if many else "it takes a single node"
+            text = f"{dotted(path)}: {group!r} is a group, not a node"
+        else:
+            text = f"{dotted(path)}: there is no {'group' if name.endswith('.*') else 'node'} {group!r}"
+            hint = did_you_mean(group, self.recipe.groups if name.endswith(".*") else self.recipe.nodes)
+        node.add_problem("DL313", text, hint, path)
+
+    def _accepts(self, node: Node, field: Field, name: str, path: KeyPath) -> bool:
+        target = self.nodes[name]
+        if not self.fits(target.spec, field):
+            ports = " or ".join(port.__name__ for port in field.ports)
+            why = " and ".join(reason for port in field.ports for reason in mismatches(target.spec.cls, port)[:2])
+            text = f"{dotted(path)} needs a {ports}, but [{name}] is {target.spec.use!r}: it {why}"
+            node.add_problem("DL314", text, "", path)
+            return False
+        return True
+
+    def _autowire(self, node: Node, field: Field) -> None:
+        if not field.required:
+            return
+        if field.kind != "one":
+            shape = '{ name = "@node" }' if field.kind == "mapping" else '["@name", ...]'
+            return node.add_problem(
+                "DL315", f"{node.spec.use!r} needs the edge {field.name!r}", f"write {field.name} = {shape}"
+            )
+        fitting = [name for name in self._candidates(field) if name != node.name]
+        if len(fitting) == 1:
+            node.connect(field.name, Edge((fitting[0],), written=False))
+        elif len(self.nodes) >= len(self.recipe.nodes):  # otherwise the node that is looked for may be an invalid table
+            self._report_ambiguous(node, field, fitting)
+
+    def _candidates(self, field: Field) -> list[str]:
+        """The nodes with tables of their own that implement a field's port."""
+        if field.ports not in self._fitting:
+            nodes = [node for node in self.nodes.values() if not node.owner]
+            self._fitting[field.ports] = [node.name for node in nodes if self.fits(node.spec, field)]
+        return self._fitting[field.ports]
+
+    def _report_ambiguous(self, node: Node, field: Field, fitting: list[str]) -> None:
+        port = " or ".join(port.__name__ for port in field.ports)
+        if not fitting:
+            text = f"{node.spec.use!r} needs a {port} for {field.name!r}, and no node implements it"
+            return node.add_problem("DL316", text, "add a node that does")
+        more = [f"{len(fitting) - MOST} more"] if len(fitting) > MOST else []
+        *most, last = [*(f"[{name}]" for name in fitting[:MOST]), *more]
+        names = f"{', '.join(most)} and {last}"
+        hint = "write " + " or ".join(f'{field.name} = "@{name}"' for name in fitting[:MOST])
+        all_of_them = "both" if len(fitting) == 2 else "all"
+        node.add_problem("DL316", f"{field.name!r} needs one {port}, and {names} {all_of_them} are", hint)
+
+    def fits(self, spec: Spec, field: Field) -> bool:
+        """Whether a component implements any of a field's ports."""
+        return any(implements(spec.cls, port) for port in field.ports)
+
+    def report_unnamed(self) -> None:
+        """Report inline nodes that implement a port whose nodes need names: saved state is keyed by them."""
+        ports = {port for node in self.nodes.values() for field in node.spec.fields.values() for port in field.ports}
+        for node in self.nodes.values():
+            for port in ports:
+                if node.owner and is_named(port) and implements(node.spec.cls, port):
+                    why = "whose name is saved with its state, so it can't be written inline"
+                    text = f"{node.spec.use!r} is a {port.__name__}, {why}"
+                    node.add_problem("DL317", text, f'give it a table of its own and write "@name" in [{node.owner}]')

@@ -1,4 +1,4 @@
-"""The graph of a recipe: checked nodes and edges, their order, and what one of them needs."""
+"""The graph of a recipe: nodes and edges, their order, and the checks of the graph as a whole."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -7,9 +7,8 @@ from typing import Any
 import attrs
 
 from drawloom.graph.build.builder import GraphBuilder
-from drawloom.graph.build.dataflow import check_sequence
-from drawloom.graph.build.names import check_names
-from drawloom.graph.build.node import Node, NodeView
+from drawloom.graph.build.node import Edge, Node, NodeView
+from drawloom.graph.component import Flow
 from drawloom.graph.problems import Place, Problem, RecipeError, in_order
 from drawloom.graph.recipe.recipe import Recipe
 from drawloom.graph.registry.registry import Registry
@@ -18,7 +17,7 @@ from drawloom.graph.types.port_match import implements
 
 @attrs.frozen(eq=False)
 class Graph:
-    """Nodes by name, and all that is wrong with them. It does not change: other values make another graph."""
+    """Nodes by name, and all problems of the recipe. Immutable: other values make another graph."""
 
     recipe: Recipe
     registry: Registry
@@ -27,37 +26,36 @@ class Graph:
     problems: tuple[Problem, ...] = ()
 
     @classmethod
-    def of(cls, recipe: Recipe, catalogue: Registry, root: str = "") -> "Graph":
-        """Wire and check a whole recipe. Nodes that `root` does not need are warnings, if it is given."""
-        wiring = GraphBuilder(recipe, catalogue)
-        wiring.run()
-        nodes = MappingProxyType({name: draft.finished() for name, draft in wiring.nodes.items()})
-        graph = cls(recipe, catalogue, nodes, root)
-        problems = [*recipe.problems, *wiring.problems(), *graph._check()]
+    def of(cls, recipe: Recipe, registry: Registry, root: str = "") -> "Graph":
+        """Build and check the graph of a recipe. If `root` is given, nodes that it does not need are warnings."""
+        builder = GraphBuilder(recipe, registry)
+        builder.run()
+        graph = cls(recipe, registry, MappingProxyType(builder.nodes), root)
+        problems = [*recipe.problems, *builder.problems(), *graph._check()]
         problems += graph._check_root(all(problem.warning for problem in problems)) if root else ()
         return attrs.evolve(graph, problems=tuple(in_order(problems)))
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Graph":
-        """Another graph: of the same recipe with values laid over it."""
+        """The graph of the same recipe with other values merged over it."""
         return Graph.of(self.recipe.with_values(data, source), self.registry, self.root)
 
     @property
-    def faults(self) -> list[Problem]:
-        """The problems that are no mere warnings."""
+    def errors(self) -> list[Problem]:
+        """The problems that are more than warnings."""
         return [problem for problem in self.problems if not problem.warning]
 
     def or_error(self) -> "Graph":
-        """This graph, or a RecipeError with all its faults."""
-        if self.faults:
-            raise RecipeError(self.faults)
+        """This graph. Raises RecipeError with all its errors, if it has any."""
+        if errors := self.errors:
+            raise RecipeError(errors)
         return self
 
     def view(self, name: str) -> NodeView:
-        """What a component's constraints see of a node."""
+        """The view of a node that its component's constraints get."""
         return NodeView(self.nodes[name], self.nodes)
 
     def needs(self, name: str) -> tuple[str, ...]:
-        """The nodes that one node's edges lead to, each once, in order."""
+        """The nodes that one node's edges lead to, in order and without duplicates."""
         return self.nodes[name].needs
 
     def users(self, name: str) -> list[str]:
@@ -65,28 +63,29 @@ class Graph:
         return [other for other in self.nodes if name in self.needs(other)]
 
     def incoming(self, name: str) -> list[tuple[str, list[str]]]:
-        """The nodes that lead to one node, each with the edges by which it does."""
+        """The nodes that use one node, each with the names of the edges that lead to it."""
         by = {
             user: [key for key, edge in node.edges.items() if name in edge.targets] for user, node in self.nodes.items()
         }
         return [(user, keys) for user, keys in by.items() if keys]
 
     def provides(self, name: str) -> set[type]:
-        """The ports whose promises a node's component keeps, of those that some node asks for."""
+        """The ports that a node's component implements, of those that some node has edges to."""
         fields = (field for node in self.nodes.values() for field in node.spec.fields.values())
         ports = {port for field in fields for port in field.ports}
         return {port for port in ports if implements(self.nodes[name].spec.cls, port)}
 
     def implementers(self, port: type) -> list[str]:
-        """The nodes whose components keep the promises of a port."""
+        """The nodes whose components implement a port."""
         return [name for name, node in self.nodes.items() if implements(node.spec.cls, port)]
 
     def topological_order(self, roots: Iterable[str], without: Container[str] = ()) -> list[str]:
         """
-        The nodes that these need, themselves included, each behind all that it needs.
+        The nodes that `roots` need directly or indirectly, and the roots: each after everything that it needs.
 
-        What is needed only by nodes `without` needs of their own is left out.
+        Nodes in `without` are included, but not what they need.
         """
+        # Depth-first with an explicit stack: a chain of nodes may be longer than Python's recursion limit.
         order: dict[str, None] = {}
         stack = [(name, False) for name in reversed(list(roots))]
         while stack:
@@ -100,7 +99,7 @@ class Graph:
         return list(order)
 
     def find_cycle(self) -> list[str]:
-        """Nodes that need one another in a circle, the first again at the end; empty if there is none."""
+        """A dependency cycle, with its first node repeated at the end; empty if there is none."""
         done: set[str] = set()
         for start in self.nodes:
             trail: dict[str, Iterator[str]] = {}
@@ -114,7 +113,7 @@ class Graph:
         return []
 
     def _next(self, trail: dict[str, Iterator[str]], done: set[str]) -> str | None:
-        """The next node of a depth-first walk, leaving those whose needs are all done."""
+        """The next node of a depth-first walk, after leaving the nodes whose needs are done."""
         while trail:
             last = next(reversed(trail))
             for need in trail[last]:
@@ -125,38 +124,37 @@ class Graph:
         return None
 
     def _check(self) -> Iterator[Problem]:
-        circle = self.find_cycle()
-        if circle:
-            text = "nodes need one another in a circle: " + " -> ".join(circle)
-            yield Problem("DL320", text, "cut one of these edges", circle[0], self._place_of_edge(*circle[:2]))
+        cycle = self.find_cycle()
+        if cycle:
+            text = "dependency cycle: " + " -> ".join(cycle)
+            yield Problem("DL320", text, "remove one of these edges", cycle[0], self._place_of_edge(*cycle[:2]))
         for node in self.nodes.values():
             for name, edge in node.edges.items():
                 if node.spec.fields[name].kind == "ordered":
                     yield from check_sequence(node, name, edge, self.nodes)
-            if not self._near_fault(node):
+            if self._is_complete(node):
                 yield from _constraints(node, self.view(node.name))
-        yield from check_names(self.nodes)
 
     def _place_of_edge(self, name: str, target: str) -> Place:
-        """Where one node refers to another."""
+        """The position of the edge from one node to another."""
         node = self.nodes[name]
         found = (dict(zip(edge.targets, edge.items, strict=False)).get(target) for edge in node.edges.values())
         return node.place_of(next((path for path in found if path), ()))
 
-    def _near_fault(self, node: Node) -> bool:
-        """Whether a node or a neighbour is at fault already, or could not be made: constraints could not be trusted."""
+    def _is_complete(self, node: Node) -> bool:
+        """Whether a node and its neighbours are valid, so that constraints may rely on their settings and edges."""
         missing = any(
             field.is_edge and field.name not in node.edges and (field.required or field.name in node.table.items)
             for field in node.spec.fields.values()
         )
-        unmade = any(edge.incomplete for edge in node.edges.values())
-        return missing or unmade or node.invalid or any(self.nodes[name].invalid for name in self.needs(node.name))
+        incomplete = missing or any(edge.incomplete for edge in node.edges.values())
+        return not incomplete and not any(self.nodes[name].invalid for name in (node.name, *node.needs))
 
     def _check_root(self, complete: bool) -> Iterator[Problem]:
         if self.root not in self.recipe.nodes:
             text, place = f"there is no node [{self.root}], so there is nothing to run", Place(self.recipe.source)
             yield Problem("DL321", text, f"write [{self.root}]", place=place)
-        elif complete:  # else what is needed can't be told yet
+        elif complete:  # otherwise an edge may be missing because of another problem
             needed = set(self.topological_order([self.root]))
             for name, node in self.nodes.items():
                 if name not in needed and not node.owner:
@@ -171,3 +169,41 @@ def _constraints(node: Node, view: NodeView) -> Iterator[Problem]:
     except Exception as error:
         text = f"the constraints of {view.use!r} can't be checked: {type(error).__name__}: {error}"
         yield Problem("DL206", text, "tell its author", node.name, node.place)
+
+
+@attrs.frozen
+class Member:
+    """One member of a sequence: its node, its index, and the values that it reads, writes and changes."""
+
+    name: str
+    number: int
+    flow: Flow
+
+
+def check_sequence(node: Node, field: str, edge: Edge, nodes: Mapping[str, Node]) -> Iterator[Problem]:
+    """The order of a sequence edge as a dataflow: no value is read before it is written, or changed too late."""
+    members = [Member(name, number, nodes[name].spec.traits.flow) for number, name in enumerate(edge.targets)]
+    for member in members:
+        place = node.place_of(edge.items[member.number])
+        for text, hint in _dataflow_problems(member, members, edge.incomplete):
+            yield Problem("DL330", f"{field}: {text}", hint, node.name, place)
+
+
+def _dataflow_problems(member: Member, members: list[Member], incomplete: bool) -> Iterator[tuple[str, str]]:
+    for name in (*member.flow.reads, *member.flow.changes):
+        value, verb = name.removesuffix("?"), "changes" if name in member.flow.changes else "reads"
+        writers = [other for other in members if value in other.flow.writes]
+        if not writers and (name != value or incomplete):
+            continue  # the read is optional, or the writer may be a member with problems
+        if not writers:
+            yield f"[{member.name}] {verb} {value}, which nothing in the sequence writes", "add a member that writes it"
+        elif writers[0].number >= member.number:
+            writer = writers[0].name
+            hint = f'move "@{member.name}" after "@{writer}"'
+            yield f"[{member.name}] {verb} {value} before [{writer}] writes it", hint
+    for value in member.flow.changes:
+        readers = [other for other in members if {value, f"{value}?"} & {*other.flow.reads}]
+        if readers and readers[-1].number < member.number:
+            reader = readers[-1].name
+            text = f"[{member.name}] changes {value} after [{reader}], the last to read it, so the change is lost"
+            yield text, f'move "@{member.name}" before "@{reader}"'

@@ -1,85 +1,85 @@
-"""Settings of a node: variables put in, escapes taken out, each value structured strictly and checked."""
+"""Settings of a node: variables are substituted, escapes removed, and each value is converted and checked."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
-from drawloom.graph.build.node import Draft, dotted
-from drawloom.graph.problems import Place
-from drawloom.graph.recipe.layers import Leaf, Path, Table
-from drawloom.graph.recipe.variables import VARIABLE
+from drawloom.graph.build.node import Node, dotted
+from drawloom.graph.problems import KeyPath, Place, Problem, did_you_mean
+from drawloom.graph.recipe.layers import Leaf, Table
+from drawloom.graph.recipe.recipe import VARIABLE
 from drawloom.graph.registry.spec import Field
-from drawloom.graph.toml.suggest import did_you_mean
-from drawloom.graph.types.structure import Fault, Values
+from drawloom.graph.types.describe import describe_type
+from drawloom.graph.types.structure import Values
 
 INVALID = object()
-"""What stands for a value that is at fault."""
+"""Takes the place of a value with a problem, so that the problem is reported only once."""
 
 
 @attrs.define(eq=False)
 class SettingsResolver:
-    """Settles nodes, with the variables of their recipe."""
+    """Fills in the settings of nodes, with the variables of their recipe."""
 
     vars: dict[str, Leaf]
     values: Values = attrs.field(factory=Values)
 
-    def settle(self, node: Draft) -> None:
-        """Fill in a node's settings; what can't be becomes a problem of the node."""
-        for key, item in node.table.items.items():
+    def resolve(self, node: Node, settings: dict[str, Any]) -> None:
+        """Fill in `settings`, of which the node has a read-only view; invalid values become problems of the node."""
+        for key in node.table.items:
             field = node.spec.fields.get(key)
             if field is None or field.kind in ("every", "recipe"):
                 if key != "use":
                     self._unknown(node, key, field)
             elif field.kind == "setting":
-                self._set(node, field, item)
+                self._set(node, field, settings)
         for field in node.spec.fields.values():
             if field.kind == "setting" and field.name not in node.table.items:
-                self._set_default(node, field)
+                self._set_default(node, field, settings)
 
-    def _unknown(self, node: Draft, key: str, field: Field | None) -> None:
+    def _unknown(self, node: Node, key: str, field: Field | None) -> None:
         if field is not None:
             text = f"{key!r} is filled in by the container and can't be set"
-            return node.fault("DL301", text, "remove it", (key,), key=True)
+            return node.add_problem("DL301", text, "remove it", (key,), key=True)
         owner = node.table.discarded.get(key)
         known = [name for name, field in node.spec.fields.items() if field.kind not in ("every", "recipe")]
         hint = f"it belonged to {owner!r}, which this `use` replaces" if owner else did_you_mean(key, known)
-        node.fault("DL302", f"{node.spec.use!r} has no setting or edge {key!a}", hint, (key,), key=True)
+        node.add_problem("DL302", f"{node.spec.use!r} has no setting or edge {key!a}", hint, (key,), key=True)
 
-    def _set(self, node: Draft, field: Field, item: Leaf | Table) -> None:
+    def _set(self, node: Node, field: Field, settings: dict[str, Any]) -> None:
+        item = node.table.items[field.name]
         plain = self.plain(node, item, (field.name,))
         if plain is INVALID:
             return
         try:
-            value, faults = self.values.structure(plain, field.type)
-            if not faults and field.check and (reason := field.check(value)):
-                faults = [Fault((), reason)]
-        except Exception as error:  # of the component's own: its annotations, its checks
-            return node.fails(f"the setting {field.name!r} can't be read", error)
-        for fault in faults:
-            path = (field.name, *fault.path)
+            value, problems = self.values.structure(plain, field.type)
+            if not problems and field.check and (reason := field.check(value)):
+                problems = [Problem("DL303", reason)]
+        except Exception as error:  # a bug of the component, in its annotations or its checks
+            return node.add_bug(f"the setting {field.name!r} can't be read", error)
+        for problem in problems:
+            path = (field.name, *problem.path)
             place = self._variable_place(item)
             written = f" ({item.value})" if place and isinstance(item, Leaf) else ""
-            node.fault("DL303", f"{dotted(path)}{written}: {fault.text}", fault.hint, path, place=place)
-        if not faults:
-            node.settings[field.name] = value
+            node.add_problem(problem.code, f"{dotted(path)}{written}: {problem.text}", problem.hint, path, place=place)
+        if not problems:
+            settings[field.name] = value
 
     def _variable_place(self, item: Leaf | Table) -> Place | None:
-        """Where a value stands that is a variable as a whole."""
+        """The position of the variable that is the whole value, if there is one."""
         name = item.value if isinstance(item, Leaf) and isinstance(item.value, str) else ""
         found = self.vars.get(name.removeprefix(VARIABLE)) if name.startswith(VARIABLE) else None
         return found.place if found else None
 
-    def _set_default(self, node: Draft, field: Field) -> None:
+    def _set_default(self, node: Node, field: Field, settings: dict[str, Any]) -> None:
         if not field.required:
-            node.settings[field.name] = field.default_value()
+            settings[field.name] = field.default_value()
             return
-        wanted = self.values.describe_type(field.type)
-        text = f"{node.spec.use!r} needs the setting {field.name!r} ({wanted})"
-        node.fault("DL305", text, f"write {field.name} = ...", ())
+        text = f"{node.spec.use!r} needs the setting {field.name!r} ({describe_type(field.type)})"
+        node.add_problem("DL305", text, f"write {field.name} = ...", ())
 
-    def plain(self, node: Draft, item: Any, path: Path) -> Any:
-        """A value as settings take it; REFUSED if a part of it is at fault."""
+    def plain(self, node: Node, item: Any, path: KeyPath) -> Any:
+        """A value without variables and escapes; INVALID if a part of it has a problem."""
         if isinstance(item, Leaf):
             return self.plain(node, item.value, path)
         if isinstance(item, Table):
@@ -94,7 +94,7 @@ class SettingsResolver:
             return INVALID if any(part is INVALID for part in table.values()) else table
         return item
 
-    def _plain_string(self, node: Draft, text: str, path: Path) -> Any:
+    def _plain_string(self, node: Node, text: str, path: KeyPath) -> Any:
         if text[:1] not in ("@", "$"):
             return text
         if text[:2] in ("@@", "$$"):
@@ -104,14 +104,15 @@ class SettingsResolver:
         if text.startswith("@"):
             why = f"{dotted(path)} is a setting, so it can't refer to a node with {text!r}"
         else:
-            why = f"{text!r} is no variable: those are written $vars.name, and stand for a whole value"
-        node.fault("DL306", why, f'write "{text[0]}{text}" if the text itself is meant', path)
+            why = f"{text!r} is not a variable: those are written $vars.name, and are always a whole value"
+        node.add_problem("DL306", why, f'write "{text[0]}{text}" if the text itself is meant', path)
         return INVALID
 
-    def variable(self, node: Draft, text: str, path: Path) -> Any:
+    def variable(self, node: Node, text: str, path: KeyPath) -> Any:
+        """The value of a variable, written `$vars.name`; INVALID if there is none of that name."""
         leaf = self.vars.get(text.removeprefix(VARIABLE))
         if leaf is None:
             hint = did_you_mean(text.removeprefix(VARIABLE), self.vars) or "write it into [vars]"
-            node.fault("DL307", f"there is no variable {text!r}", hint, path)
+            node.add_problem("DL307", f"there is no variable {text!r}", hint, path)
             return INVALID
         return leaf.value

@@ -7,16 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drawloom.graph.cli.exit_codes import FAULTY, FINE
+from drawloom.graph.cli.exit_codes import INVALID, OK
 from drawloom.graph.cli.project import Project
 from drawloom.graph.drawing.draw import FORMATS, draw
-from drawloom.graph.inspect.diff import diff
+from drawloom.graph.inspect.changes import diff, resolve
 from drawloom.graph.inspect.explain import explain
 from drawloom.graph.inspect.listing import list_components, list_plugins
 from drawloom.graph.problems import RecipeError
-from drawloom.graph.recipe.resolving import resolve
-from drawloom.graph.runtime.timings import report
-from drawloom.graph.schema.recipes import recipe_schema
+from drawloom.graph.runtime.container import timing_table
+from drawloom.graph.schema import recipe_schema
 
 
 def _takes_recipe(parser: argparse.ArgumentParser, name: str = "RECIPE", what: str = "") -> None:
@@ -72,80 +71,80 @@ def _takes_subject(parser: argparse.ArgumentParser) -> None:
     _takes_packages(parser)
 
 
-def _graph(options: argparse.Namespace, workshop: Project) -> Any:
-    graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words))
+def _graph(options: argparse.Namespace, project: Project) -> Any:
+    graph = project.graph(project.load(options.recipe, options.overlay, options.words))
     options.voice.warn(problem for problem in graph.problems if problem.warning)
     return graph
 
 
-def _run(options: argparse.Namespace, workshop: Project) -> int:
-    graph = _graph(options, workshop)
-    objects = workshop.container(graph, accept_changes=options.accept_changes)
+def _run(options: argparse.Namespace, project: Project) -> int:
+    graph = _graph(options, project)
+    objects = project.container(graph, accept_changes=options.accept_changes)
     try:
         with objects:
-            objects[workshop.root].run()
+            objects[project.root].run()
     finally:
         if options.timings:
-            print(report(objects.spans), file=sys.stderr)
-    return FINE
+            print(timing_table(objects.timings), file=sys.stderr)
+    return OK
 
 
-def _check(options: argparse.Namespace, workshop: Project) -> int:
+def _check(options: argparse.Namespace, project: Project) -> int:
     if options.format == "json":
-        return _check_for_programs(options, workshop)
-    graph = _graph(options, workshop).or_error()
+        return _check_for_programs(options, project)
+    graph = _graph(options, project).or_error()
     print(f"{options.recipe}: {len(graph.nodes)} nodes, no problems")
-    return FINE
+    return OK
 
 
-def _check_for_programs(options: argparse.Namespace, workshop: Project) -> int:
+def _check_for_programs(options: argparse.Namespace, project: Project) -> int:
     try:
-        graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words))
+        graph = project.graph(project.load(options.recipe, options.overlay, options.words))
         problems, nodes = graph.problems, len(graph.nodes)
     except RecipeError as error:
         problems, nodes = tuple(error.problems), 0
     found = {"recipe": options.recipe, "nodes": nodes, "problems": [problem.as_data() for problem in problems]}
     print(json.dumps(found, indent=1))
-    return FINE if all(problem.warning for problem in problems) else FAULTY
+    return OK if all(problem.warning for problem in problems) else INVALID
 
 
-def _show(options: argparse.Namespace, workshop: Project) -> int:
-    print(resolve(_graph(options, workshop).or_error()).text, end="")
-    return FINE
+def _show(options: argparse.Namespace, project: Project) -> int:
+    print(resolve(_graph(options, project).or_error()).text, end="")
+    return OK
 
 
-def _draw(options: argparse.Namespace, workshop: Project) -> int:
-    graph = _graph(options, workshop).or_error()
+def _draw(options: argparse.Namespace, project: Project) -> int:
+    graph = _graph(options, project).or_error()
     title = Path(options.recipe).stem
-    print(draw(graph, title, workshop.root, options.format, options.focus, step=options.step), end="")
-    return FINE
+    print(draw(graph, title, project.root, options.format, options.focus, step=options.step), end="")
+    return OK
 
 
-def _explain(options: argparse.Namespace, workshop: Project) -> int:
-    print(explain(_graph(options, workshop).or_error(), options.target or "", workshop.root))
-    return FINE
+def _explain(options: argparse.Namespace, project: Project) -> int:
+    print(explain(_graph(options, project).or_error(), options.target or "", project.root))
+    return OK
 
 
-def _diff(options: argparse.Namespace, workshop: Project) -> int:
-    new = workshop.graph(workshop.load(options.recipe, options.overlay, options.words), root="")
-    found = diff(workshop.load(options.old), new)
+def _diff(options: argparse.Namespace, project: Project) -> int:
+    new = project.graph(project.load(options.recipe, options.overlay, options.words), root="")
+    found = diff(project.load(options.old), new)
     print("\n".join(map(str, found)) or "no differences")
-    return FINE
+    return OK
 
 
-def _schema(options: argparse.Namespace, workshop: Project) -> int:
-    schema = recipe_schema(workshop.registry, workshop.usual())
+def _schema(options: argparse.Namespace, project: Project) -> int:
+    schema = recipe_schema(project.registry, project.usual())
     text = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
     if options.output is None:
         print(text, end="")
     else:
         options.output.write_text(text, "utf-8")
-    return FINE
+    return OK
 
 
-def _list(options: argparse.Namespace, workshop: Project) -> int:
-    print(list_plugins(workshop.registry) if options.plugins else list_components(workshop.registry, options.subject))
-    return FINE
+def _list(options: argparse.Namespace, project: Project) -> int:
+    print(list_plugins(project.registry) if options.plugins else list_components(project.registry, options.subject))
+    return OK
 
 
 Command = tuple[Callable[[argparse.Namespace, Project], int], str, Callable[[argparse.ArgumentParser], None]]

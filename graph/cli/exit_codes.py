@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and what it tells of problems."""
+"""Exit codes, and which of several processes prints problems and failures."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -7,14 +7,14 @@ import attrs
 
 from drawloom.graph.problems import Problem
 
-FINE, FAILED, FAULTY, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, INVALID, INTERRUPTED = 0, 1, 2, 130
 
 MOST = 200
-"""Problems that are printed; who has more will not read them all."""
+"""Problems that are printed at most."""
 
 
 def told(problems: Iterable[Problem]) -> str:
-    """Problems as text, a line each."""
+    """Problems as text, one a line."""
     problems = list(problems)
     lines = [str(problem) for problem in problems[:MOST]]
     return "\n".join([*lines, f"and {len(problems) - MOST} more"] if len(problems) > MOST else lines)
@@ -27,10 +27,10 @@ def _always(_text: str) -> bool:
 @attrs.frozen
 class Voice:
     """
-    Who tells what several processes that run the same command have to say: all of it, where there is one process.
+    What this process prints, if several run the same command; a single process prints everything.
 
-    `warns` says that this one tells what all know alike; `is_first` whether it is the first with something to tell of
-    how the command fails.
+    `warns` says that it prints what all of them find, such as warnings. `is_first(text)` returns whether it is the
+    first process that fails, and so the one to print why.
     """
 
     warns: bool = True

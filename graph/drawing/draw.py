@@ -1,32 +1,111 @@
-"""What `draw` prints: the wiring, or a walk through a sequence, in one of four formats."""
+"""`drawloom draw`: the wiring, or the dataflow of a sequence, as a text tree, Mermaid, DOT or SVG."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.drawing.diagram import Diagram, wiring
-from drawloom.graph.drawing.dot import draw_dot
-from drawloom.graph.drawing.mermaid import draw_mermaid
-from drawloom.graph.drawing.step import step_of
-from drawloom.graph.drawing.step_svg import draw_step
-from drawloom.graph.drawing.step_text import draw_step_text
-from drawloom.graph.drawing.wiring_svg import draw_wiring
-from drawloom.graph.inspect.text_tree import draw_tree
-from drawloom.graph.problems import UserError
-from drawloom.graph.toml.suggest import did_you_mean
+from drawloom.graph.drawing.diagram import Diagram, Step, step_of, wiring
+from drawloom.graph.drawing.svg import colours, draw_step, draw_wiring
+from drawloom.graph.problems import UserError, did_you_mean
 
 Format = Literal["tree", "mermaid", "dot", "svg"]
 FORMATS: tuple[Format, ...] = get_args(Format)
+
+
+def draw_tree(graph: Graph, root: str) -> str:
+    """The nodes that `root` needs as a tree, one a line; what a node needs is drawn at its first place only."""
+    seen: set[str] = set()
+    lines: list[str] = []
+    stack: list[tuple[str, str, str, str]] = [(root, "", "", "")]
+    while stack:
+        name, label, branch, indent = stack.pop()
+        again = name in seen and bool(graph.needs(name))
+        lines.append(f"{branch}{label}[{name}] {graph.nodes[name].spec.use}{' (above)' if again else ''}")
+        if not again:
+            seen.add(name)
+            stack += reversed(_children(graph, name, indent))
+    return "\n".join(lines)
+
+
+def _children(graph: Graph, name: str, indent: str) -> list[tuple[str, str, str, str]]:
+    edges = [(target, field) for field, edge in graph.nodes[name].edges.items() for target in edge.targets]
+    ends = [number == len(edges) - 1 for number in range(len(edges))]
+    return [
+        (target, f"{field}: ", f"{indent}{'└── ' if end else '├── '}", f"{indent}{'    ' if end else '│   '}")
+        for (target, field), end in zip(edges, ends, strict=True)
+    ]
+
+
+def draw_step_text(step: Step) -> str:
+    """Members in order, numbered from 1."""
+    return "\n".join([step.title, *_lines(step)]) + "\n"
+
+
+def _lines(step: Step) -> Iterator[str]:
+    for number, box in enumerate(step.members):
+        yield f"{number + 1:3d}. [{box.name}] {box.use}"
+        for verb in ("reads", "changes", "writes"):
+            values = [thread.title for thread in step.threads if thread.touches.get(number) == verb]
+            if values:
+                yield f"     {verb} {', '.join(values)}"
+
+
+ENTITIES = str.maketrans(
+    {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "&": "#amp;", "`": "#96;", "|": "#124;", "\n": " "}
+)
+"""Characters that end a label or are markup, as entities of Mermaid."""
+
+
+def draw_mermaid(diagram: Diagram) -> str:
+    """A flowchart from left to right; nodes are numbered, since names such as `end` are keywords of Mermaid."""
+    numbers = {box.name: f"n{number}" for number, box in enumerate(diagram.boxes)}
+    lines = ["flowchart LR"]
+    lines += [f'  {numbers[box.name]}["{_safe(box.name)}<br><i>{_safe(box.use)}</i>"]' for box in diagram.boxes]
+    for arrow in diagram.arrows:
+        lines.append(f'  {numbers[arrow.source]} -->|"{_safe(arrow.label)}"| {numbers[arrow.target]}')
+    if diagram.focus:
+        lines.append(f"  style {numbers[diagram.focus]} stroke-width:3px")
+    return "\n".join(lines) + "\n"
+
+
+def _safe(text: str) -> str:
+    return text.translate(ENTITIES)
+
+
+ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+
+
+def draw_dot(diagram: Diagram) -> str:
+    """A directed graph from left to right, boxes in the colours of their subjects."""
+    fills = colours(diagram.subjects)
+    lines = [
+        f"digraph {_quoted(diagram.title)} {{",
+        "  rankdir=LR",
+        '  node [shape=box, style="rounded,filled", fontname="Helvetica", fontsize=11]',
+        '  edge [fontname="Helvetica", fontsize=9]',
+    ]
+    for box in diagram.boxes:
+        more = ", penwidth=3" if box.name == diagram.focus else ""
+        label = f'"{box.name.translate(ESCAPES)}\\n{box.use.translate(ESCAPES)}"'
+        lines.append(f'  {_quoted(box.name)} [label={label}, fillcolor="{fills[box.subject].pale}"{more}]')
+    for arrow in diagram.arrows:
+        lines.append(f"  {_quoted(arrow.source)} -> {_quoted(arrow.target)} [label={_quoted(arrow.label)}]")
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return f'"{text.translate(ESCAPES)}"'
+
 
 PICTURES: dict[Format, Callable[[Diagram], str]] = {"mermaid": draw_mermaid, "dot": draw_dot, "svg": draw_wiring}
 
 
 def draw(graph: Graph, title: str, root: str, format: Format = "tree", focus: str = "", *, step: bool = False) -> str:
     """
-    A graph without faults as text that ends with its last line.
+    A valid graph as text in a format, with a newline at the end.
 
-    The wiring below `root`, or around `focus`; with `step`, the walk through the sequence edge of one of them. A
-    UserError if there is no such node, or no sequence.
+    It is the wiring of what `root` needs, or of the node `focus`; with `step`, the dataflow of the sequence edge of one
+    of them. Raises UserError if there is no such node or sequence.
     """
     if focus and focus not in graph.nodes:
         hint = did_you_mean(focus, graph.nodes)
@@ -42,7 +121,7 @@ def _draw_step(graph: Graph, title: str, name: str, format: Format) -> str:
     step = step_of(graph, title, name)
     if format == "tree":
         return draw_step_text(step)
-    return draw_step(step) if format == "svg" else PICTURES[format](step.picture())
+    return draw_step(step) if format == "svg" else PICTURES[format](step.diagram())
 
 
 def _tree(graph: Graph, root: str, focus: str) -> str:

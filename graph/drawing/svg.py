@@ -2,15 +2,29 @@
 
 import colorsys
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import attrs
 
+from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, Step, Thread
+from drawloom.graph.drawing.layout import (
+    BOX,
+    CAPTION,
+    GAP,
+    LEFT,
+    NAME,
+    PADDING,
+    TITLE,
+    USE,
+    Placed,
+    Stop,
+    place,
+    width_of,
+)
+
 INK, GREY = "#1a1a1a", "#6b6b6b"
 FONT = "Helvetica, Arial, sans-serif"
-BROADEST = 0.64
-"""Of a letter's height: what a letter takes at most on average, in the broadest font that may stand in for ours."""
-BOLD = 1.12
 
 
 @attrs.frozen
@@ -30,11 +44,6 @@ def colours(names: Sequence[str]) -> dict[str, Colour]:
 
 def _hex(hue: float, lightness: float, saturation: float) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, lightness, saturation))
-
-
-def width_of(text: str, size: float, *, bold: bool = False) -> float:
-    """At most so many pixels, whatever the font."""
-    return len(text) * size * BROADEST * (BOLD if bold else 1.0)
 
 
 def text(x: float, y: float, words: str, size: float, colour: str = INK, more: str = "") -> str:
@@ -69,3 +78,210 @@ def safe(words: str) -> str:
 def n(number: float) -> str:
     """A number with at most one decimal."""
     return f"{round(number, 1):g}" if abs(number) < 1e5 else f"{number:.0f}"
+
+
+LABEL = 9.0
+"""The size of a field's name, in pixels."""
+HEAD = 6.0
+
+Area = tuple[float, float, float, float]
+"""Left, top, right and bottom."""
+
+Label = tuple[str, str, float, float, str]
+"""Words, the box whose arrow they are about, x, y, and to which side of that they stand."""
+
+
+def draw_wiring(diagram: Diagram) -> str:
+    """An SVG document."""
+    placed = place(diagram)
+    return document(diagram.title, placed.width, placed.height, _WiringDrawing(diagram, placed).lines())
+
+
+@attrs.define(eq=False)
+class _WiringDrawing:
+    """A diagram whose parts have their places."""
+
+    diagram: Diagram
+    placed: Placed
+    colours: Mapping[str, Colour] = attrs.field(init=False)
+    stops: Mapping[str, Stop] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        hues = colours(self.diagram.subjects)
+        self.colours = {box.name: hues[box.subject] for box in self.diagram.boxes}
+        self.stops = {stop.box: stop for stop in self.placed.ys if not stop.bend}
+
+    def lines(self) -> Iterator[str]:
+        yield text(LEFT, 26, self.diagram.title, TITLE, more=BOLD_TEXT)
+        yield text(LEFT, 44, self.diagram.caption, CAPTION, GREY)
+        yield from self._roads()
+        yield from self._labels()
+        for box in self.diagram.boxes:
+            yield from self._box(box)
+
+    def _box(self, box: Box) -> Iterator[str]:
+        (x, y), colour = self.placed.left(self.stops[box.name]), self.colours[box.name]
+        width, thick = self.placed.widths[self.stops[box.name].column], box.name == self.diagram.focus
+        yield (
+            f'<rect x="{n(x)}" y="{n(y - BOX / 2)}" width="{n(width)}" height="{n(BOX)}" rx="5" fill="{colour.pale}" '
+            f'stroke="{colour.strong}" stroke-width="{3 if thick else 1.2}"/>'
+        )
+        yield text(x + PADDING, y - 2.5, box.name, NAME, INK, BOLD_TEXT)
+        yield text(x + PADDING, y + 11.5, box.use, USE, GREY)
+
+    def _roads(self) -> Iterator[str]:
+        """Every piece once, named after the arrows that take it."""
+        takers: dict[tuple[Stop, Stop], list[Arrow]] = {}
+        for arrow in self.diagram.arrows:
+            way = self.placed.layering.ways[arrow.source, arrow.target]
+            for piece in pairwise(way):
+                takers.setdefault(piece, []).append(arrow)
+        for (start, end), arrows in takers.items():
+            colour = self.colours[end.box].strong
+            names = safe("; ".join(f"{arrow.source} {arrow.label}: {arrow.target}" for arrow in arrows))
+            path = self._path(start, end)
+            yield (
+                f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.3" stroke-opacity="0.75">'
+                f"<title>{names}</title></path>"
+            )
+            if not end.bend:
+                x, y = self.placed.left(end)
+                yield f'<path d="M{n(x)} {n(y)}l{n(-HEAD - 1)} -3.5v7z" fill="{colour}"/>'
+
+    def _path(self, start: Stop, end: Stop) -> str:
+        """Straight below other boxes, and a curve through the gap between columns."""
+        begin = self.placed.left(start) if start.bend else self.placed.right(start)
+        (x, y), (to_x, to_y) = self.placed.right(start), self.placed.left(end)
+        to_x -= 0 if end.bend else HEAD
+        bend = (to_x - x) / 2
+        return (
+            f"M{n(begin[0])} {n(begin[1])}H{n(x)}C{n(x + bend)} {n(y)} {n(to_x - bend)} {n(to_y)} {n(to_x)} {n(to_y)}"
+        )
+
+    def _labels(self) -> Iterator[str]:
+        """Names of fields, where one is said of all arrows at a place and fits."""
+        taken: list[Area] = []
+        for label, box, x, y, more in [*self._where_arrows_end(), *self._where_arrows_begin()]:
+            width = width_of(label, LABEL)
+            left = x - width if more == END else x
+            area = (left, y - LABEL, left + width, y + 2)
+            if width < GAP - 3 * HEAD and not any(_overlap(area, other) for other in taken):
+                taken.append(area)
+                yield text(x, y, label, LABEL, self.colours[box].strong, more + HALO)
+
+    def _where_arrows_end(self) -> Iterator[Label]:
+        for stop, labels in self._meeting(1).items():
+            if len(labels) == 1:
+                (x, y), (label, box) = self.placed.left(stop), labels[0]
+                yield label, box, x - (2 if stop.bend else HEAD + 4), y - 3, END
+
+    def _where_arrows_begin(self) -> Iterator[Label]:
+        ends = self._meeting(1)
+        for stop, labels in self._meeting(0).items():
+            if len(labels) == 1 and all(len(found) > 1 for found in ends.values() if labels[0] in found):
+                (x, y), (label, box) = self.placed.right(stop), labels[0]
+                yield label, box, x + 5, y - 4, ""
+
+    def _meeting(self, place: int) -> dict[Stop, list[tuple[str, str]]]:
+        """The labels of the arrows with a stop as their first or second, each with the box it leads to, each once."""
+        found: dict[Stop, list[tuple[str, str]]] = {}
+        for arrow in self.diagram.arrows:
+            here = found.setdefault(self.placed.layering.ways[arrow.source, arrow.target][place], [])
+            label = (arrow.label, arrow.target)
+            here += [label] if label not in here else []
+        plain = {stop: [(label, box) for label, box in labels] for stop, labels in found.items()}
+        return {stop: labels for stop, labels in plain.items() if labels[0][0] != labels[0][1].rpartition(".")[2]}
+
+
+def _overlap(one: Area, other: Area) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+HEADER, ROW, SPACING, LEGEND = 48.0, 32.0, 12.0, 46.0
+VALUE = 12.0
+RADIUS = 5.5
+
+
+def draw_step(step: Step) -> str:
+    """An SVG document."""
+    drawing = _StepDrawing(step)
+    return document(step.title, drawing.width, drawing.bottom + LEGEND, drawing.lines())
+
+
+@attrs.define(eq=False)
+class _StepDrawing:
+    """Columns for members, rows for threads."""
+
+    step: Step
+    middles: list[float] = attrs.field(init=False)
+    widths: list[float] = attrs.field(init=False)
+    margin: float = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        boxes = self.step.members
+        self.margin = max((width_of(thread.title, VALUE) for thread in self.step.threads), default=0.0) + 14
+        self.widths = [max(width_of(b.name, NAME, bold=True), width_of(b.use, USE)) + 2 * PADDING for b in boxes]
+        starts = [sum(self.widths[:number]) + SPACING * number for number in range(len(boxes))]
+        self.middles = [
+            LEFT + self.margin + start + width / 2 for start, width in zip(starts, self.widths, strict=True)
+        ]
+
+    @property
+    def right(self) -> float:
+        return self.middles[-1] + self.widths[-1] / 2
+
+    @property
+    def width(self) -> float:
+        legend = LEFT + self.margin + 3 * 36 + width_of("writeschangesreads", 11)
+        return max(self.right, legend, LEFT + width_of(self.step.title, TITLE, bold=True)) + LEFT
+
+    @property
+    def bottom(self) -> float:
+        """Where the warp ends."""
+        return HEADER + BOX + ROW * (len(self.step.threads) + 0.5)
+
+    def lines(self) -> Iterator[str]:
+        yield text(LEFT, 26, self.step.title, TITLE, more=BOLD_TEXT)
+        hues = colours([thread.value for thread in self.step.threads])
+        for x in self.middles:
+            yield f'<path d="M{n(x)} {n(HEADER + BOX)}V{n(self.bottom)}" stroke="#dcdcdc" stroke-width="7"/>'
+        for number in range(len(self.middles)):
+            yield from self._header(number)
+        for row, thread in enumerate(self.step.threads):
+            yield from self._thread(thread, HEADER + BOX + ROW * (row + 0.75), hues[thread.value])
+        yield from self._legend()
+
+    def _header(self, number: int) -> Iterator[str]:
+        box, x, width = self.step.members[number], self.middles[number], self.widths[number]
+        yield (
+            f'<rect x="{n(x - width / 2)}" y="{n(HEADER)}" width="{n(width)}" height="{n(BOX)}" rx="5" fill="#f4f4f4" '
+            f'stroke="{GREY}" stroke-width="1.2"/>'
+        )
+        yield text(x, HEADER + BOX / 2 - 2.5, box.name, NAME, INK, BOLD_TEXT + MIDDLE)
+        yield text(x, HEADER + BOX / 2 + 11.5, box.use, USE, GREY, MIDDLE)
+
+    def _thread(self, thread: Thread, y: float, colour: Colour) -> Iterator[str]:
+        first, last = self.middles[min(thread.touches)], self.middles[max(thread.touches)]
+        yield text(first - RADIUS - 7, y + 4, thread.title, VALUE, colour.strong, END + HALO)
+        yield f'<path d="M{n(first)} {n(y)}H{n(last)}" stroke="{colour.strong}" stroke-width="3"/>'
+        for number, verb in thread.touches.items():
+            words = f"{self.step.members[number].name} {verb} {thread.value}"
+            yield _mark(verb, self.middles[number], y, colour.strong, words)
+
+    def _legend(self) -> Iterator[str]:
+        x, y = LEFT + self.margin, self.bottom + 24
+        for verb in ("writes", "changes", "reads"):
+            yield _mark(verb, x + RADIUS, y, GREY, verb)
+            yield text(x + 18, y + 4, verb, 11, GREY)
+            x += 36 + width_of(verb, 11)
+
+
+def _mark(verb: str, x: float, y: float, colour: str, words: str) -> str:
+    """A sign on a thread, with words for whoever points at it."""
+    tip, size = f"<title>{safe(words)}</title>", RADIUS + 1.5
+    if verb == "changes":
+        shape = f"M{n(x - size)} {n(y)}L{n(x)} {n(y - size)}L{n(x + size)} {n(y)}L{n(x)} {n(y + size)}z"
+        return f'<path d="{shape}" fill="{colour}" stroke="#fff" stroke-width="1.5">{tip}</path>'
+    inside, line = (colour, "#fff") if verb == "writes" else ("#fff", colour)
+    colours_of = f'fill="{inside}" stroke="{line}" stroke-width="2"'
+    return f'<circle cx="{n(x)}" cy="{n(y)}" r="{n(RADIUS)}" {colours_of}>{tip}</circle>'

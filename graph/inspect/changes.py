@@ -1,18 +1,70 @@
-"""What differs between two recipes, node by node and key by key, and how much each difference weighs."""
+"""The resolved recipe of a graph, and what differs between two recipes: node by node, key by key."""
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.inspect.serialize import Plain, flatten, serialize_graph, serialize_recipe
-from drawloom.graph.problems import Problem
-from drawloom.graph.recipe.lockfile import RecipeChange
-from drawloom.graph.recipe.recipe import Recipe
-from drawloom.graph.setting import Change
-from drawloom.graph.toml.emit import canonical, dumps
-from drawloom.graph.toml.parsing import Unreadable, parse
+from drawloom.graph.build.node import Node
+from drawloom.graph.component import Change
+from drawloom.graph.inspect.serialize import (
+    Plain,
+    flatten,
+    provenance,
+    serialize_graph,
+    serialize_recipe,
+    variable,
+)
+from drawloom.graph.problems import Problem, RecipeError
+from drawloom.graph.recipe.layers import Leaf
+from drawloom.graph.recipe.lockfile import RecipeChange, ResolvedRecipe
+from drawloom.graph.recipe.recipe import FORMAT, Recipe
+from drawloom.graph.toml.emit import canonical, dump_key, dumps
+from drawloom.graph.toml.parsing import parse
+
+WIDTH = 60
+"""The widest line after which the provenances of a table are aligned in one column."""
+
+
+def resolve(graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
+    """The resolved recipe of a valid graph."""
+    return ResolvedRecipe(
+        lambda: recipe_text(graph),
+        lambda: recipe_hash(serialize_graph(graph)),
+        accept_changes,
+        lambda older: changes_since(older, graph),
+    )
+
+
+def recipe_text(graph: Graph) -> str:
+    """
+    Every node with every setting and edge, as TOML 1.0 that reads back as the same graph.
+
+    A comment on each line says where it came from, so that a run folder records which values were chosen and which were
+    defaults. Comments are not part of the hash.
+    """
+    lines = [f"format = {FORMAT}"]
+    for name, table in serialize_graph(graph).items():
+        written = {key: f"{dump_key(key)} = {dumps(value)}" for key, value in table.items()}
+        width = max(len(line) for key, line in written.items() if len(line) <= WIDTH or key == "use")
+        lines += ["", f"[{'.'.join(map(dump_key, name.split('.')))}]"]
+        lines += [f"{line:{width}}  # {_comment(graph, graph.nodes[name], key)}" for key, line in written.items()]
+    empty = [name for name, members in graph.recipe.groups.items() if not members]
+    lines += [line for name in empty for line in ("", f"[{dump_key(name)}]")]
+    return "\n".join(lines) + "\n"
+
+
+def _comment(graph: Graph, node: Node, key: str) -> str:
+    # A file name may hold a newline or a control character, which must not end or break the comment.
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in provenance(graph, node, key))
+
+
+def recipe_hash(plain: Plain) -> str:
+    """SHA-256 of serialized nodes in hexadecimal, independent of the order of nodes and of their keys."""
+    return hashlib.sha256(canonical(plain).encode()).hexdigest()
+
 
 WEIGHTS: tuple[Change, ...] = ("free", "semantic", "structural")
 
@@ -20,11 +72,12 @@ ABSENT = "absent"
 
 
 def changes_since(older: str, graph: Graph) -> list[RecipeChange]:
-    """Differences from `older`, the text of a resolved recipe, to `graph`; a ValueError if that can't be read."""
+    """Differences from `older`, the text of a resolved recipe, to `graph`. Raises ValueError if that is not TOML."""
     try:
         recipe = Recipe.of(parse(older))
-    except Unreadable as error:
-        raise ValueError(f"line {error.line}: {error.text}") from error
+    except RecipeError as error:
+        problem = error.problems[0]
+        raise ValueError(f"line {problem.place.line if problem.place else 0}: {problem.text}") from error
     return changes(serialize_recipe(recipe), graph)
 
 
@@ -32,8 +85,7 @@ def changes(old: Plain, graph: Graph) -> list[RecipeChange]:
     """
     Differences from the nodes `old` to `graph`.
 
-    The components of `old` need not be what they were, nor be there at all: what was written then is compared with
-    what is written now.
+    Only the written values are compared, since the components of `old` may have changed or be gone.
     """
     return list(_Comparison(flatten(old), flatten(serialize_graph(graph)), graph).changes())
 
@@ -65,7 +117,7 @@ class _Comparison:
                 yield RecipeChange(name, key, _show(before), _show(after), weight, edge=moved)
 
     def _own_weight(self, name: str, key: str) -> Change | None:
-        """What the component itself says of a change of one of its keys."""
+        """The weight that the component itself gives to a change of one of its keys, if it does."""
         weigh = getattr(self.graph.nodes[name].spec.cls, "weigh_change", None)
         return weigh(self.graph.view(name), key) if weigh else None
 
@@ -79,7 +131,7 @@ class _Comparison:
         return "semantic" if reordered else self._weight(set(old) ^ set(new))
 
     def _weight(self, names: Iterable[str]) -> Change:
-        """The weight of adding, removing or swapping nodes: the heaviest of their components'."""
+        """The weight of adding, removing or swapping nodes: the greatest of their components."""
         uses = [str(side[name]["use"]) for name in names for side in (self.old, self.new) if name in side]
         found = [self.graph.registry.find(use) for use in uses]
         weights = [spec.traits.change for spec in found if not isinstance(spec, Problem)]
@@ -88,7 +140,7 @@ class _Comparison:
 
 
 def is_edge(part: Any) -> bool:
-    """Whether a plain value leads to nodes."""
+    """Whether a serialized value is an edge."""
     if isinstance(part, str):
         return part[:1] == "@" and part[:2] != "@@"
     members = list(part.values()) if isinstance(part, dict) else part
@@ -96,7 +148,7 @@ def is_edge(part: Any) -> bool:
 
 
 def targets(edge: Any) -> list[str]:
-    """The nodes that a plain edge leads to."""
+    """The nodes that a serialized edge leads to."""
     members = list(edge.values()) if isinstance(edge, dict) else edge if isinstance(edge, list) else [edge]
     return [member.removeprefix("@") for member in members if isinstance(member, str)]
 
@@ -107,3 +159,39 @@ def _use(node: Mapping[str, Any] | None) -> str:
 
 def _show(part: Any) -> str:
     return ABSENT if part is None else dumps(part)
+
+
+def diff(old: Recipe, new: Graph) -> list[RecipeChange]:
+    """
+    Differences from a recipe to a graph and, if neither is resolved, cosmetic ones in how they are written.
+
+    The components of a resolved old recipe may have changed since. Raises RecipeError if the new recipe has errors, or
+    the old one has and is not resolved.
+    """
+    new.or_error()
+    if old.is_resolved:
+        return changes(serialize_recipe(old), new)
+    graph = Graph.of(old, new.registry).or_error()
+    cosmetic = [] if new.recipe.is_resolved else list(_cosmetic(graph, new))
+    return changes(serialize_graph(graph), new) + cosmetic
+
+
+def _cosmetic(old: Graph, new: Graph) -> Iterator[RecipeChange]:
+    before, after = serialize_graph(old), serialize_graph(new)
+    both = [name for name in before if name in after]
+    for name in both:
+        for key in before[name]:
+            if key != "use" and key in after[name] and canonical(before[name][key]) == canonical(after[name][key]):
+                was, is_now = (_how(graph, graph.nodes[name], key) for graph in (old, new))
+                if was != is_now:
+                    yield RecipeChange(name, key, was, is_now, "cosmetic")
+    if both != [name for name in after if name in before]:
+        yield RecipeChange("", "", "tables", "the same in another order", "cosmetic")
+
+
+def _how(graph: Graph, node: Node, key: str) -> str:
+    """How a value is written: by which variable, literally, or not at all."""
+    item = node.table.items.get(key)
+    if isinstance(item, Leaf) and variable(graph, item):
+        return str(item.value)
+    return "left out" if item is None else "written"

@@ -1,4 +1,4 @@
-"""Where values come from, why nodes are connected as they are, and who uses whom."""
+"""`drawloom explain`: where values come from, why nodes are connected, and which nodes use which."""
 
 import inspect
 import re
@@ -7,22 +7,18 @@ from typing import Any
 
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Node, dotted
-from drawloom.graph.inspect.listing import ports
-from drawloom.graph.inspect.position import needed_ports, place_in_order, places_in_sequences
-from drawloom.graph.inspect.provenance import leaves, provenance, variable
-from drawloom.graph.inspect.serialize import escape
-from drawloom.graph.problems import UserError
-from drawloom.graph.recipe.layers import Leaf, Path, Table
+from drawloom.graph.inspect.serialize import leaves, provenance, serialize_value, variable
+from drawloom.graph.problems import KeyPath, UserError, did_you_mean
+from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.toml.emit import dumps
-from drawloom.graph.toml.suggest import did_you_mean
-from drawloom.graph.types.structure import Values
+from drawloom.graph.types.describe import describe_type
 
 STEP = re.compile(r"\[(\d+)\]|\.?([^.\[\]]+)")
 
 
 def explain(graph: Graph, target: str, root: str) -> str:
-    """A whole recipe, a node, a key of a node, or a part of its value, in words."""
+    """A recipe, a node, a key of a node or a part of its value, explained. Raises UserError for an unknown target."""
     if not target:
         return "\n".join(_explain_recipe(graph))
     if target in graph.nodes:
@@ -40,7 +36,7 @@ def _near(graph: Graph, target: str) -> str:
     return did_you_mean(target, [f"{name}.{field}" for field in fields] or graph.nodes)
 
 
-def _path(text: str) -> Path:
+def _path(text: str) -> KeyPath:
     return tuple(int(number) if number else key for number, key in STEP.findall(text))
 
 
@@ -60,12 +56,12 @@ def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
     yield from _section("filled in", [_filled_line(graph, f, root) for f in fields if f.kind in ("every", "recipe")])
     yield from _section("notes", [*_notes(graph, node)])
     used = [f"[{user}] {', '.join(keys)}" for user, keys in graph.incoming(node.name)]
-    yield from _section("used by", used or ["nobody"])
+    yield from _section("used by", used or ["no node"])
     yield from _section("place", [*place_in_order(graph, node.name, root), *places_in_sequences(graph, node.name)])
 
 
 def _notes(graph: Graph, node: Node) -> Iterable[str]:
-    """What the component itself says of the node, unless it is at fault."""
+    """What the component itself says about the node, if that is valid."""
     notes = getattr(node.spec.cls, "notes", None)
     return notes(graph.view(node.name)) if notes and not node.invalid else ()
 
@@ -81,14 +77,14 @@ def _indented(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _setting_line(graph: Graph, node: Node, field: Field) -> str:
-    kind = Values.describe_type(field.type)
+    kind = describe_type(field.type)
     return f"{field.name} = {_shown(node, field)}  ({kind}; {provenance(graph, node, field.name)})"
 
 
 def _edge_line(graph: Graph, node: Node, field: Field) -> str:
     edge = node.edges.get(field.name)
     leads = ", ".join(f"[{target}]" for target in edge.targets) if edge and edge.targets else "none"
-    return f"{field.name} -> {leads}  ({ports(field)}; {provenance(graph, node, field.name)})"
+    return f"{field.name} -> {leads}  ({field.target}; {provenance(graph, node, field.name)})"
 
 
 def _filled_line(graph: Graph, field: Field, root: str) -> str:
@@ -99,14 +95,14 @@ def _filled_line(graph: Graph, field: Field, root: str) -> str:
 
 
 def _shown(node: Node, field: Field) -> str:
-    return _text(escape(Values.unstructure(node.settings[field.name])))
+    return _text(serialize_value(node.settings[field.name]))
 
 
 def _text(plain: Any) -> str:
     return "none" if plain is None else dumps(plain)
 
 
-def _explain_key(graph: Graph, node: Node, path: Path) -> Iterator[str]:
+def _explain_key(graph: Graph, node: Node, path: KeyPath) -> Iterator[str]:
     field = node.spec.fields[str(path[0])]
     if field.kind in ("every", "recipe"):
         yield f"[{node.name}] {field.name} is filled in by the container"
@@ -119,20 +115,20 @@ def _explain_key(graph: Graph, node: Node, path: Path) -> Iterator[str]:
         yield f"  for a run that resumes, another value is a {field.change} change"
     item, rest = _descend(node.table.items.get(field.name), path[1:])
     for leaf in leaves(item) if item else ():
-        yield from _indented(_stack(graph, leaf, rest))
+        yield from _indented(_history(graph, leaf, rest))
     if not field.required and field.kind == "setting" and not path[1:]:
-        yield f"  {_text(escape(Values.unstructure(field.default_value())))}  default"
+        yield f"  {_text(serialize_value(field.default_value()))}  default"
 
 
-def _descend(item: Leaf | Table | None, path: Path) -> tuple[Leaf | Table | None, Path]:
-    """As far down a path as tables go; the rest leads into the value of a leaf."""
+def _descend(item: Leaf | Table | None, path: KeyPath) -> tuple[Leaf | Table | None, KeyPath]:
+    """The item reached by following a path through tables, and the rest of the path, inside the value of a leaf."""
     while path and isinstance(item, Table):
         item, path = item.items.get(str(path[0])), path[1:]
     return item, path
 
 
-def _stack(graph: Graph, leaf: Leaf, rest: Path) -> Iterator[str]:
-    """Everything that set a value, newest first; under a variable, everything that set that."""
+def _history(graph: Graph, leaf: Leaf, rest: KeyPath) -> Iterator[str]:
+    """All values that were set for a leaf, newest first, each followed by those of the variable that it refers to."""
     within = f"{dotted(leaf.path[-1:])}: " if rest else ""
     for one in leaf.history():
         yield f"{within}{_part(one.value, rest)}  {one.layer.value((*one.path, *rest)) if rest else one.key_place}"
@@ -140,10 +136,64 @@ def _stack(graph: Graph, leaf: Leaf, rest: Path) -> Iterator[str]:
         yield from (f"  {dumps(under.value)}  {under.key_place}" for under in (behind.history() if behind else ()))
 
 
-def _part(plain: Any, path: Path) -> str:
+def _part(plain: Any, path: KeyPath) -> str:
     for step in path:
         try:
             plain = plain[step]
         except (LookupError, TypeError):
             return "nothing"
     return dumps(plain)
+
+
+ENDS = {1: "st", 2: "nd", 3: "rd"}
+
+
+def needed_ports(graph: Graph) -> list[type]:
+    """The ports that some node of the graph has edges to, without duplicates."""
+    fields = (field for node in graph.nodes.values() for field in node.spec.fields.values())
+    return list(dict.fromkeys(port for field in fields for port in field.ports))
+
+
+def place_in_order(graph: Graph, name: str, root: str) -> Iterator[str]:
+    """The position of a node in the order of building."""
+    order = graph.topological_order([root])
+    if name not in order:
+        yield f"not built: nothing that [{root}] needs leads to it"
+        return
+    needs = ", ".join(f"[{need}]" for need in graph.needs(name))
+    yield f"built {ordinal(order.index(name) + 1)} of {len(order)}{f', after {needs}' if needs else ''}"
+
+
+def places_in_sequences(graph: Graph, name: str) -> Iterator[str]:
+    """The position of a node in each sequence that it is a member of, and the values that pass through it."""
+    for user, keys in graph.incoming(name):
+        for key in keys:
+            if graph.nodes[user].spec.fields[key].kind == "ordered":
+                yield from _in_sequence(graph, name, graph.nodes[user].edges[key].targets, f"[{user}] {key}")
+
+
+def _in_sequence(graph: Graph, name: str, members: tuple[str, ...], title: str) -> Iterator[str]:
+    flow = graph.nodes[name].spec.traits.flow
+    number = members.index(name)
+    yield f"{ordinal(number + 1)} of {len(members)} in {title}"
+    before, after = members[:number], members[number + 1 :]
+    for value in (*flow.reads, *flow.changes):
+        plain = value.removesuffix("?")
+        verb = "changes" if value in flow.changes else "reads"
+        writers = [f"[{other}]" for other in before if plain in graph.nodes[other].spec.traits.flow.writes]
+        if writers or value == plain:
+            yield f"  {verb} {plain}, written by {' and '.join(writers) or 'no member'}"
+    for value in flow.writes:
+        readers = [f"[{other}]" for other in after if _takes(graph, other, value)]
+        yield f"  writes {value}, taken by {' and '.join(readers) or 'no later member'}"
+
+
+def _takes(graph: Graph, name: str, value: str) -> bool:
+    flow = graph.nodes[name].spec.traits.flow
+    return bool({value, f"{value}?"} & {*flow.reads, *flow.changes})
+
+
+def ordinal(number: int) -> str:
+    """1st, 2nd, 3rd, 4th ..."""
+    end = "th" if number % 100 in (11, 12, 13) else ENDS.get(number % 10, "th")
+    return f"{number}{end}"

@@ -1,25 +1,28 @@
-"""Graphs as the plain values that a recipe would write for them, with every setting and edge."""
+"""Graphs written out as recipes: plain values, and where each value came from."""
 
 from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
+
+import attrs
 
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Node
 from drawloom.graph.recipe.layers import Leaf, Table
-from drawloom.graph.recipe.recipe import Recipe
-from drawloom.graph.types.structure import Values
+from drawloom.graph.recipe.recipe import VARIABLE, Recipe
 
 Plain = dict[str, dict[str, Any]]
-"""Nodes by name, each with `use`; edges are "@name", those to a node in place the table of that node."""
+"""Nodes by name, each with `use`; an edge is "@name", or the table of a node that is written inline."""
 
 
 def serialize_graph(graph: Graph) -> Plain:
-    """Every node that has a table of its own."""
+    """Every node that has a table of its own, with all its settings and edges."""
     return {name: serialize_node(graph, node) for name, node in graph.nodes.items() if not node.owner}
 
 
 def serialize_recipe(recipe: Recipe) -> Plain:
-    """What a recipe says and no more: for one that is resolved, the same as its graph."""
+    """What a recipe says explicitly; if it is resolved, that is the same as its graph."""
     return {name: _merged(table) for name, table in recipe.nodes.items()}
 
 
@@ -28,19 +31,19 @@ def _merged(item: Leaf | Table) -> Any:
 
 
 def serialize_node(graph: Graph, node: Node) -> dict[str, Any]:
-    """`use`, settings and edges as a recipe would write them; what has no value in TOML is left out."""
+    """`use`, settings and edges as a recipe writes them, without settings that are None."""
     plain: dict[str, Any] = {"use": node.spec.use}
     for name, field in node.spec.fields.items():
         if field.kind == "setting" and node.settings.get(name) is not None:
-            plain[name] = escape(Values.unstructure(node.settings[name]))
+            plain[name] = serialize_value(node.settings[name])
         elif name in node.edges:
-            plain[name] = _plain_edge(graph, node, name)
+            plain[name] = _serialize_edge(graph, node, name)
     return plain
 
 
-def _plain_edge(graph: Graph, node: Node, name: str) -> Any:
+def _serialize_edge(graph: Graph, node: Node, name: str) -> Any:
     edge = node.edges[name]
-    targets = [_plain_target(graph, target) for target in edge.targets]
+    targets = [_serialize_target(graph, target) for target in edge.targets]
     match node.spec.fields[name].kind:
         case "one" | "optional":
             return targets[0]
@@ -49,24 +52,36 @@ def _plain_edge(graph: Graph, node: Node, name: str) -> Any:
     return targets
 
 
-def _plain_target(graph: Graph, name: str) -> Any:
+def _serialize_target(graph: Graph, name: str) -> Any:
     target = graph.nodes[name]
     return serialize_node(graph, target) if target.owner else f"@{name}"
 
 
-def escape(plain: Any) -> Any:
-    """Plain values as a recipe writes them: a leading @ or $ is doubled."""
-    if isinstance(plain, str) and plain[:1] in ("@", "$"):
-        return plain[0] + plain
-    if isinstance(plain, list):
-        return [escape(part) for part in plain]
-    if isinstance(plain, dict):
-        return {name: escape(part) for name, part in plain.items()}
-    return plain
+def serialize_value(value: Any) -> Any:
+    """
+    The value of a setting as a recipe writes it, in TOML types; a leading @ or $ of a string is doubled.
+
+    None stays None, for the caller to leave out; the table of an attrs class omits fields that are None.
+    """
+    match value:
+        case Enum():
+            return serialize_value(value.value)
+        case str() | PurePath():
+            text = str(value)
+            return text[0] + text if text[:1] in ("@", "$") else text
+        case list() | tuple():
+            return [serialize_value(item) for item in value]
+        case Mapping():
+            return {name: serialize_value(item) for name, item in value.items()}
+        case _ if attrs.has(type(value)):
+            fields = [field for field in attrs.fields(type(value)) if field.init]
+            table = {field.alias: getattr(value, field.name) for field in fields}
+            return {name: serialize_value(item) for name, item in table.items() if item is not None}
+    return value
 
 
 def flatten(plain: Mapping[str, Mapping[str, Any]]) -> Plain:
-    """The same nodes, those in place as nodes of their own under the names that a graph gives them."""
+    """The same nodes, with inline nodes as nodes of their own, under the names that a graph gives them."""
     flat: Plain = {}
     for name, node in plain.items():
         flat |= _flatten_node(name, node)
@@ -81,7 +96,7 @@ def _flatten_node(name: str, node: Mapping[str, Any]) -> Iterator[tuple[str, dic
 
 
 def _lift(part: Any, name: str, found: list[tuple[str, Mapping[str, Any]]]) -> Any:
-    """A value in which "@name" stands for each node in place."""
+    """A value in which each inline node is replaced by "@name"."""
     if isinstance(part, Mapping) and isinstance(part.get("use"), str):
         found.append((name, part))
         return f"@{name}"
@@ -90,3 +105,41 @@ def _lift(part: Any, name: str, found: list[tuple[str, Mapping[str, Any]]]) -> A
     if isinstance(part, list):
         return [_lift(inner, f"{name}[{number}]", found) for number, inner in enumerate(part)]
     return part
+
+
+def provenance(graph: Graph, node: Node, key: str) -> str:
+    """
+    Where a setting or edge came from: a file, a variable, the command line, a default, or its type.
+
+    Positions in shipped recipes do not depend on where those are installed. A table has a position for each layer.
+    """
+    item = node.table.items.get(key)
+    if item is None:
+        edge = node.edges.get(key)
+        return f"the only {node.spec.fields[key].target}" if edge and not edge.written else "default"
+    if key == "use" and node.spec.distribution:
+        return f"{node.spec.distribution}; {item.label}"
+    parts = [item] if isinstance(item, Leaf) else [*leaves(item)]
+    first_of_layer = {id(leaf.layer): leaf for leaf in reversed(parts)}
+    places = []
+    for leaf in reversed(first_of_layer.values()):
+        behind = variable(graph, leaf)
+        places.append(f"{leaf.label} {leaf.value} {behind.label}" if behind else leaf.label)
+    return " and ".join(places) or item.label
+
+
+def leaves(item: Leaf | Table) -> Iterator[Leaf]:
+    """A leaf, or all leaves of a table."""
+    stack: list[Leaf | Table] = [item]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, Leaf):
+            yield part
+        else:
+            stack += reversed(part.items.values())
+
+
+def variable(graph: Graph, leaf: Leaf) -> Leaf | None:
+    """The variable that is a leaf's whole value, if one is."""
+    name = leaf.value if isinstance(leaf.value, str) else ""
+    return graph.recipe.vars.get(name.removeprefix(VARIABLE)) if name.startswith(VARIABLE) else None

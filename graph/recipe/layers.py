@@ -1,22 +1,20 @@
-"""Recipes laid over one another: a tree of tables and leaves, each leaf on top of what it replaced."""
+"""Recipes merged over one another: a tree of tables and leaves, each leaf with the values that it overrides."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 
-from drawloom.graph.problems import Place
+from drawloom.graph.problems import KeyPath, Place
 from drawloom.graph.toml.positions import SourceMap
-
-Path = tuple[str | int, ...]
 
 
 @attrs.define(eq=False)
 class Layer:
     """
-    One source of values: a recipe file, or what has no text: the command line, and values made in Python.
+    One source of values: a recipe file or, without text, the command line or values from Python.
 
-    `label` names it where it has come from, wherever it is installed: `pretrain.toml`.
+    `label` names a shipped recipe independently of where it is installed: `pretrain.toml`.
     """
 
     source: str
@@ -25,15 +23,15 @@ class Layer:
     label: str = attrs.field(default=attrs.Factory(lambda self: self.source, takes_self=True))
     _places: SourceMap | None = attrs.field(default=None, init=False)
 
-    def key(self, path: Path) -> Place:
-        """Where the key of a value stands."""
+    def key(self, path: KeyPath) -> Place:
+        """The position of the key of a value."""
         return self._place(path, lambda places: places.key(path))
 
-    def value(self, path: Path) -> Place:
-        """Where a value stands; of the nearest table or array around it when it has no place of its own."""
+    def value(self, path: KeyPath) -> Place:
+        """The position of a value, or of the innermost table or array around it that has one."""
         return self._place(path, lambda places: places.value(path))
 
-    def _place(self, path: Path, find: "Callable[[SourceMap], Any]") -> Place:
+    def _place(self, path: KeyPath, find: "Callable[[SourceMap], Any]") -> Place:
         if self.text is None:
             return Place(self.source)
         if self._places is None:
@@ -44,11 +42,11 @@ class Layer:
 
 @attrs.define(eq=False)
 class Leaf:
-    """A value that is no table, with the layer and path that set it and what it replaced."""
+    """A value that is not a table, with the layer and path that set it and the leaf that it overrides."""
 
     value: Any
     layer: Layer
-    path: Path
+    path: KeyPath
     overridden: "Leaf | None" = None
 
     @property
@@ -59,8 +57,13 @@ class Leaf:
     def key_place(self) -> Place:
         return self.layer.key(self.path)
 
+    @property
+    def label(self) -> str:
+        """The position of the key, the same wherever shipped recipes are installed."""
+        return str(attrs.evolve(self.layer.key(self.path), source=self.layer.label))
+
     def history(self) -> Iterator["Leaf"]:
-        """This leaf and those that it replaced, newest first."""
+        """This leaf and those that it overrides, newest first."""
         leaf: Leaf | None = self
         while leaf is not None:
             yield leaf
@@ -69,10 +72,10 @@ class Leaf:
 
 @attrs.define(eq=False)
 class Table:
-    """A merged table. `dropped` tells, for keys that went when `use` changed, whose they were."""
+    """A merged table. `discarded` maps keys that were removed when `use` changed to the component they belonged to."""
 
     layer: Layer
-    path: Path
+    path: KeyPath
     items: "dict[str, Leaf | Table]" = attrs.field(factory=dict)
     discarded: dict[str, str] = attrs.field(factory=dict)
 
@@ -81,13 +84,18 @@ class Table:
         return self.layer.value(self.path)
 
     @property
+    def label(self) -> str:
+        """The position of the table, the same wherever shipped recipes are installed."""
+        return str(attrs.evolve(self.layer.value(self.path), source=self.layer.label))
+
+    @property
     def use(self) -> Leaf | None:
-        """What names this table's component."""
+        """The leaf that names this table's component, if it is a node."""
         leaf = self.items.get("use")
         return leaf if isinstance(leaf, Leaf) else None
 
-    def merge(self, data: Mapping[str, Any], layer: Layer, path: Path) -> None:
-        """Lay a layer's table over this one: tables merge, all else replaces, a changed `use` clears what was."""
+    def merge(self, data: Mapping[str, Any], layer: Layer, path: KeyPath) -> None:
+        """Merge a layer over this table: tables merge, other values replace, a changed `use` discards settings."""
         self._clear_for(data.get("use"))
         for key, value in data.items():
             below = self.items.get(key)
@@ -105,8 +113,8 @@ class Table:
         self.discarded |= {key: str(old.value) for key in self.items if key != "use"}
         self.items = {"use": old}
 
-    def remove(self, path: Path) -> bool:
-        """Take a table or key away; whether it was there."""
+    def remove(self, path: KeyPath) -> bool:
+        """Remove a table or key; returns whether it was there."""
         *parents, last = path
         table: Leaf | Table | None = self
         for part in parents:
@@ -114,20 +122,20 @@ class Table:
         return isinstance(table, Table) and table.items.pop(str(last), None) is not None
 
     def copy(self) -> "Table":
-        """A table of its own; leaves never change, so they are shared."""
+        """A deep copy, which shares the immutable leaves."""
         items = {key: item.copy() if isinstance(item, Table) else item for key, item in self.items.items()}
         return Table(self.layer, self.path, items, dict(self.discarded))
 
     @classmethod
-    def of(cls, data: Mapping[str, Any], layer: Layer, path: Path) -> "Table":
+    def of(cls, data: Mapping[str, Any], layer: Layer, path: KeyPath) -> "Table":
         """A table from plain values."""
         table = cls(layer, path)
         table.merge(data, layer, path)
         return table
 
 
-def locate(item: Leaf | Table, path: Path, *, key: bool = False) -> Place:
-    """Where a part of a value stands, as deep as the text knows it."""
+def locate(item: Leaf | Table, path: KeyPath, *, key: bool = False) -> Place:
+    """The position of a part of a value, or of the innermost part around it that has one."""
     while path and isinstance(item, Table) and path[0] in item.items:
         item, path = item.items[str(path[0])], path[1:]
     whole = (*item.path, *path)

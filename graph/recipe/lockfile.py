@@ -1,4 +1,4 @@
-"""The recipe that a graph was built from, as data that a component can be given."""
+"""The resolved recipe, which components may take as a field, and how it differs from an older one."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -6,22 +6,21 @@ from typing import Literal
 
 import attrs
 
-from drawloom.graph.setting import Change
+from drawloom.graph.component import Change
 
 LOCK = "recipe.lock.toml"
-"""The file in a run folder that holds the resolved recipe of the run."""
-
+"""The file in a run folder, and in each checkpoint, that holds the resolved recipe of the run."""
 
 Impact = Change | Literal["cosmetic"]
-"""How much a difference matters to a run that goes on; a cosmetic one is in how a recipe is written."""
+"""What a difference means for a run that resumes; a cosmetic one is only in how a recipe is written."""
 
 
 @attrs.frozen
 class RecipeChange:
     """
-    One difference between two recipes: a node, a key of it (empty: the node itself), and how much it weighs.
+    A difference between two recipes: in a node, or in a key of one (empty: the node itself), or in the whole.
 
-    `edge` says that the key leads to nodes. What is not there is "absent". Without a node it is about the whole.
+    `edge` says that the key is an edge. A value or node that one recipe does not have is "absent".
     """
 
     node: str
@@ -48,11 +47,11 @@ def _no_changes(_older: str) -> list[RecipeChange]:
 @attrs.frozen(eq=False)
 class ResolvedRecipe:
     """
-    The recipe that this graph was built from, as text that can be read again. The container fills in such fields.
+    The recipe that a graph was built from; the container fills fields of this type.
 
-    `hash` is equal for recipes that say the same. Both may be given as functions, which are called when somebody first
-    asks: to write a recipe out takes as long as to read it. `changes` tells what differs between an older resolved
-    recipe and this one; `accept_changes` says that whoever runs it wants to go on whatever differs.
+    Text and hash may be given as functions, which are called at the first use: to write a recipe takes as long as to
+    read it, and most commands do not need it. `accept_changes` says that the user wants to resume whatever has changed.
+    `changes` lists what differs from an older resolved recipe, given as text, to this one.
     """
 
     _text: str | Callable[[], str]
@@ -62,10 +61,10 @@ class ResolvedRecipe:
 
     @cached_property
     def text(self) -> str:
-        """TOML 1.0."""
+        """TOML 1.0 that reads back as the same graph."""
         return self._text if isinstance(self._text, str) else self._text()
 
     @cached_property
     def hash(self) -> str:
-        """64 hexadecimal digits."""
+        """64 hexadecimal digits, equal for recipes that build the same graph."""
         return self._hash if isinstance(self._hash, str) else self._hash()

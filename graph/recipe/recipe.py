@@ -1,32 +1,30 @@
-"""A recipe: its layers merged into nodes, groups and variables, each value knowing where it came from."""
+"""A recipe: layers merged into nodes, groups and variables; each value knows where it came from."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
 
-from drawloom.graph.problems import Place, Problem
+from drawloom.graph.problems import Place, Problem, did_you_mean, nearest
 from drawloom.graph.recipe.layers import Layer, Leaf, Table
-from drawloom.graph.recipe.loading import RecipeFolder, read_layers
-from drawloom.graph.recipe.overrides import read_overrides
-from drawloom.graph.recipe.variables import unused
-from drawloom.graph.toml.suggest import did_you_mean
 
 FORMAT = 1
 """The number of the recipe format; resolved recipes carry it."""
 
 NAME = re.compile("[A-Za-z][A-Za-z0-9_-]*")
-"""What nodes and groups may be called; names stand in references, file names and saved states."""
+"""Valid names of nodes and groups, which appear in references, file names and saved state."""
+
+VARIABLE = "$vars."
+"""Begins a reference to a variable, which is always a whole value."""
 
 DIRECTIVES = ("format", "extends", "unset")
-"""Top-level keys that say how a file is to be read."""
+"""Top-level keys that say how a file is read; they are no part of the merged recipe."""
 
 
 @attrs.define(eq=False)
 class Recipe:
-    """Named tables with `use` (nodes), named sets of them (groups), `[vars]`, and what is wrong with all that."""
+    """Named tables with `use` (nodes), named sets of them (groups), `[vars]`, and the problems found while merging."""
 
     source: str
     tree: Table
@@ -35,24 +33,13 @@ class Recipe:
     vars: dict[str, Leaf] = attrs.field(factory=dict)
     problems: list[Problem] = attrs.field(factory=list)
     layers: list[Layer] = attrs.field(factory=list)
-    _laying: list[Problem] = attrs.field(factory=list)
+    _merging: list[Problem] = attrs.field(factory=list)
 
     @property
     def is_resolved(self) -> bool:
-        """Whether it says everything itself: it was written by `show`, or belongs to a run."""
+        """Whether it is complete by itself: written by `drawloom show`, or the lock file of a run."""
         written = [layer for layer in self.layers if layer.data]
         return len(written) == 1 and "format" in written[0].data and "extends" not in written[0].data
-
-    @classmethod
-    def load(
-        cls, recipe: str, overlays: Sequence[str] = (), words: Sequence[str] = (), *, recipes: Path = Path("recipes")
-    ) -> "Recipe":
-        """
-        Read a recipe by path or shipped name, lay overlays and command-line words over it.
-
-        Raises a RecipeError if a file can't be read or is not TOML; all other problems are kept in `problems`.
-        """
-        return merge(recipe, read_layers(recipe, overlays, read_overrides(words), RecipeFolder(recipes)))
 
     @classmethod
     def of(cls, data: Mapping[str, Any], source: str = "recipe") -> "Recipe":
@@ -60,13 +47,13 @@ class Recipe:
         return merge(source, [Layer(source, dict(data))])
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Recipe":
-        """Another recipe, with values laid over this one."""
+        """Another recipe: this one with other values merged over it."""
         other = _merge(self.source, self.tree.copy(), [Layer(source, dict(data))])
-        return attrs.evolve(other, layers=self.layers + other.layers, problems=self._laying + other.problems)
+        return attrs.evolve(other, layers=self.layers + other.layers, problems=self._merging + other.problems)
 
 
 def merge(source: str, layers: Sequence[Layer]) -> Recipe:
-    """Lay the layers over one another, lowest first."""
+    """The recipe of these layers, each merged over those before it."""
     return _merge(source, Table(layers[0], ()), layers)
 
 
@@ -76,9 +63,9 @@ def _merge(source: str, tree: Table, layers: Sequence[Layer]) -> Recipe:
         problems += _remove_unset(tree, layer)
         problems += _check_format(layer)
         tree.merge({key: value for key, value in layer.data.items() if key not in DIRECTIVES}, layer, ())
-    recipe = _sort(source, tree)
-    problems += unused(recipe.vars, list(layers))
-    return attrs.evolve(recipe, layers=list(layers), laying=problems, problems=recipe.problems + problems)
+    recipe = _classify(source, tree)
+    problems += _unused(recipe.vars, layers)
+    return attrs.evolve(recipe, layers=list(layers), merging=problems, problems=recipe.problems + problems)
 
 
 def _check_format(layer: Layer) -> Iterator[Problem]:
@@ -107,8 +94,8 @@ def _names(top: Table) -> Iterator[str]:
             yield from (f"{name}.{key}" for key in table.items)
 
 
-def _sort(source: str, top: Table) -> Recipe:
-    """What each top-level table is: a node, a group, or a fault."""
+def _classify(source: str, top: Table) -> Recipe:
+    """Sort the top-level tables into nodes, groups, variables and problems."""
     recipe = Recipe(source, top)
     for name, item in top.items.items():
         if name == "vars":
@@ -116,7 +103,7 @@ def _sort(source: str, top: Table) -> Recipe:
         elif not NAME.fullmatch(name):
             recipe.problems.append(_misnamed(name, item))
         elif not isinstance(item, Table):
-            text = f"{name!r} stands outside of any table"
+            text = f"{name!r} is outside of any table"
             hint = did_you_mean(name, (*DIRECTIVES, "vars")) or "settings belong in a [node]"
             recipe.problems.append(Problem("DL111", text, hint, place=item.key_place))
         elif "use" in item.items:
@@ -125,7 +112,7 @@ def _sort(source: str, top: Table) -> Recipe:
             recipe.groups[name] = []
             _take_group(recipe, name, item)
         else:
-            recipe.problems += _nobody(name, item, top)
+            recipe.problems += _incomplete_table(name, item, top)
             _take_group(recipe, name, item)
     return recipe
 
@@ -158,23 +145,48 @@ def _take_vars(recipe: Recipe, item: Leaf | Table) -> None:
             recipe.vars[key] = leaf
 
 
-def _nobody(name: str, item: Table, top: Table) -> Iterator[Problem]:
-    """A table that is neither node nor group: keys of it, or of its members, belong to a node that is not there."""
+def _incomplete_table(name: str, item: Table, top: Table) -> Iterator[Problem]:
+    """The problems of a table that is neither a node nor a group: its keys belong to a node that does not exist."""
     is_group = any(isinstance(member, Table) and "use" in member.items for member in item.items.values())
     if not is_group:
         near = did_you_mean(name, [key for key, table in top.items.items() if key != name and isinstance(table, Table)])
         hint = near if near.startswith("did") else 'a node needs a line like use = "data.loader"'
-        text = "nothing of this name is below, and it has no `use`, so its keys belong to no node"
+        text = "it has no `use`, and no recipe below defines a node of this name"
         yield Problem("DL113", text, hint, name, _first_place(item))
         return
     for key, member in item.items.items():
         if not (isinstance(member, Table) and "use" in member.items):
-            text = f"{key!r} is no node, but its siblings are: a group holds nodes only"
+            text = f"{key!r} is not a node, but the other members of this group are"
             place = member.key_place if isinstance(member, Leaf) else member.place
             yield Problem("DL114", text, f'write [{name}.{key}] with a line use = "..."', name, place)
 
 
 def _first_place(item: Table) -> Place:
-    """The place of the table, or of its first value if the command line set it."""
+    """The position of the table or, if the command line made it, of its first value."""
     leaf = next((leaf for leaf in item.items.values() if isinstance(leaf, Leaf)), None)
     return item.place if item.layer.text is not None or leaf is None else leaf.place
+
+
+def _unused(variables: dict[str, Leaf], layers: Sequence[Layer]) -> Iterator[Problem]:
+    """A warning for each variable that no layer refers to; a reference that is overridden counts."""
+    used = set(_references([layer.data for layer in layers])) if variables else set()
+    unknown = used - variables.keys()
+    for name, leaf in variables.items():
+        if name not in used:
+            text = f"nothing refers to the variable {VARIABLE + name!r}"
+            near = nearest(name, unknown)
+            hint = f"did you mean {near!r}?" if near else ""
+            yield Problem("DL116", text, hint, place=leaf.key_place, warning=True)
+
+
+def _references(data: Any) -> Iterator[str]:
+    """The names of the variables that a tree of values refers to."""
+    stack = [data]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, dict):
+            stack += part.values()
+        elif isinstance(part, list):
+            stack += part
+        elif isinstance(part, str) and part.startswith(VARIABLE):
+            yield part.removeprefix(VARIABLE)

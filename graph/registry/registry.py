@@ -1,21 +1,138 @@
-"""Components by name, wherever they come from."""
+"""The registry of components by name: from the files of packages, and from entry points of installed distributions."""
 
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any, Protocol
 
 import attrs
 
-from drawloom.graph.problems import Problem
-from drawloom.graph.registry.sources import Candidate, EntryPointSource, PackageSource, Source
+from drawloom.graph.problems import Problem, nearest
 from drawloom.graph.registry.spec import Spec, read_spec
-from drawloom.graph.toml.suggest import nearest
+
+NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
+"""Valid names of components: dotted, so that a name can lead nowhere but below the folder of its package."""
+
+DECORATED = re.compile(r"^@component\b", re.MULTILINE)
+
+
+class Source(Protocol):
+    """A source of components by name, which imports none of them until it is loaded."""
+
+    def names(self) -> list[str]:
+        """The names of all components, found without importing any."""
+        ...
+
+    def candidates(self, use: str) -> list["Candidate"]:
+        """The modules that may hold a component of this name: none, one, or several that clash."""
+        ...
+
+
+@attrs.frozen
+class Candidate:
+    """A module that may hold a component: its name, the attribute to take if that is known, and its distribution."""
+
+    module: str
+    attribute: str = ""
+    distribution: str = ""
+    installed: bool = False
+
+    def load(self) -> list[type]:
+        """Import the module and return its component classes, ideally one. Raises what the import raises."""
+        module = importlib.import_module(self.module)
+        found: list[Any] = list(vars(module).values())
+        if self.attribute:
+            named: Any = module
+            for part in self.attribute.split("."):
+                named = getattr(named, part)
+            found = [named]
+        return [
+            item
+            for item in found
+            if isinstance(item, type)
+            and "__component__" in vars(item)
+            and (self.attribute or item.__module__ == self.module)
+        ]
+
+
+@attrs.frozen(slots=False)
+class PackageSource:
+    """
+    The Python files below a package's folder, each named by its path after `prefix`.
+
+    A name is looked up among the files before any import, so that a recipe can't import anything else.
+    """
+
+    package: str
+    folder: Path
+    prefix: str = ""
+
+    @classmethod
+    def of(cls, package: str, prefix: str = "") -> "PackageSource":
+        """The source of a package, of which only the parents are imported. Raises LookupError if there is none."""
+        parent, _, name = package.rpartition(".")
+        found = importlib.util.find_spec(parent or package)
+        if found is None or not found.submodule_search_locations:
+            raise LookupError(f"there is no package {package!r}")
+        folder = Path(next(iter(found.submodule_search_locations)))
+        return cls(package, folder / name if parent else folder, prefix)
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """Every Python file with its name, whether it holds a component or not."""
+        for path in sorted(self.folder.rglob("*.py")):
+            if path.stem != "__init__":
+                yield self.prefix + ".".join(path.relative_to(self.folder).with_suffix("").parts), path
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [name for name, path in self.files() if DECORATED.search(path.read_text("utf-8"))]
+
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    def candidates(self, use: str) -> list[Candidate]:
+        inside = use.removeprefix(self.prefix)
+        if not NAME.fullmatch(use) or not use.startswith(self.prefix):
+            return []
+        path = self.folder.joinpath(*inside.split(".")).with_suffix(".py")
+        # Unlike Path.is_file, os.path.isfile returns False for a name that is too long for the file system.
+        return [Candidate(f"{self.package}.{inside}", distribution=self.package)] if os.path.isfile(path) else []
+
+
+@attrs.frozen(slots=False)
+class EntryPointSource:
+    """The components that installed distributions declare as entry points: `name = "package.module:Class"`."""
+
+    group: str
+
+    @cached_property
+    def entries(self) -> list[EntryPoint]:
+        """The entry points with valid names of components."""
+        return [entry for entry in entry_points(group=self.group) if NAME.fullmatch(entry.name)]
+
+    def names(self) -> list[str]:
+        return sorted({entry.name for entry in self.entries})
+
+    def candidates(self, use: str) -> list[Candidate]:
+        return [Candidate(e.module, e.attr, distribution(e), installed=True) for e in self.entries if e.name == use]
+
+
+def distribution(entry: EntryPoint) -> str:
+    """The distribution of an entry point, with its version."""
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.module
 
 
 @attrs.define
 class Registry:
     """
-    The components of a package, of installed distributions that declare some for it, and of packages `beside` it.
+    The components of a package, of installed distributions that declare some for it, and of extra packages.
 
-    A module is imported when its component is asked for, and no other. A name that two bring is a problem.
+    A module is imported when its component is looked up. A name with two candidates is a problem.
     """
 
     own: PackageSource
@@ -25,14 +142,14 @@ class Registry:
 
     @classmethod
     def of(cls, package: str) -> "Registry":
-        """The catalogue of an importable package, which is not imported by this."""
+        """The registry of a package, which is not imported."""
         return cls(PackageSource.of(package), EntryPointSource(package))
 
     def with_package(self, package: str) -> "Registry":
         """
-        This catalogue and the components below another package, named by their whole dotted path.
+        This registry with the components of another package, named by their whole dotted path.
 
-        A LookupError if there is no such package.
+        Raises LookupError if there is no such package.
         """
         return Registry(self.own, self.installed, (*self.extra, PackageSource.of(package, f"{package}.")))
 
@@ -42,7 +159,7 @@ class Registry:
 
     @property
     def folder(self) -> Path:
-        """Where the package's own components stand."""
+        """The folder of the package's own components."""
         return self.own.folder
 
     @property
@@ -50,45 +167,45 @@ class Registry:
         return (self.own, self.installed, *self.extra)
 
     def names(self) -> list[str]:
-        """Every component's name, found without importing any."""
+        """The names of all components, found without importing any."""
         return list(dict.fromkeys(name for source in self.sources for name in source.names()))
 
     def candidates(self, use: str) -> list[Candidate]:
-        """Whoever brings a component of this name."""
-        return [holder for source in self.sources for holder in source.candidates(use)]
+        """The modules of all sources that may hold a component of this name."""
+        return [candidate for source in self.sources for candidate in source.candidates(use)]
 
     def find(self, use: str) -> Spec | Problem:
-        """The component of a name, or what is wrong with the name."""
+        """The component of a name, or the problem with that name."""
         if use not in self._specs:
             self._specs[use] = self._find(use)
         return self._specs[use]
 
     def _find(self, use: str) -> Spec | Problem:
-        holders = self.candidates(use)
-        if not holders:
+        candidates = self.candidates(use)
+        if not candidates:
             return Problem("DL201", f"no component is called {use!a}", self._near(use))
-        if len(holders) > 1:
-            who = " and ".join(holder.distribution for holder in holders)
-            return Problem("DL207", f"{use!r} is brought by {who}", "uninstall one of them")
+        if len(candidates) > 1:
+            who = " and ".join(candidate.distribution for candidate in candidates)
+            return Problem("DL207", f"{use!r} is provided by {who}", "uninstall one of them")
         try:
-            found = holders[0].load()
+            found = candidates[0].load()
         except Exception as error:
-            return self._unimportable(use, holders[0], error)
+            return self._unimportable(use, candidates[0], error)
         if len(found) != 1:
-            return Problem("DL203", f"{use!r} is no component, but {_instead(holders[0])}", self._siblings(use))
+            return Problem("DL203", f"{use!r} is not a component, but {_instead(candidates[0])}", self._siblings(use))
         try:
-            return read_spec(use, found[0], holders[0].distribution if holders[0].installed else "")
+            return read_spec(use, found[0], candidates[0].distribution if candidates[0].installed else "")
         except Exception as error:
             return Problem("DL206", f"{use!r} can't be read: {type(error).__name__}: {error}", "tell its author")
 
-    def _unimportable(self, use: str, holder: Candidate, error: Exception) -> Problem:
+    def _unimportable(self, use: str, candidate: Candidate, error: Exception) -> Problem:
         missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
-        own = holder.module.partition(".")[0]
+        own = candidate.module.partition(".")[0]
         if missing and missing.partition(".")[0] != own:
             text = f"{use!r} needs the package {missing!r}, which is not installed"
             return Problem("DL202", text, f"pip install {missing.partition('.')[0]}")
         text = f"{use!r} can't be imported: {type(error).__name__}: {error}"
-        return Problem("DL205", text, f"`python -c 'import {holder.module}'` says where")
+        return Problem("DL205", text, f"`python -c 'import {candidate.module}'` says where")
 
     def _siblings(self, use: str) -> str:
         beside = f"{use.rpartition('.')[0]}."
@@ -96,7 +213,7 @@ class Registry:
         return f"beside it there is {', '.join(near)}" if near else ""
 
     def _near(self, use: str) -> str:
-        """What may have been meant: a component of the same subject, or else of any."""
+        """A hint: the most similar name of the same subject, or else of any."""
         names = self.names()
         inside = [name for name in names if name.startswith(f"{use}.")]
         if inside:
@@ -106,5 +223,5 @@ class Registry:
         return f"did you mean {near!r}?" if near else "`drawloom list` shows all that there are"
 
 
-def _instead(holder: Candidate) -> str:
-    return f"{holder.module}:{holder.attribute}" if holder.installed else "a library module"
+def _instead(candidate: Candidate) -> str:
+    return f"{candidate.module}:{candidate.attribute}" if candidate.installed else "a library module"

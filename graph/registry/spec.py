@@ -1,4 +1,4 @@
-"""Components as recipes see them: each field read once from its class."""
+"""Component classes as recipes see them: settings and edges, read once from the fields of the class."""
 
 import types
 import typing
@@ -7,17 +7,18 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.graph.component import Traits
-from drawloom.graph.port import Every, Ordered, is_port
+from drawloom.graph.component import Change, Check, Every, Ordered, Traits, is_port
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
-from drawloom.graph.setting import Change, Check, Names
 
 Kind = Literal["setting", "one", "optional", "list", "mapping", "ordered", "every", "recipe"]
 
 
 @attrs.frozen
 class Field:
-    """One field of a component, read once from its class."""
+    """
+    A field of a component: a setting, an edge (to one node, an optional one, a list, a mapping or a sequence), or a
+    field that the container fills: `every` node of a port, or the resolved `recipe`.
+    """
 
     name: str
     kind: Kind
@@ -27,8 +28,6 @@ class Field:
     attribute: str = ""
     change: Change = "semantic"
     check: Check | None = None
-    names: Names | None = None
-    may_name: bool = False
     doc: str = ""
     required: bool = attrs.field(init=False)
     is_edge: bool = attrs.field(init=False)
@@ -41,14 +40,22 @@ class Field:
     def _is_edge(self) -> bool:
         return self.kind in ("one", "optional", "list", "mapping", "ordered")
 
+    @property
+    def target(self) -> str:
+        """What an edge leads to, such as "any number of Metric"."""
+        port = " or ".join(port.__name__ for port in self.ports)
+        many = {"optional": f"{port}, or none", "list": f"any number of {port}", "mapping": f"named {port}"}
+        many["ordered"] = f"a sequence of {port}"
+        return many.get(self.kind, port)
+
     def default_value(self) -> Any:
-        """A fresh default."""
+        """A new default; each call makes another object."""
         return self.default.factory() if isinstance(self.default, attrs.Factory) else self.default  # type: ignore[arg-type]
 
 
 @attrs.frozen
 class Spec:
-    """A component class as recipes see it. `brought_by` is the distribution, if that is not the program's own."""
+    """A component class as recipes see it. `brought_by` is its distribution; empty for the program's own."""
 
     use: str
     cls: type
@@ -64,7 +71,7 @@ class Spec:
 
 
 def read_spec(use: str, cls: type, brought_by: str = "") -> Spec:
-    """What a component class asks for and can be told."""
+    """The settings and edges of a component class."""
     hints = typing.get_type_hints(cls)
     traits: Traits = vars(cls)["__component__"]
     fields = [_read_field(a, hints[a.name], traits.change) for a in attrs.fields(cls) if a.init]
@@ -73,25 +80,23 @@ def read_spec(use: str, cls: type, brought_by: str = "") -> Spec:
 
 
 def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, change: Change) -> Field:
-    sort, ports = _sort(kind)
+    field_kind, ports = _classify(kind)
     meta = attribute.metadata
     return Field(
         name=attribute.alias or attribute.name,
-        kind=sort,
+        kind=field_kind,
         type=kind,
         ports=ports,
         default=attribute.default,
         attribute=attribute.name,
         change=meta.get("change") or change,
         check=meta.get("check"),
-        names=meta.get("names"),
-        may_name=bool(meta.get("names")) or (sort == "setting" and _names_inside(kind)),
         doc=meta.get("doc", ""),
     )
 
 
-def _sort(kind: Any) -> tuple[Kind, tuple[type, ...]]:
-    """Which sort of field a type makes, and the ports that its members must fit."""
+def _classify(kind: Any) -> tuple[Kind, tuple[type, ...]]:
+    """The kind of field that a type makes, and the ports of its targets."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is ResolvedRecipe:
         return "recipe", ()
@@ -108,16 +113,8 @@ def _sort(kind: Any) -> tuple[Kind, tuple[type, ...]]:
     return "setting", ()
 
 
-def _names_inside(kind: Any) -> bool:
-    """Whether a part of a setting may name something."""
-    if attrs.has(kind):
-        fields = attrs.fields(attrs.resolve_types(kind))
-        return any(field.metadata.get("names") or _names_inside(field.type) for field in fields)
-    return any(_names_inside(part) for part in typing.get_args(kind))
-
-
 def _ports(kind: Any) -> tuple[type, ...]:
-    """The ports in a type or a union of them; empty when any member is none."""
+    """The ports of a type, or of a union of ports; empty if any member is not a port."""
     union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     members = [member for member in typing.get_args(kind) if member is not type(None)] if union else [kind]
     plain = [typing.get_origin(member) or member for member in members]

@@ -1,61 +1,145 @@
-"""Living objects: built once each in order, opened, handed out, closed in reverse whatever happens."""
+"""The container: builds each node once in dependency order, opens them, and closes them in reverse, whatever fails."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import date, datetime, time
-from pathlib import Path, PosixPath
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
-from types import NoneType, TracebackType
-from typing import Any
+from types import TracebackType
+from typing import Any, Literal
 
 import attrs
 
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Edge, Node
-from drawloom.graph.port import Every, Ordered
-from drawloom.graph.problems import UserError
+from drawloom.graph.component import Every, Ordered
+from drawloom.graph.problems import UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.registry.spec import Field
-from drawloom.graph.runtime.exit_stack import NamedExitStack
-from drawloom.graph.runtime.timings import Timing, timed
-from drawloom.graph.toml.suggest import did_you_mean
 from drawloom.graph.types.port_match import implements, mismatches
 
-UNCHANGING = {NoneType, bool, int, float, str, date, datetime, time, Path, PosixPath}
-"""Types of values that two objects may share."""
+Stage = Literal["build", "open", "close"]
+
+STAGES: tuple[Stage, ...] = ("build", "open", "close")
+
+LEAST = 0.001
+"""Seconds from which on a node has its own line in the table of timings."""
+
+
+@attrs.frozen
+class Timing:
+    """How long a node took to build, open or close; `start` by the monotonic clock, both in seconds."""
+
+    node: str
+    stage: Stage
+    start: float
+    seconds: float
+
+
+@contextmanager
+def timed(timings: list[Timing], node: str, stage: Stage) -> Iterator[None]:
+    """Measure the body, also if it raises."""
+    start = perf_counter()
+    try:
+        yield
+    finally:
+        timings.append(Timing(node, stage, start, perf_counter() - start))
+
+
+def timing_table(timings: Sequence[Timing]) -> str:
+    """A table of nodes by stage in milliseconds, the slowest first; nodes faster than LEAST are summed in one line."""
+    totals: dict[str, dict[Stage, float]] = {}
+    for timing in timings:
+        stages = totals.setdefault(timing.node, dict.fromkeys(STAGES, 0.0))
+        stages[timing.stage] += timing.seconds
+    slowest = sorted(totals.items(), key=lambda item: -sum(item[1].values()))
+    rows = [(f"[{name}]", times) for name, times in slowest if sum(times.values()) >= LEAST]
+    others = [times for _, times in slowest if sum(times.values()) < LEAST]
+    if others:
+        rows.append((f"{len(others)} others", _sum(others)))
+    rows.append(("all", _sum(list(totals.values()))))
+    width = max(len(name) for name, _ in rows)
+    head = f"{'ms':{width}}{''.join(f'{stage:>10}' for stage in STAGES)}"
+    return "\n".join([head, *(f"{name:{width}}{''.join(map(_milliseconds, times.values()))}" for name, times in rows)])
+
+
+def _sum(rows: Sequence[Mapping[Stage, float]]) -> dict[Stage, float]:
+    return {stage: sum(times[stage] for times in rows) for stage in STAGES}
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:10.1f}"
+
+
+@attrs.define
+class NamedExitStack:
+    """Callbacks by name, run last in, first out. Unlike contextlib's ExitStack, it reports all failures by name."""
+
+    _stack: list[tuple[str, Callable[[], None]]] = attrs.field(factory=list, init=False)
+
+    def push(self, name: str, close: Callable[[], None]) -> None:
+        """Add a callback, to run before all that were added earlier."""
+        self._stack.append((name, close))
+
+    def close_all(self, cause: BaseException | None) -> None:
+        """
+        Run every callback. With a `cause`, failures become notes on it, and the caller raises it.
+
+        Without one, an interruption or exit raised while closing is raised as itself, with the other failures as
+        notes; failures alone are raised together, as an ExceptionGroup.
+        """
+        failures: list[BaseException] = []
+        while self._stack:
+            name, close = self._stack.pop()
+            try:
+                close()
+            except BaseException as error:
+                error.add_note(f"while closing [{name}]")
+                failures.append(error)
+        if cause is not None:
+            return _note(cause, failures)
+        interruption = next((error for error in failures if not isinstance(error, Exception)), None)
+        if interruption is not None:
+            _note(interruption, [failure for failure in failures if failure is not interruption])
+            raise interruption
+        if failures:
+            raise ExceptionGroup("closing failed", [error for error in failures if isinstance(error, Exception)])
+
+
+def _note(cause: BaseException, failures: list[BaseException]) -> None:
+    for failure in failures:
+        cause.add_note(f"then: {type(failure).__name__}: {failure} ({'; '.join(failure.__notes__)})")
 
 
 @attrs.define(eq=False)
 class Container(Mapping[str, Any]):
     """
-    The objects of a graph's nodes, those that `roots` need.
+    The objects of the nodes that `roots` need, by node name.
 
-    `build` constructs, which costs little; as a context manager it also opens what has `open()`, in order, and closes
-    what has `close()`, in reverse. When something fails, what is open and has `on_failure(error)` is told before
-    anything is closed, and may give another exception to raise in its place. `given` are objects to use in place of
-    nodes: they are checked like nodes, but neither opened nor closed. `spans` says how long each node took.
+    `build` constructs them, which is cheap; as a context manager the container also opens those with `open()`, in
+    order, and closes those with `close()`, in reverse. `given` are objects that replace nodes: checked like nodes, but
+    neither opened nor closed. When something fails, `on_failure(error)` of the open objects that have it is called
+    before any is closed, and may return another exception to raise instead.
     """
 
     graph: Graph
     roots: list[str]
     recipe: ResolvedRecipe
     given: Mapping[str, Any] = attrs.field(factory=dict)
-    spans: list[Timing] = attrs.field(factory=list, init=False)
+    timings: list[Timing] = attrs.field(factory=list, init=False)
     _objects: dict[str, Any] = attrs.field(factory=dict, init=False)
     _opened: NamedExitStack = attrs.field(factory=NamedExitStack, init=False)
-    _told: list[str] = attrs.field(factory=list, init=False)
+    _failure_handlers: list[str] = attrs.field(factory=list, init=False)
 
     def build(self) -> None:
-        """Construct every needed node once, then fill in what takes every node of a kind."""
+        """Construct every needed node once, dependencies first; then fill the `Every` fields."""
         self._check_given()
         self._objects = {}
         for name in self.graph.topological_order(self.roots, without=self.given):
             if name in self.given:
                 self._objects[name] = self.given[name]
             else:
-                start = perf_counter()
-                self._objects[name] = self._construct(self.graph.nodes[name])
-                self.spans.append(Timing(name, "build", start, perf_counter() - start))
+                with timed(self.timings, name, "build"):
+                    self._objects[name] = self._construct(self.graph.nodes[name])
         self._fill_all()
 
     def _check_given(self) -> None:
@@ -67,10 +151,11 @@ class Container(Mapping[str, Any]):
                     ports = self.graph.nodes[user].spec.fields[key].ports
                     if not _fits(type(item), ports):
                         why = " and ".join(reason for port in ports for reason in mismatches(type(item), port))
-                        raise TypeError(f"what is given for [{name}] does not fit [{user}] {key}: it {why}")
+                        raise TypeError(f"the object given for [{name}] does not implement [{user}] {key}: it {why}")
 
     def _construct(self, node: Node) -> Any:
-        values = {key: _own(value) for key, value in node.settings.items()}
+        # Copied, since a container may be built again from the same graph and a component may change its settings.
+        values = copy.deepcopy(dict(node.settings))
         for field in node.spec.fields.values():
             if field.is_edge and field.name in node.edges:
                 values[field.name] = self._edge(field, node.edges[field.name])
@@ -116,19 +201,19 @@ class Container(Mapping[str, Any]):
 
     def _open(self, name: str, item: Any) -> None:
         if hasattr(item, "on_failure"):
-            self._told.append(name)
+            self._failure_handlers.append(name)
         if hasattr(item, "close"):
             self._opened.push(name, lambda: self._close(name, item))
         if hasattr(item, "open"):
             try:
-                with timed(self.spans, name, "open"):
+                with timed(self.timings, name, "open"):
                     item.open()
             except UserError as error:
-                error.stands_at(self.graph.nodes[name].place, name)
+                error.set_node(self.graph.nodes[name].place, name)
                 raise
 
     def _close(self, name: str, item: Any) -> None:
-        with timed(self.spans, name, "close"):
+        with timed(self.timings, name, "close"):
             item.close()
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: TracebackType | None) -> None:
@@ -138,13 +223,13 @@ class Container(Mapping[str, Any]):
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Close everything. It raises what is to be raised in the error's place, if there is such a thing."""
-        instead = error
-        while self._told:
-            instead = self._objects[self._told.pop()].on_failure(instead) or instead
-        self._opened.close_all(instead)
-        if instead is not error:
-            raise instead from error
+        """Call the failure handlers, last opened first, and close everything. Raises a replacement, if any."""
+        replacement = error
+        while self._failure_handlers:
+            replacement = self._objects[self._failure_handlers.pop()].on_failure(replacement) or replacement
+        self._opened.close_all(replacement)
+        if replacement is not error:
+            raise replacement from error
 
     def __getitem__(self, name: str) -> Any:
         return self._objects[name]
@@ -154,11 +239,6 @@ class Container(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._objects)
-
-
-def _own(value: Any) -> Any:
-    """A setting's value for one object alone, which may change it."""
-    return value if type(value) in UNCHANGING else copy.deepcopy(value)
 
 
 def _fits(cls: type, ports: Iterable[type]) -> bool:

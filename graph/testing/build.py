@@ -1,30 +1,34 @@
-"""One component, built with the checks that a recipe would make, from values and fakes."""
+"""For tests: one component built with the checks of a recipe, or a part of a recipe opened."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from drawloom.graph.build.node import Draft, NodeView
+import attrs
+
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.build.node import Node, NodeView
 from drawloom.graph.build.settings import SettingsResolver
 from drawloom.graph.cli.project import Project
-from drawloom.graph.inspect.serialize import escape
-from drawloom.graph.port import Every, Ordered
+from drawloom.graph.component import Every, Ordered
+from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.problems import Problem, RecipeError
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
-from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.recipe.recipe import Recipe as PlainRecipe
 from drawloom.graph.registry.spec import Field, Spec, read_spec
+from drawloom.graph.runtime.container import Container
 from drawloom.graph.types.port_match import mismatches
 from drawloom.graph.types.structure import Values
 
 UNSAVED = ResolvedRecipe("format = 1\n", "")
-"""What a component is given whose recipe nobody asked for."""
+"""The resolved recipe of components that are built without one."""
 
 
 def build(component: str | type, /, *, package: str = "drawloom", **values: Any) -> Any:
     """
-    A component by its class, or by the name that recipes give it; not opened.
+    A component, by its class or by its name in recipes, constructed and not opened.
 
-    Settings are checked as a recipe's are, objects for edges against their ports. Raises a RecipeError with every
-    problem at once. Constraints are asked unless they look at neighbours: an object has no settings to look at.
+    Settings are checked as those of a recipe, objects for edges against their ports. Raises RecipeError with all
+    problems. Constraints are checked unless they look at neighbours, since an object for an edge has no settings.
     """
     spec = _spec(component, package)
     node = _settled(spec, {key: value for key, value in values.items() if not _takes_objects(spec, key)})
@@ -52,16 +56,17 @@ def _takes_objects(spec: Spec, key: str) -> bool:
     return key in spec.fields and spec.fields[key].kind != "setting"
 
 
-def _settled(spec: Spec, settings: Mapping[str, Any]) -> Draft:
-    """The settings as a recipe would have them, in which text may be a Path or an Enum's value, and None left out."""
-    plain = {key: Values.unstructure(value) for key, value in settings.items() if value is not None}
-    recipe = Recipe.of({"it": {"use": spec.use, **escape(plain)}}, "build")
-    node = Draft(spec.use, recipe.tree.items["it"], spec)  # type: ignore[arg-type]
-    SettingsResolver({}).settle(node)
+def _settled(spec: Spec, settings: Mapping[str, Any]) -> Node:
+    """A node with the settings converted as those of a recipe; a Path or Enum may be given as such, or as text."""
+    plain = {key: serialize_value(value) for key, value in settings.items() if value is not None}
+    recipe = PlainRecipe.of({"it": {"use": spec.use, **plain}}, "build")
+    converted: dict[str, Any] = {}
+    node = Node(spec.use, recipe.tree.items["it"], spec, settings=converted)  # type: ignore[arg-type]
+    SettingsResolver({}).resolve(node, converted)
     for key in settings.keys() - plain.keys():
-        node.settings[key], faults = Values().structure(None, spec.fields[key].type)
-        for fault in faults:
-            node.fault("DL303", f"{key}: {fault.text}", fault.hint)
+        converted[key], problems = Values().structure(None, spec.fields[key].type)
+        for problem in problems:
+            node.add_problem(problem.code, f"{key}: {problem.text}", problem.hint)
     return node
 
 
@@ -98,19 +103,51 @@ def _empty(field: Field) -> Any:
 
 
 class _Alone(NodeView):
-    """A view without neighbours."""
+    """A view of a node without neighbours."""
 
     def neighbours(self, edge: str) -> list[NodeView]:
         raise _Neighbours(edge)
 
 
 class _Neighbours(Exception):
-    """A constraint looks at neighbours."""
+    """Raised when a constraint looks at neighbours."""
 
 
-def _constraints(node: Draft) -> Iterator[Problem]:
+def _constraints(node: Node) -> Iterator[Problem]:
     constraints = getattr(node.spec.cls, "constraints", None)
     try:
-        yield from constraints(_Alone(node.finished(), {})) if constraints else ()
+        yield from constraints(_Alone(node, {})) if constraints else ()
     except _Neighbours:
         return
+
+
+@attrs.frozen
+class Recipe:
+    """A checked recipe of which a test opens a part. Immutable: other values make another recipe."""
+
+    graph: Graph
+    project: Project
+
+    @classmethod
+    def load(cls, name: str, *, overlays: Sequence[str] = (), package: str = "drawloom") -> "Recipe":
+        """A recipe by path or shipped name. Raises RecipeError if it can't be read."""
+        project = Project.of(package)
+        return cls(project.graph(project.load(name, overlays), root=""), project)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any], *, package: str = "drawloom") -> "Recipe":
+        """A recipe from values as tomli returns them."""
+        project = Project.of(package)
+        return cls(project.graph(PlainRecipe.of(data, "test"), root=""), project)
+
+    def with_values(self, data: Mapping[str, Any]) -> "Recipe":
+        """Another recipe: this one with other values merged over it."""
+        return attrs.evolve(self, graph=self.graph.with_values(data, "test"))
+
+    def open(self, only: str = "", given: Mapping[str, Any] | None = None) -> Container:
+        """
+        A context manager that opens the node `only`, or the root, and what it needs; objects `given` replace nodes.
+
+        Raises RecipeError if the recipe has errors, TypeError if a given object does not implement the ports.
+        """
+        return self.project.container(self.graph, only or self.project.root, given=given)

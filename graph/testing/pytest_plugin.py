@@ -21,7 +21,7 @@ def build() -> Callable[..., Any]:
 
 @pytest.fixture
 def fake() -> Callable[..., Any]:
-    """`drawloom.graph.testing.fake`: an object that fits a port and remembers its calls."""
+    """`drawloom.graph.testing.ports`: an object that fits a port and remembers its calls."""
     from drawloom.graph import testing
 
     return testing.fake

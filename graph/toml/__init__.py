@@ -1,1 +1,1 @@
-"""TOML text: where every key and value stands, how it is read, and how values are written."""
+"""TOML text: parsed with limits and diagnoses, indexed by position, and written."""

@@ -1,4 +1,4 @@
-"""TOML 1.0 text from plain values, each on one line."""
+"""Writes plain values as TOML 1.0, each on one line."""
 
 import re
 from datetime import date, datetime, time
@@ -13,8 +13,8 @@ def dumps(plain: Any) -> str:
     """
     A value as TOML: str, bool, int, float, list or tuple, dict (an inline table), datetime, date or time.
 
-    Raises TypeError for what TOML has no form for (None among it), ValueError for what its form can't hold: lone
-    surrogates, offsets of less than a minute, times with an offset.
+    Raises TypeError for types that TOML does not have (such as None), ValueError for values that it can't express:
+    lone surrogates, UTC offsets with seconds, times with an offset.
     """
     match plain:
         case str():
@@ -32,11 +32,11 @@ def dumps(plain: Any) -> str:
             return f"{{ {', '.join(pairs)} }}" if plain else "{}"
         case datetime() | date() | time():
             return _moment(plain)
-    raise TypeError(f"TOML has no form for {plain!r}")
+    raise TypeError(f"TOML can't express {plain!r}")
 
 
 def canonical(plain: Any) -> str:
-    """A value as text that is equal exactly for equal values: true is not 1, 1 is not 1.0, and keys have no order."""
+    """Text that is equal for equal values only: true is not 1, 1 is not 1.0, and the order of keys does not matter."""
     if isinstance(plain, dict):
         return f"{{{', '.join(f'{dump_key(name)} = {canonical(plain[name])}' for name in sorted(plain))}}}"
     if isinstance(plain, list | tuple):
@@ -45,7 +45,7 @@ def canonical(plain: Any) -> str:
 
 
 def dump_key(name: str) -> str:
-    """A key, in quotes if it needs them."""
+    """A key of a table, quoted if necessary."""
     return name if _BARE.fullmatch(name) else _string(name)
 
 
@@ -53,7 +53,7 @@ def _string(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"TOML has no form for the lone surrogate in {text!r}") from error
+        raise ValueError(f"TOML can't express the lone surrogate in {text!r}") from error
     return f'"{_ESCAPED.sub(_escape, text)}"'
 
 
@@ -63,8 +63,8 @@ def _escape(found: re.Match[str]) -> str:
 
 def _moment(moment: date | time) -> str:
     if isinstance(moment, time) and moment.tzinfo is not None:
-        raise ValueError(f"TOML has no form for a time with an offset, {moment}")
+        raise ValueError(f"TOML can't express a time with an offset, {moment}")
     text = moment.isoformat()
     if isinstance(moment, datetime) and (offset := moment.utcoffset()) is not None and offset.total_seconds() % 60:
-        raise ValueError(f"TOML has no form for an offset of less than a minute, {text}")
+        raise ValueError(f"TOML can't express an offset of less than a minute, {text}")
     return text

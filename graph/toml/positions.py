@@ -1,4 +1,4 @@
-"""Where every key and value of a TOML text stands: an index of our own, as tomli tells no places."""
+"""Line and column of every key and value of a TOML text: an index of our own, since tomli reports no positions."""
 
 import re
 from bisect import bisect_right
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import tomli
 
-KeyPath = tuple[str | int, ...]
+from drawloom.graph.problems import KeyPath
 
 
 class SourceRange(NamedTuple):
-    """A piece of a text: from `start` to before `end`, in code points from 0."""
+    """The half-open range [start, end) of a text, in code points from 0."""
 
     start: int
     end: int
@@ -20,27 +20,26 @@ class SourceRange(NamedTuple):
 
 class SourceMap:
     """
-    The places of a text that tomli (2.4 or newer: TOML 1.1) has accepted; the text is read when one is asked for.
+    The positions in a text that tomli (2.4 or newer: TOML 1.1) has accepted; the text is indexed at the first lookup.
 
-    A path is made of keys and, for what is inside arrays and arrays of tables, of indices from 0. Offsets count in the
-    text as it was given: a CRLF is two code points.
+    Offsets count code points of the text as it was given: a CRLF is two.
     """
 
     def __init__(self, text: str) -> None:
         self._text = text
 
     def key(self, path: KeyPath) -> SourceRange | None:
-        """Where the last key of a path is written: in its `[header]` or where it first appears. Indices have no key."""
+        """The last key of a path: in its `[header]`, or where it first appears. None for an index, which has no key."""
         entry, known = self._find(path)
         return SourceRange(*entry[0]) if entry[0] and known == len(path) else None
 
     def value(self, path: KeyPath) -> SourceRange | None:
-        """What a path leads to: a value, the `[header]` of a table, or, without a header, the key that implies it."""
+        """The value at a path: for a table its `[header]` or, without a header, the key that implies it."""
         entry, known = self._find(path)
         return SourceRange(*entry[1]) if known == len(path) else None
 
     def nearest(self, path: KeyPath) -> SourceRange:
-        """The value of the longest part of a path that the text knows; at worst the whole text."""
+        """The value at the longest prefix of a path that is in the text; for none, the whole text."""
         return SourceRange(*self._find(path)[0][1])
 
     def position(self, offset: int) -> tuple[int, int]:
@@ -49,7 +48,7 @@ class SourceMap:
         return line, offset - self._line_starts[line - 1] + 1
 
     def _find(self, path: KeyPath) -> tuple["_Entry", int]:
-        """The entry of the longest known part of a path, and how many steps that part has."""
+        """The entry at the longest prefix of a path that is in the text, and the length of that prefix."""
         entry = self._root
         for known, step in enumerate(path):
             if step not in entry[2]:
@@ -66,17 +65,17 @@ class SourceMap:
         return [0, *(found.end() for found in re.finditer("\n", self._text))]
 
 
-# Made by the thousand, so plain tuples: where its key stands, where its value stands, and what is inside. Items of
-# arrays are known by number, so what has a 0 inside is an array.
+# An entry: the range of its key, the range of its value, and its items. A plain tuple, since a recipe has thousands.
+# Items of arrays have integer keys, so an entry with an item 0 is an array.
 _Entry = tuple[tuple[int, int] | None, tuple[int, int], "_Inside"]
 _Inside = dict[str | int, _Entry]
-# Where an entry will be put when its value is known: in what, by which name, and where its key stands.
+# The destination of an entry whose value is still to be read: the table, the name in it, and the range of the key.
 _Slot = tuple[_Inside, str | int, tuple[int, int] | None]
 
 
-# The text is valid, so these need only tell apart what can stand in the same place.
+# tomli has accepted the text, so these patterns only distinguish what may follow, and validate nothing.
 def _always(pattern: str) -> Callable[[str, int], re.Match[str]]:
-    """A reader of what is known to stand at an offset."""
+    """A pattern that is known to match at every offset where it is used."""
     return re.compile(pattern).match  # type: ignore[return-value]
 
 
@@ -106,7 +105,7 @@ def _read_document(text: str) -> _Inside:
 
 
 def _read_header(text: str, start: int, top: _Inside) -> tuple[_Inside, int]:
-    """Read `[key]` or `[[key]]`; returns the inside of its table, and where the header ends."""
+    """Read `[key]` or `[[key]]`; returns the items of its table, and the offset behind the header."""
     width = 2 if text.startswith("[[", start) else 1
     (table, name, key), at = _read_key(text, start + width, top)
     end = at + width
@@ -120,7 +119,7 @@ def _read_header(text: str, start: int, top: _Inside) -> tuple[_Inside, int]:
 
 
 def _read_key(text: str, at: int, table: _Inside) -> tuple[_Slot, int]:
-    """Read a key up to `=` or `]`; returns the slot that it names, below `table`, and where it ends."""
+    """Read a dotted key up to `=` or `]`; returns its slot below `table`, and the offset behind it."""
     while True:
         found = _key(text, at)
         name, place, at = _name(found[1]), found.span(1), found.end()
@@ -129,7 +128,7 @@ def _read_key(text: str, at: int, table: _Inside) -> tuple[_Slot, int]:
         if name not in table:
             table[name] = place, place, {}
         table = table[name][2]
-        if 0 in table:  # an array of tables: the last of them is meant
+        if 0 in table:  # an array of tables: a key continues the last of them
             table = table[len(table) - 1][2]
         at += 1
 
@@ -141,7 +140,7 @@ def _name(key: str) -> str:
 
 
 def _read_value(text: str, at: int, slot: _Slot | None) -> int:
-    """Read the value after `=`, and all that is inside it; returns where it ends."""
+    """Read the value after `=` with everything inside it; returns the offset behind it."""
     opened: list[tuple[_Slot, int, _Inside]] = []
     at = _blank(text, at + 1).end()
     while slot:
@@ -157,7 +156,7 @@ def _read_value(text: str, at: int, slot: _Slot | None) -> int:
 
 
 def _next_slot(text: str, at: int, opened: list[tuple[_Slot, int, _Inside]]) -> tuple[_Slot | None, int]:
-    """Close what ends here; returns the slot of the next value inside what is still open, and where it begins."""
+    """Close the arrays and tables that end here; returns the slot and offset of the next value inside an open one."""
     while opened:
         at = _blank(text, at).end()
         if text[at] == ",":

@@ -1,4 +1,4 @@
-"""Settings from TOML values, strictly: what does not have its type is a fault, and all faults come at once."""
+"""Converts TOML values to the types of settings, strictly, by cattrs; all problems of a value are reported at once."""
 
 import math
 import typing
@@ -7,7 +7,7 @@ from contextlib import suppress
 from datetime import date, time
 from enum import Enum
 from functools import cached_property
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -16,69 +16,32 @@ from cattrs.cols import list_structure_factory, mapping_structure_factory
 from cattrs.errors import AttributeValidationNote, IterableValidationError, IterableValidationNote
 from cattrs.gen import make_dict_structure_fn, override
 
-from drawloom.graph.setting import Check
-from drawloom.graph.toml import emit
-from drawloom.graph.toml.suggest import did_you_mean, nearest
-from drawloom.graph.types import describe as words
-from drawloom.graph.types.coercion_hints import near_misses
+from drawloom.graph.component import Check
+from drawloom.graph.problems import KeyPath, Problem, did_you_mean, nearest
+from drawloom.graph.toml.emit import dump_key, dumps
+from drawloom.graph.types.describe import SHOWN, TYPE_NAMES, describe, expected, near_misses, union_members
 
 Hook = Callable[[Any, Any], Any]
-KeyPath = tuple[str | int, ...]
-
-
-@attrs.frozen
-class Fault:
-    """What is wrong in a value: where inside it, what stands there and why it can't be, and what to write instead."""
-
-    path: KeyPath
-    text: str
-    hint: str = ""
 
 
 class Values:
     """
-    Makes what components' fields are typed as from what tomli reads.
+    Converts the values that tomli returns to the types that fields of components are annotated with.
 
-    The types: str, bool, int, float, Path, datetime, date, time, Literal, Enum (by value), list, tuple, Sequence,
-    dict, Mapping, attrs classes, unions of all these, and Any. Another type raises TypeError: that is the fault of a
-    component, not of a recipe.
+    These are str, bool, int, float, Path, datetime, date, time, Literal, Enum (by value), list, tuple, Sequence, dict,
+    Mapping, attrs classes, unions of them, and Any. Other types raise TypeError, since the component is wrong then, and
+    not the recipe.
     """
 
-    describe = staticmethod(words.describe)
-    describe_type = staticmethod(words.describe_type)
-
-    def structure(self, value: Any, kind: Any, check: Check | None = None) -> tuple[Any, list[Fault]]:
-        """The value as `kind` and no faults, or None and all that is wrong with it."""
+    def structure(self, value: Any, kind: Any, check: Check | None = None) -> tuple[Any, list[Problem]]:
+        """The value as `kind` and no problems, or None and the problems, each with its `path` inside the value."""
         if type(value) is kind and kind in (str, bool, int, float) and not check and not _objection(value, kind):
-            return value, []  # as most settings are
+            return value, []  # the fast path of most settings
         try:
             hook = self._with_check(check) if check else self._structure
             return hook(value, kind), []
         except (_Mismatch, BaseValidationError) as error:
-            return None, list(self._faults(error, ()))
-
-    @staticmethod
-    def unstructure(value: Any) -> Any:
-        """
-        A value in plain TOML types, which `structure` makes into an equal one; None stays None, to be left out.
-
-        The table of an attrs class is without what is None, so that it comes back only where it is the default.
-        """
-        plain = Values.unstructure
-        match value:
-            case Enum():
-                return plain(value.value)
-            case PurePath():
-                return str(value)
-            case list() | tuple():
-                return [plain(item) for item in value]
-            case Mapping():
-                return {name: plain(item) for name, item in value.items()}
-            case _ if attrs.has(type(value)):
-                fields = [field for field in attrs.fields(type(value)) if field.init]
-                table = {field.alias: getattr(value, field.name) for field in fields}
-                return {name: plain(item) for name, item in table.items() if item is not None}
-        return value
+            return None, list(self._problems(error, ()))
 
     def _structure(self, value: Any, kind: Any) -> Any:
         return self._converter.get_structure_hook(kind)(value, kind)
@@ -94,26 +57,26 @@ class Values:
 
     @cached_property
     def _converter(self) -> Converter:
-        """One hook for each sort of type: the last whose predicate holds, but classes named outright come first."""
+        """A hook for each type. cattrs takes registered classes first, then the last predicate that holds."""
         converter = Converter(detailed_validation=True)
         converter.register_structure_hook_factory(lambda kind: True, _refuse)
         converter.register_structure_hook_func(lambda kind: kind in (Any, object), lambda value, kind: value)
         converter.register_structure_hook_func(_is_literal, _choose)
-        converter.register_structure_hook_func(lambda kind: words.members(kind) != [kind], self._union)
+        converter.register_structure_hook_func(lambda kind: union_members(kind) != [kind], self._union)
         converter.register_structure_hook_func(lambda kind: _origin(kind) is tuple, self._fixed_array)
         converter.register_structure_hook_factory(_is_array, _array)
         converter.register_structure_hook_factory(lambda kind: _origin(kind) in (dict, Mapping), _table)
         converter.register_structure_hook_factory(_is_class, self._class)
-        for kind in (str, bytes, bool, int, float, Path, date, time, Enum):  # and all that is derived from them
+        for kind in (str, bytes, bool, int, float, Path, date, time, Enum):  # and their subclasses
             converter.register_structure_hook(kind, _scalar)
         return converter
 
     def _union(self, value: Any, kind: Any) -> Any:
-        """The first member that takes the value, integers before numbers; or else the fault inside the nearest one."""
+        """The value as the first member that accepts it, int before float; else the error of the closest one."""
         if value is None and type(None) in typing.get_args(kind):
             return None
         inside: list[Exception] = []
-        for member in sorted(words.members(kind), key=lambda member: member is float):
+        for member in sorted(union_members(kind), key=lambda member: member is float):
             try:
                 return self._structure(value, member)
             except _Mismatch as error:
@@ -127,7 +90,7 @@ class Values:
         if not isinstance(value, list):
             raise _Mismatch(value, kind)
         if len(value) != len(kinds):
-            raise _Mismatch(value, kind, f"{words.expected(kind)}: {len(kinds)} wanted, {len(value)} given")
+            raise _Mismatch(value, kind, f"{expected(kind)}: {len(kinds)} wanted, {len(value)} given")
         items, errors = [], []
         for index, (item, of) in enumerate(zip(value, kinds, strict=True)):
             try:
@@ -140,7 +103,7 @@ class Values:
         return tuple(items)
 
     def _class(self, kind: type, converter: Converter) -> Hook:
-        """A table with exactly the fields of an attrs class, each with the check of its own."""
+        """A table with the fields of an attrs class and no others, each with its own check."""
         checks = {field.name: check for field in attrs.fields(kind) if (check := field.metadata.get("check"))}
         checked: dict[str, Any] = {name: override(struct_hook=self._with_check(checks[name])) for name in checks}
         inside: Hook = make_dict_structure_fn(
@@ -148,8 +111,8 @@ class Values:
         )
         return _of_shape(dict, inside)
 
-    def _faults(self, error: Exception, path: KeyPath) -> Iterator[Fault]:
-        """A tree of errors as cattrs raises it, flat; the note of an error is its step in the path."""
+    def _problems(self, error: Exception, path: KeyPath) -> Iterator[Problem]:
+        """The tree of exceptions that cattrs raises as a flat list; each exception's note is a step of the path."""
         note = next((note for note in getattr(error, "__notes__", ()) if type(note) is not str), None)
         if isinstance(note, AttributeValidationNote):
             path = (*path, note.name.lstrip("_"))
@@ -157,17 +120,18 @@ class Values:
             path = (*path, note.index)
         if isinstance(error, BaseValidationError):
             for inner in error.exceptions:
-                yield from self._faults(inner, path)
+                yield from self._problems(inner, path)
         elif isinstance(error, _Mismatch):
-            yield Fault(path, str(error), "" if error.reason else self._hint(error.value, error.kind))
+            yield Problem("DL303", str(error), "" if error.reason else self._hint(error.value, error.kind), path=path)
         elif isinstance(error, ForbiddenExtraKeysError):
             known = [field.alias for field in attrs.fields(error.cl) if field.init]
             for name in sorted(error.extra_fields):
-                yield Fault((*path, name), "unknown key", did_you_mean(name, known))
+                yield Problem("DL303", "unknown key", did_you_mean(name, known), path=(*path, name))
         elif isinstance(error, KeyError) and note and error.args == path[-1:]:
-            yield Fault(path, f"missing, {words.expected(note.type)}", f"write {emit.dump_key(error.args[0])} = ...")
+            hint = f"write {dump_key(error.args[0])} = ..."
+            yield Problem("DL303", f"missing, {expected(note.type)}", hint, path=path)
         elif isinstance(error, ValueError | TypeError) and not note:
-            yield Fault(path, str(error))  # from the class itself
+            yield Problem("DL303", str(error), path=path)  # raised by the attrs class itself
         else:
             raise error
 
@@ -175,34 +139,34 @@ class Values:
         for candidate, hint in near_misses(value):
             with suppress(_Mismatch, BaseValidationError):
                 self._structure(candidate, kind)
-                return hint if len(hint) <= 2 * words.SHOWN else ""
-        choices = [plain for member in words.members(kind) if _is_choice(member) for plain, _ in _choices(member)]
+                return hint if len(hint) <= 2 * SHOWN else ""
+        choices = [plain for member in union_members(kind) if _is_choice(member) for plain, _ in _choices(member)]
         near = nearest(value, filter(_is_string, choices)) if _is_string(value) else None
-        return "" if near is None else f"did you mean {emit.dumps(near)}?"
+        return "" if near is None else f"did you mean {dumps(near)}?"
 
 
 class _Mismatch(ValueError):
-    """A value that is no `kind`, or, with a reason, one that can't be all the same."""
+    """A value that is not of type `kind`, or that has the type and is invalid for a reason."""
 
     def __init__(self, value: Any, kind: Any, reason: str = "") -> None:
-        super().__init__(reason or f"{words.expected(kind)}, got {words.describe(value)}")
+        super().__init__(reason or f"{expected(kind)}, got {describe(value)}")
         self.value, self.kind, self.reason = value, kind, reason
 
 
 def _scalar(value: Any, kind: Any) -> Any:
     if _is_choice(kind):
         return _choose(value, kind)
-    if kind not in words.NOUNS:
+    if kind not in TYPE_NAMES:
         return _refuse(kind)
     if type(value) not in {Path: (str,), float: (float, int)}.get(kind, (kind,)):
         raise _Mismatch(value, kind)
     if objection := _objection(value, kind):
-        raise _Mismatch(value, kind, f"{objection}, got {words.describe(value)}")
+        raise _Mismatch(value, kind, f"{objection}, got {describe(value)}")
     return kind(value) if kind in (Path, float) else value
 
 
 def _objection(value: Any, kind: Any) -> str:
-    """Why a value can't be, though it has the type of TOML that is expected."""
+    """Why a value is invalid although it has the expected TOML type; empty if it is valid."""
     if type(value) is str and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
         return "expected text without lone surrogates"
     if type(value) is int and not -(2**63) <= value < 2**63:
@@ -218,13 +182,13 @@ def _objection(value: Any, kind: Any) -> str:
 
 def _choose(value: Any, kind: Any) -> Any:
     for plain, choice in _choices(kind):
-        if type(plain) is type(value) and plain == value:  # for Python, True is 1 and 1 is 1.0
+        if type(plain) is type(value) and plain == value:  # since True == 1 == 1.0 in Python
             return choice
     raise _Mismatch(value, kind)
 
 
 def _choices(kind: Any) -> list[tuple[Any, Any]]:
-    """What is written for each member of an Enum or a Literal, and the member."""
+    """The members of an Enum or a Literal as (TOML value, member)."""
     if _is_literal(kind):
         return [(choice, choice) for choice in typing.get_args(kind)]
     return [(member.value, member) for member in kind]
@@ -240,7 +204,7 @@ def _table(kind: Any, converter: Converter) -> Hook:
 
 
 def _of_shape(shape: type, inside: Hook) -> Hook:
-    """A hook for what is inside an array or a table, once it is known to be one."""
+    """A hook that requires an array or a table, and converts its items by another."""
 
     def structure(value: Any, kind: Any) -> Any:
         if not isinstance(value, shape):
@@ -251,7 +215,7 @@ def _of_shape(shape: type, inside: Hook) -> Hook:
 
 
 def _refuse(kind: Any) -> Any:
-    raise TypeError(f"a setting can't be of type {kind}: no recipe could write one")
+    raise TypeError(f"a setting can't be of type {kind}: TOML can't express one")
 
 
 def _origin(kind: Any) -> Any:

@@ -16,7 +16,7 @@ import drawloom.components.ports as ports
 from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import Problem
 from drawloom.graph.testing import Recipe, check_port
-from drawloom.graph.testing.contract import contract_name
+from drawloom.graph.testing.ports import contract_name
 from drawloom.graph.types.port_match import mismatches
 
 CATALOGUE = Project.of("drawloom").registry

@@ -1,6 +1,5 @@
 """Write what people read anew: `python tests/golden`. Read the difference before keeping it."""
 
-from drawloom.graph import codes
 from support.golden import FAULTY, GOLDEN, GOOD, printed, resolved
 from support.schedules import NAMES, golden
 
@@ -8,6 +7,5 @@ for recipe in sorted(FAULTY.glob("*.toml")):
     recipe.with_suffix(".txt").write_text(printed(recipe), "utf-8")
 for recipe in sorted(GOOD.glob("[!f]*.toml")):  # those of the shop; first_run changes with what ships
     recipe.with_suffix(".txt").write_text(resolved(recipe), "utf-8")
-(GOLDEN.parents[1] / "docs" / "problems.md").write_text(codes.page(), "utf-8")
 for name in NAMES:
     (GOLDEN / "schedules" / f"{name}.txt").write_text(golden(name), "utf-8")

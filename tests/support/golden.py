@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from drawloom.graph.cli.main import main
+from drawloom.graph.cli.main import main, split_words
 from drawloom.graph.cli.project import Project
+from drawloom.graph.inspect.changes import resolve
 from drawloom.graph.problems import RecipeError
-from drawloom.graph.recipe.resolving import resolve
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FAULTY, GOOD = GOLDEN / "faulty", GOLDEN / "good"
@@ -34,7 +34,7 @@ def printed(recipe: Path) -> str:
 
 def resolved(recipe: Path) -> str:
     """The resolved recipe of one that is good."""
-    workshop, words = workshop_of(recipe), _directive(recipe, "arguments").split()
+    workshop, words = workshop_of(recipe), split_words(_directive(recipe, "arguments").split())[1]
     with _beside(recipe):
         graph = workshop.graph(workshop.load(recipe.name, words=words))
         if graph.problems:

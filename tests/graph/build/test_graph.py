@@ -15,19 +15,19 @@ Shop = Callable[..., Graph]
 
 def faults(graph: Graph) -> list[str]:
     """What is wrong, in words."""
-    return [f"[{problem.node}] {problem.text}" for problem in graph.faults]
+    return [f"[{problem.node}] {problem.text}" for problem in graph.errors]
 
 
-def test_a_circle_is_named_node_by_node(shop: Shop) -> None:
+def test_a_dependency_cycle_is_reported_node_by_node(shop: Shop) -> None:
     """Nodes that need one another are a problem that shows the way round."""
     graph = shop('[page]\nfallback = "@other"\n[other]\nuse = "pages.plain"\ntitle = "Other"\nfallback = "@page"')
-    assert faults(graph) == ["[page] nodes need one another in a circle: page -> other -> page"]
+    assert faults(graph) == ["[page] dependency cycle: page -> other -> page"]
 
 
 def test_a_node_can_not_need_itself(shop: Shop) -> None:
     """The smallest circle is found too."""
     graph = shop('[page]\nfallback = "@page"')
-    assert faults(graph) == ["[page] nodes need one another in a circle: page -> page"]
+    assert faults(graph) == ["[page] dependency cycle: page -> page"]
 
 
 def test_constraints_see_settings_of_neighbours(shop: Shop) -> None:
@@ -58,7 +58,7 @@ def test_closure_puts_needs_first(shop: Shop) -> None:
 def test_a_long_chain_needs_no_recursion(workshop: Project) -> None:
     """Five thousand nodes in a row are wired, ordered and built."""
     graph = workshop.graph(Recipe.of(chain(5000)))
-    assert graph.faults == []
+    assert graph.errors == []
     with workshop.container(graph) as objects:
         assert len(objects) == 5002
 
@@ -83,14 +83,14 @@ def test_many_paths_cost_no_more_than_many_nodes(workshop: Project) -> None:
     loop = {"use": "servers.loop", "pages": [f"@{name}" for name in pages], "store": "@store"}
     began = time.process_time()
     graph = workshop.graph(Recipe.of({"store": {"use": "stores.memory"}, **pages, "trainer": loop}))
-    assert graph.faults == [] and len(graph.topological_order(["trainer"])) == 402
+    assert graph.errors == [] and len(graph.topological_order(["trainer"])) == 402
     assert time.process_time() - began < 5
 
 
 def test_a_node_that_nothing_needs_is_a_warning(shop: Shop) -> None:
     """An unused node is no fault, but is told."""
     graph = shop('[spare]\nuse = "pages.plain"\ntitle = "Spare"')
-    assert graph.faults == []
+    assert graph.errors == []
     assert [problem.node for problem in graph.problems if problem.warning] == ["spare"]
 
 
@@ -104,7 +104,7 @@ def test_a_required_edge_is_found_by_type_if_one_node_fits(shop: Shop, members: 
     assert faults(graph) == [
         f"[{node}] 'store' needs one Store, and [store] and [second] both are" for node in ("page", "trainer")
     ]
-    assert graph.faults[0].hint == 'write store = "@store" or store = "@second"'
+    assert graph.errors[0].hint == 'write store = "@store" or store = "@second"'
 
 
 def test_nodes_in_place_are_nodes_of_their_own(shop: Shop, workshop: Project) -> None:
@@ -120,5 +120,69 @@ def test_named_nodes_can_not_stand_in_place(shop: Shop) -> None:
     """A node that is known by its name needs a table of its own."""
     graph = shop('[trainer]\npages = [{ use = "pages.plain", title = "x", store = "@store" }]')
     assert faults(graph) == [
-        "[trainer.pages[0]] 'pages.plain' is Counted, so it is known by its name and can't stand in place"
+        "[trainer.pages[0]] 'pages.plain' is a Counted, "
+        "whose name is saved with its state, so it can't be written inline"
     ]
+
+
+FILTERS = """
+[parse]
+use = "pages.parse"
+[translate]
+use = "pages.translate"
+[look_up]
+use = "pages.look_up"
+[log_in]
+use = "pages.log_in"
+[page]
+filters = [{}]
+"""
+
+
+def texts(shop: Callable[..., Graph], *names: str) -> list[str]:
+    """What is wrong with these filters in this order."""
+    graph = shop(FILTERS.format(", ".join(f'"@{name}"' for name in names)))
+    return [f"{problem.text}; {problem.hint}" for problem in graph.errors]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("parse", "translate", "look_up"),
+        ("parse", "look_up"),
+        ("log_in", "parse", "look_up"),
+        ("parse",),
+        ("parse", "translate"),
+        (),
+    ],
+)
+def test_orders_that_are_fine(shop: Callable[..., Graph], names: tuple[str, ...]) -> None:
+    """What is written before it is read is fine, members may be left out, and optional reads may have no writer."""
+    assert texts(shop, *names) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (
+            ("look_up", "parse"),
+            'filters: [look_up] reads words before [parse] writes it; move "@look_up" after "@parse"',
+        ),
+        (
+            ("parse", "look_up", "translate"),
+            "filters: [translate] changes words after [look_up], the last to read it, so the change is lost;"
+            ' move "@translate" before "@look_up"',
+        ),
+        (
+            ("look_up",),
+            "filters: [look_up] reads words, which nothing in the sequence writes; add a member that writes it",
+        ),
+        (
+            ("parse", "look_up", "log_in"),
+            'filters: [look_up] reads user before [log_in] writes it; move "@look_up" after "@log_in"',
+        ),
+    ],
+)
+def test_orders_that_are_not(shop: Callable[..., Graph], names: tuple[str, ...], expected: str) -> None:
+    """Reading too early, changing too late and reading what nobody writes are problems with the line to move."""
+    assert texts(shop, *names) == [expected]

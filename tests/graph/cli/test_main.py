@@ -8,13 +8,12 @@ import tomli
 
 from drawloom.graph.cli.exit_codes import Voice
 from drawloom.graph.cli.main import main, split_words
-from drawloom.graph.cli.project import Project
+from drawloom.graph.cli.project import Project, read_overrides
 from drawloom.graph.problems import RecipeError
-from drawloom.graph.recipe.overrides import read_overrides
 
 
 def test_three_ways_to_set_a_value() -> None:
-    """node.key=value, --node.key=value and --node.key value are told from what argparse reads, wherever they stand."""
+    """node.key=value, --node.key=value and --node.key value are separated from the arguments of argparse."""
     rest, words = split_words(["check", "--a.b", "1", "small", "c.d=x y", "--e.f=[1, 2]", "--overlay", "o.toml"])
     assert rest == ["check", "small", "--overlay", "o.toml"]
     assert read_overrides(words) == {"a": {"b": 1}, "c": {"d": "x y"}, "e": {"f": [1, 2]}}

@@ -1,5 +1,6 @@
 """What `draw` prints."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.main import main
 from drawloom.graph.cli.project import Project
-from drawloom.graph.drawing.draw import FORMATS, Format, draw
+from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, wiring
+from drawloom.graph.drawing.draw import FORMATS, Format, draw, draw_dot, draw_mermaid
 from drawloom.graph.problems import UserError
 from support import svg
 
@@ -67,3 +69,45 @@ def test_the_command_line_takes_all_of_it(workshop: Project, capsys: pytest.Capt
     assert [one.text for one in svg.words(capsys.readouterr().out)][:1] == ["small: [page]"]
     assert main([*words, "--step"], workshop) == 0
     assert "page.filters[0]" in capsys.readouterr().out
+
+
+PICTURE = Diagram("t", (Box("end", "a.b"), Box('x"<y>', "a.c")), (Arrow("end", 'x"<y>', ("one", "#2")),), focus="end")
+
+
+def test_names_are_labels_and_never_syntax() -> None:
+    """Keywords, quotes and angles stand in quoted labels, as entities."""
+    assert draw_mermaid(PICTURE).splitlines() == [
+        "flowchart LR",
+        '  n0["end<br><i>a.b</i>"]',
+        '  n1["x#quot;#lt;y#gt;<br><i>a.c</i>"]',
+        '  n0 -->|"one, #35;2"| n1',
+        "  style n0 stroke-width:3px",
+    ]
+
+
+def test_mermaid_has_a_line_for_every_node_and_arrow(first_run: Graph) -> None:
+    """One line each, and one for the kind of chart."""
+    picture = wiring(first_run, "first_run", "trainer")
+    assert len(draw_mermaid(picture).splitlines()) == 1 + len(picture.boxes) + len(picture.arrows)
+
+
+QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
+
+
+def test_quotes_and_backslashes_do_not_end_a_name() -> None:
+    """Every line is closed, and names read back as they were."""
+    name = 'a"b\\'
+    drawn = draw_dot(Diagram(name, (Box(name, "x.y"),), (Arrow(name, name, (name,)),)))
+    found = [re.sub(r"\\(.)", r"\1", text) for text in QUOTED.findall(drawn.splitlines()[-2])]
+    assert found == [name, name, name]
+    assert all('"' not in QUOTED.sub("", line) for line in drawn.splitlines())
+
+
+def test_dot_has_a_line_for_every_node_and_arrow(first_run: Graph) -> None:
+    """Nodes with both of their names and a colour, arrows between nodes that were named before."""
+    picture = wiring(first_run, "first_run", "trainer", "stages")
+    lines = [line for line in draw_dot(picture).splitlines() if line.startswith('  "')]
+    nodes, arrows = [line for line in lines if "->" not in line], [line for line in lines if "->" in line]
+    assert [QUOTED.findall(line)[:2] for line in nodes] == [[b.name, f"{b.name}\\n{b.use}"] for b in picture.boxes]
+    assert [QUOTED.findall(line)[:2] for line in arrows] == [[a.source, a.target] for a in picture.arrows]
+    assert sum("penwidth=3" in line for line in nodes) == 1

@@ -1,12 +1,18 @@
 """What differs between two recipes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import tomli
+from hypothesis import given, settings
 
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.project import Project
-from drawloom.graph.recipe.resolving import resolve
+from drawloom.graph.inspect.changes import diff, resolve
+from drawloom.graph.problems import RecipeError
+from drawloom.graph.recipe.recipe import Recipe
+from support.made_up import recipes
 
 Shop = Callable[..., Graph]
 
@@ -36,3 +42,90 @@ def test_differences_name_node_and_key_and_weight(
     """Each difference from an older recipe is told once, with what it means to resume with it."""
     older = resolve(shop()).text
     assert [str(change) for change in resolve(shop(text)).changes(older)] == expected
+
+
+RENAMED = """
+format = 1
+[store]
+use = "stores.of_yesterday"
+size = 3
+[page]
+use = "pages.plain"
+title = "Shop"
+headline = "gone since"
+store = "@store"
+[trainer]
+use = "servers.loop"
+pages = ["@page"]
+store = "@store"
+workers = 1
+"""
+
+
+def lines(workshop: Project, old: Recipe, new: Graph) -> list[str]:
+    """The differences in words."""
+    return [str(change) for change in diff(old, new)]
+
+
+def test_what_is_only_written_otherwise_is_cosmetic(shop: Shop, workshop: Project) -> None:
+    """A default written out, an edge found by type and a variable make no other run."""
+    old = workshop.load("small")
+    text = '[store]\nsize = 10\n[page]\nstore = "@store"'
+    assert lines(workshop, old, shop(text)) == [
+        "[store] size: left out -> written (cosmetic)",
+        "[page] store: left out -> written (cosmetic)",
+        "[page] title: $vars.title -> written (cosmetic)",
+    ]
+
+
+def test_the_order_of_tables_is_cosmetic(workshop: Project) -> None:
+    """The same tables in another order are the same graph."""
+    data = {"store": {"use": "stores.memory"}, "page": {"use": "pages.plain", "title": "x"}}
+    graph = workshop.graph(Recipe.of(dict(reversed(data.items()))), root="")
+    assert lines(workshop, Recipe.of(data), graph) == ["tables: the same in another order (cosmetic)"]
+
+
+def test_an_old_run_is_compared_as_it_was_written(shop: Shop, workshop: Project) -> None:
+    """Components and settings that are no more are told like others; what is only filled in is not cosmetic."""
+    assert lines(workshop, Recipe.of(tomli.loads(RENAMED)), shop()) == [
+        "[store] swapped: stores.of_yesterday -> stores.memory (semantic)",
+        '[page] headline: "gone since" -> absent (semantic)',
+    ]
+
+
+def test_nodes_in_place_are_compared_as_nodes(shop: Shop, workshop: Project) -> None:
+    """A setting deep inside an edge is told as the setting that it is."""
+    old, new = (f'[trainer]\nstore = "@store"\n[page]\nstore = {{ use = "stores.memory", size = {n} }}' for n in (3, 4))
+    assert lines(workshop, shop(old).recipe, shop(new)) == ["[page.store] size: 3 -> 4 (free)"]
+
+
+def test_faults_of_either_are_told(shop: Shop, workshop: Project) -> None:
+    """A recipe that is no graph is not compared, but its problems come out."""
+    faulty = shop('[store]\nsize = "x"')
+    with pytest.raises(RecipeError, match="size"):
+        lines(workshop, faulty.recipe, shop())
+    with pytest.raises(RecipeError, match="size"):
+        lines(workshop, shop().recipe, faulty)
+
+
+def test_true_is_not_one(workshop: Project) -> None:
+    """Values that Python takes for equal, but TOML does not, are different, as their hashes are."""
+    graphs = [
+        workshop.graph(Recipe.of({"a": {"use": "stores.varied", "anything": [value]}}), root="")
+        for value in (1, True, 1.0)
+    ]
+    for one in graphs:
+        assert [len(lines(workshop, one.recipe, other)) for other in graphs] == [int(one is not g) for g in graphs]
+
+
+@given(recipes(), recipes())
+@settings(max_examples=50, deadline=None)
+def test_resuming_tells_the_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """What `diff` says of two recipes, but for the cosmetic, is what a run that resumes says of them."""
+    workshop = Project.of("support.shop")
+    graphs = [workshop.graph(Recipe.of(data), root="") for data in (one, other)]
+    resolved = [resolve(graph) for graph in graphs]
+    found = [change for change in diff(graphs[0].recipe, graphs[1]) if change.kind != "cosmetic"]
+    assert found == resolved[1].changes(resolved[0].text)
+    assert (found == []) == (resolved[0].hash == resolved[1].hash)
+    assert resolved[1].changes(resolved[1].text) == []

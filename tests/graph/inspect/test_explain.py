@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.graph.cli.project import Project
-from drawloom.graph.inspect.explain import explain
+from drawloom.graph.inspect.explain import explain, ordinal
 from drawloom.graph.problems import UserError
 
 Told = Callable[[str], list[str]]
@@ -135,3 +135,22 @@ def test_an_unknown_target_is_a_sentence(told: Told, target: str) -> None:
     with pytest.raises(UserError, match="there is no") as caught:
         told(target)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (1, "1st"),
+        (2, "2nd"),
+        (3, "3rd"),
+        (4, "4th"),
+        (11, "11th"),
+        (12, "12th"),
+        (13, "13th"),
+        (21, "21st"),
+        (112, "112th"),
+    ],
+)
+def test_numbers_are_said_as_people_say_them(number: int, text: str) -> None:
+    """The teens are no exception to the th."""
+    assert ordinal(number) == text

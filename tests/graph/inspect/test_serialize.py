@@ -1,11 +1,23 @@
 """Graphs as plain values."""
 
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.inspect.serialize import escape, flatten, serialize_graph
+from drawloom.graph.cli.project import Project
+from drawloom.graph.inspect.changes import recipe_hash, resolve
+from drawloom.graph.inspect.serialize import flatten, serialize_graph, serialize_value
+from drawloom.graph.recipe.lockfile import ResolvedRecipe
+from drawloom.graph.recipe.recipe import Recipe
+from support.made_up import recipes
 
 Shop = Callable[..., Graph]
 
@@ -40,4 +52,120 @@ def test_flat_names_are_those_of_the_graph(shop: Shop) -> None:
 def test_escaping_doubles_a_sigil_at_the_front(text: str) -> None:
     """Text that begins like a reference reads back as text, wherever it stands."""
     escaped = text[0] + text if text[:1] in ("@", "$") else text
-    assert escape({"k": [text]}) == {"k": [escaped]}
+    assert serialize_value({"k": [text]}) == {"k": [escaped]}
+
+
+AWKWARD = """
+[page]
+title = "$$5 and @@home \\u0007"
+filters = [{ use = "pages.parse" }, "@look_up"]
+[look_up]
+use = "pages.look_up"
+[trainer]
+named = { "a b" = "@page" }
+"""
+
+SHIPPED = sorted(path.stem for path in (Path(__file__).parents[3] / "recipes").glob("*.toml"))
+
+
+def again(workshop: Project, resolved: ResolvedRecipe) -> Graph:
+    """The graph of a resolved recipe's text."""
+    return workshop.graph(Recipe.of(tomli.loads(resolved.text)), root="")
+
+
+def test_reading_it_again_gives_the_same(shop: Shop, workshop: Project) -> None:
+    """The resolved text has the same graph and hash when it is resolved again, whatever stands in it."""
+    once = resolve(shop(AWKWARD))
+    twice = resolve(again(workshop, once))
+    assert (tomli.loads(twice.text), twice.hash) == (tomli.loads(once.text), once.hash)
+
+
+@given(recipes())
+@settings(max_examples=150, deadline=None)
+def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
+    """Whatever settings, nodes in place and groups a recipe has, its resolved text means the same graph and hash."""
+    workshop = Project.of("support.shop")
+    graph = workshop.graph(Recipe.of(data), root="")
+    assert graph.errors == []
+    once = resolve(graph)
+    other = again(workshop, once)
+    assert other.errors == []
+    assert serialize_graph(other) == serialize_graph(graph)
+    assert resolve(other).hash == once.hash
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith("with_")])
+def test_shipped_recipes_come_back_the_same(name: str) -> None:
+    """So do the recipes that ship, with every overlay that ships laid over those that stand on their own."""
+    workshop = Project.of("drawloom")
+    overlays = [overlay for overlay in SHIPPED if overlay.startswith("with_")]
+    graph = workshop.graph(workshop.load(name, overlays), root="")
+    if graph.errors:  # a base that says not yet what to learn
+        assert name == "pretrain"
+        return
+    once = resolve(graph)
+    other = again(workshop, once)
+    assert serialize_graph(other) == serialize_graph(graph)
+    assert resolve(other).hash == once.hash
+
+
+def test_defaults_and_found_edges_are_written_out(shop: Shop, workshop: Project) -> None:
+    """A later change of a default, or another node that fits, can't change a run that was resolved before."""
+    text = resolve(shop()).text
+    assert "size = 10" in text and 'store = "@store"' in text
+
+
+def test_each_line_says_where_it_has_come_from(workshop: Project) -> None:
+    """Behind every key stands a file, a variable with its own place, the command line, a type, or a default."""
+    graph = workshop.graph(workshop.load("small", words=["store.size=12"]))
+    lines = dict(re.findall(r"^(\w+ = .*?) +# (.*)$", resolve(graph).text, re.MULTILINE))
+    assert lines == {
+        'use = "stores.memory"': "small.toml:7:1",
+        "size = 12": "command line",
+        'name = "memory"': "default",
+        'use = "pages.plain"': "small.toml:10:1",
+        'store = "@store"': "the only Store",
+        'title = "Shop"': "small.toml:11:1 $vars.title small.toml:4:1",
+        'use = "servers.loop"': "small.toml:14:1",
+        'pages = ["@page"]': "small.toml:15:1",
+        "workers = 1": "default",
+    }
+
+
+def test_origins_do_not_depend_on_where_one_stands(workshop: Project, tmp_path: Path, monkeypatch: Any) -> None:
+    """The text of a shipped recipe is the same from every directory."""
+    here = resolve(workshop.graph(workshop.load("small"))).text
+    monkeypatch.chdir(tmp_path)
+    assert resolve(workshop.graph(workshop.load("small"))).text == here
+
+
+def test_a_comment_can_not_break_out(workshop: Project, tmp_path: Path, monkeypatch: Any) -> None:
+    """A file whose name holds a line break changes nothing but the comment."""
+    monkeypatch.chdir(tmp_path)
+    small = (workshop.recipes / "small.toml").read_text("utf-8")
+    Path("evil\n[x].toml").write_text(small, "utf-8")
+    text = resolve(workshop.graph(workshop.load("evil\n[x].toml"))).text
+    assert list(tomli.loads(text)) == ["format", "store", "page", "trainer"]
+
+
+def test_the_first_line_is_the_format(shop: Shop, workshop: Project) -> None:
+    """Whoever reads a resolved recipe knows first of all whether he can."""
+    assert resolve(shop()).text.startswith("format = 1\n")
+
+
+def test_the_hash_is_of_what_is_said_not_how(shop: Shop, workshop: Project) -> None:
+    """Writing a default out changes nothing; another value does."""
+    same = [resolve(shop(text)).hash for text in ("", "[store]\nsize = 10")]
+    assert same[0] == same[1] != resolve(shop("[store]\nsize = 11")).hash
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(codec="ascii"), min_size=1), st.integers() | st.booleans() | st.floats(allow_nan=False)
+    )
+)
+def test_the_hash_tells_plain_values_apart(table: dict[str, Any]) -> None:
+    """Nodes have the same hash exactly if they are the same as JSON with sorted keys: true is not 1, 1 is not 1.0."""
+    other = {key: float(part) if type(part) is int else part for key, part in table.items()}
+    same = json.dumps(table, sort_keys=True) == json.dumps(other, sort_keys=True)
+    assert (recipe_hash({"node": table}) == recipe_hash({"node": other})) == same

@@ -16,9 +16,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def sources(name: str, *overlays: str, shelf: str = "shelf") -> list[str]:
+def sources(name: str, *overlays: str, shipped: str = "shipped") -> list[str]:
     """The files that a recipe is made of, lowest first."""
-    return [layer.source for layer in read_layers(name, overlays, {}, RecipeFolder(Path(shelf)))[:-1]]
+    return [layer.source for layer in read_layers(name, overlays, RecipeFolder(Path(shipped)))]
 
 
 def written(**texts: str) -> None:
@@ -58,10 +58,10 @@ def test_a_run_folder_is_a_recipe() -> None:
 
 def test_shipped_names_come_before_nothing_else() -> None:
     """A file of that name wins over a shipped recipe; a shipped one is labelled by its file's name alone."""
-    Path("shelf").mkdir()
-    Path("shelf/one.toml").write_text("", "utf-8")
-    (layer, _) = read_layers("one", (), {}, RecipeFolder(Path("shelf")))
-    assert (layer.source, layer.label) == (os.path.join("shelf", "one.toml"), "one.toml")
+    Path("shipped").mkdir()
+    Path("shipped/one.toml").write_text("", "utf-8")
+    (layer,) = read_layers("one", (), RecipeFolder(Path("shipped")))
+    assert (layer.source, layer.label) == (os.path.join("shipped", "one.toml"), "one.toml")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_shipped_names_come_before_nothing_else() -> None:
         ("x" * 5000 + ".toml", "DL102"),
         ("folder.toml", "DL102"),
         ("pipe.toml", "DL102"),
-        ("../shelf/base", "DL101"),
+        ("../shipped/base", "DL101"),
         ("", "DL101"),
     ],
 )

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import UserError
+from drawloom.graph.runtime.container import NamedExitStack, Timing, timed, timing_table
 from support.shop.components.stores.disk import Disk
 
 Shop = Callable[..., Graph]
@@ -40,8 +43,8 @@ pages = ["@page", "@other"]
 
 
 def disks(first: str = "", second: str = "") -> str:
-    """Two stores on disk, that may fail at a moment."""
-    fails = [f'fails = "{moment}"' if moment else "" for moment in (first, second)]
+    """Two stores on disk, that may fail at a stage."""
+    fails = [f'fails = "{stage}"' if stage else "" for stage in (first, second)]
     return DISKS.format(first=fails[0], second=fails[1])
 
 
@@ -91,8 +94,8 @@ class Journal(list[str]):
         super().__init__()
         self.name, self.order = name, order
 
-    def append(self, moment: str) -> None:
-        self.order.append(f"{self.name} {moment}")
+    def append(self, stage: str) -> None:
+        self.order.append(f"{self.name} {stage}")
 
 
 def test_a_failure_while_opening_closes_what_is_open(shop: Shop, workshop: Project) -> None:
@@ -259,7 +262,7 @@ def test_what_is_given_takes_the_place_of_a_node(shop: Shop, workshop: Project) 
 
 def test_what_is_given_must_fit(shop: Shop, workshop: Project) -> None:
     """It is checked against the ports of the edges that lead to it, and its name against the nodes."""
-    with pytest.raises(TypeError, match=r"given for \[store\] does not fit \[page\] store: it has no get\(\)"):
+    with pytest.raises(TypeError, match=r"given for \[store\] does not implement \[page\] store: it has no get\(\)"):
         workshop.container(shop(), given={"store": object()}).build()
     with pytest.raises(ValueError, match="there is no node 'stor' to give; did you mean 'store'"):
         workshop.container(shop(), given={"stor": Till()}).build()
@@ -276,7 +279,92 @@ def test_every_node_is_timed(shop: Shop, workshop: Project) -> None:
     """Each built node has a span for building, and for opening and closing if it can be opened and closed."""
     with workshop.container(shop(disks())) as objects:
         pass
-    moments = [(span.node, span.moment) for span in objects.spans]
-    assert [name for name, moment in moments if moment == "build"] == list(objects)
-    assert [moment for name, moment in moments if name == "second"] == ["build", "open", "close"]
-    assert [moment for name, moment in moments if name == "page"] == ["build"]
+    stages = [(timing.node, timing.stage) for timing in objects.timings]
+    assert [name for name, stage in stages if stage == "build"] == list(objects)
+    assert [stage for name, stage in stages if name == "second"] == ["build", "open", "close"]
+    assert [stage for name, stage in stages if name == "page"] == ["build"]
+
+
+FAILURES: list[type[BaseException] | None] = [None, ValueError, KeyboardInterrupt, SystemExit]
+
+
+def opened(failures: list[type[BaseException] | None], closed: list[int]) -> NamedExitStack:
+    """Things that tell when they are closed, and then fail as said."""
+    stack = NamedExitStack()
+    for number, failure in enumerate(failures):
+
+        def close(number: int = number, failure: type[BaseException] | None = failure) -> None:
+            closed.append(number)
+            if failure:
+                raise failure(f"number {number}")
+
+        stack.push(f"thing{number}", close)
+    return stack
+
+
+@given(st.lists(st.sampled_from(FAILURES), max_size=6), st.sampled_from([None, ValueError, KeyboardInterrupt]))
+def test_every_closer_runs_and_nothing_is_lost(
+    failures: list[type[BaseException] | None], cause: type[BaseException] | None
+) -> None:
+    """Last opened is first closed, whatever fails; every failure comes out, or stands on what does."""
+    closed: list[int] = []
+    body = cause("body") if cause else None
+    stack = opened(failures, closed)
+    raised: BaseException | None = None
+    try:
+        stack.close_all(body)
+    except BaseException as error:
+        raised = error
+    assert closed == list(reversed(range(len(failures))))
+    failed = [f"number {number}" for number in closed if failures[number]]
+    stops = [number for number in closed if failures[number] in (KeyboardInterrupt, SystemExit)]
+    if body is not None:
+        assert raised is None and told(body) == failed
+    elif stops:
+        assert type(raised) is failures[stops[0]] and str(raised) == f"number {stops[0]}"
+        assert told(raised) == [text for text in failed if text != str(raised)]
+    elif failed:
+        assert isinstance(raised, ExceptionGroup) and [str(error) for error in raised.exceptions] == failed
+    else:
+        assert raised is None
+    stack.close_all(None)  # nothing is closed twice
+    assert len(closed) == len(failures)
+
+
+def told(error: BaseException | None) -> list[str]:
+    """What the notes on an exception tell of other failures."""
+    notes = getattr(error, "__notes__", [])
+    return [note.split(": ")[2].split(" (")[0] for note in notes if note.startswith("then: ")]
+
+
+def test_a_failure_says_what_was_being_closed() -> None:
+    """Each exception of a group names its node."""
+    with pytest.raises(ExceptionGroup) as caught:
+        opened([ValueError], []).close_all(None)
+    assert caught.value.exceptions[0].__notes__ == ["while closing [thing0]"]
+
+
+def test_a_report_names_the_slow_and_adds_up_the_rest() -> None:
+    """Nodes by the time they took in all, those below a millisecond together, and the sum."""
+    timings = [
+        Timing("model", "build", 0.0, 0.25),
+        Timing("data", "open", 0.3, 1.5),
+        Timing("data", "close", 2.0, 0.5),
+        Timing("job", "build", 0.0, 0.0004),
+        Timing("mesh", "open", 0.0, 0.0003),
+    ]
+    assert timing_table(timings).splitlines() == [
+        "ms           build      open     close",
+        "[data]         0.0    1500.0     500.0",
+        "[model]      250.0       0.0       0.0",
+        "2 others       0.4       0.3       0.0",
+        "all          250.4    1500.3     500.0",
+    ]
+
+
+def test_what_fails_is_timed_too() -> None:
+    """The time until a failure counts."""
+    timings: list[Timing] = []
+    with pytest.raises(ValueError, match="no"), timed(timings, "x", "open"):
+        raise ValueError("no")
+    assert [(timing.node, timing.stage) for timing in timings] == [("x", "open")] and timings[0].seconds >= 0

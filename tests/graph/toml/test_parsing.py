@@ -1,11 +1,12 @@
-"""Bytes that are no recipe are refused at once."""
+"""Parsing refuses at once what no person wrote, and says where a mistake began."""
 
 import time
 
 import pytest
 import tomli
 
-from drawloom.graph.toml.parsing import DEPTH, DIGITS, LARGEST, PARTS, Unreadable, decode, parse
+from drawloom.graph.problems import Place, RecipeError
+from drawloom.graph.toml.parsing import DEPTH, DIGITS, LARGEST, PARTS, decode, diagnose, parse
 
 WIDE = [
     ".".join(["a"] * 900) + " = 1",
@@ -32,13 +33,14 @@ WIDE = [
 
 
 @pytest.mark.parametrize("text", WIDE, ids=lambda text: f"{len(text)} of {text[:12]!r}")
-def test_nothing_takes_long(text: str) -> None:
-    """What is deep, long or endless is read or refused within two seconds, with a place."""
+def test_pathological_text_is_read_or_refused_within_two_seconds(text: str) -> None:
+    """Deep, long or unterminated text is parsed or refused with a position in two seconds of CPU time."""
     began = time.process_time()
     try:
         parse(text[:LARGEST])
-    except Unreadable as error:
-        assert error.text and error.line >= 1 and error.column >= 1
+    except RecipeError as error:
+        (problem,) = error.problems
+        assert problem.text and problem.place and problem.place.line >= 1 and problem.place.column >= 1
     assert time.process_time() - began < 2
 
 
@@ -52,11 +54,12 @@ def test_nothing_takes_long(text: str) -> None:
         ("b = 1\n" + "a." * PARTS + "a = 1", 2, 1, "a key of more than 32 parts"),
     ],
 )
-def test_the_place_is_where_it_goes_too_far(text: str, line: int, column: int, reason: str) -> None:
-    """A bound that is broken is told where it is broken."""
-    with pytest.raises(Unreadable) as caught:
-        parse(text)
-    assert (caught.value.line, caught.value.column) == (line, column) and reason in caught.value.text
+def test_an_exceeded_limit_is_reported_where_it_is_exceeded(text: str, line: int, column: int, reason: str) -> None:
+    """The position is that of the first bracket, digit or key beyond the limit."""
+    with pytest.raises(RecipeError) as caught:
+        parse(text, "a.toml")
+    (problem,) = caught.value.problems
+    assert problem.place == Place("a.toml", line, column) and reason in problem.text
 
 
 @pytest.mark.parametrize(
@@ -73,21 +76,58 @@ def test_the_place_is_where_it_goes_too_far(text: str, line: int, column: int, r
         "a = '" + "9" * 100 + "'",
     ],
 )
-def test_what_is_within_the_bounds_is_read_as_tomli_reads_it(text: str) -> None:
-    """The bounds refuse nothing else: dots inside of strings are no parts of keys."""
+def test_text_within_the_limits_is_parsed_as_tomli_parses_it(text: str) -> None:
+    """The limits refuse nothing else: dots, brackets and digits inside strings do not count."""
     assert parse(text) == tomli.loads(text)
 
 
-def test_bytes_are_text_with_or_without_a_mark() -> None:
-    """A mark of byte order is left out, line ends stay as they are."""
+def test_a_byte_order_mark_is_left_out_of_the_text() -> None:
+    """Bytes with and without a mark give the same text; line ends stay as they are."""
     assert decode(b"\xef\xbb\xbfa = 1\r\n") == decode(b"a = 1\r\n") == "a = 1\r\n"
 
 
 @pytest.mark.parametrize(
     ("content", "line", "column"), [(b"\xff\xfea\x00", 1, 1), (b"a = 1\nb = '\xc3'", 2, 6), (b"\xef\xbb\xbf\xff", 1, 1)]
 )
-def test_what_is_not_utf_8_has_a_place(content: bytes, line: int, column: int) -> None:
-    """The first byte that is no text is told by line and column."""
-    with pytest.raises(Unreadable, match="not UTF-8") as caught:
+def test_invalid_utf_8_is_reported_at_its_first_byte(content: bytes, line: int, column: int) -> None:
+    """The message gives line and column of the first byte that is not UTF-8."""
+    with pytest.raises(ValueError, match=f"line {line}, column {column} is not UTF-8"):
         decode(content)
-    assert (caught.value.line, caught.value.column) == (line, column)
+
+
+BELOW = "TOML writes key = value, below a [table]"
+CYRILLIC = "'\\u0430' is CYRILLIC SMALL LETTER A; such letters need quotes around them"
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "reason", "hint"),
+    [
+        ("a = True", "True", "True is not a TOML value", "write true"),
+        ("a = [1, None]", "None", "None is not a TOML value", "leave the key out: TOML has no such value"),
+        ("a = 1\nb = 2\na = 3", "a = 3", "'a' is set twice", "it is set on line 1 already"),
+        ("[n]\nq.r = 1\n[m]\n[n.q]", "[n.q]", "'q' is set twice", "it is set on line 2 already"),
+        ("[a]\nb = 1\n[c]\n[a]  # again", "[a]  #", "'a' is set twice", "it is set on line 1 already"),
+        ("[[a]]\nb = 0\n[[a]]\nb = 1\nb = 2", "b = 2", "'b' is set twice", "it is set on line 4 already"),
+        ("a = ['x\n]", "'x", "unterminated string", "close it with the quotes that opened it"),
+        ("b = 'ok'\na = \"x", '"x', "unterminated string", "close it with the quotes that opened it"),
+        (
+            'b = "ok"\na = """\nx = 1\n[y]\n',
+            '"""',
+            "unterminated string",
+            "close it with the quotes that opened it",
+        ),
+        (
+            '{"a": 1}',
+            "{",
+            "this is not TOML: Invalid statement",
+            f"this looks like JSON; {BELOW}",
+        ),
+        ("\u0430 = 1", "\u0430", "this is not TOML: Invalid statement", CYRILLIC),
+        ("a: 1", ": 1", "this is not TOML: Expected '=' after a key in a key/value pair", BELOW),
+    ],
+)
+def test_a_syntax_error_is_reported_where_it_began(text: str, at: str, reason: str, hint: str) -> None:
+    """The offset is that of the second key, of the opening quotes, or of the invalid word."""
+    with pytest.raises(tomli.TOMLDecodeError) as caught:
+        tomli.loads(text)
+    assert diagnose(text, caught.value) == (reason, text.rindex(at), hint)

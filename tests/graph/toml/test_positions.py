@@ -11,7 +11,8 @@ import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drawloom.graph.toml.positions import KeyPath, SourceMap, SourceRange
+from drawloom.graph.problems import KeyPath
+from drawloom.graph.toml.positions import SourceMap, SourceRange
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from support.schedules import schedule
 def problems(*words: str) -> list[Problem]:
     """What `check` finds in the first run with these values."""
     workshop = Project.of("drawloom")
-    return workshop.graph(workshop.load("first_run", words=words)).faults
+    return workshop.graph(workshop.load("first_run", words=words)).errors
 
 
 def test_each_stage_wants_a_layer() -> None:

@@ -1,7 +1,5 @@
 """A page of its own."""
 
-from typing import Any
-
 import attrs
 
 from drawloom.graph import Ordered, component, setting
@@ -17,11 +15,6 @@ class Plain:
     filters: Ordered[Filter] = attrs.field(factory=Ordered)
     title: str = setting(doc="what it is called")
     count: int = attrs.field(init=False, default=0)
-
-    @classmethod
-    def offers(cls, node: Any) -> dict[str, list[str]]:
-        """Its title, for whoever names pages by that."""
-        return {"title": [node.settings["title"]]}
 
     def answer(self, request: str) -> str:
         self.count += 1

@@ -4,7 +4,7 @@ Boxes in columns, so that every arrow leads to the right and few arrows cross.
 After Sugiyama, Tagawa and Toda, "Methods for visual understanding of hierarchical system structures" (1981): a box's
 column is the longest way to it, an arrow over several columns bends in those between, and each column is sorted by the
 mean place of its neighbours. Arrows to the same box share their bends, so that they join on the way like roads; that,
-and the same picture on every machine, is why the layout is our own and not Graphviz's, for which there is DOT.
+and the same diagram on every machine, is why the layout is our own and not Graphviz's, for which there is DOT.
 """
 
 from bisect import bisect_right, insort
@@ -14,7 +14,13 @@ from itertools import pairwise
 
 import attrs
 
+from drawloom.graph.drawing.diagram import Box, Diagram
+
 SWEEPS = 12
+
+BROADEST = 0.64
+"""Of a letter's height: what a letter takes at most on average, in the broadest font that may stand in for ours."""
+BOLD = 1.12
 
 Columns = list[list["Stop"]]
 
@@ -163,3 +169,80 @@ def spread(wishes: Sequence[float], rooms: Sequence[float]) -> list[float]:
         pools.append((total, count))
     starts = [total / count for total, count in pools for _ in range(count)]
     return [start + offset for start, offset in zip(starts, offsets, strict=True)]
+
+
+NAME, USE = 12.5, 10.0
+TITLE, CAPTION = 15.0, 11.0
+"""Sizes of text, in pixels."""
+BOX, BETWEEN, BEND = 36.0, 10.0, 14.0
+"""Heights: of a box, of the room between two, of the room that a bend has."""
+GAP, PADDING = 104.0, 10.0
+LEFT, TOP, BOTTOM = 20.0, 60.0, 20.0
+STRAIGHTENING_SWEEPS = 10
+
+
+@attrs.frozen
+class Placed:
+    """Where everything stands. `xs` and `widths` are of columns, `ys` the middles of stops."""
+
+    layering: Layering
+    xs: Sequence[float]
+    widths: Sequence[float]
+    ys: Mapping[Stop, float]
+    width: float
+    height: float
+
+    def left(self, stop: Stop) -> tuple[float, float]:
+        """Where an arrow comes in."""
+        return self.xs[stop.column], self.ys[stop]
+
+    def right(self, stop: Stop) -> tuple[float, float]:
+        """Where an arrow goes out."""
+        return self.xs[stop.column] + self.widths[stop.column], self.ys[stop]
+
+
+def place(diagram: Diagram) -> Placed:
+    """A place for each box and bend, so that nothing overlaps and arrows are as straight as they can be."""
+    arrows = [(arrow.source, arrow.target) for arrow in diagram.arrows]
+    layering = layer([box.name for box in diagram.boxes], arrows, diagram.sequences)
+    boxes = {box.name: box for box in diagram.boxes}
+    widths = [max(_width(boxes[stop.box]) for stop in column if not stop.bend) for column in layering.columns]
+    xs = [LEFT + sum(widths[:number]) + GAP * number for number in range(len(widths))]
+    ys = _heights(layering)
+    highest = min((ys[stop] - _room(stop) / 2 for stop in ys), default=0.0)
+    ys = {stop: y - highest + TOP for stop, y in ys.items()}
+    lowest = max((ys[stop] + _room(stop) / 2 for stop in ys), default=TOP)
+    titles = max(width_of(diagram.title, TITLE, bold=True), width_of(diagram.caption, CAPTION))
+    width = max(xs[-1] + widths[-1] if xs else 0.0, LEFT + titles) + LEFT
+    return Placed(layering, xs, widths, ys, width, lowest + BOTTOM)
+
+
+def _width(box: Box) -> float:
+    return max(width_of(box.name, NAME, bold=True), width_of(box.use, USE)) + 2 * PADDING
+
+
+def _room(stop: Stop) -> float:
+    return BEND if stop.bend else BOX + BETWEEN
+
+
+def _heights(layering: Layering) -> dict[Stop, float]:
+    """Middles, column by column as near as can be to those of their neighbours, to and fro."""
+    ys: dict[Stop, float] = {}
+    for column in layering.columns:
+        ys |= _settle(column, [0.0] * len(column))
+    neighbours = layering.neighbours
+    for sweep in range(STRAIGHTENING_SWEEPS):
+        columns: Columns = layering.columns if sweep % 2 == 0 else layering.columns[::-1]
+        for column in columns:
+            near = [[ys[other] for other in neighbours.get(stop, [])] or [ys[stop]] for stop in column]
+            ys |= _settle(column, [sum(some) / len(some) for some in near])
+    return ys
+
+
+def _settle(column: Sequence[Stop], wishes: Sequence[float]) -> dict[Stop, float]:
+    return dict(zip(column, spread(wishes, [_room(stop) for stop in column]), strict=True))
+
+
+def width_of(text: str, size: float, *, bold: bool = False) -> float:
+    """At most so many pixels, whatever the font."""
+    return len(text) * size * BROADEST * (BOLD if bold else 1.0)

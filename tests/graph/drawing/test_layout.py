@@ -5,7 +5,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drawloom.graph.drawing.sugiyama import crossings, depths, layer, spread
+from drawloom.graph.drawing.layout import crossings, depths, layer, spread
 
 NAMES = [f"n{number}" for number in range(9)]
 PAIRS = st.lists(st.sampled_from(list(combinations(NAMES, 2))), unique=True, max_size=20)

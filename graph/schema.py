@@ -1,15 +1,108 @@
-"""One JSON Schema for all recipes: every component with its keys, whichever package it comes from."""
+"""The JSON Schema of what a recipe may write for a setting of a type."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+import json
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, datetime, time
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
 
-from drawloom.graph.inspect.listing import ports
+import attrs
+
+from drawloom.graph.component import Bound
+from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.problems import Problem
 from drawloom.graph.recipe.recipe import FORMAT, NAME
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.registry.spec import Field, Spec
-from drawloom.graph.schema.types import VARIABLE, Schema, described, setting_schema
+from drawloom.graph.types.describe import union_members
 from drawloom.graph.types.port_match import implements
+
+Schema = dict[str, Any]
+
+VARIABLE: Schema = {"type": "string", "pattern": r"^\$vars\."}
+"""A variable may stand for any value as a whole."""
+
+TEXT = r"^([^@$]|@@|\$\$|$)"
+"""A string that is meant as such: not the name of a node, nor of a variable."""
+
+SIMPLE: dict[Any, Schema] = {
+    str: {"type": "string", "pattern": TEXT},
+    Path: {"type": "string", "pattern": TEXT, "minLength": 1},
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    Any: {},
+    object: {},
+    # TOML has types of its own for these; who turns TOML into JSON writes them as strings.
+    datetime: {"type": "string", "format": "date-time"},
+    date: {"type": "string", "format": "date"},
+    time: {"type": "string", "format": "time"},
+}
+
+
+def setting_schema(kind: Any, check: Any = None) -> Schema:
+    """What may stand for a setting: a value of its type, or a variable."""
+    return {"anyOf": [type_schema(kind) | _bounds(check), VARIABLE]}
+
+
+def type_schema(kind: Any) -> Schema:
+    """What may be written for a type; where a part of it may be a variable, too."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind in SIMPLE:
+        return dict(SIMPLE[kind])
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return {"enum": [member.value for member in kind]}
+    if union_members(kind) != [kind]:
+        return {"anyOf": [type_schema(member) for member in union_members(kind)]}
+    if (origin or kind) in (list, tuple, Sequence):
+        return _array(origin, inner)
+    if (origin or kind) in (dict, Mapping):
+        return {"type": "object", "additionalProperties": setting_schema(inner[1]) if inner else {}}
+    return _table(kind) if attrs.has(kind) else {}
+
+
+def _array(origin: Any, inner: tuple[Any, ...]) -> Schema:
+    if origin is tuple and inner[-1:] != (...,):
+        items = [setting_schema(kind) for kind in inner]
+        return {"type": "array", "items": items, "minItems": len(items), "maxItems": len(items)}
+    return {"type": "array", "items": setting_schema(inner[0]) if inner else {}}
+
+
+def _table(cls: type) -> Schema:
+    fields = [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
+    inside = {field.alias: _field(field) for field in fields}
+    required = [field.alias for field in fields if field.default is attrs.NOTHING]
+    return {"type": "object", "properties": inside, "required": required, "additionalProperties": False}
+
+
+def _field(field: "attrs.Attribute[Any]") -> Schema:
+    schema = setting_schema(field.type, field.metadata.get("check"))
+    return schema | described(field.metadata.get("doc", ""), field.default)
+
+
+def described(doc: str, default: Any) -> Schema:
+    """What an editor shows of a key: its line of documentation, and its default."""
+    made = default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
+    known = default is not attrs.NOTHING and made is not None
+    return ({"description": doc} if doc else {}) | ({"default": _as_json(made)} if known else {})
+
+
+def _as_json(value: Any) -> Any:
+    """A default as JSON; what that has no form for as text."""
+    return json.loads(json.dumps(serialize_value(value), default=str))
+
+
+def _bounds(check: Any) -> Schema:
+    if not isinstance(check, Bound):
+        return {}
+    keys = {"minimum": check.at_least, "exclusiveMinimum": check.above, "exclusiveMaximum": check.below}
+    return {key: bound for key, bound in keys.items() if bound is not None}
+
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """The newest that editors' TOML plugins read."""
@@ -30,7 +123,7 @@ TABLE: Schema = {"type": "object", "if": {"required": ["use"]}, "then": NODE, "e
 REFERENCE: Schema = {"type": "string", "pattern": r"^@[A-Za-z]"}
 
 
-def recipe_schema(catalogue: Registry, usual: Mapping[str, Iterable[str]] | None = None) -> Schema:
+def recipe_schema(registry: Registry, usual: Mapping[str, Iterable[str]] | None = None) -> Schema:
     """
     The schema of a recipe file.
 
@@ -38,7 +131,7 @@ def recipe_schema(catalogue: Registry, usual: Mapping[str, Iterable[str]] | None
     node of another file, so all keys pass; those are offered that it can have by `usual`, names of nodes with the
     components that they use most often.
     """
-    found = [catalogue.find(use) for use in catalogue.names()]
+    found = [registry.find(use) for use in registry.names()]
     specs = [spec for spec in found if not isinstance(spec, Problem)]
     node = {
         "type": "object",
@@ -102,7 +195,7 @@ def _component(spec: Spec, specs: list[Spec]) -> Schema:
 def _key(field: Field, specs: list[Spec]) -> Schema:
     if field.kind == "setting":
         return setting_schema(field.type, field.check) | described(field.doc, field.default)
-    words = {"description": f"leads to {ports(field)}"}
+    words = {"description": f"leads to {field.target}"}
     fitting = [spec for spec in specs if any(implements(spec.cls, port) for port in field.ports)]
     if field.kind not in ("list", "ordered", "mapping"):
         # Editors follow `properties` as deep as they lead, so here only the names are given of what may stand in place.

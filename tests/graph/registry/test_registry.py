@@ -9,7 +9,7 @@ import pytest
 
 from drawloom.graph.cli.project import Project
 from drawloom.graph.recipe.recipe import Recipe
-from drawloom.graph.registry.sources import NAME, EntryPointSource, PackageSource
+from drawloom.graph.registry.registry import NAME, EntryPointSource, PackageSource
 
 SECRET = '''
 """A module that nobody may import."""
@@ -176,7 +176,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def problems(data: dict[str, Any]) -> list[str]:
     """What is wrong with a recipe of the shop."""
-    return [f"{p.code} {p.text}" for p in Project.of("support.shop").graph(Recipe.of(data), root="").faults]
+    return [f"{p.code} {p.text}" for p in Project.of("support.shop").graph(Recipe.of(data), root="").errors]
 
 
 def test_an_entry_point_is_a_component(elsewhere: Path) -> None:
@@ -184,7 +184,7 @@ def test_an_entry_point_is_a_component(elsewhere: Path) -> None:
     declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed")
     workshop = Project.of("support.shop")
     graph = workshop.graph(Recipe.of({"store": {"use": "garden.shed"}}), root="")
-    assert graph.faults == []
+    assert graph.errors == []
     assert graph.nodes["store"].spec.distribution == "acme-sheds 1.0"
     assert "garden.shed" in workshop.registry.names()
 
@@ -202,16 +202,16 @@ def test_two_of_one_name_are_a_problem_that_names_both(elsewhere: Path) -> None:
     declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed", stores__memory="third_party:Shed")
     declare(elsewhere, "other-sheds", garden__shed="third_party:Shed")
     (clash,) = problems({"store": {"use": "garden.shed"}})
-    assert clash.startswith("DL207 'garden.shed' is brought by ")
+    assert clash.startswith("DL207 'garden.shed' is provided by ")
     assert "acme-sheds 1.0" in clash and "other-sheds 1.0" in clash
     (own,) = problems({"store": {"use": "stores.memory"}})
-    assert own == "DL207 'stores.memory' is brought by support.shop.components and acme-sheds 1.0"
+    assert own == "DL207 'stores.memory' is provided by support.shop.components and acme-sheds 1.0"
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("third_party:Plain", "DL203 'garden.shed' is no component, but third_party:Plain"),
+        ("third_party:Plain", "DL203 'garden.shed' is not a component, but third_party:Plain"),
         ("third_party:Missing", "DL205 'garden.shed' can't be imported: AttributeError: "),
         ("no_such_party:Shed", "DL205 'garden.shed' can't be imported: ModuleNotFoundError: "),
     ],
@@ -236,7 +236,7 @@ def test_a_package_may_be_offered_by_whoever_runs(elsewhere: Path) -> None:
     (elsewhere / "my_sheds" / "small.py").write_text(STORE, "utf-8")
     recipe = Recipe.of({"store": {"use": "my_sheds.small"}})
     plain = Project.of("support.shop")
-    assert [p.code for p in plain.graph(recipe, root="").faults] == ["DL201"]
+    assert [p.code for p in plain.graph(recipe, root="").errors] == ["DL201"]
     importing = plain.importing(["my_sheds"])
-    assert importing.graph(recipe, root="").faults == []
+    assert importing.graph(recipe, root="").errors == []
     assert "my_sheds.small" in importing.registry.names() and "my_sheds.small" not in plain.registry.names()

@@ -1,1 +1,0 @@
-"""JSON Schema for recipes, so that editors complete names and keys and show what they mean."""

@@ -1,0 +1,84 @@
+"""Problems: did-you-mean suggestions, and the codes, which docs/problems.md explains."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from drawloom.graph.problems import did_you_mean, nearest
+from support.golden import FAULTY
+
+KNOWN = ["max_norm", "every", "Keep"]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("max_nrom", "max_norm"),
+        ("max-norm", "max_norm"),
+        ("EVERY", "every"),
+        ("keep", "Keep"),
+        ("zzz", None),
+        ("", None),
+    ],
+)
+def test_the_nearest_name_is_found_whatever_its_case(name: str, found: str | None) -> None:
+    """Slips of the fingers are near; another word is not."""
+    assert nearest(name, KNOWN) == found
+
+
+def test_the_hint_names_the_nearest_or_a_few_choices() -> None:
+    """A long list of choices helps nobody."""
+    assert did_you_mean("kep", KNOWN) == "did you mean 'Keep'?"
+    assert did_you_mean("zzz", KNOWN) == "there is Keep, every, max_norm"
+    assert did_you_mean("zzz", map(str, range(13))) == ""
+    assert did_you_mean("zzz", []) == ""
+
+
+@pytest.mark.parametrize("name", ["node7", "nod77", "ndoe77", "node777", "node77", "NODE77"])
+def test_one_edit_is_found_among_many(name: str) -> None:
+    """Among hundreds of names a slip of one letter is still seen."""
+    assert nearest(name, [f"other{number}" for number in range(500)] + ["node77"]) == "node77"
+
+
+def test_thousands_of_faults_among_thousands_of_names_take_no_minutes() -> None:
+    """The cost of a hint does not grow with the number of names beyond all bounds."""
+    names = [f"node{number}" for number in range(5000)]
+    began = time.process_time()
+    assert [nearest(f"nobody{number}", names) for number in range(1000)] == [None] * 1000
+    assert time.process_time() - began < 1
+
+
+ROOT = Path(__file__).parents[2]
+SECTION = re.compile(r"^### (DL\d{3}): (.+)\n\n(.+\.)\n\n\*(.+\.)\*$", re.MULTILINE)
+PAGE = (ROOT / "docs" / "problems.md").read_text("utf-8")
+CODES = [code for code, *_ in SECTION.findall(PAGE)]
+
+
+def printed() -> str:
+    """What `check` prints for all golden recipes with problems."""
+    return "".join(path.read_text("utf-8") for path in FAULTY.glob("*.txt"))
+
+
+def test_docs_explain_every_code_in_the_source() -> None:
+    """docs/problems.md has a section for each code, in order, and none for a code that the source does not have."""
+    sources = [path.read_text("utf-8") for path in (ROOT / "graph").rglob("*.py")]
+    used = {code for source in sources for code in re.findall(r'"(DL\d{3})"', source)}
+    assert sorted(used) == CODES
+
+
+def test_docs_give_cause_and_remedy_of_every_code() -> None:
+    """Each section is a title, a paragraph on the cause, and one in italics on the remedy."""
+    assert re.findall(r"^### (DL\d{3})", PAGE, re.MULTILINE) == CODES
+
+
+def test_every_code_has_a_golden_recipe() -> None:
+    """Each code is printed for some golden recipe, except for DL207, which takes two installed packages."""
+    assert sorted({*re.findall(r"\((DL\d{3})\)$", printed(), re.MULTILINE), "DL207"}) == CODES
+
+
+def test_docs_mark_the_codes_that_are_warnings() -> None:
+    """A code is always a warning or never, and the title of its section says so."""
+    warned = set(re.findall(r"^[^ ]+ warning: .*\((DL\d{3})\)$", printed(), re.MULTILINE))
+    assert warned == {code for code, title, *_ in SECTION.findall(PAGE) if title.endswith(" (a warning)")}
