@@ -21,10 +21,10 @@ from drawloom.components.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from drawloom.components.checkpoint.state_tree import Tree, entries, named, unpack
 from drawloom.components.checkpoint.threads import side_by_side
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.safetensors.header import BadHeader, header_length, parse_header
+from drawloom.components.storage.state_tree import Tree, entries, named, unpack
 from drawloom.components.storage.strict_json import parse
 from drawloom.components.storage.tensor_bytes import empty
 from drawloom.graph import UserError

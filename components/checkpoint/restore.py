@@ -15,8 +15,8 @@ from drawloom.components.checkpoint.manifest import (
     read_manifest,
 )
 from drawloom.components.checkpoint.reader import Reader
-from drawloom.components.checkpoint.state_tree import entries
 from drawloom.components.ports.run import Stateful
+from drawloom.components.storage.state_tree import entries
 from drawloom.graph import UserError
 
 log = logging.getLogger("drawloom.checkpoint")

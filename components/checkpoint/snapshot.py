@@ -14,12 +14,12 @@ from drawloom.components.checkpoint.io_errors import Trouble, in_step, main_in_s
 from drawloom.components.checkpoint.manifest import Manifest
 from drawloom.components.checkpoint.reader import step_of
 from drawloom.components.checkpoint.restore import is_local, names_of
-from drawloom.components.checkpoint.state_tree import Tree, pack
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import Stateful, Step
 from drawloom.components.ports.staging import Stager
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.durable_files import Content
+from drawloom.components.storage.state_tree import Tree, pack
 from drawloom.graph import ResolvedRecipe
 
 RECIPE = "recipe.lock.toml"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.checkpoint.state_tree import entries, pack
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, Stateful, Step
+from drawloom.components.storage.state_tree import entries, pack
 from drawloom.components.storage.tensor_bytes import bytes_of
 from drawloom.graph import Every, component
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from drawloom.components.distributed.rank_errors import on_main, together
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.storage.atomic_folder import Aside, begin
+from drawloom.components.storage.atomic_write import Aside, begin
 from drawloom.components.storage.safetensors.header import CODES, DTYPES
 from drawloom.components.storage.tensor_source import AsType, InMemory, TensorKind, TensorSource
 from drawloom.components.weights.dtensor_ops import gather, is_sharded

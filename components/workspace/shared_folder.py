@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.storage.atomic_folder import flush
+from drawloom.components.storage.atomic_write import flush
 from drawloom.components.storage.regular_file import open_regular_file
-from drawloom.components.storage.safetensors.file import new_safetensors_file, tensors_in
 from drawloom.components.storage.safetensors.header import BadHeader
+from drawloom.components.storage.safetensors.writer import new_safetensors_file, tensors_in
 from drawloom.components.storage.tensor_bytes import bytes_of, view
 from drawloom.components.storage.tensor_source import InMemory
 from drawloom.components.workspace.tensor_json import Parcel, decode, encode

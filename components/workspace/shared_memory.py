@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.storage.safetensors.file import tensors_in, writer_into
 from drawloom.components.storage.safetensors.header import BadHeader
+from drawloom.components.storage.safetensors.writer import tensors_in, writer_into
 from drawloom.components.storage.tensor_bytes import view
 from drawloom.components.storage.tensor_source import InMemory
 from drawloom.components.workspace.tensor_json import Parcel, decode, encode

@@ -6,13 +6,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.pytree import leaves, transform
 from drawloom.components.pipeline.split_backward.plan import StageWeights
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import Shared, Stage
 from drawloom.components.ports.pipeline import Objective
+from drawloom.components.storage.pytree import leaves, transform
 
 
 @attrs.define(eq=False)

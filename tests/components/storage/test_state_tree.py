@@ -14,7 +14,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from drawloom.components.checkpoint.commit import safetensors
-from drawloom.components.checkpoint.state_tree import pack, unpack
+from drawloom.components.storage.state_tree import pack, unpack
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)

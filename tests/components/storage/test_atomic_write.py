@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.storage.atomic_folder import begin, whole_folder
+from drawloom.components.storage.atomic_write import begin, whole_folder
 from drawloom.graph import UserError
 
 

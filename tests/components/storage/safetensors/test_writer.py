@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import Tensor
 
-from drawloom.components.storage.safetensors.file import new_safetensors_file, tensors_in
 from drawloom.components.storage.safetensors.header import DTYPES, BadHeader
+from drawloom.components.storage.safetensors.writer import new_safetensors_file, tensors_in
 from drawloom.components.storage.tensor_source import InMemory
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3)
