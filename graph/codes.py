@@ -70,7 +70,7 @@ CODES = (
         "DL108",
         "`unset` is no list",
         "`unset` takes an array of strings.",
-        'Write `unset = ["watch.progress", "clip.max_norm"]`.',
+        'Write `unset = ["listeners.progress", "clip.max_norm"]`.',
     ),
     Code(
         "DL109",

@@ -55,10 +55,10 @@ class Yarn:
 
     factor: float
     length: int
-    fast: float = 32.0
-    slow: float = 1.0
-    whole: bool = True
-    sharpening: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Llama3:
 
     factor: float
     length: int
-    low: float = 1.0
-    high: float = 4.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
 
 
 Scaling = Linear | Ntk | Dynamic | Yarn | Llama3 | None
@@ -94,7 +94,9 @@ def rope_frequencies(
     if isinstance(scaling, Yarn):
         return frequencies.lerp(frequencies / scaling.factor, _slowed(channels, base, scaling, device))
     if isinstance(scaling, Llama3):
-        kept = (frequencies * (scaling.length / (2 * math.pi)) - scaling.low) / (scaling.high - scaling.low)
+        kept = (frequencies * (scaling.length / (2 * math.pi)) - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
         return (frequencies / scaling.factor).lerp(frequencies, kept.clamp(0, 1))
     return frequencies
 
@@ -103,8 +105,8 @@ def rope_sharpening(scaling: Scaling) -> float:
     """What cosines and sines are multiplied by."""
     if not isinstance(scaling, Yarn):
         return 1.0
-    if scaling.sharpening is not None:
-        return scaling.sharpening
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
@@ -133,8 +135,8 @@ def _grown(positions: Tensor, channels: int, base: float, dynamic: Dynamic) -> T
 
 def _slowed(channels: int, base: float, yarn: Yarn, device: torch.device | str | None) -> Tensor:
     """How far each pair has gone over to the slower speed, 0 to 1."""
-    first, last = (_pair_that_turns(times, channels, base, yarn.length) for times in (yarn.fast, yarn.slow))
-    if yarn.whole:
+    first, last = (_pair_that_turns(times, channels, base, yarn.length) for times in (yarn.beta_fast, yarn.beta_slow))
+    if yarn.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, channels - 1)
     pairs = torch.arange(channels // 2, dtype=torch.float32, device=device)

@@ -31,7 +31,7 @@ PATIENCE = 20.0  # seconds that a run which ends by an error waits for a checkpo
 log = logging.getLogger("drawloom.checkpoint")
 
 
-@component(reads=("weights", "loss?", "held_out_loss?"), change="free")
+@component(reads=("weights", "loss?", "validation_loss?"), change="free")
 class CheckpointFolder:
     """
     Saves every stateful node after some steps and after the last, and brings back the newest whole state.
@@ -51,7 +51,7 @@ class CheckpointFolder:
     every: Cadence = setting(default="last", check=a_cadence, doc="steps between checkpoints; the last is always saved")
     keep: int = setting(default=3, check=at_least(1), doc="checkpoints that stay, the newest ones")
     keep_every: int | None = setting(default=None, check=at_least(1), doc="steps whose multiples stay for ever")
-    best: str | None = setting(default=None, doc="number by which the best stays too, such as held_out_loss")
+    best: str | None = setting(default=None, doc="number by which the best stays too, such as validation_loss")
     best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="which value of that number is best")
     failures: int = setting(default=3, check=at_least(1), doc="saves that may fail in a row before the run stops")
 

@@ -157,7 +157,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-COSTS = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward", "comm": "message"}
+COSTS = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward", "comm": "comm"}
 
 
 def _costs(text: str) -> dict[str, float]:

@@ -159,7 +159,7 @@ def _command(options: argparse.Namespace, graph: Graph) -> list[str]:
     """What both runs are started with; where they write is left open."""
     phases = ", ".join(f'"@{name}"' for name in (*graph.nodes["trainer"].edges["phases"].targets, DIGESTS))
     words = [
-        *(f"trainer.steps={options.steps}", f"trainer.phases=[{phases}]", "trainer.afterwards=[]"),
+        *(f"trainer.steps={options.steps}", f"trainer.phases=[{phases}]", "trainer.on_finish=[]"),
         *(f"checkpoint.every={options.steps // 2}", f"{DIGESTS}.use=checkpoint.state_hashes"),
     ]
     overlays = [word for path in options.overlay for word in ("--overlay", path)]

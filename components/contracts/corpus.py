@@ -15,7 +15,7 @@ def documents_are_texts(corpus: Corpus) -> None:
 
 def the_order_is_stable(one: Corpus, other: Corpus) -> None:
     """The documents of a split are the same, in the same order, every time that they are asked for."""
-    for split in ("train", "held_out"):
+    for split in ("train", "validation"):
         first = list(one.documents(split))
         expect(first == list(one.documents(split)), f"asked for again, {split} is another")
         expect(first == list(other.documents(split)), f"another corpus that is made alike has another {split}")
@@ -23,6 +23,6 @@ def the_order_is_stable(one: Corpus, other: Corpus) -> None:
 
 def what_is_held_out_is_not_learned(corpus: Corpus) -> None:
     """Splits are of documents: hardly a text is in both, as where two files are copies."""
-    learned, held_out = ({*corpus.documents(split)} - {""} for split in ("train", "held_out"))
+    learned, held_out = ({*corpus.documents(split)} - {""} for split in ("train", "validation"))
     shared = len(learned & held_out)
     expect(shared * 20 <= len(held_out), f"{shared} of {len(held_out)} texts that are held out are learned")

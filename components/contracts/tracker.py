@@ -5,7 +5,7 @@ from drawloom.components.ports.run import Tracker
 
 def it_takes_all_that_is_measured(tracker: Tracker) -> None:
     """Numbers, booleans and nothing are taken, and names with dots and slashes."""
-    tracker.track(1, {"loss": 1.5, "refused": False, "held_out_loss": None, "memory/peak.bytes": 3})
+    tracker.track(1, {"loss": 1.5, "skipped": False, "validation_loss": None, "memory/peak.bytes": 3})
     tracker.track(2, {})
 
 

@@ -24,14 +24,16 @@ class JsonLines:
         doc="globs of UTF-8 files, relative to the current directory; `**` crosses folders",
     )
     field: str = setting(default="text", doc="the field of each object that holds the text")
-    held_out: float = setting(default=0.05, check=between(0, 1), doc="share of the documents that is held out")
+    validation_fraction: float = setting(
+        default=0.05, check=between(0, 1), doc="share of the documents that is held out"
+    )
 
     def documents(self, split: Split) -> Iterator[str]:
         """The texts of one split, file by file and line by line. A bad line is a UserError with file and line."""
         for file in files.find(self.paths):
             for number, line in self._lines(file.path):
                 text = self._text(line, f"{file.path}:{number}")
-                if split_of(text.encode(), self.held_out) == split:
+                if split_of(text.encode(), self.validation_fraction) == split:
                     yield text
 
     def _lines(self, path: Path) -> Iterator[tuple[int, bytes]]:

@@ -13,7 +13,7 @@ from drawloom.components.ports.data import Batch, Corpus, Split, Tokenizer
 from drawloom.components.ports.run import Job
 from drawloom.graph import ResolvedRecipe, UserError, component, setting
 
-SPLITS: tuple[Split, ...] = ("train", "held_out")
+SPLITS: tuple[Split, ...] = ("train", "validation")
 
 log = logging.getLogger("drawloom.data")
 

@@ -19,11 +19,11 @@ GENERATED = ("config-", "_sysconfigdata_")
 class StandardLibrary:
     """The standard library's source, one document a module; tests and installed packages are left out."""
 
-    held_out: float = setting(default=0.05, check=between(0, 1), doc="share of the files that is held out")
+    validation_fraction: float = setting(default=0.05, check=between(0, 1), doc="share of the files that is held out")
 
     def documents(self, split: Split) -> Iterator[str]:
         """The texts of one split, by the module's path."""
-        return files.documents(source_files(), split, self.held_out, replace=True)
+        return files.documents(source_files(), split, self.validation_fraction, replace=True)
 
 
 def source_files() -> list[files.TextFile]:

@@ -21,11 +21,11 @@ class TextFiles:
         check=lambda paths: None if paths else "it names no file",
         doc="globs of UTF-8 files, relative to the current directory; `**` crosses folders",
     )
-    held_out: float = setting(default=0.05, check=between(0, 1), doc="share of the files that is held out")
+    validation_fraction: float = setting(default=0.05, check=between(0, 1), doc="share of the files that is held out")
     invalid_bytes: Literal["refuse", "replace"] = setting(
         default="refuse", doc="what to do with a file that is not UTF-8: stop, or put U+FFFD in place of its bad bytes"
     )
 
     def documents(self, split: Split) -> Iterator[str]:
         """The texts of one split. A glob without a file, or a file that can't be read, is a UserError."""
-        return files.documents(files.find(self.paths), split, self.held_out, self.invalid_bytes == "replace")
+        return files.documents(files.find(self.paths), split, self.validation_fraction, self.invalid_bytes == "replace")

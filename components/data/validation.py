@@ -8,7 +8,7 @@ from drawloom.graph import UserError, at_least, component, setting
 
 
 @component(change="free")
-class HeldOut:
+class Validation:
     """Some held-out rows, evenly spread over the split, and the same for every layout of ranks."""
 
     rows: Rows
@@ -19,8 +19,8 @@ class HeldOut:
 
     def open(self) -> None:
         """No rows is a UserError."""
-        if self.rows.count("held_out") == 0:
-            raise UserError("rows: the corpus holds nothing out to measure on; write a greater `held_out` in it")
+        if self.rows.count("validation") == 0:
+            raise UserError("rows: the validation split is empty; increase `validation_fraction` in the corpus")
 
     def batches(self) -> Iterator[Batch]:
         """
@@ -31,10 +31,10 @@ class HeldOut:
         mine = self.chosen()[self.batching.replica :: self.batching.replicas]
         size = self.batching.micro_size
         for start in range(0, len(mine), size):
-            yield self.rows.batch("held_out", mine[start : start + size])
+            yield self.rows.batch("validation", mine[start : start + size])
 
     def chosen(self) -> list[int]:
         """The rows that are measured on, in order."""
-        available = self.rows.count("held_out")
+        available = self.rows.count("validation")
         used = min(self.rows_used, available)
         return [index * available // used for index in range(used)]

@@ -15,7 +15,7 @@ from drawloom.graph.problems import Problem
 
 
 def _replicas(value: Any) -> str | None:
-    return None if value == "rest" else at_least(1)(value)
+    return None if value == "auto" else at_least(1)(value)
 
 
 @component(change="free")
@@ -24,8 +24,8 @@ class RankMesh:
 
     processes: Processes
     pipeline: int = setting(default=1, check=at_least(1), doc="ranks that each hold some of the layers")
-    data_replicate: int | Literal["rest"] = setting(
-        default="rest", check=_replicas, doc="ranks that hold the same parameters; 'rest' is all that are left"
+    data_replicate: int | Literal["auto"] = setting(
+        default="auto", check=_replicas, doc="ranks that hold the same parameters; 'auto' is all that are left"
     )
     data_shard: int = setting(default=1, check=at_least(1), doc="ranks that each hold a shard of every parameter")
     context: int = setting(default=1, check=at_least(1), doc="ranks that each see a part of a sequence")
@@ -42,7 +42,7 @@ class RankMesh:
             yield node.fault(name, f"{node.settings[name]} ranks along {name!r} are not built yet", "write 1")
         stage = [node.settings[name] for name in DIMENSIONS if name != "pipeline"]
         expert = node.settings["expert"]
-        if "rest" not in stage and math.prod(stage) % expert:
+        if "auto" not in stage and math.prod(stage) % expert:
             text = f"{expert} does not divide data_replicate × data_shard × context × tensor = {math.prod(stage)}"
             yield node.fault("expert", text)
 

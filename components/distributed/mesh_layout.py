@@ -44,7 +44,7 @@ class Layout:
 
 def settle(sizes: Mapping[str, int | str], expert: int, world_size: int) -> Layout:
     """
-    The layout of `world_size` ranks; a dimension of size "rest" takes what the others leave.
+    The layout of `world_size` ranks; a dimension of size "auto" takes what the others leave.
 
     Raises UserError if the sizes do not fit.
     """

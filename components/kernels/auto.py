@@ -48,7 +48,7 @@ class AutoKernels:
     _linear_cross_entropy: Literal["auto", "eager", "triton", "cut"] = _operation(
         "linear_cross_entropy", "the loss over the vocabulary"
     )
-    least_slope: float = setting(
+    filter_eps: float = setting(
         default=0.0, check=between(0, 1), doc="tiles of logits' gradients below it are left out by cut; 0 is exact"
     )
     _moe_routes: Choice = _operation("moe_routes", "the table of rows by expert")
@@ -94,7 +94,7 @@ class AutoKernels:
     def _of_loss(self) -> Any:
         """What the loss is told besides its tensors: which targets are ignored, and how logits are cut."""
         cuts = self.chosen("linear_cross_entropy").name == "cut"
-        return Cut(ignored=IGNORED, least=self.least_slope) if cuts else IGNORED
+        return Cut(ignored=IGNORED, least=self.filter_eps) if cuts else IGNORED
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._functions["linear"](x, weight)  # type: ignore[no-any-return]

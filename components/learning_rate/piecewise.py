@@ -29,7 +29,7 @@ class Piece:
         )
 
 
-@component(writes=("rate_factor",))
+@component(writes=("lr_factor",))
 class Piecewise:
     """Multiplies the base rate by phases laid end to end; after the last, its end value holds."""
 
@@ -38,7 +38,7 @@ class Piecewise:
 
     def run_phase(self, step: Step) -> None:
         """Leave the factor of this step."""
-        step.values["rate_factor"] = self.factor(step.index - 1, step.total)
+        step.values["lr_factor"] = self.factor(step.index - 1, step.total)
 
     def factor(self, done: int, total: int) -> float:
         """The factor after `done` of `total` steps."""

@@ -82,7 +82,7 @@ class ProgressBar:
 
 def _loss(step: Step) -> str:
     loss = step.values.get("loss")
-    return "refused" if step.refused else "-" if loss is None else f"{float(loss):.4f}"
+    return "skipped" if step.refused else "-" if loss is None else f"{float(loss):.4f}"
 
 
 def _is_no_step_line(record: logging.LogRecord) -> bool:

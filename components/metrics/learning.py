@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from drawloom.components.ports.run import Step, Value
 from drawloom.graph import component
 
-NAMES = ("loss", "grad_norm", "lr", "held_out_loss")
+NAMES = ("loss", "grad_norm", "lr", "validation_loss")
 
 
 @component(change="free")
 class Learning:
-    """`loss`, `grad_norm`, `lr` and `held_out_loss`, as far as the step has them."""
+    """`loss`, `grad_norm`, `lr` and `validation_loss`, as far as the step has them."""
 
     def measure(self, step: Step) -> Mapping[str, Value]:
         """Floats; a refused step has no loss, and says `refused`."""
         values: dict[str, Value] = {name: float(step.values[name]) for name in NAMES if name in step.values}
-        return {"loss": None, **values} | {"loss": None, "refused": True} if step.refused else values
+        return {"loss": None, **values} | {"loss": None, "skipped": True} if step.refused else values

@@ -10,7 +10,7 @@ from drawloom.components.ports.model import Parameters
 from drawloom.graph import above, at_least, component, setting
 
 
-@component(reads=("gradients", "rate_factor?"), writes=("weights", "lr"))
+@component(reads=("gradients", "lr_factor?"), writes=("weights", "lr"))
 class AdamW(TorchOptimizer):
     """AdamW; norms and biases do not decay."""
 

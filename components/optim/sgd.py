@@ -9,7 +9,7 @@ from drawloom.components.ports.model import Parameters
 from drawloom.graph import above, at_least, between, component, setting
 
 
-@component(reads=("gradients", "rate_factor?"), writes=("weights", "lr"))
+@component(reads=("gradients", "lr_factor?"), writes=("weights", "lr"))
 class SGD(TorchOptimizer):
     """SGD with momentum; norms and biases do not decay."""
 

@@ -22,7 +22,7 @@ from drawloom.kernels.stochastic_adamw import PER_DRAW, StochasticAdamwEager, Tr
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-@component(reads=("gradients", "rate_factor?"), writes=("weights", "lr"))
+@component(reads=("gradients", "lr_factor?"), writes=("weights", "lr"))
 class StochasticAdamW:
     """
     AdamW with stochastic rounding of bfloat16 weights, in one launch for all of them; norms and biases do not decay.
@@ -38,7 +38,7 @@ class StochasticAdamW:
     betas: tuple[float, float] = setting(default=(0.9, 0.95), check=check_betas, doc="decay of the two running means")
     eps: float = setting(default=1e-8, check=above(0), doc="keeps the denominator from zero")
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="fraction of a weight lost each step, times lr")
-    means: Literal["bfloat16", "float32"] = setting(
+    state_dtype: Literal["bfloat16", "float32"] = setting(
         default="bfloat16",
         change="structural",
         doc="dtype of the running means; bfloat16 is rounded stochastically too",
@@ -61,7 +61,7 @@ class StochasticAdamW:
         """Take the parameters, with running means of zero."""
         for name, parameter in self.parameters.named():
             weight, shard = local_part(parameter.detach()), shard_of(parameter, PER_DRAW)
-            mean, square = (torch.zeros_like(weight, dtype=DTYPES[self.means]) for _ in range(2))
+            mean, square = (torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for _ in range(2))
             decay = self.weight_decay if decays(parameter) else 0.0
             key = shard.key(self.job.seed, "stochastic_adamw", name)
             self._trained[name] = Trained(weight, mean, square, decay, key, shard.first)
@@ -69,7 +69,7 @@ class StochasticAdamW:
 
     def run_phase(self, step: Step) -> None:
         """Apply the gradients, unless the step is refused, and drop them; the rate is left as `lr`."""
-        step.values["lr"] = self.lr * step.values.get("rate_factor", 1.0)
+        step.values["lr"] = self.lr * step.values.get("lr_factor", 1.0)
         parameters = [parameter for _, parameter in self.parameters.named()]
         if not step.refused:
             self._steps += 1

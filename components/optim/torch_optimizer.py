@@ -18,7 +18,7 @@ class TorchOptimizer:
 
     def run_phase(self, step: Step) -> None:
         """Step once at `lr` times the step's factor, which is left as `lr`, unless refused; gradients are dropped."""
-        step.values["lr"] = self.lr * step.values.get("rate_factor", 1.0)
+        step.values["lr"] = self.lr * step.values.get("lr_factor", 1.0)
         for group in self._optimizer.param_groups:
             group["lr"] = step.values["lr"]
         if not step.refused:

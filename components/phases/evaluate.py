@@ -5,24 +5,24 @@ import time
 import torch
 
 from drawloom.components.ports.cadence import Cadence, a_cadence, due
-from drawloom.components.ports.data import HeldOutData
+from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import Step
 from drawloom.graph import component, setting
 
 
-@component(reads=("weights",), writes=("held_out_loss",), change="free")
+@component(reads=("weights",), writes=("validation_loss",), change="free")
 class Evaluate:
     """Measures the mean loss by token over all held-out rows, the same on every rank and mesh."""
 
-    data: HeldOutData
+    data: ValidationData
     executor: Executor
     mesh: Mesh
     every: Cadence = setting(default=100, check=a_cadence, doc='steps between evaluations, or "last" or "never"')
 
     def run_phase(self, step: Step) -> None:
-        """Leave `held_out_loss`, in nats by token, if it is due."""
+        """Leave `validation_loss`, in nats by token, if it is due."""
         if not due(self.every, step):
             return
         began = time.monotonic()
@@ -32,5 +32,5 @@ class Evaluate:
         self.mesh.replicas.sum(sums)
         total, weight = sums.tolist()
         if weight > 0:
-            step.values["held_out_loss"] = total / weight
+            step.values["validation_loss"] = total / weight
         step.aside += time.monotonic() - began

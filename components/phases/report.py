@@ -12,7 +12,7 @@ from drawloom.graph import component, setting
 log = logging.getLogger("drawloom.run")
 
 
-@component(reads=("loss", "grad_norm?", "lr?", "held_out_loss?"), change="free")
+@component(reads=("loss", "grad_norm?", "lr?", "validation_loss?"), change="free")
 class Report:
     """Collects every metric of a step, hands them to every tracker, and logs the step line."""
 
@@ -58,7 +58,7 @@ def _short(number: float) -> str:
 
 PARTS: Mapping[str, Callable[[float], str]] = {
     "loss": lambda number: f"loss {number:.4f}",
-    "held_out_loss": lambda number: f"held-out loss {number:.4f}",
+    "validation_loss": lambda number: f"validation loss {number:.4f}",
     "grad_norm": lambda number: f"grad_norm {_short(number)}",
     "lr": lambda number: f"lr {number:#.2g}",
     "tokens_per_second": lambda number: f"{number:,.0f} tokens/s",

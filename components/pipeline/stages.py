@@ -34,10 +34,10 @@ class RealStages:
     precision: Precision
     job: Job
     transforms: list[Transform] = attrs.field(factory=list)
-    embedding_weighs: int = setting(
+    embedding_layer_cost: int = setting(
         default=0, check=at_least(0), change="free", doc="layers that the first stage holds fewer of, for its embedding"
     )
-    head_weighs: int = setting(
+    head_layer_cost: int = setting(
         default=0, check=at_least(0), change="free", doc="layers that the last stage holds fewer of, for its head"
     )
     weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
@@ -126,7 +126,7 @@ class RealStages:
 
     def _split(self, stages: int) -> list[Span]:
         try:
-            return split_layers(self.model.layers, stages, self.embedding_weighs, self.head_weighs)
+            return split_layers(self.model.num_hidden_layers, stages, self.embedding_layer_cost, self.head_layer_cost)
         except ValueError as error:
             raise UserError(f"{error}; take fewer stages", exit_code=2) from error
 

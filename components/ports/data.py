@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drawloom.graph import port
 
-Split = Literal["train", "held_out"]
+Split = Literal["train", "validation"]
 
 IGNORED = -100
 """The target of a token that is not learned."""
@@ -95,7 +95,7 @@ class TrainingData(Protocol):
 
 
 @port
-class HeldOutData(Protocol):
+class ValidationData(Protocol):
     """A fixed set of held-out rows, always the same and in the same order."""
 
     def batches(self) -> Iterator[Batch]:

@@ -44,12 +44,12 @@ class Model(Protocol):
     """
 
     @property
-    def layers(self) -> int:
+    def num_hidden_layers(self) -> int:
         """How many layers there are to split over stages."""
         ...
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """How many token ids the embedding knows."""
         ...
 

@@ -85,12 +85,12 @@ class Signals:
 
     mesh: Mesh
     grace: float = setting(default=25.0, check=above(0), doc="seconds from the first signal until the process ends")
-    also: list[Literal["SIGUSR1", "SIGUSR2", "SIGHUP"]] = setting(
+    extra_signals: list[Literal["SIGUSR1", "SIGUSR2", "SIGHUP"]] = setting(
         factory=list, doc="more signals that ask for an end, such as a cluster's early warning"
     )
 
     exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
-    echo: float = attrs.field(init=False, default=ECHO)
+    debounce: float = attrs.field(init=False, default=ECHO)
     _before: dict[int, Any] = attrs.field(init=False, factory=dict)
     _noted: int = attrs.field(init=False, default=0)
     _listener: _Listener | None = attrs.field(init=False, default=None)
@@ -99,8 +99,8 @@ class Signals:
         """Take the signals."""
         if threading.current_thread() is not threading.main_thread():
             return
-        taken = {*TAKEN, *(signal.Signals[name] for name in self.also)}
-        self._listener = _Listener(taken, self.echo, self._hear, self._expired)
+        taken = {*TAKEN, *(signal.Signals[name] for name in self.extra_signals)}
+        self._listener = _Listener(taken, self.debounce, self._hear, self._expired)
         for number in taken:
             self._before[number] = signal.signal(number, self._note)
 

@@ -16,15 +16,17 @@ log = logging.getLogger("drawloom.run")
 class Trainer:
     """Takes every step through the phases, in their order; then finishes what is left to do once."""
 
-    watch: list[Listener] = attrs.field(factory=list)  # first, so that what they need to hear and tell is open first
+    listeners: list[Listener] = attrs.field(
+        factory=list
+    )  # first, so that what they need to hear and tell is open first
     phases: Ordered[Phase]
     events: Events
     stop: Stop
     randomness: Randomness
-    resume: Restorer | None = None
-    afterwards: list[Finisher] = attrs.field(factory=list)
+    checkpointer: Restorer | None = None
+    on_finish: list[Finisher] = attrs.field(factory=list)
     steps: int = setting(check=at_least(1), doc="optimizer steps in the whole run")
-    patience: int = setting(
+    max_skipped_steps: int = setting(
         default=100, change="free", check=at_least(1), doc="steps that may be refused in a row before the run stops"
     )
 
@@ -33,14 +35,14 @@ class Trainer:
     def run(self) -> None:
         """Go on from where the run was, to its end."""
         self.events.tell(Event("run_started"))
-        done = self.resume.restore() if self.resume else 0
-        if done >= self.steps and all(finisher.is_finished() for finisher in self.afterwards):
+        done = self.checkpointer.restore() if self.checkpointer else 0
+        if done >= self.steps and all(finisher.is_finished() for finisher in self.on_finish):
             log.info("finished: all %d steps are done, there is nothing left to do", self.steps)
         elif done:
             log.info("going on after step %d", done)
         for index in range(done + 1, self.steps + 1):
             self._take(Step(index, self.steps))
-        for finisher in self.afterwards:
+        for finisher in self.on_finish:
             if not finisher.is_finished():
                 finisher.finish()
         self.events.tell(Event("run_ended"))
@@ -49,8 +51,8 @@ class Trainer:
         self.events.tell(Event("step_started", step))
         for name, phase in zip(self.phases.names, self.phases, strict=True):
             self.events.tell(Event("phase_started", step, name))
-            if self.resume and changes_weights(phase):
-                self.resume.staged()
+            if self.checkpointer and changes_weights(phase):
+                self.checkpointer.staged()
             phase.run_phase(step)
             self.events.tell(Event("phase_ended", step, name))
         self.events.tell(Event("step_ended", step))
@@ -61,7 +63,7 @@ class Trainer:
     def _count_refused(self, step: Step) -> None:
         """Stop a run in which nothing is learned any more. All ranks refuse the same steps."""
         self._refused = self._refused + 1 if step.refused else 0
-        if self._refused >= self.patience:
+        if self._refused >= self.max_skipped_steps:
             raise UserError(
                 f"{self._refused} steps in a row were refused, at last step {step.index}: {step.refused}; to go back, "
                 "remove the checkpoints that were saved since (the newest with a finite loss is always kept), lower "
@@ -69,8 +71,8 @@ class Trainer:
             )
 
     def _stop(self, step: Step, signal: int) -> None:
-        if self.resume:
-            self.resume.save(step)
+        if self.checkpointer:
+            self.checkpointer.save(step)
         log.info("stopped by signal %d after step %d; the same command goes on from there", signal, step.index)
         raise SystemExit(128 + signal)
 

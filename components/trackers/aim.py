@@ -36,8 +36,8 @@ class AimTracker:
     mesh: Mesh
     job: Job
     recipe: ResolvedRecipe
-    room: int = setting(default=1000, check=at_least(1), doc="steps that may wait to be written")
-    patience: float = setting(default=10.0, check=above(0), doc="seconds to wait for Aim at start and end")
+    queue_size: int = setting(default=1000, check=at_least(1), doc="steps that may wait to be written")
+    timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait for Aim at start and end")
 
     _hash: str = attrs.field(init=False, default="")
     _run: AimRun | None = attrs.field(init=False, default=None)
@@ -50,14 +50,14 @@ class AimTracker:
             folder = self.folder.folder
             self._run = AimRun(load_aim(), folder, self.job.name, self.recipe.text)
             self._hash = run_in(folder) or uuid.uuid4().hex[:24]
-            self._background = Background("aim", self.room, self._failed, self._run.close)
+            self._background = Background("aim", self.queue_size, self._failed, self._run.close)
             self._wait_for(self._run.prepare)
 
     def close(self) -> None:
         """Write what waits and close the Aim run, unless that takes too long."""
         background, self._background, self._run = self._background, None, None
-        if background is not None and not background.close(self.patience):
-            self._warn(f"Aim was not done within {self.patience:g} s; some of the last steps are missing there")
+        if background is not None and not background.close(self.timeout):
+            self._warn(f"Aim was not done within {self.timeout:g} s; some of the last steps are missing there")
             atexit.unregister(load_aim().ext.cleanup.AutoClean.cleanup)  # would wait for Aim without limit
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,8 +82,8 @@ class AimTracker:
             self._warn("Aim does not keep up; some steps will be missing there")
 
     def _wait_for(self, task: Task) -> None:
-        if self._background is not None and not self._background.do(task, self.patience):
-            self._warn(f"Aim was not ready within {self.patience:g} s; some steps may be missing there")
+        if self._background is not None and not self._background.do(task, self.timeout):
+            self._warn(f"Aim was not ready within {self.timeout:g} s; some steps may be missing there")
 
     def _failed(self, error: Exception) -> None:
         usable = self._run is None or self._run.usable

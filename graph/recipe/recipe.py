@@ -91,7 +91,7 @@ def _check_format(layer: Layer) -> Iterator[Problem]:
 def _remove_unset(top: Table, layer: Layer) -> Iterator[Problem]:
     names = layer.data.get("unset", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        hint = 'write unset = ["watch.profiler"]'
+        hint = 'write unset = ["listeners.profiler"]'
         yield Problem("DL108", "unset takes an array of strings", hint, place=layer.value(("unset",)))
         return
     for number, name in enumerate(names):

@@ -85,7 +85,13 @@ class Subject:
     def __init__(self, kernels: Any, size: tuple[int, int, int], by_torch: bool) -> None:
         width, rows, length = size
         model = Qwen3Dense(
-            kernels=kernels, layers=8, width=width, heads=4, kv_heads=4, feed_forward=3 * width, vocabulary=8
+            kernels=kernels,
+            num_hidden_layers=8,
+            hidden_size=width,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            intermediate_size=3 * width,
+            vocab_size=8,
         )
         self.module: nn.Module = model.build(Span(0, 8, embedding=False, head=False))
         self.parameters = list(self.module.parameters())

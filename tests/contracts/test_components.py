@@ -23,9 +23,16 @@ CATALOGUE = Workshop.of("drawloom").catalogue
 
 TINY: dict[str, Any] = {
     "vars": {"length": 16},
-    "model": {"layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "feed_forward": 32},
+    "model": {
+        "num_hidden_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 32,
+    },
     "batch": {"global_size": 4, "micro_size": 2},
-    "held_out": {"rows_used": 4},
+    "validation": {"rows_used": 4},
     "trainer": {"steps": 10},
 }
 """What makes the first recipe small."""
@@ -66,9 +73,9 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
             **TINY["model"],
             "use": "model.qwen3.moe",
             "tokenizer": "@tokenizer",
-            "experts": 3,
-            "experts_per_token": 2,
-            "expert_feed_forward": 8,
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
         }
     },
     "optim.sgd": lambda folder: {"optimizer": {"use": "optim.sgd", "lr": 0.1}},
@@ -77,7 +84,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "precision": {"parameter": "bfloat16"},
     },
     "trackers.aim": lambda folder: {"trackers": {"aim": {"use": "trackers.aim"}}},
-    "listeners.profiler": lambda folder: {"watch": {"profiler": {"use": "listeners.profiler", "steps": [2]}}},
+    "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler", "steps": [2]}}},
 }
 """How a recipe uses those that the first one does not; a schedule stands alone."""
 
@@ -92,7 +99,7 @@ def texts(folder: Path) -> dict[str, Any]:
     """A corpus of small files."""
     for number in range(40):
         (folder / f"{number}.txt").write_text(f"{number}: {LETTERS}", "utf-8")
-    return {"use": "data.text_files", "held_out": 0.2, "paths": [str(folder / "*.txt")]}
+    return {"use": "data.text_files", "validation_fraction": 0.2, "paths": [str(folder / "*.txt")]}
 
 
 def recipe_for(use: str, folder: Path) -> tuple[Recipe, str]:

@@ -20,8 +20,15 @@ pytestmark = [
 ]
 
 CASES: list[pipelines.Case] = [(name, count, True, False) for name in pipelines.TRAINING for count in (1, 5, 8)]
-COMMON = ("run", "tiny.toml", "model.layers=4", "batch.global_size=8", "batch.micro_size=1", "trainer.steps=6")
-LEARNED = ("loss", "grad_norm", "held_out_loss", "tokens")
+COMMON = (
+    "run",
+    "tiny.toml",
+    "model.num_hidden_layers=4",
+    "batch.global_size=8",
+    "batch.micro_size=1",
+    "trainer.steps=6",
+)
+LEARNED = ("loss", "grad_norm", "validation_loss", "tokens")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +107,7 @@ def test_a_run_moves_between_one_and_two_gpus(place: Path, before: int, after: i
     assert_same(place / "runs/one", place / "runs" / name)
 
 
-ENDLESS = ("trainer.steps=1000000", "checkpoint.every='last'", "watch.timeouts.step=8.0")
+ENDLESS = ("trainer.steps=1000000", "checkpoint.every='last'", "listeners.timeouts.step=8.0")
 
 
 @pytest.mark.parametrize("mesh", ["mesh.pipeline=2", "mesh.data_replicate=2"])
@@ -108,7 +115,7 @@ ENDLESS = ("trainer.steps=1000000", "checkpoint.every='last'", "watch.timeouts.s
 def test_a_rank_that_is_gone_or_stands_still_is_named(place: Path, number: int, seconds: float, mesh: str) -> None:
     """Rank 0 ends by itself, at once if rank 1 is dead and at the limit if it hangs, and says that it was rank 1."""
     name = f"run.name={mesh[5:9]}{int(number)}"
-    arguments = ["run", "tiny.toml", name, "model.layers=2", "batch.micro_size=1", mesh, *ENDLESS]
+    arguments = ["run", "tiny.toml", name, "model.num_hidden_layers=2", "batch.micro_size=1", mesh, *ENDLESS]
     with pytest.raises(RanksFailed) as caught:
         run_ranks(struck, 2, place, arguments, int(number), timeout=120, lost={1})
     run = place / "runs" / name.removeprefix("run.name=")

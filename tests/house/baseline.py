@@ -28,22 +28,22 @@ from support.runs import drawloom, rows, take_back, write_corpus
 STEPS = 6
 
 MODELS = {
-    "dense": 'extends = "./tiny.toml"\n[model]\nlayers = 2\n',
+    "dense": 'extends = "./tiny.toml"\n[model]\nnum_hidden_layers = 2\n',
     "experts": """
 extends = "./tiny.toml"
 
 [model]
 use = "model.qwen3.moe"
 tokenizer = "@tokenizer"
-layers = 2
-width = 16
-heads = 2
-kv_heads = 1
+num_hidden_layers = 2
+hidden_size = 16
+num_attention_heads = 2
+num_key_value_heads = 1
 head_dim = 8
-tied = true
-experts = 4
-experts_per_token = 2
-expert_feed_forward = 16
+tie_word_embeddings = true
+num_experts = 4
+num_experts_per_tok = 2
+moe_intermediate_size = 16
 """,
 }
 
@@ -91,7 +91,7 @@ def cases() -> Iterator[Case]:
             yield Case(model, optimizer, kind="resumed")
         for schedule in ("one_f_one_b", "zero_bubble_v"):
             words = ("mesh.pipeline=2", "batch.micro_size=1", f"schedule.use=pipeline.schedules.{schedule}")
-            yield Case(model, "adamw", 2, (*words, "model.layers=4"), schedule, layers=4)
+            yield Case(model, "adamw", 2, (*words, "model.num_hidden_layers=4"), schedule, layers=4)
 
 
 def record(case: Case, folder: Path, weights: Path | None) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def record(case: Case, folder: Path, weights: Path | None) -> dict[str, Any]:
 
 def numbers(run: Path) -> list[dict[str, str]]:
     """Losses and norms of every step, to the last digit, under names that do not change with the metrics'."""
-    labels = {"loss": "loss", "grad_norm": "norm", "held_out_loss": "evaluated", "lr": "rate"}
+    labels = {"loss": "loss", "grad_norm": "norm", "validation_loss": "evaluated", "lr": "rate"}
     return [{label: repr(row[key]) for key, label in labels.items() if key in row} for row in rows(run)]
 
 

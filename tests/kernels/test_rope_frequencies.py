@@ -50,7 +50,7 @@ def test_yarn_is_that_of_transformers(channels: int, base: float, factor: float,
 
 def test_yarn_with_settings_of_its_own() -> None:
     """Range, rounding and sharpening mean what transformers means by them."""
-    yarn = Yarn(4.0, 4096, fast=16, slow=2, whole=False, sharpening=1.25)
+    yarn = Yarn(4.0, 4096, beta_fast=16, beta_slow=2, truncate=False, attention_factor=1.25)
     own: dict[str, Any] = {"beta_fast": 16, "beta_slow": 2, "truncate": False, "attention_factor": 1.25}
     expected, attention = theirs("yarn", 64, 1e4, factor=4.0, original_max_position_embeddings=4096, **own)
     torch.testing.assert_close(rope_frequencies(64, 1e4, yarn), expected, rtol=2e-6, atol=0)

@@ -20,8 +20,8 @@ from support.processes import RanksFailed, run_ranks
 from support.runs import Outcome, command, drawloom, rows, series, write_corpus
 
 SOURCE = str(Path(__file__).parents[2] / "src")
-LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "held_out_loss")
-TWO = ("run", "tiny.toml", "batch.micro_size=2", "trainer.afterwards=[]")
+LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
+TWO = ("run", "tiny.toml", "batch.micro_size=2", "trainer.on_finish=[]")
 LONG = (*TWO, "trainer.steps=1000000", "checkpoint.every='last'", "evaluate.every='never'")
 
 
@@ -111,7 +111,7 @@ def _told(failed: RanksFailed, place: Path, rank: int) -> str:
     return (place / f"runs/tiny/log/rank-{rank}.log").read_text("utf-8") + (outcome.text if outcome else "")
 
 
-LIMITS = ("watch.timeouts.step=2", "watch.timeouts.first_step=30", "watch.timeouts.saving=30")
+LIMITS = ("listeners.timeouts.step=2", "listeners.timeouts.first_step=30", "listeners.timeouts.saving=30")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -133,7 +133,7 @@ def test_a_rank_that_stands_still_at_any_moment_is_named(tmp_path: Path) -> None
         write_corpus(place)
         rank = number % 2
         saving = ("checkpoint.every=2", f"staging.use=checkpoint.staging.{['blocking', 'none'][number // 2 % 2]}")
-        arguments = (*LONG, *LIMITS, "watch.timeouts.saving=2", *saving)
+        arguments = (*LONG, *LIMITS, "listeners.timeouts.saving=2", *saving)
         with pytest.raises(RanksFailed) as caught:
             run_ranks(_struck, 2, place, arguments, (rank,), 3 + number, int(signal.SIGSTOP), timeout=9, lost={rank})
         assert f"rank {rank} does not answer" in _told(caught.value, place, 1 - rank)
@@ -156,7 +156,7 @@ def test_a_slow_rank_is_warned_of_and_waited_for(place: Path) -> None:
     """One that takes more than half of its time; the run goes on, and learns what it would have learned."""
     common = (*TWO, *LIMITS)
     assert {outcome.code for outcome in drawloom(place, *common, "run.name=straight", ranks=2)} == {0}
-    outcomes = run_ranks(_slow, 2, place, (*common, "watch.timeouts.step=3"), 1, 5, 2.3)
+    outcomes = run_ranks(_slow, 2, place, (*common, "listeners.timeouts.step=3"), 1, 5, 2.3)
     assert [outcome.code for outcome in outcomes] == [0, 0]
     warning = "is slow: step 5 takes more than 1.5 s by now in phase"
     assert f"rank 1 {warning} [forward_backward]" in (place / "runs/tiny/log/rank-1.log").read_text()
@@ -166,7 +166,7 @@ def test_a_slow_rank_is_warned_of_and_waited_for(place: Path) -> None:
 
 def test_a_long_first_step_is_no_hang(place: Path) -> None:
     """It has a limit of its own."""
-    limits = ("watch.timeouts.step=0.5", "watch.timeouts.first_step=30")
+    limits = ("listeners.timeouts.step=0.5", "listeners.timeouts.first_step=30")
     outcomes = run_ranks(_slow, 2, place, (*TWO, *limits), 1, 1, 3.3)
     assert [outcome.code for outcome in outcomes] == [0, 0]
 

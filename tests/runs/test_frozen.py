@@ -10,9 +10,16 @@ from support.mutations import put
 from support.processes import run_ranks
 from support.runs import Outcome, command, series, take_back, write_corpus
 
-COMMON = ("run", "tiny.toml", "model.layers=2", "model.tied=false", "trainer.steps=6", "checkpoint.every=3")
-TWO = (*COMMON, "checkpoint.keep=9", "trainer.afterwards=[]", "mesh.pipeline=2", "batch.micro_size=1")
-LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "held_out_loss")
+COMMON = (
+    "run",
+    "tiny.toml",
+    "model.num_hidden_layers=2",
+    "model.tie_word_embeddings=false",
+    "trainer.steps=6",
+    "checkpoint.every=3",
+)
+TWO = (*COMMON, "checkpoint.keep=9", "trainer.on_finish=[]", "mesh.pipeline=2", "batch.micro_size=1")
+LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 
 
 def _frozen(folder: Path, arguments: Sequence[str], frozen: int) -> Outcome:

@@ -19,7 +19,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_same(run: Path, other: Path) -> None:
     """Losses and gradient norms of every step are equal to 1e-6 relative."""
-    ours, theirs = (series(side, "loss", "grad_norm", "held_out_loss", "tokens") for side in (run, other))
+    ours, theirs = (series(side, "loss", "grad_norm", "validation_loss", "tokens") for side in (run, other))
     assert len(ours) == len(theirs) == 10
     for mine, yours in zip(ours, theirs, strict=True):
         assert [value or 0 for value in mine] == pytest.approx([value or 0 for value in yours], rel=1e-6)
@@ -59,9 +59,9 @@ def test_a_mesh_that_does_not_fit_names_the_command_to_type(place: Path) -> None
 
 def test_a_diverged_step_is_refused_on_all_ranks_alike(place: Path) -> None:
     """Steps whose loss is not finite are written down as refused, and nothing is applied."""
-    diverge = ["optimizer.lr=1e30", "clip.max_norm=1e30", "trainer.steps=4", "trainer.afterwards=[]"]
+    diverge = ["optimizer.lr=1e30", "clip.max_norm=1e30", "trainer.steps=4", "trainer.on_finish=[]"]
     outcomes = drawloom(place, "run", "tiny.toml", "run.name=diverged", "batch.micro_size=2", *diverge, ranks=2)
     written: list[dict[str, Any]] = rows(place / "runs/diverged")
     assert [outcome.code for outcome in outcomes] == [0, 0]
-    assert [row.get("refused", False) for row in written] == [False, True, True, True]
+    assert [row.get("skipped", False) for row in written] == [False, True, True, True]
     assert written[1]["loss"] is None

@@ -12,8 +12,15 @@ from support.runs import drawloom, series, take_back, write_corpus
 
 SCHEDULES = [name for name in Catalogue.of("drawloom.components").names() if name.startswith("pipeline.schedules.")]
 TRAINING = [name for name in SCHEDULES if not name.endswith(".inference")]
-COMMON = ("run", "tiny.toml", "model.layers=4", "batch.global_size=8", "batch.micro_size=1", "trainer.steps=6")
-LEARNED = ("loss", "grad_norm", "held_out_loss", "tokens")
+COMMON = (
+    "run",
+    "tiny.toml",
+    "model.num_hidden_layers=4",
+    "batch.global_size=8",
+    "batch.micro_size=1",
+    "trainer.steps=6",
+)
+LEARNED = ("loss", "grad_norm", "validation_loss", "tokens")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +71,7 @@ def test_a_run_moves_between_layouts(place: Path) -> None:
 
 def test_a_run_without_shared_weights_moves_to_the_same_bits(place: Path) -> None:
     """Where backward passes come in one order, every number, weight and moment is that of the run on one rank."""
-    words = ("model.tied=false", "trainer.afterwards=[]")
+    words = ("model.tie_word_embeddings=false", "trainer.on_finish=[]")
     assert drawloom(place, *COMMON, *words, "run.name=straight")[0].code == 0
     runs = moved(place, "to-and-fro", (1, 2, 1), *words), place / "runs/straight"
     assert series(runs[0], *LEARNED) == series(runs[1], *LEARNED)
@@ -76,7 +83,7 @@ def test_a_run_without_shared_weights_moves_to_the_same_bits(place: Path) -> Non
 
 def test_a_checkpoint_of_two_ranks_is_whole_for_commands(place: Path) -> None:
     """Weights that two ranks saved are exported and sampled by one process."""
-    words = [*COMMON, "run.name=parts", "mesh.pipeline=2", "trainer.steps=2", "trainer.afterwards=[]"]
+    words = [*COMMON, "run.name=parts", "mesh.pipeline=2", "trainer.steps=2", "trainer.on_finish=[]"]
     drawloom(place, *words, ranks=2)
     exported = drawloom(place, "export", "runs/parts", "--to", "whole")[0]
     assert exported.code == 0 and (place / "whole/model.safetensors").exists(), exported
@@ -89,18 +96,18 @@ extends = "./tiny.toml"
 [model]
 use = "model.qwen3.moe"
 tokenizer = "@tokenizer"
-layers = 4
-width = 16
-heads = 2
-kv_heads = 1
+num_hidden_layers = 4
+hidden_size = 16
+num_attention_heads = 2
+num_key_value_heads = 1
 head_dim = 8
-experts = 4
-experts_per_token = 2
-expert_feed_forward = 16
-feed_forward = 32
-dense_layers = [2]
-balance = 0.1
-tied = true
+num_experts = 4
+num_experts_per_tok = 2
+moe_intermediate_size = 16
+intermediate_size = 32
+mlp_only_layers = [2]
+router_aux_loss_coef = 0.1
+tie_word_embeddings = true
 """
 
 

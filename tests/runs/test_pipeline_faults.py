@@ -20,12 +20,19 @@ def place(tmp_path: Path) -> Path:
 def test_the_other_rank_ends_and_says_at_which_action(place: Path, number: int) -> None:
     """A rank that waits for one that is gone, or stands still, ends in time and names itself and what it was at."""
     arguments = [
-        *("run", "tiny.toml", "model.layers=2", "batch.micro_size=1", "mesh.pipeline=2", "trainer.steps=1000000"),
+        *(
+            "run",
+            "tiny.toml",
+            "model.num_hidden_layers=2",
+            "batch.micro_size=1",
+            "mesh.pipeline=2",
+            "trainer.steps=1000000",
+        ),
         *(
             "checkpoint.every='last'",
             "processes.timeout=3.0",
-            "watch.timeouts.step=4.0",
-            "watch.timeouts.first_step=20.0",
+            "listeners.timeouts.step=4.0",
+            "listeners.timeouts.first_step=20.0",
         ),
     ]
     with pytest.raises(RanksFailed) as caught:

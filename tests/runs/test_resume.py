@@ -11,7 +11,7 @@ import pytest
 
 from support.runs import drawloom, killed, rows, series, write_corpus
 
-LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "held_out_loss")
+LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_what_is_left_after_the_last_step_is_completed(place: Path) -> None:
 
 def test_a_changed_recipe_is_refused_unless_free_or_accepted(place: Path) -> None:
     """A change that matters is named with its node and key; a free one, or any with --accept-changes, goes on."""
-    first = ["run", "tiny.toml", "trainer.afterwards=[]"]
+    first = ["run", "tiny.toml", "trainer.on_finish=[]"]
     assert drawloom(place, *first, "trainer.steps=4")[0].code == 0
     refused = drawloom(place, *first, "trainer.steps=4", "optimizer.lr=1e-3", "evaluate.every=2")[0]
     assert refused.code == 2 and "Traceback" not in refused.text
@@ -98,7 +98,7 @@ def test_a_changed_recipe_is_refused_unless_free_or_accepted(place: Path) -> Non
 
 def test_more_steps_are_free_when_nothing_derives_from_them(place: Path) -> None:
     """With a rate that is given by steps, a run can be made longer; its first steps stay as they were."""
-    constant = ["run", "tiny.toml", "trainer.afterwards=[]", "lr.start=1.0", "lr.phases=[{ to = 1.0, steps = 1 }]"]
+    constant = ["run", "tiny.toml", "trainer.on_finish=[]", "lr.start=1.0", "lr.phases=[{ to = 1.0, steps = 1 }]"]
     assert drawloom(place, *constant, "trainer.steps=4")[0].code == 0
     short = series(place / "runs/tiny", "step", "loss")
     assert drawloom(place, *constant, "trainer.steps=6")[0].code == 0

@@ -15,7 +15,7 @@ def test_a_run_goes_on_with_the_same_noise(tmp_path: Path) -> None:
         "lr = 4e-3\n[lr]\nstart = 1.0\nphases = [{ to = 1.0, steps = 1 }]\n",
         "utf-8",
     )
-    common = ["run", "rounded.toml", "trainer.afterwards=[]", "evaluate.every='last'"]
+    common = ["run", "rounded.toml", "trainer.on_finish=[]", "evaluate.every='last'"]
     for steps in (2, 5):
         assert drawloom(tmp_path, *common, f"trainer.steps={steps}", "run.name=parts")[0].code == 0
     assert drawloom(tmp_path, *common, "trainer.steps=5", "run.name=whole")[0].code == 0

@@ -19,7 +19,7 @@ from support.mutations import put
 from support.processes import RanksFailed, run_ranks
 from support.runs import Outcome, command, rows, write_corpus
 
-TWO = ("run", "tiny.toml", "batch.micro_size=2", "trainer.afterwards=[]", "evaluate.every='never'")
+TWO = ("run", "tiny.toml", "batch.micro_size=2", "trainer.on_finish=[]", "evaluate.every='never'")
 FOR_EVER = 1000.0
 
 
@@ -86,7 +86,7 @@ def _slow_to_save(folder: Path, arguments: Sequence[str], seconds: float) -> Out
 @pytest.mark.parametrize("staging", ["none", "blocking"])
 def test_a_slow_save_of_one_rank_stops_nobody(place: Path, staging: str) -> None:
     """It may take longer than a step: the others wait, whether training goes on meanwhile or not."""
-    limits = ("watch.timeouts.step=0.5", "watch.timeouts.saving=30", "watch.timeouts.first_step=30")
+    limits = ("listeners.timeouts.step=0.5", "listeners.timeouts.saving=30", "listeners.timeouts.first_step=30")
     words = (*TWO, *limits, "trainer.steps=3", "checkpoint.every=2", f"staging.use=checkpoint.staging.{staging}")
     outcomes = run_ranks(_slow_to_save, 2, place, words, 3.3)
     assert [outcome.code for outcome in outcomes] == [0, 0]
@@ -97,7 +97,7 @@ def test_a_slow_save_of_one_rank_stops_nobody(place: Path, staging: str) -> None
 @pytest.mark.parametrize("staging", ["none", "blocking"])
 def test_a_save_that_hangs_ends_within_its_limit(place: Path, staging: str) -> None:
     """The others name the rank whose disk does not answer; what was committed before stands."""
-    limits = ("watch.timeouts.step=1", "watch.timeouts.saving=1", "watch.timeouts.first_step=30")
+    limits = ("listeners.timeouts.step=1", "listeners.timeouts.saving=1", "listeners.timeouts.first_step=30")
     words = (*TWO, *limits, "trainer.steps=9", "checkpoint.every=2", f"staging.use=checkpoint.staging.{staging}")
     began = time.monotonic()
     with pytest.raises(RanksFailed):

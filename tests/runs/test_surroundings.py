@@ -36,8 +36,8 @@ from support.power import is_possible
 from support.processes import run_ranks
 from support.runs import Outcome, command, drawloom, rows, series, write_corpus
 
-LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "held_out_loss")
-TINY = ("run", "tiny.toml", "trainer.afterwards=[]")
+LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
+TINY = ("run", "tiny.toml", "trainer.on_finish=[]")
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def _beset(folder: Path, arguments: Sequence[str]) -> Outcome:
     track = AimTracker.track
 
     def impatient(self: AimTracker, step: int, values: Mapping[str, Value]) -> None:
-        self.patience = 2.0
+        self.timeout = 2.0
         track(self, step, values)
 
     put(AimTracker, "track", impatient)
@@ -94,8 +94,8 @@ def test_trackers_and_profilers_neither_stop_nor_change_a_run(place: Path) -> No
     and what is written down are those of the run beside which all went well.
     """
     assert drawloom(place, *TINY, "run.name=straight")[0].code == 0
-    aim = ("trackers.aim.use=trackers.aim", "trackers.aim.patience=60")
-    words = (*TINY, *aim, "watch.profiler.use=listeners.profiler", "watch.profiler.steps=[2]")
+    aim = ("trackers.aim.use=trackers.aim", "trackers.aim.timeout=60")
+    words = (*TINY, *aim, "listeners.profiler.use=listeners.profiler", "listeners.profiler.steps=[2]")
     [outcome] = run_ranks(_beset, 1, place, words, variables=False)
     assert outcome.code == 0 and "Traceback" not in outcome.text
     told = [line for line in outcome.text.splitlines() if line.startswith("warning:")]
@@ -118,7 +118,7 @@ def _full_while_exporting(folder: Path, arguments: Sequence[str]) -> Outcome:
 
 def test_an_export_that_fails_is_made_up_for(place: Path) -> None:
     """What was learned is committed by then: told in words, and the same command does what is left."""
-    words = ("run", "tiny.toml", "trainer.afterwards=['@export']")
+    words = ("run", "tiny.toml", "trainer.on_finish=['@export']")
     [outcome] = run_ranks(_full_while_exporting, 1, place, words, variables=False)
     assert outcome.code == 1 and "No space left on device" in outcome.text and "Traceback" not in outcome.text
     assert not (place / "runs/tiny/export").exists()
@@ -283,10 +283,16 @@ def test_a_corpus_that_changed_meanwhile_is_refused(place: Path) -> None:
 
 def test_a_run_that_diverged_stops_and_keeps_a_good_checkpoint(place: Path) -> None:
     """After so many refused steps in a row; the newest checkpoint with a finite loss is there, and finite."""
-    words = ("optimizer.lr=1e30", "clip.max_norm=1e30", "trainer.patience=6", "checkpoint.every=1", "checkpoint.keep=2")
+    words = (
+        "optimizer.lr=1e30",
+        "clip.max_norm=1e30",
+        "trainer.max_skipped_steps=6",
+        "checkpoint.every=1",
+        "checkpoint.keep=2",
+    )
     outcome = drawloom(place, *TINY, *words)[0]
     assert outcome.code == 1 and "6 steps in a row were refused, at last step 7: " in outcome.text
-    assert [row.get("refused", False) for row in rows(place / "runs/tiny")] == [False, *[True] * 6]
+    assert [row.get("skipped", False) for row in rows(place / "runs/tiny")] == [False, *[True] * 6]
     saved = [step_of(path) for path in committed(place / "runs/tiny/checkpoints")]
     assert saved[0] == 1 and len(saved) == 3
     for path in committed(place / "runs/tiny/checkpoints"):

@@ -11,7 +11,7 @@ from drawloom.components.pipeline.simulation.contention import Channels, carry_o
 from drawloom.components.pipeline.simulation.simulator import Simulation, simulate
 from support.schedules import schedule
 
-LATE = Costs(message=0.25)
+LATE = Costs(comm=0.25)
 
 MEASURED = [
     # schedule, settings, (ranks, microbatches), makespan, ideal, span, bubble if messages take 0.25, most live, until W
@@ -71,7 +71,7 @@ def test_figures_are_those_that_were_measured_elsewhere(
     run = simulate(program, Costs())
     assert (run.makespan, run.ideal, run.span) == (makespan, ideal, span)
     assert run.bubble == pytest.approx(1 - ideal / makespan) and run.span_bubble == pytest.approx(1 - ideal / span)
-    assert (max(run.peak_live), max(run.peak_live_weights)) == (live, weights)
+    assert (max(run.peak_activations), max(run.peak_live_weights)) == (live, weights)
     assert late is None or simulate(program, LATE).bubble == pytest.approx(late, abs=6e-4)
 
 
@@ -168,15 +168,15 @@ def test_memory_follows_its_formulas() -> None:
         weights = live | {"zero_bubble_1p": [p] * p, "zero_bubble_h2": [2 * p - 1] * p}
         for name, wanted in live.items():
             run = simulate(schedule(name).program(p, m), Costs())
-            assert run.peak_live == wanted and run.peak_live_weights == weights[name], (name, p, m)
+            assert run.peak_activations == wanted and run.peak_live_weights == weights[name], (name, p, m)
         assert max(simulate(schedule("v_half").program(p, m), Costs()).peak_live_weights) <= p + 2
-        assert max(simulate(schedule("v_min").program(p, m), Costs()).peak_live) == 2 * (p // 3 + 1)
+        assert max(simulate(schedule("v_min").program(p, m), Costs()).peak_activations) == 2 * (p // 3 + 1)
 
 
 def test_the_greedy_schedule_is_no_slower_than_those_of_fixed_order() -> None:
     """For costs of many kinds, the greedy schedule made for them is as quick as ZB1P, ZBV and DualPipeV, to 2 %."""
     for f, i, w, message in [(1, 1, 1, 0.25), (1, 1.5, 0.5, 0), (2, 1, 1, 0), (1, 1.2, 0.8, 0.1), (1, 2, 1, 0.3)]:
-        costs = Costs(f, i, w, message=message)
+        costs = Costs(f, i, w, comm=message)
         greedy = schedule("greedy", forward=f, backward_input=i, backward_weight=w, message=message)
         others = [schedule("zero_bubble_1p", stages_per_rank=2), schedule("zero_bubble_v"), schedule("dual_pipe_v")]
         best = min(simulate(other.program(4, 16), costs).makespan for other in others)

@@ -55,7 +55,7 @@ def test_inference_has_no_backward_work() -> None:
     for made, ranks in product(variants("inference"), RANKS):
         program = made.program(ranks, 7)
         assert [a.work for r in range(ranks) for a in parts(program.line(r))] == ["F"] * program.stages * 7
-        assert simulate(program, Costs()).peak_live == [0] * ranks
+        assert simulate(program, Costs()).peak_activations == [0] * ranks
 
 
 @given(program=programs(), forward=COSTS, inputs=COSTS, weights=COSTS, message=st.floats(0, 2))
@@ -63,7 +63,7 @@ def test_times_are_those_of_a_plain_walk_around_the_ranks(
     program: Program, forward: float, inputs: float, weights: float, message: float
 ) -> None:
     """Whatever work and messages cost, nothing gets stuck, and each action ends when the plain walk says."""
-    costs = Costs(forward, inputs, weights, message=message)
+    costs = Costs(forward, inputs, weights, comm=message)
     run, walked = simulate(program, costs), ends(program, costs.length, message)
     for rank in range(program.ranks):
         for bar in run.line(rank):
@@ -74,13 +74,13 @@ def test_times_are_those_of_a_plain_walk_around_the_ranks(
 @given(program=programs(names=TRAINING), message=st.floats(0, 2))
 def test_slower_messages_never_make_a_step_shorter(program: Program, message: float) -> None:
     """The makespan does not fall when messages take longer."""
-    assert simulate(program, Costs(message=message)).makespan <= simulate(program, Costs(message=message + 1)).makespan
+    assert simulate(program, Costs(comm=message)).makespan <= simulate(program, Costs(comm=message + 1)).makespan
 
 
 @given(program=programs(), message=st.floats(0, 2), forward=COSTS)
 def test_messages_need_no_buffers_and_meet_in_order(program: Program, message: float, forward: float) -> None:
     """If every send waits until its receive is reached, lines still come to an end, and each meets its own receive."""
-    costs = Costs(forward, message=message)
+    costs = Costs(forward, comm=message)
     rendezvous([lower(program, rank, costs) for rank in range(program.ranks)])
 
 
@@ -117,7 +117,7 @@ def test_messages_stand_between_what_makes_them_and_what_needs_them(program: Pro
 @given(program=programs(most_ranks=4), channels=st.sampled_from(get_args(Channels)), message=st.floats(0, 1))
 def test_no_channel_makes_a_deadlock(program: Program, channels: Channels, message: float) -> None:
     """Whichever messages hinder one another, lines come to an end, no sooner than if none did."""
-    costs = Costs(message=message)
+    costs = Costs(comm=message)
     events = carry_out([lower(program, rank, costs) for rank in range(program.ranks)], costs, channels)
     free = simulate(program, costs).makespan
     assert max(event.end for event in events.values()) >= free - 1e-9

@@ -91,11 +91,17 @@ def steps(cases: list[Case], replicas: int = 1, kind: Literal["cpu", "cuda"] = "
 
 
 def _step(name: str, microbatches: int, tied: bool, frozen: bool, mesh: RankMesh, device: Any) -> dict[str, Any]:
-    """Gradients by name, as the optimizer gets them; this rank's part of the loss, and the held-out loss."""
-    sizes: dict[str, Any] = {"width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "feed_forward": 24}
+    """Gradients by name, as the optimizer gets them; this rank's part of the loss, and the validation loss."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 24,
+    }
     precision = DtypeByPurpose(parameter="float64", compute="float64", gradient="float64")  # sums stay in float64
     stages = RealStages(
-        model=Qwen3Dense(kernels=cpu_kernels(), tied=tied, layers=8, vocabulary=20, **sizes),
+        model=Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=tied, num_hidden_layers=8, vocab_size=20, **sizes),
         schedule=schedule(name),
         mesh=mesh,
         device=device,

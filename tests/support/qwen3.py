@@ -14,16 +14,16 @@ from drawloom.components.model.qwen3.moe import Qwen3Sparse
 from drawloom.components.ports.model import Shared, Span
 
 SIZES: dict[str, Any] = {
-    "layers": 2,
-    "width": 24,
-    "heads": 4,
-    "kv_heads": 2,
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 8,
-    "feed_forward": 40,
-    "vocabulary": 29,
+    "intermediate_size": 40,
+    "vocab_size": 29,
 }
 
-SPARSE_SIZES: dict[str, Any] = SIZES | {"experts": 5, "experts_per_token": 2, "expert_feed_forward": 12}
+SPARSE_SIZES: dict[str, Any] = SIZES | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
 
 def cpu_kernels(**choices: Any) -> AutoKernels:
@@ -50,7 +50,7 @@ def sparse(**changes: Any) -> Qwen3Sparse:
 
 def whole(model: Blueprint) -> nn.Module:
     """All of a model in one module, every parameter random: norms of weight 1 would hide that they are not used."""
-    module = model.build(Span(0, model.layers, embedding=True, head=True))
+    module = model.build(Span(0, model.num_hidden_layers, embedding=True, head=True))
     for parameter in module.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
     return module
@@ -75,7 +75,7 @@ def twin(model: Blueprint, parameters: Mapping[str, Tensor], **settings: Any) ->
 def names_in_transformers(model: Blueprint) -> dict[str, str]:
     """Our parameters' names and those in transformers' modules, which hold the experts of a layer in one tensor."""
     names = {group.inputs[0]: group.outputs[0] for group in model.hugging_face_mapper().groups}
-    for layer in range(model.layers):
+    for layer in range(model.num_hidden_layers):
         ours, theirs = f"layers.{layer}.feed_forward", f"model.layers.{layer}.mlp.experts"
         if f"{ours}.router.weight" in names:
             names |= {f"{ours}.gate_up.weight": f"{theirs}.gate_up_proj", f"{ours}.down.weight": f"{theirs}.down_proj"}

@@ -25,20 +25,20 @@ name = "tiny"
 [corpus]
 use = "data.text_files"
 paths = ["corpus/*.py"]
-held_out = 0.2
+validation_fraction = 0.2
 
 [vars]
 length = 32
 
 [model]
-layers = 1
-width = 16
-heads = 2
-kv_heads = 1
+num_hidden_layers = 1
+hidden_size = 16
+num_attention_heads = 2
+num_key_value_heads = 1
 head_dim = 8
-feed_forward = 32
+intermediate_size = 32
 
-[held_out]
+[validation]
 rows_used = 8
 
 [batch]
@@ -58,7 +58,7 @@ steps = 10
 [sample]
 tokens = 8
 
-[watch.logging]
+[listeners.logging]
 use = "listeners.logging"
 """
 

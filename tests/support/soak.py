@@ -44,7 +44,7 @@ KEEP = 2
 PHASES = ("start", "load", "train", "copy", "write", "commit", "rename", "rotate", "end")
 SURVIVOR = 2.0  # seconds in which a rank notices that another is gone
 NUMBERS = struct.Struct("=BBhh")  # for each rank: main thread's phase, another thread's, restored, committed
-SAME = ("step", "loss", "grad_norm", "lr", "tokens", "held_out_loss")
+SAME = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 
 
 @attrs.frozen
@@ -62,7 +62,7 @@ class Job:
     def command(self, name: str) -> list[str]:
         """What a person would type."""
         return [
-            *("run", "tiny.toml", f"run.name={name}", f"trainer.steps={STEPS}", "trainer.afterwards=[]"),
+            *("run", "tiny.toml", f"run.name={name}", f"trainer.steps={STEPS}", "trainer.on_finish=[]"),
             *("checkpoint.every=3", f"checkpoint.keep={KEEP}", "evaluate.every=7", "batch.micro_size=2"),
             f"staging.use=checkpoint.staging.{self.staging}",
         ]

@@ -13,13 +13,13 @@ class Attention(nn.Module):
 
     def __init__(self, architecture: Architecture, kernels: Kernels) -> None:
         super().__init__()
-        width, head_dim = architecture.width, architecture.head_dim
-        self.q = Linear(width, architecture.heads * head_dim, kernels)
-        self.k = Linear(width, architecture.kv_heads * head_dim, kernels)
-        self.v = Linear(width, architecture.kv_heads * head_dim, kernels)
-        self.q_norm = Norm(head_dim, architecture.norm_eps, kernels)
-        self.k_norm = Norm(head_dim, architecture.norm_eps, kernels)
-        self.out = Linear(architecture.heads * head_dim, width, kernels)
+        width, head_dim = architecture.hidden_size, architecture.head_dim
+        self.q = Linear(width, architecture.num_attention_heads * head_dim, kernels)
+        self.k = Linear(width, architecture.num_key_value_heads * head_dim, kernels)
+        self.v = Linear(width, architecture.num_key_value_heads * head_dim, kernels)
+        self.q_norm = Norm(head_dim, architecture.rms_norm_eps, kernels)
+        self.k_norm = Norm(head_dim, architecture.rms_norm_eps, kernels)
+        self.out = Linear(architecture.num_attention_heads * head_dim, width, kernels)
         self.head_dim = head_dim
         self.kernels = kernels
 

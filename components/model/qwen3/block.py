@@ -13,9 +13,9 @@ class Block(nn.Module):
 
     def __init__(self, architecture: Architecture, kernels: Kernels, feed_forward: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = Norm(architecture.width, architecture.norm_eps, kernels)
+        self.attention_norm = Norm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
         self.attention = Attention(architecture, kernels)
-        self.feed_forward_norm = Norm(architecture.width, architecture.norm_eps, kernels)
+        self.feed_forward_norm = Norm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
         self.feed_forward = feed_forward
         self.kernels = kernels
 

@@ -40,32 +40,38 @@ class Blueprint:
     kernels: Kernels
     tokenizer: Tokenizer | None = None
     config: Path | None = setting(default=None, doc="a Hugging Face config.json or its folder, instead of what follows")
-    _layers: int | None = setting(default=None, alias="layers", check=at_least(1), doc="how many layers")
-    width: int | None = setting(default=None, check=at_least(1), doc="channels of the hidden states")
-    heads: int | None = setting(default=None, check=at_least(1), doc="query heads")
-    kv_heads: int | None = setting(default=None, check=at_least(1), doc="key and value heads; heads if left out")
+    _num_hidden_layers: int | None = setting(
+        default=None, alias="num_hidden_layers", check=at_least(1), doc="how many layers"
+    )
+    hidden_size: int | None = setting(default=None, check=at_least(1), doc="channels of the hidden states")
+    num_attention_heads: int | None = setting(default=None, check=at_least(1), doc="query heads")
+    num_key_value_heads: int | None = setting(
+        default=None, check=at_least(1), doc="key and value heads; heads if left out"
+    )
     head_dim: int | None = setting(default=None, check=at_least(1), doc="channels of a head; width / heads if left out")
-    feed_forward: int | None = setting(default=None, check=at_least(1), doc="channels inside the feed-forward network")
-    _vocabulary: int | None = setting(
-        default=None, alias="vocabulary", check=at_least(1), doc="token ids; the tokenizer's if left out"
+    intermediate_size: int | None = setting(
+        default=None, check=at_least(1), doc="channels inside the feed-forward network"
+    )
+    _vocab_size: int | None = setting(
+        default=None, alias="vocab_size", check=at_least(1), doc="token ids; the tokenizer's if left out"
     )
     vocabulary_multiple: int = setting(
         default=1, check=at_least(1), doc="the tokenizer's vocabulary is rounded up to a multiple of this"
     )
-    tied: bool | None = setting(default=None, doc="whether the head is the embedding; false if left out")
-    max_positions: int | None = setting(
+    tie_word_embeddings: bool | None = setting(default=None, doc="whether the head is the embedding; false if left out")
+    max_position_embeddings: int | None = setting(
         default=None, check=at_least(1), change="free", doc="longest text that an export claims; 32768 if left out"
     )
-    rope_base: float | None = setting(
+    rope_theta: float | None = setting(
         default=None, check=above(1), change="semantic", doc="base of rotary positions; 1e6 if left out"
     )
     rope_scaling: RopeScaling | None = setting(
         default=None, change="semantic", doc="how rotary positions are stretched for longer texts; not if left out"
     )
-    norm_eps: float | None = setting(
+    rms_norm_eps: float | None = setting(
         default=None, check=above(0), change="semantic", doc="added to mean squares in norms; 1e-6 if left out"
     )
-    initial_std: float | None = setting(
+    initializer_range: float | None = setting(
         default=None, check=above(0), change="semantic", doc="standard deviation of initial weights; 0.02 if left out"
     )
 
@@ -79,7 +85,7 @@ class Blueprint:
     def weigh_change(cls, node: Any, key: str) -> str | None:
         """The longest text is a claim and no more, but where positions beyond it are stretched."""
         rope = node.settings["rope_scaling"]
-        return "semantic" if key == "max_positions" and rope and rope.kind == "dynamic" else None
+        return "semantic" if key == "max_position_embeddings" and rope and rope.kind == "dynamic" else None
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -90,12 +96,12 @@ class Blueprint:
         return choose_architecture(self.family, settings, tokens)
 
     @property
-    def layers(self) -> int:
-        return self.architecture.layers
+    def num_hidden_layers(self) -> int:
+        return self.architecture.num_hidden_layers
 
     @property
-    def vocabulary(self) -> int:
-        return self.architecture.vocabulary
+    def vocab_size(self) -> int:
+        return self.architecture.vocab_size
 
     @abstractmethod
     def feed_forward_of(self, number: int) -> nn.Module:
@@ -105,7 +111,7 @@ class Blueprint:
         return Decoder(self.architecture, span, self.kernels, self.feed_forward_of)
 
     def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
-        std, layers = self.architecture.initial_std, self.architecture.layers
+        std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
         fill_with_initial_weights(name, parameter, seed=seed, layers=layers, std=std)
 
     def hugging_face_config(self) -> dict[str, Any]:

@@ -12,19 +12,19 @@ from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 class Architecture:
     """All that is needed to build a Qwen3 dense model; sizes count channels, heads, layers or token ids."""
 
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
-    feed_forward: int
-    vocabulary: int
-    tied: bool = False
-    max_positions: int = 32_768
-    rope_base: float = 1e6
+    intermediate_size: int
+    vocab_size: int
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 32_768
+    rope_theta: float = 1e6
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-6
-    initial_std: float = 0.02
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
 
 
 @attrs.frozen(kw_only=True)
@@ -32,30 +32,30 @@ class SparseArchitecture(Architecture):
     """
     The same of a Qwen3 model with experts.
 
-    `dense_layers` are the numbers of layers without any. `balance` is what the loss that spreads tokens over experts
+    `mlp_only_layers` are the numbers of layers without any. `balance` is what the loss that spreads tokens over experts
     weighs, beside that of the tokens.
     """
 
-    experts: int
-    experts_per_token: int
-    expert_feed_forward: int
-    normalised: bool = True
-    sparse_step: int = 1
-    dense_layers: tuple[int, ...] = attrs.field(default=(), converter=tuple)
-    balance: float = 0.001
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    router_aux_loss_coef: float = 0.001
 
     def is_sparse(self, number: int) -> bool:
         """Whether the layer of this number has experts."""
-        return has_experts(number, self.sparse_step, self.dense_layers)
+        return has_experts(number, self.decoder_sparse_step, self.mlp_only_layers)
 
     @property
     def sparse_layers(self) -> int:
         """How many layers have experts."""
-        return sum(map(self.is_sparse, range(self.layers)))
+        return sum(map(self.is_sparse, range(self.num_hidden_layers)))
 
 
 def has_experts(number: int, sparse_step: int, dense_layers: Sequence[int]) -> bool:
-    """Whether a layer has experts: the last of every `sparse_step`, unless it is named as dense."""
+    """Whether a layer has experts: the last of every `decoder_sparse_step`, unless it is named as dense."""
     return number not in dense_layers and (number + 1) % sparse_step == 0
 
 
@@ -63,8 +63,8 @@ def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[Fault]:
     """What is wrong with the sizes of attention."""
     if heads % kv_heads:
         whole = [number for number in range(1, heads + 1) if heads % number == 0]
-        why = f"kv_heads = {kv_heads} does not divide heads = {heads}"
-        yield Fault("kv_heads", why, f"write one of {', '.join(map(str, whole))}")
+        why = f"num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}"
+        yield Fault("num_key_value_heads", why, f"write one of {', '.join(map(str, whole))}")
     if head_dim % 2:
         why = f"head_dim = {head_dim} is odd, and rotary positions turn channels in pairs"
         yield Fault("head_dim", why, f"write {head_dim + 1}")
@@ -75,11 +75,11 @@ def expert_faults(
 ) -> Iterator[Fault]:
     """What is wrong with the numbers of experts, and with the layers that have them."""
     if experts_per_token > experts:
-        why = f"experts_per_token = {experts_per_token} is more than experts = {experts}"
-        yield Fault("experts_per_token", why, f"write {experts}, or less")
+        why = f"num_experts_per_tok = {experts_per_token} is more than num_experts = {experts}"
+        yield Fault("num_experts_per_tok", why, f"write {experts}, or less")
     if strange := [number for number in dense_layers if not 0 <= number < layers]:
-        why = f"dense_layers names layer {strange[0]}, and layers are counted from 0 to {layers - 1}"
-        yield Fault("dense_layers", why, f"remove {strange[0]}")
+        why = f"mlp_only_layers names layer {strange[0]}, and layers are counted from 0 to {layers - 1}"
+        yield Fault("mlp_only_layers", why, f"remove {strange[0]}")
     elif not any(has_experts(number, sparse_step, dense_layers) for number in range(layers)):
-        key = "sparse_step" if sparse_step > layers else "dense_layers"
+        key = "decoder_sparse_step" if sparse_step > layers else "mlp_only_layers"
         yield Fault(key, "no layer has experts", 'write less, or use = "model.qwen3.dense"')

@@ -20,7 +20,7 @@ class Experts(nn.Module):
 
     def __init__(self, architecture: SparseArchitecture, kernels: ExpertKernels) -> None:
         super().__init__()
-        experts, width, inner = architecture.experts, architecture.width, architecture.expert_feed_forward
+        experts, width, inner = architecture.num_experts, architecture.hidden_size, architecture.moe_intermediate_size
         self.router = Linear(width, experts, kernels)
         self.gate_up = GroupedLinear(experts, width, 2 * inner, kernels)
         self.down = GroupedLinear(experts, inner, width, kernels)
@@ -29,7 +29,7 @@ class Experts(nn.Module):
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         chosen, probabilities = self._choose(hidden, targets)
-        routes = self.kernels.moe_routes(chosen.flatten(0, -2), self.architecture.experts)
+        routes = self.kernels.moe_routes(chosen.flatten(0, -2), self.architecture.num_experts)
         rows, scale = self.kernels.moe_permute(hidden.flatten(0, -2), probabilities.flatten(0, -2), routes)
         _, _, ends = routes
         mixed = self.kernels.swiglu_halves(self.gate_up(rows, ends), scale)
@@ -39,11 +39,13 @@ class Experts(nn.Module):
         """The experts of each token, and their probabilities, (rows, length, choices), at least in float32."""
         logits = self.router(hidden)
         all_probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        chosen = all_probabilities.detach().topk(self.architecture.experts_per_token).indices
-        if targets is not None and self.architecture.balance:
-            weights = (targets != IGNORED).sum(1) * (self.architecture.balance / self.architecture.sparse_layers)
+        chosen = all_probabilities.detach().topk(self.architecture.num_experts_per_tok).indices
+        if targets is not None and self.architecture.router_aux_loss_coef:
+            weights = (targets != IGNORED).sum(1) * (
+                self.architecture.router_aux_loss_coef / self.architecture.sparse_layers
+            )
             all_probabilities = balanced(all_probabilities, chosen, weights)
         probabilities = all_probabilities.gather(-1, chosen)
-        if self.architecture.normalised:
+        if self.architecture.norm_topk_prob:
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
         return chosen, probabilities

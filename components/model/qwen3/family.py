@@ -8,28 +8,28 @@ import attrs
 from drawloom.components.model.qwen3.config import Architecture, SparseArchitecture
 
 KEYS = {
-    "layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
+    "num_hidden_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
     "head_dim": "head_dim",
-    "feed_forward": "intermediate_size",
-    "vocabulary": "vocab_size",
-    "tied": "tie_word_embeddings",
-    "max_positions": "max_position_embeddings",
-    "rope_base": "rope_theta",
-    "norm_eps": "rms_norm_eps",
-    "initial_std": "initializer_range",
+    "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "max_position_embeddings": "max_position_embeddings",
+    "rope_theta": "rope_theta",
+    "rms_norm_eps": "rms_norm_eps",
+    "initializer_range": "initializer_range",
 }
 
 EXPERT_KEYS = {
-    "experts": "num_experts",
-    "experts_per_token": "num_experts_per_tok",
-    "expert_feed_forward": "moe_intermediate_size",
-    "normalised": "norm_topk_prob",
-    "sparse_step": "decoder_sparse_step",
-    "dense_layers": "mlp_only_layers",
-    "balance": "router_aux_loss_coef",
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "moe_intermediate_size": "moe_intermediate_size",
+    "norm_topk_prob": "norm_topk_prob",
+    "decoder_sparse_step": "decoder_sparse_step",
+    "mlp_only_layers": "mlp_only_layers",
+    "router_aux_loss_coef": "router_aux_loss_coef",
 }
 
 
@@ -64,7 +64,7 @@ DENSE = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     KEYS,
-    needed=("layers", "width", "heads", "feed_forward"),
+    needed=("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
 )
 
 SPARSE = Family(
@@ -74,6 +74,13 @@ SPARSE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     KEYS | EXPERT_KEYS,
-    needed=("layers", "width", "heads", "experts", "experts_per_token", "expert_feed_forward"),
-    silent={"normalised": False},
+    needed=(
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+    ),
+    silent={"norm_topk_prob": False},
 )

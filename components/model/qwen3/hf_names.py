@@ -32,7 +32,7 @@ EXPERT_NAMES = {"feed_forward.router": "mlp.gate"}
 
 def mapper_of(architecture: Architecture) -> Mapper:
     """Our parameters to Hugging Face's."""
-    head = {} if architecture.tied else {"head.weight": "lm_head.weight"}
+    head = {} if architecture.tie_word_embeddings else {"head.weight": "lm_head.weight"}
     return parallel(
         rename({"embedding.weight": "model.embed_tokens.weight"}),
         *_layers(architecture),
@@ -44,8 +44,8 @@ def _layers(architecture: Architecture) -> Iterator[Mapper]:
     dense = _weights(LAYER_NAMES | DENSE_NAMES)
     sparse = dense
     if isinstance(architecture, SparseArchitecture):
-        sparse = parallel(_weights(LAYER_NAMES | EXPERT_NAMES), *_experts(architecture.experts))
-    for n in range(architecture.layers):
+        sparse = parallel(_weights(LAYER_NAMES | EXPERT_NAMES), *_experts(architecture.num_experts))
+    for n in range(architecture.num_hidden_layers):
         layer = sparse if isinstance(architecture, SparseArchitecture) and architecture.is_sparse(n) else dense
         yield prefixed(layer, source=f"layers.{n}.", target=f"model.layers.{n}.")
 

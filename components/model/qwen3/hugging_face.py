@@ -42,7 +42,7 @@ def config_of(family: Family, architecture: Architecture, end: int | None) -> di
     numbers = {theirs: _plain(getattr(architecture, ours)) for ours, theirs in family.keys.items()}
     known_end = {} if end is None else {"eos_token_id": end}
     named = {"architectures": [family.class_name], "model_type": family.model_type}
-    rope = rope_parameters_of(architecture.rope_scaling, architecture.rope_base)
+    rope = rope_parameters_of(architecture.rope_scaling, architecture.rope_theta)
     return {**named, **FIXED, **numbers, **rope, **known_end, "use_cache": True}
 
 
@@ -80,11 +80,11 @@ def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Arch
 
 
 def _faults(architecture: Architecture) -> Iterator[Fault]:
-    yield from head_faults(architecture.heads, architecture.kv_heads, architecture.head_dim)
+    yield from head_faults(architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim)
     if architecture.rope_scaling is not None:
         yield from rope_faults(architecture.rope_scaling, architecture.head_dim)
     if isinstance(architecture, SparseArchitecture):
-        keys = ("layers", "experts", "experts_per_token", "sparse_step", "dense_layers")
+        keys = ("num_hidden_layers", "num_experts", "num_experts_per_tok", "decoder_sparse_step", "mlp_only_layers")
         yield from expert_faults(*(getattr(architecture, key) for key in keys))
 
 
@@ -100,7 +100,7 @@ def _differences(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
 def _gaps(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
     """Hugging Face's default for the base is not that of Qwen3, so it must be there."""
     needed = [field.name for field in attrs.fields(family.architecture) if field.default is attrs.NOTHING]
-    if missing := [family.keys[key] for key in (*needed, "rope_base") if key not in found]:
+    if missing := [family.keys[key] for key in (*needed, "rope_theta") if key not in found]:
         yield f"lacks {', '.join(missing)}"
 
 
@@ -124,8 +124,8 @@ KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("true or false", lambda value: type(value) is bool),
     int: ("int above 0", lambda value: type(value) is int and value > 0),
     float: ("float above 0", lambda value: _is_number(value) and value > 0),
-    "balance": ("float of 0 or more", lambda value: _is_number(value) and value >= 0),
-    "dense_layers": (
+    "router_aux_loss_coef": ("float of 0 or more", lambda value: _is_number(value) and value >= 0),
+    "mlp_only_layers": (
         "a list of layers' numbers",
         lambda value: type(value) is list and all(type(number) is int and number >= 0 for number in value),
     ),

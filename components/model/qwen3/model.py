@@ -18,7 +18,7 @@ class Decoder(nn.Module):
     """
     A run of layers, named by their numbers in the whole model, with or without either end.
 
-    `feed_forward` makes the feed-forward network of a layer, from its number.
+    `intermediate_size` makes the feed-forward network of a layer, from its number.
     A tied head's weight is called `embedding.weight` on every span that has it: where the head stands without the
     embedding, that is a tensor of its own.
     """
@@ -30,15 +30,15 @@ class Decoder(nn.Module):
         self.architecture = architecture
         self.span = span
         self.kernels = kernels
-        self.scaling = scaling_of(architecture.rope_scaling, architecture.max_positions)
+        self.scaling = scaling_of(architecture.rope_scaling, architecture.max_position_embeddings)
         blocks = {n: Block(architecture, kernels, feed_forward(n)) for n in range(span.first, span.last)}
-        if span.embedding or (span.head and architecture.tied):
-            self.embedding = Embedding(architecture.vocabulary, architecture.width, kernels)
+        if span.embedding or (span.head and architecture.tie_word_embeddings):
+            self.embedding = Embedding(architecture.vocab_size, architecture.hidden_size, kernels)
         self.layers = nn.ModuleDict({str(number): block for number, block in blocks.items()})
         if span.head:
-            self.norm = Norm(architecture.width, architecture.norm_eps, kernels)
-        if span.head and not architecture.tied:
-            self.head = Linear(architecture.width, architecture.vocabulary, kernels)
+            self.norm = Norm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
+        if span.head and not architecture.tie_word_embeddings:
+            self.head = Linear(architecture.hidden_size, architecture.vocab_size, kernels)
 
     def forward(self, inputs: Tensor, shared: Shared) -> Tensor:
         hidden = self.embedding(inputs) if self.span.embedding else inputs
@@ -49,11 +49,11 @@ class Decoder(nn.Module):
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines that turn queries and keys, float32 (rows, length, head_dim // 2)."""
-        return rope_angles(positions, self.architecture.head_dim, self.architecture.rope_base, self.scaling)
+        return rope_angles(positions, self.architecture.head_dim, self.architecture.rope_theta, self.scaling)
 
     def _predict(self, hidden: Tensor, targets: Tensor | None) -> Tensor:
         """Losses by token if there are targets, else logits."""
-        weight = self.embedding.weight if self.architecture.tied else self.head.weight
+        weight = self.embedding.weight if self.architecture.tie_word_embeddings else self.head.weight
         if targets is None:
             return self.kernels.linear(hidden, weight)
         return self.kernels.linear_cross_entropy(hidden, weight, targets)

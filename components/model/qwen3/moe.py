@@ -24,24 +24,24 @@ class Qwen3Sparse(Blueprint):
     family = SPARSE
 
     kernels: ExpertKernels
-    feed_forward: int | None = setting(
+    intermediate_size: int | None = setting(
         default=None, check=at_least(1), doc="channels inside the feed-forward network of layers without experts"
     )
-    experts: int | None = setting(default=None, check=at_least(1), doc="experts of a layer")
-    experts_per_token: int | None = setting(default=None, check=at_least(1), doc="experts that each token visits")
-    expert_feed_forward: int | None = setting(default=None, check=at_least(1), doc="channels inside an expert")
-    normalised: bool | None = setting(
+    num_experts: int | None = setting(default=None, check=at_least(1), doc="experts of a layer")
+    num_experts_per_tok: int | None = setting(default=None, check=at_least(1), doc="experts that each token visits")
+    moe_intermediate_size: int | None = setting(default=None, check=at_least(1), doc="channels inside an expert")
+    norm_topk_prob: bool | None = setting(
         default=None,
         change="semantic",
         doc="whether the probabilities of a token's experts are made to add up to 1; true if left out",
     )
-    sparse_step: int | None = setting(
+    decoder_sparse_step: int | None = setting(
         default=None, check=at_least(1), doc="the last of every so many layers has experts; 1 if left out"
     )
-    dense_layers: list[int] | None = setting(
+    mlp_only_layers: list[int] | None = setting(
         default=None, doc="numbers, from 0, of layers without experts; none if left out"
     )
-    balance: float | None = setting(
+    router_aux_loss_coef: float | None = setting(
         default=None,
         check=at_least(0),
         change="semantic",

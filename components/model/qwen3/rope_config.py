@@ -9,13 +9,13 @@ from drawloom.components.model.qwen3.rope_scaling import USED, RopeScaling
 
 THEIRS = {
     "factor": "factor",
-    "trained_positions": "original_max_position_embeddings",
-    "fast": "beta_fast",
-    "slow": "beta_slow",
-    "whole": "truncate",
-    "sharpening": "attention_factor",
-    "low": "low_freq_factor",
-    "high": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "truncate": "truncate",
+    "attention_factor": "attention_factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
 }
 """Our names to Hugging Face's."""
 
@@ -59,8 +59,8 @@ def _scaling(rope: Mapping[str, Any], max_positions: Any) -> RopeScaling | None:
         raise ValueError(f"says {strange[0]} of rotary positions of kind {kind!r}, which can't be built")
     if kind == "default":
         return None
-    if "trained_positions" in used:
-        told.setdefault(THEIRS["trained_positions"], max_positions)
+    if "original_max_position_embeddings" in used:
+        told.setdefault(THEIRS["original_max_position_embeddings"], max_positions)
     return _made(kind, {ours[key]: value for key, value in told.items()})
 
 
@@ -68,7 +68,7 @@ def _made(kind: Any, told: Mapping[str, Any]) -> RopeScaling:
     """Of numbers of the right types."""
     for field in attrs.fields(RopeScaling):
         value = told.get(field.name)
-        wanted = {"whole": (bool,), "trained_positions": (int,)}.get(field.name, (int, float))
+        wanted = {"truncate": (bool,), "original_max_position_embeddings": (int,)}.get(field.name, (int, float))
         if value is not None and type(value) not in wanted:
             raise ValueError(
                 f"says {THEIRS[field.name]} = {value!r} of rotary positions, which is not {wanted[-1].__name__}"

@@ -12,12 +12,12 @@ from drawloom.kernels.rope_frequencies import Dynamic, Linear, Llama3, Scaling, 
 USED = {
     "linear": ("factor",),
     "dynamic": ("factor",),
-    "yarn": ("factor", "trained_positions", "fast", "slow", "whole", "sharpening"),
-    "llama3": ("factor", "trained_positions", "low", "high"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
 """What each kind is told."""
 
-NEEDED = ("factor", "trained_positions")
+NEEDED = ("factor", "original_max_position_embeddings")
 """What has no default where it is used."""
 
 
@@ -27,17 +27,25 @@ class RopeScaling:
 
     kind: Literal["linear", "dynamic", "yarn", "llama3"] = setting(doc="how; see kernels/rope_frequencies.py")
     factor: float = setting(check=at_least(1), doc="how many times longer texts become")
-    trained_positions: int | None = setting(
-        default=None, check=at_least(1), doc="longest text before, in tokens; dynamic takes max_positions"
+    original_max_position_embeddings: int | None = setting(
+        default=None, check=at_least(1), doc="longest text before, in tokens; dynamic takes max_position_embeddings"
     )
-    fast: float | None = setting(default=None, check=above(0), doc="yarn: turns of pairs that keep their speed; 32")
-    slow: float | None = setting(default=None, check=above(0), doc="yarn: turns of pairs that are slowed in full; 1")
-    whole: bool | None = setting(default=None, doc="yarn: whether the bounds are rounded to whole pairs; true")
-    sharpening: float | None = setting(
+    beta_fast: float | None = setting(
+        default=None, check=above(0), doc="yarn: turns of pairs that keep their speed; 32"
+    )
+    beta_slow: float | None = setting(
+        default=None, check=above(0), doc="yarn: turns of pairs that are slowed in full; 1"
+    )
+    truncate: bool | None = setting(default=None, doc="yarn: whether the bounds are rounded to whole pairs; true")
+    attention_factor: float | None = setting(
         default=None, check=above(0), doc="yarn: factor of cosines and sines; 0.1 ln(factor) + 1"
     )
-    low: float | None = setting(default=None, check=above(0), doc="llama3: turns of pairs that are slowed in full; 1")
-    high: float | None = setting(default=None, check=above(0), doc="llama3: turns of pairs that keep their speed; 4")
+    low_freq_factor: float | None = setting(
+        default=None, check=above(0), doc="llama3: turns of pairs that are slowed in full; 1"
+    )
+    high_freq_factor: float | None = setting(
+        default=None, check=above(0), doc="llama3: turns of pairs that keep their speed; 4"
+    )
 
     def told(self) -> dict[str, float | bool]:
         """What it was told besides its kind."""
@@ -50,7 +58,7 @@ def scaling_of(rope: RopeScaling | None, max_positions: int) -> Scaling:
     if rope is None:
         return None
     told = rope.told()
-    length = {"length": int(told.pop("trained_positions", max_positions))}
+    length = {"length": int(told.pop("original_max_position_embeddings", max_positions))}
     if rope.kind == "linear":
         return Linear(rope.factor)
     made = {"dynamic": Dynamic, "yarn": Yarn, "llama3": Llama3}[rope.kind]
@@ -67,8 +75,8 @@ def rope_faults(rope: RopeScaling, head_dim: int | None) -> Iterator[Fault]:
     if lacking := [name for name in NEEDED if name in used and name not in told]:
         why = f"rope_scaling lacks {lacking[0]}, which {rope.kind} needs"
         yield Fault("rope_scaling", why, f"write {lacking[0]} = 32768, say")
-    for less, more in (("slow", "fast"), ("low", "high")):
-        values = {"slow": 1.0, "fast": 32.0, "low": 1.0, "high": 4.0} | told
+    for less, more in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
+        values = {"beta_slow": 1.0, "beta_fast": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | told
         if (less in told or more in told) and values[less] >= values[more]:
             why = f"rope_scaling.{more} = {values[more]:g} is not above {less} = {values[less]:g}"
             yield Fault(("rope_scaling", more if more in told else less), why, f"write {more} = {2 * values[less]:g}")

@@ -19,17 +19,17 @@ from drawloom.components.model.qwen3.rope_scaling import rope_faults
 from drawloom.graph import UserError
 
 EXAMPLES = {
-    "layers": 4,
-    "width": 256,
-    "heads": 8,
-    "feed_forward": 768,
-    "vocabulary": 320,
-    "experts": 16,
-    "experts_per_token": 2,
-    "expert_feed_forward": 128,
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "intermediate_size": 768,
+    "vocab_size": 320,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
 }
 
-BESIDE_CONFIG = ("balance",)
+BESIDE_CONFIG = ("router_aux_loss_coef",)
 """What may be written beside a config, and is then meant instead of what that says: it makes no other model."""
 
 
@@ -42,10 +42,10 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
     for key in family.needed:
         if key not in given:
             yield Fault(key, f"{key} is missing", f"write {key} = {EXAMPLES[key]}, say, or config = a config.json")
-    if "vocabulary" not in given and not has_tokenizer:
-        instead = f'write tokenizer = "@tokenizer", or vocabulary = {EXAMPLES["vocabulary"]}, say'
-        yield Fault("vocabulary", "there is neither a vocabulary nor a tokenizer to ask for it", instead)
-    if "width" in given and "heads" in given:
+    if "vocab_size" not in given and not has_tokenizer:
+        instead = f'write tokenizer = "@tokenizer", or vocab_size = {EXAMPLES["vocab_size"]}, say'
+        yield Fault("vocab_size", "there is neither a vocabulary nor a tokenizer to ask for it", instead)
+    if "hidden_size" in given and "num_attention_heads" in given:
         yield from _attention_faults(given)
     if "rope_scaling" in given:
         yield from rope_faults(given["rope_scaling"], given.get("head_dim"))
@@ -62,9 +62,9 @@ def choose_architecture(family: Family, settings: Mapping[str, Any], tokens: int
         architecture = attrs.evolve(read_config(family, settings["config"]), **beside)
     else:
         architecture = family.architecture(**_completed(family, settings, tokens))
-    if tokens is not None and tokens > architecture.vocabulary:
-        why = f"the tokenizer has {tokens} ids, but the model's vocabulary only {architecture.vocabulary}"
-        raise UserError(f"{family.component}: {why}; write vocabulary = {tokens}, or another tokenizer")
+    if tokens is not None and tokens > architecture.vocab_size:
+        why = f"the tokenizer has {tokens} ids, but the model's vocabulary only {architecture.vocab_size}"
+        raise UserError(f"{family.component}: {why}; write vocab_size = {tokens}, or another tokenizer")
     return architecture
 
 
@@ -76,10 +76,14 @@ def _completed(family: Family, settings: Mapping[str, Any], tokens: int | None) 
     """Settings with what was left out filled in, except what the architecture has defaults for."""
     given = _given(family, settings)
     if tokens is not None:
-        given.setdefault("vocabulary", _rounded_up(tokens, settings["vocabulary_multiple"]))
-    if "experts_per_token" in given:  # of layers without experts, which there are none if it was left out
-        given.setdefault("feed_forward", given["experts_per_token"] * given["expert_feed_forward"])
-    return {"kv_heads": given["heads"], "head_dim": given["width"] // given["heads"], **given}
+        given.setdefault("vocab_size", _rounded_up(tokens, settings["vocabulary_multiple"]))
+    if "num_experts_per_tok" in given:  # of layers without experts, which there are none if it was left out
+        given.setdefault("intermediate_size", given["num_experts_per_tok"] * given["moe_intermediate_size"])
+    return {
+        "num_key_value_heads": given["num_attention_heads"],
+        "head_dim": given["hidden_size"] // given["num_attention_heads"],
+        **given,
+    }
 
 
 def _config_faults(family: Family, settings: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Fault]:
@@ -93,22 +97,26 @@ def _config_faults(family: Family, settings: Mapping[str, Any], given: Mapping[s
 
 
 def _attention_faults(given: Mapping[str, Any]) -> Iterator[Fault]:
-    width, heads = given["width"], given["heads"]
+    width, heads = given["hidden_size"], given["num_attention_heads"]
     if "head_dim" not in given and width % heads:
-        why = f"heads = {heads} does not divide width = {width}, so head_dim has no default"
-        yield Fault("heads", why, "write head_dim = 64, say")
+        why = f"num_attention_heads = {heads} does not divide hidden_size = {width}, so head_dim has no default"
+        yield Fault("num_attention_heads", why, "write head_dim = 64, say")
         return
-    yield from head_faults(heads, given.get("kv_heads", heads), given.get("head_dim", width // heads))
+    yield from head_faults(heads, given.get("num_key_value_heads", heads), given.get("head_dim", width // heads))
 
 
 def _expert_faults(given: Mapping[str, Any]) -> Iterator[Fault]:
-    layers, step, dense = given["layers"], given.get("sparse_step", 1), given.get("dense_layers", ())
-    found = list(expert_faults(layers, given["experts"], given["experts_per_token"], step, dense))
+    layers, step, dense = (
+        given["num_hidden_layers"],
+        given.get("decoder_sparse_step", 1),
+        given.get("mlp_only_layers", ()),
+    )
+    found = list(expert_faults(layers, given["num_experts"], given["num_experts_per_tok"], step, dense))
     yield from found
     first = next((number for number in range(layers) if not has_experts(number, step, dense)), None)
-    if first is not None and "feed_forward" not in given and not found:
-        why = f"feed_forward is missing, and layer {first} has no experts"
-        yield Fault("feed_forward", why, f"write feed_forward = {EXAMPLES['feed_forward']}, say")
+    if first is not None and "intermediate_size" not in given and not found:
+        why = f"intermediate_size is missing, and layer {first} has no experts"
+        yield Fault("intermediate_size", why, f"write intermediate_size = {EXAMPLES['intermediate_size']}, say")
 
 
 def _rounded_up(number: int, multiple: int) -> int:

@@ -12,9 +12,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, architecture: Architecture, kernels: Kernels) -> None:
         super().__init__()
-        self.gate = Linear(architecture.width, architecture.feed_forward, kernels)
-        self.up = Linear(architecture.width, architecture.feed_forward, kernels)
-        self.down = Linear(architecture.feed_forward, architecture.width, kernels)
+        self.gate = Linear(architecture.hidden_size, architecture.intermediate_size, kernels)
+        self.up = Linear(architecture.hidden_size, architecture.intermediate_size, kernels)
+        self.down = Linear(architecture.intermediate_size, architecture.hidden_size, kernels)
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ class Costs:
     backward_input: float = 1.0
     backward_weight: float = 1.0
     backward: float = attrs.field()
-    message: float = 0.0
+    comm: float = 0.0
 
     @backward.default
     def _whole(self) -> float:
@@ -26,4 +26,4 @@ class Costs:
     def length(self, work: str) -> float:
         """What one action costs, message or work."""
         lengths = {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}
-        return lengths.get(work, self.message)
+        return lengths.get(work, self.comm)

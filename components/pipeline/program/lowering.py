@@ -27,7 +27,7 @@ from drawloom.components.ports.program import (
     joined_up,
 )
 
-PAPER = Costs(message=0.25)
+PAPER = Costs(comm=0.25)
 """What is assumed of work and messages to lay them in order: a message takes a quarter of a forward."""
 
 

@@ -76,7 +76,7 @@ def dependencies(program: Program, costs: Costs) -> tuple[NDArray[np.int64], NDA
     takes[weight | (forward & (stage == 0))] = _NOTHING
     owners = np.array(program.owners)
     source = np.clip(stage - direction, 0, last)
-    delay = np.where(owners[source] != owners[stage], costs.message, 0.0)
+    delay = np.where(owners[source] != owners[stage], costs.comm, 0.0)
     delay[takes == _NOTHING] = 0.0
     return made, takes, delay
 

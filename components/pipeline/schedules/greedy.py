@@ -21,7 +21,7 @@ class Greedy:
     forward: float = setting(default=1.0, check=above(0), doc="time of a forward")
     backward_input: float = setting(default=1.0, check=above(0), doc="time of the input gradients")
     backward_weight: float = setting(default=1.0, check=above(0), doc="time of the weight gradients")
-    message: float = setting(default=0.0, check=at_least(0), doc="time that a message is on its way")
+    comm: float = setting(default=0.0, check=at_least(0), doc="time that a message is on its way")
     memory: int | None = setting(
         default=None,
         check=at_least(1),
@@ -39,7 +39,7 @@ class Greedy:
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """What each rank computes, in order."""
-        costs = Costs(self.forward, self.backward_input, self.backward_weight, message=self.message)
+        costs = Costs(self.forward, self.backward_input, self.backward_weight, comm=self.comm)
         enough = 2 * ranks + 1
         limit = enough if self.memory is None else 2 * self.memory
         if limit < enough:

@@ -77,7 +77,7 @@ class Simulation:
         return _idle(self.ideal, self.span)
 
     @property
-    def peak_live(self) -> list[int]:
+    def peak_activations(self) -> list[int]:
         """By rank, the most stage-microbatches between their forward and their (input) gradients."""
         return self._peaks(FORWARD, BACKWARD, BACKWARD_INPUT)
 
@@ -87,7 +87,7 @@ class Simulation:
         return self._peaks(FORWARD, BACKWARD, BACKWARD_WEIGHT)
 
     @property
-    def peak_owed(self) -> list[int]:
+    def peak_pending_weight_grads(self) -> list[int]:
         """By rank, the most weight gradients that are still to be done after their input gradients."""
         return self._peaks(BACKWARD_INPUT, BACKWARD_WEIGHT)
 

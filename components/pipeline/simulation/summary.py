@@ -53,7 +53,7 @@ class Summary:
             "ideal": run.ideal,
             "bubble": run.bubble,
             "span_bubble": run.span_bubble,
-            "peak_live": run.peak_live,
+            "peak_activations": run.peak_activations,
             "peak_live_weights": run.peak_live_weights,
             "actions": run.actions,
         }
@@ -61,7 +61,7 @@ class Summary:
     def by_rank(self) -> str:
         """What each rank holds at most, as a table."""
         run = self.simulation
-        columns = (run.peak_live, run.peak_live_weights, run.peak_owed, run.peak_boundary)
+        columns = (run.peak_activations, run.peak_live_weights, run.peak_pending_weight_grads, run.peak_boundary)
         rows = [(f"rank {rank}", *map(str, row)) for rank, row in enumerate(zip(*columns, strict=True))]
         return table([("at most", "live", "until weights", "weights owed", "messages"), *rows])
 
@@ -97,7 +97,7 @@ def _row(summary: Summary) -> tuple[str, ...]:
         f"{run.ideal:g}",
         f"{run.bubble:.1%}",
         f"{run.span_bubble:.1%}",
-        str(max(run.peak_live)),
+        str(max(run.peak_activations)),
         str(held),
         f"{held / summary.stages_per_rank:g}",
     )

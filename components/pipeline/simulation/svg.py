@@ -80,7 +80,7 @@ class _Picture:
         yield _text(LEFT, 24, self.title, 15, weight="bold")
         yield _text(LEFT, 43, self.caption, 12, PALE)
         yield _text(self.right + 8, TOP - 7, "peak live", 10, PALE)
-        for rank, live in enumerate(self.simulation.peak_live):
+        for rank, live in enumerate(self.simulation.peak_activations):
             yield from self._row(rank, live)
         yield from self._axis()
         yield from self._legend()

@@ -2,7 +2,7 @@
 A pipeline of two GPUs beside one GPU, in one run: `make bench-pipeline-gpu`.
 
 The model is Qwen3-0.6B in bfloat16; a step is 8 microbatches of 2 or 4 rows of 4096 tokens, all gradients and AdamW
-included. For each schedule and each way to count the head as layers (`stages.head_weighs`) a line says
+included. For each schedule and each way to count the head as layers (`stages.head_layer_cost`) a line says
 
 - tokens per second of both GPUs together, the median of several steps, and over twice those of one GPU;
 - for how many milliseconds of the step each rank's host was issuing work: where that is nearly the whole step, the
@@ -137,7 +137,7 @@ def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int)
         stages = RealStages(
             model=model, schedule=schedule, mesh=mesh, device=device, precision=precision, job=pipelines.Job()
         )
-        stages.head_weighs = head
+        stages.head_layer_cost = head
         stages.open()
     parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
     executor = Executor(schedule=schedule, objective=NextToken(), device=device, **parts)

@@ -143,7 +143,7 @@ def _ours(
             kernels=kernels, config=path
         )
         with torch.device("meta"):
-            built: nn.Module = blueprint.build(Span(0, blueprint.layers, True, True))
+            built: nn.Module = blueprint.build(Span(0, blueprint.num_hidden_layers, True, True))
     model = built.bfloat16().to_empty(device=DEVICE)
     _fill(model)
     rows, length = tokens.shape

@@ -14,11 +14,11 @@ from support.checkpoints import Memory, checkpointer, save_steps, state_of
 
 CANDIDATES = st.dictionaries(
     st.integers(1, 40),
-    st.fixed_dictionaries({}, optional={"loss": st.none() | st.integers(0, 3), "held_out_loss": st.integers(0, 3)}),
+    st.fixed_dictionaries({}, optional={"loss": st.none() | st.integers(0, 3), "validation_loss": st.integers(0, 3)}),
     max_size=12,
 )
 RULES = st.builds(
-    Rules, st.integers(1, 5), st.none() | st.integers(1, 7), st.none() | st.just("held_out_loss"), st.just("lowest")
+    Rules, st.integers(1, 5), st.none() | st.integers(1, 7), st.none() | st.just("validation_loss"), st.just("lowest")
 )
 
 
@@ -32,7 +32,7 @@ def test_each_rule_keeps_what_it_says_and_no_more(candidates: dict[int, dict[str
     finite = [step for step in ordered if candidates[step].get("loss", 0) is not None]
     expected |= {max(finite)} if finite else set()
     measured = {
-        step: values.get("held_out_loss") or 0 for step, values in candidates.items() if "held_out_loss" in values
+        step: values.get("validation_loss") or 0 for step, values in candidates.items() if "validation_loss" in values
     }
     if rules.best and measured:
         expected.add(max(step for step, number in measured.items() if number == min(measured.values())))

@@ -43,11 +43,11 @@ def test_a_schedule_by_its_name(capsys: Capture) -> None:
         "ideal",
         "bubble",
         "span_bubble",
-        "peak_live",
+        "peak_activations",
         "peak_live_weights",
         "actions",
     ]
-    assert (found["makespan"], found["ideal"], found["peak_live"]) == (199, 192, [17] * 8)
+    assert (found["makespan"], found["ideal"], found["peak_activations"]) == (199, 192, [17] * 8)
     assert found["actions"] == {"F": 512, "B": 420, "I": 92, "W": 92}
     assert data(capsys, *sizes, "--costs", "comm=0.25")["bubble"] == pytest.approx(0.079, abs=6e-4)
     assert data(capsys, *sizes, "--costs", "F=2,I=2,W=2,comm=0")["makespan"] == 398
@@ -65,7 +65,7 @@ def test_stages_per_rank_go_to_schedules_that_take_them(capsys: Capture) -> None
 def test_settings_of_a_schedule_are_values(capsys: Capture) -> None:
     """The node of a schedule by its name is called schedule; the greedy one takes the costs."""
     words = ("--ranks", "4", "--microbatches", "8")
-    assert data(capsys, "one_f_one_b", *words, "schedule.hide_latency=true")["peak_live"] == [7, 5, 3, 1]
+    assert data(capsys, "one_f_one_b", *words, "schedule.hide_latency=true")["peak_activations"] == [7, 5, 3, 1]
     assert data(capsys, "greedy", *words, "schedule.memory=3")["peak_live_weights"] == [6] * 4
     late = ("--costs", "comm=1")
     assert data(capsys, "greedy", *words, *late)["bubble"] < data(capsys, "dual_pipe_v", *words, *late)["bubble"]

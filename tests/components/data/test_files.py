@@ -62,7 +62,7 @@ def test_every_file_is_in_one_split_whatever_stands_beside_it() -> None:
 
     def splits() -> tuple[set[str], set[str]]:
         found = find(["corpus/**/*.txt"])
-        return set(documents(found, "train", 0.5)), set(documents(found, "held_out", 0.5))
+        return set(documents(found, "train", 0.5)), set(documents(found, "validation", 0.5))
 
     train, held_out = splits()
     assert train | held_out == {"corpus/z.txt", "corpus/b/a.txt", "corpus/a.txt", "corpus/b/c/d.txt"}

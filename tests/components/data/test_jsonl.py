@@ -24,15 +24,15 @@ def test_texts_come_as_they_were_written(tmp_path_factory: pytest.TempPathFactor
     """Any text comes back in its place, line separators of Unicode and escapes included."""
     lines = "".join(json.dumps({"text": text, "id": 1}, ensure_ascii=not plain) + "\n" for text in all)
     folder = tmp_path_factory.mktemp("corpus", numbered=True)
-    assert list(corpus(folder, lines, held_out=0.0).documents("train")) == all
+    assert list(corpus(folder, lines, validation_fraction=0.0).documents("train")) == all
 
 
 def test_split_follows_the_text_and_not_its_place(tmp_path: Path) -> None:
     """Lines in another order leave every text in its split, and equal texts stand in one split."""
     all = [json.dumps({"body": str(number)}) for number in range(60)] * 2
     for lines in (all, all[::-1]):
-        mixed = corpus(tmp_path, "\n".join(lines), field="body", held_out=0.3)
-        held_out = sorted(mixed.documents("held_out"))
+        mixed = corpus(tmp_path, "\n".join(lines), field="body", validation_fraction=0.3)
+        held_out = sorted(mixed.documents("validation"))
         train = sorted(mixed.documents("train"))
         assert not set(train) & set(held_out)
         assert sorted(train + held_out) == sorted(str(number) for number in range(60) for _ in range(2))
@@ -44,9 +44,9 @@ def test_split_follows_the_text_and_not_its_place(tmp_path: Path) -> None:
 
 def test_empty_lines_are_no_documents(tmp_path: Path) -> None:
     """A blank line, the last one above all, is passed over, and still counts as a line."""
-    assert list(corpus(tmp_path, '\n{"text": "a"}\n \n', held_out=0.0).documents("train")) == ["a"]
+    assert list(corpus(tmp_path, '\n{"text": "a"}\n \n', validation_fraction=0.0).documents("train")) == ["a"]
     with pytest.raises(UserError, match=r"a\.jsonl:3:"):
-        list(corpus(tmp_path, '\n{"text": "a"}\nx', held_out=0.0).documents("train"))
+        list(corpus(tmp_path, '\n{"text": "a"}\nx', validation_fraction=0.0).documents("train"))
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_splits_are_packed_apart(job: Any) -> None:
     """No row mixes documents of two splits, and a split without documents has no rows."""
     rows = packing(Texts(train=["abcdefgh"], held_out=[]), job)
     assert rows.count("train") == 2
-    assert rows.count("held_out") == 0
+    assert rows.count("validation") == 0
     assert packing(Texts(train=[], held_out=["abcdefgh"]), job).count("train") == 0
 
 
@@ -68,7 +68,7 @@ def test_held_out_rows_are_the_same_for_every_seed(job: Any) -> None:
     """Runs with different seeds are measured on the same rows, in the order of the corpus."""
     texts = Texts(train=[], held_out=["abc", "def", "ghi"])
     for seed in range(5):
-        assert stream(packing(texts, attrs.evolve(job, seed=seed)), "held_out") == [
+        assert stream(packing(texts, attrs.evolve(job, seed=seed)), "validation") == [
             *b"bc",
             256,
             *b"ef",
@@ -139,7 +139,7 @@ def test_the_same_corpus_goes_on(job: Any) -> None:
         (Texts(["abcd", "efgh", "ijkl"], ["h"]), "train had 3 rows, and has 4"),
         (Texts(["abcd", "efgX"], ["h"]), "train had other tokens in its 3 rows"),
         (Texts(["abc", "defgh"], ["h"]), "train had other tokens in its 3 rows"),
-        (Texts(["abcd", "efgX"], []), "train had other tokens in its 3 rows, and held_out had 1 rows, and has 0"),
+        (Texts(["abcd", "efgX"], []), "train had other tokens in its 3 rows, and validation had 1 rows, and has 0"),
     ],
 )
 def test_another_corpus_is_refused_unless_accepted(

@@ -24,7 +24,7 @@ def test_library_without_its_tests_and_what_was_installed() -> None:
 def test_every_module_is_a_document_of_one_split() -> None:
     """Both splits together are the modules, each once, and about one in twenty is held out."""
     library = StandardLibrary()
-    train, held_out = list(library.documents("train")), list(library.documents("held_out"))
+    train, held_out = list(library.documents("train")), list(library.documents("validation"))
     texts = [file.path.read_bytes().decode("utf-8", "replace") for file in source_files()]
     assert Counter(train + held_out) == Counter(texts)
     assert 0.02 < len(held_out) / len(texts) < 0.1
@@ -45,4 +45,4 @@ def test_only_folders_below_the_library_are_judged(tmp_path: Path, monkeypatch: 
     (root / "a.py").write_text("a")
     (root / "test" / "b.py").write_text("b")
     monkeypatch.setattr(sysconfig, "get_path", lambda _name: str(root))
-    assert list(StandardLibrary(held_out=0.0).documents("train")) == ["a"]
+    assert list(StandardLibrary(validation_fraction=0.0).documents("train")) == ["a"]

@@ -12,8 +12,8 @@ def test_documents_of_both_splits_are_the_files(tmp_path: Path) -> None:
     """Each file is a document of one split, in the order of names."""
     for number in range(30):
         (tmp_path / f"{number:02}.txt").write_text(str(number))
-    corpus = TextFiles(paths=[f"{tmp_path}/*.txt"], held_out=0.3)
-    train, held_out = ([int(text) for text in corpus.documents(split)] for split in ("train", "held_out"))
+    corpus = TextFiles(paths=[f"{tmp_path}/*.txt"], validation_fraction=0.3)
+    train, held_out = ([int(text) for text in corpus.documents(split)] for split in ("train", "validation"))
     assert sorted(train + held_out) == list(range(30))
     assert train == sorted(train)
     assert 0 < len(held_out) < 20
@@ -24,8 +24,8 @@ def test_bad_bytes_are_refused_unless_replaced(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"\xff")
     paths = [f"{tmp_path}/a"]
     with pytest.raises(UserError, match="is not UTF-8"):
-        list(TextFiles(paths=paths, held_out=0.0).documents("train"))
-    corpus = TextFiles(paths=paths, held_out=0.0, invalid_bytes="replace")
+        list(TextFiles(paths=paths, validation_fraction=0.0).documents("train"))
+    corpus = TextFiles(paths=paths, validation_fraction=0.0, invalid_bytes="replace")
     assert list(corpus.documents("train")) == ["\N{REPLACEMENT CHARACTER}"]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.data.validation import HeldOut
+from drawloom.components.data.validation import Validation
 from drawloom.graph import UserError
 
 
@@ -21,9 +21,9 @@ class Share:
     replica: int = 0
 
 
-def held_out(rows: Any, rows_used: int = 64, **share: int) -> HeldOut:
+def held_out(rows: Any, rows_used: int = 64, **share: int) -> Validation:
     batching: Any = Share(**share)
-    data = HeldOut(rows=rows, batching=batching, rows_used=rows_used)
+    data = Validation(rows=rows, batching=batching, rows_used=rows_used)
     data.open()
     return data
 
@@ -60,5 +60,5 @@ def test_same_rows_every_time(rows: Any, names: Any) -> None:
 
 def test_nothing_held_out_is_an_error(rows_of: Callable[..., Any]) -> None:
     """Without held-out rows there is nothing to measure, and the corpus has to be told so."""
-    with pytest.raises(UserError, match="`held_out`"):
+    with pytest.raises(UserError, match="`validation_fraction`"):
         held_out(rows_of(train=3))

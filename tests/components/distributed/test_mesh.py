@@ -51,7 +51,7 @@ class View:
 
 def _settings(**changed: Any) -> dict[str, Any]:
     names = ("pipeline", "data_replicate", "data_shard", "context", "tensor", "expert")
-    return dict.fromkeys(names, 1) | {"data_replicate": "rest"} | changed
+    return dict.fromkeys(names, 1) | {"data_replicate": "auto"} | changed
 
 
 def _replicas_of_real_processes(**settings: Any) -> tuple[Any, ...]:

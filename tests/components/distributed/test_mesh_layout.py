@@ -37,7 +37,7 @@ def test_a_set_differs_in_one_dimension_only(sizes: tuple[int, ...]) -> None:
 
 def test_experts_are_neighbours_inside_a_pipeline_stage() -> None:
     """The second view splits the ranks of a stage into runs of neighbours."""
-    layout = settle({**ONES, "pipeline": 2, "data_replicate": "rest"}, 2, 8)
+    layout = settle({**ONES, "pipeline": 2, "data_replicate": "auto"}, 2, 8)
     assert layout.sets("expert") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert layout.sets("data_replicate") == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -45,7 +45,7 @@ def test_experts_are_neighbours_inside_a_pipeline_stage() -> None:
 @pytest.mark.parametrize(("world_size", "rest"), [(1, None), (2, None), (6, 1), (12, 2), (9, None)])
 def test_rest_takes_what_is_left(world_size: int, rest: int | None) -> None:
     """`rest` is the number of processes over the product of the others, if that is whole."""
-    sizes: dict[str, int | str] = {**ONES, "data_replicate": "rest", "tensor": 2, "context": 3}
+    sizes: dict[str, int | str] = {**ONES, "data_replicate": "auto", "tensor": 2, "context": 3}
     if rest is not None:
         assert settle(sizes, 1, world_size).size("data_replicate") == rest
         return
@@ -66,6 +66,6 @@ def test_a_wrong_product_is_told_with_the_command() -> None:
 
 def test_experts_must_divide_a_stage() -> None:
     """expert = 4 does not fit six ranks of a stage, though it fits all twelve; the message lists what does."""
-    sizes: dict[str, int | str] = {**ONES, "pipeline": 2, "data_replicate": "rest"}
+    sizes: dict[str, int | str] = {**ONES, "pipeline": 2, "data_replicate": "auto"}
     with pytest.raises(UserError, match=r"expert = 4 does not divide .* = 6; write one of 1, 2, 3, 6"):
         settle(sizes, 4, 12)

@@ -52,7 +52,7 @@ Make = Callable[..., Blueprint]
 @pytest.mark.parametrize("max_shard", [2**30, 5000], ids=["one file", "several"])
 def test_transformers_loads_it_as_is(tmp_path: Path, tied: bool, max_shard: int, make: Make) -> None:
     """from_pretrained takes every tensor from the folder, misses none, and gives the same logits."""
-    model = make(tied=tied)
+    model = make(tie_word_embeddings=tied)
     module = whole(model)
     write_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
     theirs, report = load_in_transformers(tmp_path / "export")
@@ -68,7 +68,7 @@ def test_transformers_loads_it_as_is(tmp_path: Path, tied: bool, max_shard: int,
 @pytest.mark.parametrize("max_shard", [2**30, 5000], ids=["one file", "several"])
 def test_read_back_bit_by_bit(tmp_path: Path, max_shard: int, make: Make) -> None:
     """What we read of our own export is what was written, bit by bit; the config gives the same model."""
-    model = make(tied=True)
+    model = make(tie_word_embeddings=True)
     module = whole(model)
     write_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
     again = type(model)(kernels=model.kernels, config=tmp_path / "export")
@@ -83,7 +83,7 @@ def test_read_back_bit_by_bit(tmp_path: Path, max_shard: int, make: Make) -> Non
 def test_reads_what_transformers_saves(tmp_path: Path, make: Make) -> None:
     """A model that transformers saved computes the same here."""
     for tied in (False, True):
-        model = make(tied=tied)
+        model = make(tie_word_embeddings=tied)
         write_folder(tmp_path / f"first{tied}", model, FakeStages([whole(model)]))
         theirs, _ = load_in_transformers(tmp_path / f"first{tied}")
         theirs.save_pretrained(tmp_path / f"second{tied}", max_shard_size="5KB")
@@ -106,7 +106,7 @@ def test_another_dtype(tmp_path: Path) -> None:
 
 def test_stages_of_one_rank_are_joined(tmp_path: Path) -> None:
     """Two stages export as the whole does, a tied head's copy of the embedding included."""
-    model = dense(tied=True)
+    model = dense(tie_word_embeddings=True)
     module = whole(model)
     parts = [model.build(Span(0, 1, True, False)), model.build(Span(1, 2, False, True))]
     for part in parts:
@@ -122,7 +122,7 @@ def _stage_of_two(folder: Path, tied: bool, max_shard: int) -> None:
     dist.init_process_group("gloo")
     world = ProcessGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
     torch.manual_seed(0)
-    model = dense(tied=tied)
+    model = dense(tie_word_embeddings=tied)
     complete = whole(model).state_dict()
     part = model.build(Span(world.rank, world.rank + 1, world.rank == 0, world.rank == 1))
     part.load_state_dict({name: complete[name] for name in part.state_dict()})
@@ -136,7 +136,7 @@ def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shar
     """Two ranks with a stage each write, each its own files, what one process with all of it does, tied or not."""
     run_ranks(_stage_of_two, 2, tmp_path, tied, max_shard)
     torch.manual_seed(0)
-    model = dense(tied=tied)
+    model = dense(tie_word_embeddings=tied)
     module = whole(model)
     write_folder(tmp_path / "whole", model, FakeStages([module]), max_shard=max_shard)
     expected = open_safetensors_folder(tmp_path / "whole")

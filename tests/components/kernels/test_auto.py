@@ -44,7 +44,7 @@ def test_fits_its_ports(port: type) -> None:
 def test_each_operation_is_a_setting() -> None:
     """A recipe names an implementation by the operation's own name, and leaves it to us by default."""
     fields = read_spec("kernels.auto", AutoKernels).fields
-    settings = {name: field.default for name, field in fields.items() if name not in ("device", "least_slope")}
+    settings = {name: field.default for name, field in fields.items() if name not in ("device", "filter_eps")}
     assert settings == dict.fromkeys(OPERATIONS, "auto")
 
 
@@ -108,7 +108,7 @@ def test_the_cut_loss_is_told_what_the_recipe_says() -> None:
     targets = torch.zeros(9, dtype=torch.int64, device=DEVICE)  # in one of three tiles of words
     targets[3] = IGNORED
     exact, cut, filtered = (
-        kernels_on(DEVICE, linear_cross_entropy=name, least_slope=least).linear_cross_entropy(hidden, weight, targets)
+        kernels_on(DEVICE, linear_cross_entropy=name, filter_eps=least).linear_cross_entropy(hidden, weight, targets)
         for name, least in (("eager", 0.0), ("cut", 0.0), ("cut", 0.9))
     )
     torch.testing.assert_close(cut, exact)

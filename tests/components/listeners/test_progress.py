@@ -87,7 +87,7 @@ def test_a_resumed_run_does_not_begin_at_nothing(bar: ProgressBar, screen: io.St
 def test_a_refused_step_shows_no_loss(bar: ProgressBar, screen: io.StringIO) -> None:
     """Whatever the loss would have been."""
     _take(bar, Step(1, 1, started=0.0, refused="nan", values={"loss": float("nan")}))
-    assert "loss refused" in screen.getvalue()
+    assert "loss skipped" in screen.getvalue()
 
 
 def test_quick_steps_are_not_all_drawn(bar: ProgressBar, screen: io.StringIO) -> None:

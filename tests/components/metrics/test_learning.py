@@ -18,10 +18,10 @@ def test_what_the_step_has_is_measured_in_a_fixed_order() -> None:
 
 def test_an_evaluated_step_has_its_held_out_loss() -> None:
     """Under its own name."""
-    assert Learning().measure(Step(1, 1, values={"held_out_loss": 1.5})) == {"held_out_loss": 1.5}
+    assert Learning().measure(Step(1, 1, values={"validation_loss": 1.5})) == {"validation_loss": 1.5}
 
 
 def test_a_refused_step_has_no_loss() -> None:
     """Whatever the loss was, it is None, and the step says that it was refused."""
     step = Step(1, 9, refused="the loss is nan", values={"loss": float("nan"), "grad_norm": 3.0})
-    assert list(Learning().measure(step).items()) == [("loss", None), ("grad_norm", 3.0), ("refused", True)]
+    assert list(Learning().measure(step).items()) == [("loss", None), ("grad_norm", 3.0), ("skipped", True)]

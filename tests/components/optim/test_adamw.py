@@ -83,7 +83,7 @@ def test_the_rate_is_the_base_times_the_factor() -> None:
     """The rate that was used is left for the report."""
     weights = Weights()
     weights.give_gradients(1)
-    step = Step(1, 1, values={"rate_factor": 0.25})
+    step = Step(1, 1, values={"lr_factor": 0.25})
     made(weights).run_phase(step)
     assert step.values["lr"] == pytest.approx(0.025)
 

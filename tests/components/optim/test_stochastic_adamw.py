@@ -85,12 +85,12 @@ def test_triton_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("means", ["bfloat16", "float32"])
 def test_goes_on_with_the_same_bits(means: str) -> None:
     """Steps after loading the state equal those of the optimizer that was never interrupted, to the bit."""
-    weights, first = after(3, means=means)
+    weights, first = after(3, state_dtype=means)
     others = Weights()
     with torch.no_grad():
         for (_, target), (_, source) in zip(others.named(), weights.named(), strict=True):
             target.copy_(source)
-    second = made(others, means=means)
+    second = made(others, state_dtype=means)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for number in (4, 5):
         for optimizer, side in ((first, weights), (second, others)):
@@ -130,7 +130,7 @@ def test_a_refused_step_changes_nothing_but_drops_the_gradients() -> None:
 
 def test_the_rate_is_the_base_times_the_factor() -> None:
     """The rate that was used is left for the report."""
-    step = Step(1, 1, values={"rate_factor": 0.25})
+    step = Step(1, 1, values={"lr_factor": 0.25})
     made(Weights(), lr=0.1).run_phase(step)
     assert step.values["lr"] == pytest.approx(0.025)
 

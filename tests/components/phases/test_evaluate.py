@@ -40,7 +40,7 @@ def measured(model: Model, mesh: Any, every: Any, step: Step) -> Step:
 def test_the_mean_by_token_is_left_when_it_is_due(every: Any, index: int, due: bool, one_rank: Any) -> None:
     """Every n steps and after the last, the sum of losses over the sum of weights; otherwise nothing."""
     values = measured(Model(6.0, 4.0), one_rank, every, Step(index, 7)).values
-    assert values == ({"held_out_loss": 1.5} if due else {})
+    assert values == ({"validation_loss": 1.5} if due else {})
 
 
 def test_the_time_it_takes_is_not_learning(one_rank: Any) -> None:

@@ -54,11 +54,12 @@ def test_a_step_is_a_line_that_people_can_read(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_line_has_only_what_was_measured() -> None:
-    """Without metrics there is the step; a held-out loss stands beside the loss; unknown metrics stay out."""
+    """Without metrics there is the step; a validation loss stands beside the loss; unknown metrics stay out."""
     step = Step(1, 2)
     assert step_line(step, {}) == "step 1/2"
     assert (
-        step_line(step, {"x": 1.0, "held_out_loss": 2.1, "loss": 3.0}) == "step 1/2  loss 3.0000  held-out loss 2.1000"
+        step_line(step, {"x": 1.0, "validation_loss": 2.1, "loss": 3.0})
+        == "step 1/2  loss 3.0000  validation loss 2.1000"
     )
 
 

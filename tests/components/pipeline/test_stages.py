@@ -21,8 +21,8 @@ from drawloom.graph import UserError
 class Blueprint:
     """A model of linear layers, named by their numbers; a parameter is filled with the length of its name."""
 
-    layers: int = 4
-    vocabulary: int = 3
+    num_hidden_layers: int = 4
+    vocab_size: int = 3
     built_on: list[str] = attrs.field(factory=list)
 
     def build(self, span: Span) -> nn.Module:
@@ -37,7 +37,7 @@ class Blueprint:
         return {}
 
     def hugging_face_mapper(self) -> Mapper:
-        return rename({f"{layer}.weight": f"theirs.{layer}" for layer in range(self.layers)})
+        return rename({f"{layer}.weight": f"theirs.{layer}" for layer in range(self.num_hidden_layers)})
 
 
 class Scaled(nn.Module):
@@ -64,7 +64,7 @@ class WithBuffers(Blueprint):
         return nn.ModuleDict({str(layer): Scaled() for layer in range(span.first, span.last)})
 
     def hugging_face_mapper(self) -> Mapper:
-        names = [f"{layer}.{name}" for layer in range(self.layers) for name in ("weight", "count")]
+        names = [f"{layer}.{name}" for layer in range(self.num_hidden_layers) for name in ("weight", "count")]
         return rename({name: f"theirs.{name}" for name in names})
 
 
@@ -218,7 +218,7 @@ def test_weights_that_are_not_there_are_told(one_rank: Any, job: Any, tmp_path: 
 def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:
     """A first stage whose embedding weighs a layer holds one fewer; one that would hold none is refused."""
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 0})
-    assert len(made(mesh, job, Blueprint(layers=5), embedding_weighs=1).named()) == 2
-    assert len(made(mesh, job, Blueprint(layers=5), head_weighs=1).named()) == 3
+    assert len(made(mesh, job, Blueprint(num_hidden_layers=5), embedding_layer_cost=1).named()) == 2
+    assert len(made(mesh, job, Blueprint(num_hidden_layers=5), head_layer_cost=1).named()) == 3
     with pytest.raises(UserError, match="without any"):
-        made(mesh, job, Blueprint(layers=1))
+        made(mesh, job, Blueprint(num_hidden_layers=1))

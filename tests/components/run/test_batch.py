@@ -96,13 +96,13 @@ def faults(global_size: int, micro_size: int, mesh: dict[str, Any]) -> list[Any]
 
 def test_what_no_number_of_processes_mends_is_found_by_check() -> None:
     """Microbatches and shards that do not divide a step are known before the number of processes is."""
-    assert faults(8, 4, {"data_replicate": "rest", "data_shard": 1}) == []
-    assert faults(8, 2, {"data_replicate": "rest", "data_shard": 4}) == []
-    [(key, text, hint)] = faults(8, 3, {"data_replicate": "rest", "data_shard": 1})
+    assert faults(8, 4, {"data_replicate": "auto", "data_shard": 1}) == []
+    assert faults(8, 2, {"data_replicate": "auto", "data_shard": 4}) == []
+    [(key, text, hint)] = faults(8, 3, {"data_replicate": "auto", "data_shard": 1})
     assert key == "global_size"
     assert text == "8 rows can't be shared evenly by 1 replica with microbatches of 3"
     assert hint == "write global_size = 6 or 9, or micro_size = 2"
-    assert len(faults(8, 2, {"data_replicate": "rest", "data_shard": 3})) == 1
+    assert len(faults(8, 2, {"data_replicate": "auto", "data_shard": 3})) == 1
 
 
 def test_written_replicas_are_found_by_check() -> None:

@@ -53,8 +53,8 @@ class Exit:
 @pytest.fixture
 def signals(one_rank: Any) -> Iterator[Signals]:
     """Open, on one rank, in a process that does not end."""
-    signals = Signals(mesh=one_rank, also=["SIGUSR1"])
-    signals.exit, signals.echo = Exit(), ECHO_HERE
+    signals = Signals(mesh=one_rank, extra_signals=["SIGUSR1"])
+    signals.exit, signals.debounce = Exit(), ECHO_HERE
     signals.open()
     yield signals
     signals.close()
@@ -135,7 +135,7 @@ def _hang(grace: float, signals_sent: int) -> None:
     """Wait in a C library, out of reach of handlers in Python, and be sent signals."""
     mesh: Any = Alone()
     signals = Signals(mesh=mesh, grace=grace)
-    signals.echo = ECHO_HERE
+    signals.debounce = ECHO_HERE
     signals.open()
     for number in range(signals_sent):
         threading.Timer(0.1 + 2 * ECHO_HERE * number, _send, [signal.SIGTERM]).start()

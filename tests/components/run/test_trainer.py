@@ -54,7 +54,7 @@ class Record:
 
 def trainer(record: Record, steps: int = 3, **changes: Any) -> Trainer:
     """A trainer all of whose parts are one record."""
-    parts: dict[str, Any] = {"events": record, "stop": record, "resume": record, "afterwards": [record], **changes}
+    parts: dict[str, Any] = {"events": record, "stop": record, "checkpointer": record, "on_finish": [record], **changes}
     return Trainer(phases=Ordered([record], ["only"]), randomness=record, steps=steps, **parts)
 
 
@@ -112,7 +112,7 @@ class Refusing(Record):
 def test_a_run_that_learns_nothing_any_more_stops(refused: set[int], last: int) -> None:
     """Three refused steps in a row are told with the last one's reason; a good one in between starts the count anew."""
     record = Refusing(which=refused)
-    run = trainer(record, steps=10, patience=3).run
+    run = trainer(record, steps=10, max_skipped_steps=3).run
     if last < 10:
         with pytest.raises(UserError, match=f"3 steps in a row were refused, at last step {last}: the loss is nan;"):
             run()
@@ -158,6 +158,6 @@ def test_weights_change_only_when_their_copy_is_done() -> None:
     """Before each phase that says that it writes or changes them the trainer waits for staging, and before no other."""
     record = Record()
     phases = [Reader(record=record), Writer(record=record), Changer(record=record)]
-    parts: dict[str, Any] = {"events": record, "stop": record, "resume": record, "randomness": record}
+    parts: dict[str, Any] = {"events": record, "stop": record, "checkpointer": record, "randomness": record}
     Trainer(phases=Ordered(phases, ["a", "b", "c"]), steps=1, **parts).run()
     assert record.said == ["write", "staged", "write", "staged", "write"]

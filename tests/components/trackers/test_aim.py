@@ -92,11 +92,11 @@ def test_finite_values_are_kept_by_step(make: Any, tmp_path: Path) -> None:
     """Numbers of all kinds become floats under their names; what is no number is left out; the recipe is there."""
     tracker = make()
     assert (tmp_path / ".aim" / "VERSION").exists()
-    tracker.track(1, {"loss": 2.5, "tokens": 7, "refused": True})
+    tracker.track(1, {"loss": 2.5, "tokens": 7, "skipped": True})
     tracker.track(2, {"loss": None, "grad_norm": math.nan, "tokens": 14})
     run = tracker.state_dict()["run"]
     tracker.close()
-    assert _series(tmp_path, run) == {"loss": {1: 2.5}, "tokens": {1: 7.0, 2: 14.0}, "refused": {1: 1.0}}
+    assert _series(tmp_path, run) == {"loss": {1: 2.5}, "tokens": {1: 7.0, 2: 14.0}, "skipped": {1: 1.0}}
     opened = _reopened(tmp_path, run)
     assert (opened["recipe"], opened.name) == (RECIPE.text, "test")
     opened.close()
@@ -271,7 +271,7 @@ def test_an_aim_that_hangs_delays_nothing(
     """With a full disk Aim hangs: tracking returns at once, closing within its limit, and there is one warning."""
     gate = threading.Event()
     monkeypatch.setattr(aim.Run, "track", lambda *_, **__: gate.wait(20))
-    tracker = make(room=2, patience=0.1)
+    tracker = make(queue_size=2, timeout=0.1)
     start = time.monotonic()
     for step in range(1, 100):
         tracker.track(step, {"loss": 1.0})

@@ -46,10 +46,10 @@ def _text(path: Path) -> str:
 
 def test_a_row_has_the_exact_bytes_and_is_there_at_once(tracker: JsonlTracker, tmp_path: Path) -> None:
     """`step` is first and `format` last, values keep their order and type, and no close is needed to read them."""
-    tracker.track(1, {"loss": 0.1 + 0.2, "lr": 3e-05, "tokens": 4096, "refused": True, "held_out_loss": None})
+    tracker.track(1, {"loss": 0.1 + 0.2, "lr": 3e-05, "tokens": 4096, "skipped": True, "validation_loss": None})
     assert _text(tmp_path) == (
-        '{"step": 1, "loss": 0.30000000000000004, "lr": 3e-05, "tokens": 4096, "refused": true, '
-        '"held_out_loss": null, "format": 1}\n'
+        '{"step": 1, "loss": 0.30000000000000004, "lr": 3e-05, "tokens": 4096, "skipped": true, '
+        '"validation_loss": null, "format": 1}\n'
     )
 
 

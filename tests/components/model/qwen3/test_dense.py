@@ -30,22 +30,46 @@ from support.qwen3 import (
 
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {},
-    "tied": {"tied": True},
-    "every head its own keys": {"kv_heads": 4},
-    "one key head": {"heads": 3, "kv_heads": 1, "tied": True},
-    "heads wider than the model": {"heads": 6, "kv_heads": 2, "head_dim": 10},
-    "one layer, odd sizes": {"layers": 1, "width": 17, "heads": 1, "kv_heads": 1, "head_dim": 2, "feed_forward": 5},
-    "another base and eps": {"rope_base": 100.0, "norm_eps": 0.1, "layers": 3, "tied": True},
+    "tie_word_embeddings": {"tie_word_embeddings": True},
+    "every head its own keys": {"num_key_value_heads": 4},
+    "one key head": {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "heads wider than the model": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10},
+    "one layer, odd sizes": {
+        "num_hidden_layers": 1,
+        "hidden_size": 17,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 2,
+        "intermediate_size": 5,
+    },
+    "another base and eps": {
+        "rope_theta": 100.0,
+        "rms_norm_eps": 0.1,
+        "num_hidden_layers": 3,
+        "tie_word_embeddings": True,
+    },
 }
 STRETCHED: dict[str, dict[str, Any]] = {
     "linear": {"rope_scaling": RopeScaling(kind="linear", factor=2.0)},
-    "yarn": {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, trained_positions=8), "rope_base": 100.0},
+    "yarn": {
+        "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=8),
+        "rope_theta": 100.0,
+    },
     "yarn, all told": {
         "rope_scaling": RopeScaling(
-            kind="yarn", factor=4.0, trained_positions=16, fast=2.0, slow=0.5, whole=False, sharpening=1.5
+            kind="yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            beta_fast=2.0,
+            beta_slow=0.5,
+            truncate=False,
+            attention_factor=1.5,
         )
     },
-    "llama3": {"rope_scaling": RopeScaling(kind="llama3", factor=8.0, trained_positions=16), "rope_base": 50.0},
+    "llama3": {
+        "rope_scaling": RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=16),
+        "rope_theta": 50.0,
+    },
 }
 CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -58,7 +82,7 @@ def model(request: pytest.FixtureRequest) -> Qwen3Dense:
 
 
 def random_rows(model: Qwen3Dense, rows: int, length: int) -> tuple[Tensor, Tensor]:
-    tokens, targets = torch.randint(model.vocabulary, (2, rows, length))
+    tokens, targets = torch.randint(model.vocab_size, (2, rows, length))
     return tokens, targets.masked_fill(torch.rand(rows, length) < 0.2, IGNORED)
 
 
@@ -69,7 +93,7 @@ def test_fits_its_port() -> None:
 
 def test_logits_equal(model: Qwen3Dense) -> None:
     """Without targets the module gives transformers' logits."""
-    module, tokens = whole(model), torch.randint(model.vocabulary, (3, 19))
+    module, tokens = whole(model), torch.randint(model.vocab_size, (3, 19))
     expected = twin(model, dict(module.named_parameters()))(tokens).logits
     found = module(tokens, one_document(3, 19))
     assert found.abs().max() > 0.1
@@ -126,8 +150,8 @@ def test_stretched_positions_matter(model: Qwen3Dense) -> None:
     """A model that stretches positions gives other logits than one that does not, but for the first token."""
     if model.rope_scaling is None:
         return
-    module, tokens = whole(model), torch.randint(model.vocabulary, (1, 9))
-    plain = dense(rope_base=model.rope_base).build(Span(0, 2, embedding=True, head=True))
+    module, tokens = whole(model), torch.randint(model.vocab_size, (1, 9))
+    plain = dense(rope_theta=model.rope_theta).build(Span(0, 2, embedding=True, head=True))
     plain.load_state_dict(module.state_dict())
     found, other = (each(tokens, one_document(1, 9)) for each in (module, plain))
     assert (found - other).abs()[:, 1:].amax(-1).min() > 1e-4
@@ -136,7 +160,7 @@ def test_stretched_positions_matter(model: Qwen3Dense) -> None:
 @pytest.mark.parametrize("length", [5, 16, 17, 23])
 def test_dynamic_positions_are_those_of_transformers(length: int) -> None:
     """Up to the longest text of the training nothing is stretched, and then by as much as texts are longer."""
-    model = dense(rope_scaling=RopeScaling(kind="dynamic", factor=3.0), max_positions=16, rope_base=100.0)
+    model = dense(rope_scaling=RopeScaling(kind="dynamic", factor=3.0), max_position_embeddings=16, rope_theta=100.0)
     module, (tokens, targets) = whole(model), random_rows(model, 2, length)
     theirs = twin(model, dict(module.named_parameters()))
     logits = theirs(tokens).logits.flatten(0, 1)
@@ -156,7 +180,7 @@ def test_names_cover_the_model(model: Qwen3Dense) -> None:
 
 def test_builds_on_the_meta_device() -> None:
     """On the meta device nothing is allocated, and a module materialised from there computes the same."""
-    model = dense(tied=True)
+    model = dense(tie_word_embeddings=True)
     real = whole(model)
     with torch.device("meta"):
         module = model.build(Span(0, 2, embedding=True, head=True))
@@ -186,23 +210,23 @@ class FakeTokenizer:
 
 
 def with_tokenizer(**changes: Any) -> Qwen3Dense:
-    sizes = {key: value for key, value in SIZES.items() if key != "vocabulary"}
+    sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
     tokenizer: Any = FakeTokenizer()
     return Qwen3Dense(kernels=cpu_kernels(), tokenizer=tokenizer, **(sizes | changes))
 
 
 def test_vocabulary_of_the_tokenizer() -> None:
     """Without a vocabulary the model takes the tokenizer's, rounded up if asked, and its end of text."""
-    assert with_tokenizer().vocabulary == 61
-    assert with_tokenizer(vocabulary_multiple=64).vocabulary == 64
-    assert with_tokenizer(vocabulary=80).vocabulary == 80
+    assert with_tokenizer().vocab_size == 61
+    assert with_tokenizer(vocabulary_multiple=64).vocab_size == 64
+    assert with_tokenizer(vocab_size=80).vocab_size == 80
     assert with_tokenizer().hugging_face_config()["eos_token_id"] == 60
 
 
 def test_vocabulary_too_small_for_the_tokenizer() -> None:
     """A vocabulary that does not hold the tokenizer's ids is refused before anything is indexed with them."""
     with pytest.raises(UserError, match="the tokenizer has 61 ids, but the model's vocabulary only 32"):
-        with_tokenizer(vocabulary=32).build(Span(0, 2, embedding=True, head=True))
+        with_tokenizer(vocab_size=32).build(Span(0, 2, embedding=True, head=True))
 
 
 def test_constructor_reads_nothing() -> None:
@@ -243,7 +267,9 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
     two round at different places.
     """
     kernels = kernels_on(DEVICE, **choices)
-    model = dense(kernels=kernels, layers=3, vocabulary=61, width=64, head_dim=16, feed_forward=96)
+    model = dense(
+        kernels=kernels, num_hidden_layers=3, vocab_size=61, hidden_size=64, head_dim=16, intermediate_size=96
+    )
     module, tokens = whole(model).to(DEVICE).bfloat16(), torch.randint(61, (2, 40)).to(DEVICE)
     theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
     exact = theirs.double()(tokens).logits
@@ -255,7 +281,7 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
 
 COMPILED: list[tuple[dict[str, Any], RopeScaling | None]] = [
     ({}, None),
-    (TRITON, RopeScaling(kind="yarn", factor=4.0, trained_positions=8)),
+    (TRITON, RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=8)),
     ({}, RopeScaling(kind="dynamic", factor=4.0)),
 ]
 
@@ -264,7 +290,7 @@ COMPILED: list[tuple[dict[str, Any], RopeScaling | None]] = [
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
 def test_compiles_without_breaks(choices: dict[str, Any], rope: RopeScaling | None) -> None:
     """Traced as one graph, the whole model gives the losses that it gives otherwise, and its gradients."""
-    model = dense(kernels=kernels_on(DEVICE, **choices), rope_scaling=rope, max_positions=8)
+    model = dense(kernels=kernels_on(DEVICE, **choices), rope_scaling=rope, max_position_embeddings=8)
     module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
     shared = to(DEVICE, one_document(2, 11, targets))
     runs = []

@@ -36,7 +36,11 @@ def test_reads_what_transformers_writes(tmp_path: Path) -> None:
 
 def test_transformers_reads_what_we_write() -> None:
     """Every number of the architecture arrives in transformers' config."""
-    config = Qwen3Config(**dense(tied=True, rope_base=77.0, norm_eps=0.5, max_positions=99).hugging_face_config())
+    config = Qwen3Config(
+        **dense(
+            tie_word_embeddings=True, rope_theta=77.0, rms_norm_eps=0.5, max_position_embeddings=99
+        ).hugging_face_config()
+    )
     assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size, config.vocab_size) == (
         24,
         2,
@@ -50,7 +54,14 @@ def test_transformers_reads_what_we_write() -> None:
 
 def test_reads_what_transformers_writes_of_experts(tmp_path: Path) -> None:
     """Also of a model with experts, whose number transformers calls otherwise."""
-    model = sparse(layers=4, sparse_step=2, dense_layers=[3], normalised=False, balance=0.0, feed_forward=50)
+    model = sparse(
+        num_hidden_layers=4,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        norm_topk_prob=False,
+        router_aux_loss_coef=0.0,
+        intermediate_size=50,
+    )
     Qwen3MoeConfig(**model.hugging_face_config()).save_pretrained(tmp_path)
     assert "num_experts" not in json.loads((tmp_path / "config.json").read_text())
     assert read_config(SPARSE, tmp_path) == model.architecture
@@ -58,7 +69,14 @@ def test_reads_what_transformers_writes_of_experts(tmp_path: Path) -> None:
 
 def test_transformers_reads_what_we_write_of_experts() -> None:
     """Every number of the experts arrives in transformers' config, and whether they are balanced is left to it."""
-    model = sparse(layers=4, sparse_step=2, dense_layers=[3], normalised=False, balance=0.25, feed_forward=50)
+    model = sparse(
+        num_hidden_layers=4,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        norm_topk_prob=False,
+        router_aux_loss_coef=0.25,
+        intermediate_size=50,
+    )
     config = Qwen3MoeConfig(**model.hugging_face_config())
     assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (5, 2, 12)
     assert (config.norm_topk_prob, config.decoder_sparse_step, config.mlp_only_layers) == (False, 2, [3])
@@ -72,15 +90,18 @@ def test_silence_means_what_it_means_to_transformers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs, ours = Qwen3MoeConfig(**config), read_config(SPARSE, tmp_path)
     assert isinstance(ours, SparseArchitecture)
-    assert (ours.normalised, ours.sparse_step) == (theirs.norm_topk_prob, theirs.decoder_sparse_step)
-    assert (list(ours.dense_layers), ours.balance) == (theirs.mlp_only_layers, theirs.router_aux_loss_coef)
+    assert (ours.norm_topk_prob, ours.decoder_sparse_step) == (theirs.norm_topk_prob, theirs.decoder_sparse_step)
+    assert (list(ours.mlp_only_layers), ours.router_aux_loss_coef) == (
+        theirs.mlp_only_layers,
+        theirs.router_aux_loss_coef,
+    )
 
 
 FAULTS_OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     "a dense model": ({"model_type": "qwen3"}, 'model_type = "qwen3", where only "qwen3_moe"'),
     "missing sizes": ({"num_experts": None, "moe_intermediate_size": None}, "lacks num_experts, moe_intermediate_size"),
-    "too many choices": ({"num_experts_per_tok": 6}, "experts_per_token = 6 is more than experts = 5"),
-    "a layer that is not there": ({"mlp_only_layers": [2]}, "dense_layers names layer 2, and layers are counted"),
+    "too many choices": ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6 is more than num_experts = 5"),
+    "a layer that is not there": ({"mlp_only_layers": [2]}, "mlp_only_layers names layer 2, and layers are counted"),
     "no sparse layer": ({"mlp_only_layers": [0, 1]}, "no layer has experts"),
     "text for layers": ({"mlp_only_layers": "0"}, 'mlp_only_layers = "0", which is not a list of layers\' numbers'),
     "fractions of layers": ({"mlp_only_layers": [0.5]}, "mlp_only_layers = [0.5], which is not a list"),
@@ -102,7 +123,7 @@ def test_refuses_experts_that_it_can_not_build(tmp_path: Path, changes: dict[str
 def test_older_form_of_the_rotary_base(tmp_path: Path) -> None:
     """`rope_theta` at the top and within `rope_parameters` mean the same."""
     top = read_config(DENSE, written(tmp_path, rope_theta=123.0, rope_scaling=None))
-    assert top.rope_base == 123.0
+    assert top.rope_theta == 123.0
     rope = {"rope_type": "default", "rope_theta": 123.0}
     assert read_config(DENSE, written(tmp_path, rope_theta=None, rope_parameters=rope)) == top
 
@@ -110,9 +131,19 @@ def test_older_form_of_the_rotary_base(tmp_path: Path) -> None:
 STRETCHES = [
     RopeScaling(kind="linear", factor=2.0),
     RopeScaling(kind="dynamic", factor=3.0),
-    RopeScaling(kind="yarn", factor=4.0, trained_positions=8),
-    RopeScaling(kind="yarn", factor=4.0, trained_positions=8, fast=3.0, slow=0.5, whole=False, sharpening=1.5),
-    RopeScaling(kind="llama3", factor=8.0, trained_positions=8, low=0.5, high=2.0),
+    RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=8),
+    RopeScaling(
+        kind="yarn",
+        factor=4.0,
+        original_max_position_embeddings=8,
+        beta_fast=3.0,
+        beta_slow=0.5,
+        truncate=False,
+        attention_factor=1.5,
+    ),
+    RopeScaling(
+        kind="llama3", factor=8.0, original_max_position_embeddings=8, low_freq_factor=0.5, high_freq_factor=2.0
+    ),
 ]
 
 
@@ -131,14 +162,14 @@ def test_older_form_of_stretched_positions(tmp_path: Path) -> None:
     """`type` in `rope_scaling`, with what is left out, means what transformers takes it for."""
     old = {"type": "yarn", "factor": 4.0}
     found = read_config(DENSE, written(tmp_path, rope_scaling=old, max_position_embeddings=77))
-    assert found.rope_scaling == RopeScaling(kind="yarn", factor=4.0, trained_positions=77)
+    assert found.rope_scaling == RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=77)
     theirs: Any = Qwen3Config(**good() | {"rope_scaling": old, "max_position_embeddings": 77})
     assert theirs.rope_parameters["original_max_position_embeddings"] == 77
 
 
 def test_llama3_is_written_with_what_transformers_has_no_defaults_for() -> None:
     """Bounds that were left out are in the config."""
-    rope = RopeScaling(kind="llama3", factor=8.0, trained_positions=8)
+    rope = RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=8)
     config: Any = Qwen3Config(**dense(rope_scaling=rope).hugging_face_config())
     assert (config.rope_parameters["low_freq_factor"], config.rope_parameters["high_freq_factor"]) == (1.0, 4.0)
 
@@ -174,14 +205,17 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "a part of each head, at the top": ({"partial_rotary_factor": 0.5}, "turns a part of each head only"),
     "bounds that cross": (
         {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 64}},
-        "rope_scaling.fast = 32 is not above slow = 64",
+        "rope_scaling.beta_fast = 32 is not above beta_slow = 64",
     ),
     "text for a number": ({"hidden_size": "24"}, 'hidden_size = "24", which is not int above 0'),
     "fraction for a size": ({"hidden_size": 24.5}, "hidden_size = 24.5, which is not int above 0"),
     "truth for a size": ({"num_hidden_layers": True}, "num_hidden_layers = true, which is not int above 0"),
     "nothing": ({"num_hidden_layers": 0}, "num_hidden_layers = 0, which is not int above 0"),
     "number for a truth": ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1, which is not true or false"),
-    "heads": ({"num_key_value_heads": 3}, "kv_heads = 3 does not divide heads = 4"),
+    "num_attention_heads": (
+        {"num_key_value_heads": 3},
+        "num_key_value_heads = 3 does not divide num_attention_heads = 4",
+    ),
 }
 
 

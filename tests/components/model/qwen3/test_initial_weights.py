@@ -81,7 +81,7 @@ def test_same_in_another_process() -> None:
 @pytest.mark.parametrize("make", [dense, sparse])
 def test_does_not_depend_on_spans(make: Callable[..., Blueprint]) -> None:
     """A parameter starts the same in the whole model and in any span, a tied head like the embedding."""
-    model = make(layers=4, tied=True)
+    model = make(num_hidden_layers=4, tie_word_embeddings=True)
     spans = [Span(0, 4, True, True), Span(0, 1, True, False), Span(1, 3, False, False), Span(3, 4, False, True)]
     found: dict[str, torch.Tensor] = {}
     for module in map(model.build, spans):

@@ -22,7 +22,7 @@ SPLITS = [
 
 Make = Callable[..., Blueprint]
 both = pytest.mark.parametrize(
-    "make", [dense, partial(sparse, dense_layers=[1], balance=0.5)], ids=["dense", "with experts"]
+    "make", [dense, partial(sparse, mlp_only_layers=[1], router_aux_loss_coef=0.5)], ids=["dense", "with experts"]
 )
 
 
@@ -40,7 +40,7 @@ def built(model: Blueprint, spans: list[Span], weights: nn.Module) -> list[nn.Mo
 @both
 def test_chained_spans_equal_the_whole(spans: list[Span], tied: bool, make: Make) -> None:
     """Chained spans give bitwise the losses and logits of the whole, and gradients that add up to its gradients."""
-    model = make(layers=3, tied=tied)
+    model = make(num_hidden_layers=3, tie_word_embeddings=tied)
     module = whole(model)
     modules = built(model, spans, module)
     tokens, targets = torch.randint(29, (2, 2, 10))
@@ -65,7 +65,7 @@ def test_chained_spans_equal_the_whole(spans: list[Span], tied: bool, make: Make
 def test_names_do_not_depend_on_the_split(spans: list[Span], make: Make) -> None:
     """Spans name their parameters as the whole does, and together hold each; a tied head brings the embedding."""
     for tied in (False, True):
-        model = make(layers=3, tied=tied)
+        model = make(num_hidden_layers=3, tie_word_embeddings=tied)
         names = [name for span in spans for name, _ in model.build(span).named_parameters()]
         assert set(names) == {name for name, _ in whole(model).named_parameters()}
         assert names.count("embedding.weight") == (2 if tied else 1)
@@ -78,7 +78,7 @@ def test_names_do_not_depend_on_the_split(spans: list[Span], make: Make) -> None
 @both
 def test_stages_put_every_matrix_off(ends: tuple[bool, bool], tied: bool, recompute: bool, make: Make) -> None:
     """Two backward passes of the first, a middle, the last or the only stage give what one gives, recomputed or not."""
-    model = make(tied=tied)
+    model = make(tie_word_embeddings=tied)
     module = model.build(Span(0, 2, *ends)).double()
     for parameter in module.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
@@ -86,7 +86,7 @@ def test_stages_put_every_matrix_off(ends: tuple[bool, bool], tied: bool, recomp
         for block in module.get_submodule("layers").children():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     shared = one_document(2, 10, torch.randint(29, (2, 10)))
-    hidden = torch.randn(2, 10, model.architecture.width, dtype=torch.float64, requires_grad=True)
+    hidden = torch.randn(2, 10, model.architecture.hidden_size, dtype=torch.float64, requires_grad=True)
     inputs = [torch.randint(29, (2, 10)) if ends[0] else hidden]
     stage = Stage(lambda s, x: s.module(x, shared), module=module)
     expected, (split, outputs) = in_one(stage, inputs), split_of(stage, inputs)

@@ -20,13 +20,21 @@ from support.qwen3 import kernels_on, names_in_transformers, one_document, packe
 
 SHAPES: dict[str, dict[str, Any]] = {
     "two of five": {},
-    "tied, not made to add up to 1": {"tied": True, "normalised": False},
-    "every other layer": {"layers": 3, "sparse_step": 2},
-    "some layers dense": {"layers": 3, "dense_layers": [0]},
-    "one expert of one": {"layers": 1, "experts": 1, "experts_per_token": 1, "normalised": False},
-    "all experts, odd sizes": {"width": 17, "experts": 3, "experts_per_token": 3, "expert_feed_forward": 5},
-    "stretched positions": {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, trained_positions=8), "layers": 1},
-    "mostly empty experts": {"layers": 1, "experts": 70, "experts_per_token": 2},
+    "tied, not made to add up to 1": {"tie_word_embeddings": True, "norm_topk_prob": False},
+    "every other layer": {"num_hidden_layers": 3, "decoder_sparse_step": 2},
+    "some layers dense": {"num_hidden_layers": 3, "mlp_only_layers": [0]},
+    "one expert of one": {"num_hidden_layers": 1, "num_experts": 1, "num_experts_per_tok": 1, "norm_topk_prob": False},
+    "all experts, odd sizes": {
+        "hidden_size": 17,
+        "num_experts": 3,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 5,
+    },
+    "stretched positions": {
+        "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=8),
+        "num_hidden_layers": 1,
+    },
+    "mostly empty experts": {"num_hidden_layers": 1, "num_experts": 70, "num_experts_per_tok": 2},
 }
 CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -35,11 +43,11 @@ CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 def model(request: pytest.FixtureRequest) -> Qwen3Sparse:
     """A model of each shape, which balances nothing."""
     torch.manual_seed(0)
-    return sparse(balance=0.0, **request.param)
+    return sparse(router_aux_loss_coef=0.0, **request.param)
 
 
 def random_rows(model: Qwen3Sparse, rows: int, length: int) -> tuple[Tensor, Tensor]:
-    tokens, targets = torch.randint(model.vocabulary, (2, rows, length))
+    tokens, targets = torch.randint(model.vocab_size, (2, rows, length))
     return tokens, targets.masked_fill(torch.rand(rows, length) < 0.2, IGNORED)
 
 
@@ -50,7 +58,7 @@ def test_fits_its_port() -> None:
 
 def test_logits_equal(model: Qwen3Sparse) -> None:
     """Without targets the module gives transformers' logits."""
-    module, tokens = whole(model), torch.randint(model.vocabulary, (3, 19))
+    module, tokens = whole(model), torch.randint(model.vocab_size, (3, 19))
     expected = twin(model, dict(module.named_parameters()))(tokens).logits
     found = module(tokens, one_document(3, 19))
     assert found.abs().max() > 0.1
@@ -70,13 +78,13 @@ def test_parity_for_random_sizes(data: st.DataObject) -> None:
     experts, layers = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))
     dense = data.draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1))
     model = sparse(
-        layers=layers,
-        experts=experts,
-        experts_per_token=data.draw(st.integers(1, experts)),
-        expert_feed_forward=data.draw(st.integers(1, 20)),
-        normalised=data.draw(st.booleans()),
-        dense_layers=sorted(dense),
-        balance=0.0,
+        num_hidden_layers=layers,
+        num_experts=experts,
+        num_experts_per_tok=data.draw(st.integers(1, experts)),
+        moe_intermediate_size=data.draw(st.integers(1, 20)),
+        norm_topk_prob=data.draw(st.booleans()),
+        mlp_only_layers=sorted(dense),
+        router_aux_loss_coef=0.0,
     )
     assert_parity(model, *random_rows(model, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 9))))
 
@@ -126,7 +134,7 @@ def test_packed_documents_equal_each_alone() -> None:
 def test_balance_is_that_of_transformers(normalised: bool) -> None:
     """For a row and one layer with experts, gradients are those of transformers' loss with its auxiliary one."""
     torch.manual_seed(1)
-    model = sparse(layers=1, balance=0.7, normalised=normalised)
+    model = sparse(num_hidden_layers=1, router_aux_loss_coef=0.7, norm_topk_prob=normalised)
     module, (tokens, targets) = whole(model), random_rows(model, 1, 23)
     theirs = twin(model, dict(module.named_parameters()), output_router_logits=True)
     count = (targets != IGNORED).sum()
@@ -142,7 +150,7 @@ def test_balance_is_that_of_transformers(normalised: bool) -> None:
 def test_balance_is_the_mean_over_layers_and_tokens() -> None:
     """Over rows and layers, it is the mean of transformers' loss for each, a row weighing as much as it has tokens."""
     torch.manual_seed(2)
-    model = sparse(layers=3, dense_layers=[1], balance=0.7)
+    model = sparse(num_hidden_layers=3, mlp_only_layers=[1], router_aux_loss_coef=0.7)
     module, (tokens, targets) = whole(model), random_rows(model, 3, 11)
     targets[1, 2:] = IGNORED
     theirs = twin(model, dict(module.named_parameters()), output_router_logits=True)
@@ -158,7 +166,7 @@ def test_balance_is_the_mean_over_layers_and_tokens() -> None:
 
 def test_balance_does_not_depend_on_microbatches() -> None:
     """Rows one after another add up to the gradients of all rows at once."""
-    model = sparse(balance=0.7)
+    model = sparse(router_aux_loss_coef=0.7)
     module, (tokens, targets) = whole(model).double(), random_rows(model, 4, 9)
     module(tokens, one_document(4, 9, targets)).sum().backward()
     at_once = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
@@ -194,7 +202,7 @@ TRITON = {name: "triton" for choices in list(KERNELS.values())[:4] for name in c
 def test_parity_holds_for_every_choice_of_kernels(choices: dict[str, Any]) -> None:
     """Losses and gradients are those of transformers, whichever kernels compute them."""
     torch.manual_seed(0)
-    model = sparse(kernels=kernels_on(DEVICE, **choices), balance=0.0)
+    model = sparse(kernels=kernels_on(DEVICE, **choices), router_aux_loss_coef=0.0)
     assert_parity(model, *(x.to(DEVICE) for x in random_rows(model, 2, 11)))
 
 
@@ -224,8 +232,14 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
     as for a dense model.
     """
     torch.manual_seed(0)
-    sizes = {"experts": 3, "experts_per_token": 3, "vocabulary": 61, "width": 64, "expert_feed_forward": 32}
-    model = sparse(kernels=kernels_on(DEVICE, **choices), layers=3, **sizes)
+    sizes = {
+        "num_experts": 3,
+        "num_experts_per_tok": 3,
+        "vocab_size": 61,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+    }
+    model = sparse(kernels=kernels_on(DEVICE, **choices), num_hidden_layers=3, **sizes)
     module, tokens = whole(model).to(DEVICE).bfloat16(), torch.randint(61, (2, 16)).to(DEVICE)
     theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
     exact = theirs.double()(tokens).logits
@@ -239,7 +253,7 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
 def test_compiles_without_breaks(choices: dict[str, Any]) -> None:
     """Traced as one graph, the whole model gives the losses that it gives otherwise, and its gradients."""
-    model = sparse(kernels=kernels_on(DEVICE, **choices), dense_layers=[0], balance=0.3)
+    model = sparse(kernels=kernels_on(DEVICE, **choices), mlp_only_layers=[0], router_aux_loss_coef=0.3)
     module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
     shared = to(DEVICE, one_document(2, 11, targets))
     runs = []

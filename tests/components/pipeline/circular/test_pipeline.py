@@ -116,7 +116,7 @@ def test_blocks_are_dealt_out_by_stage() -> None:
 
 def test_a_language_model_runs_in_it() -> None:
     """The layers of a Qwen3 as a pipeline, between its embedding and its head, give its losses and its gradients."""
-    model = dense(layers=4)
+    model = dense(num_hidden_layers=4)
     decoder = whole(model).double()
     tokens = torch.randint(0, 29, (4, 2, 5), generator=torch.Generator().manual_seed(3))
     shared = one_document(8, 5, tokens.roll(-1, 2).flatten(0, 1))

@@ -12,7 +12,7 @@ from drawloom.components.pipeline.program.validity import faults
 from drawloom.components.pipeline.simulation.simulator import simulate
 from support.schedules import schedule, texts
 
-COSTS = st.builds(Costs, *[st.floats(0.2, 2.0)] * 3, message=st.floats(0, 1.0))
+COSTS = st.builds(Costs, *[st.floats(0.2, 2.0)] * 3, comm=st.floats(0, 1.0))
 
 
 @given(ranks=st.integers(1, 6), microbatches=st.integers(1, 14), limit=st.integers(2, 16), costs=COSTS)
@@ -40,8 +40,8 @@ def test_filling_gaps_keeps_the_order(ranks: int, microbatches: int, costs: Cost
 def test_weights_wait_for_what_comes_soon() -> None:
     """A rank that could do weights waits instead, if what it waits for comes within half the time."""
     program = read_program("0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n")
-    short = texts(fill_gaps(program, 4, Costs(1, 1, 1.0, message=0.3)).line(0))
-    long = texts(fill_gaps(program, 4, Costs(1, 1, 2.5, message=0.3)).line(0))
+    short = texts(fill_gaps(program, 4, Costs(1, 1, 1.0, comm=0.3)).line(0))
+    long = texts(fill_gaps(program, 4, Costs(1, 1, 2.5, comm=0.3)).line(0))
     assert short == ["0F0", "0F1", "0I0", "0W0", "0I1", "0W1"]
     assert long == ["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"]
 

@@ -10,7 +10,7 @@ from drawloom.components.pipeline.program.timing import Stuck, time
 def test_work_waits_for_what_it_needs() -> None:
     """A forward needs the one before, a backward that behind, weights nothing but their turn; messages take time."""
     program = read_program("0: 0F0 0F1 0I0 0W0 0B1\n1: 1F0 1B0 1F1 1I1 1W1\n")
-    timing = time(program, Costs(1, 2, 3, message=0.5))
+    timing = time(program, Costs(1, 2, 3, comm=0.5))
     assert timing.start.tolist() == [0, 1, 8, 10, 13, 1.5, 2.5, 7.5, 8.5, 10.5]
     assert timing.end.tolist() == [1, 2, 10, 13, 18, 2.5, 7.5, 8.5, 10.5, 13.5]
     assert timing.makespan == 18
@@ -18,7 +18,7 @@ def test_work_waits_for_what_it_needs() -> None:
 
 def test_a_hop_to_the_same_rank_takes_no_time() -> None:
     """Only messages between ranks are on their way."""
-    timing = time(read_program("0: 0F0 1F0 1B0 0B0\n"), Costs(message=9))
+    timing = time(read_program("0: 0F0 1F0 1B0 0B0\n"), Costs(comm=9))
     assert timing.makespan == 6
 
 

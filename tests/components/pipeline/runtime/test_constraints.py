@@ -22,7 +22,7 @@ def test_each_stage_wants_a_layer() -> None:
     (found,) = problems(*words)
     assert (found.node, found.text) == ("mesh", "4 layers can't be split over 2 ranks with 4 stages on each")
     assert found.hint == "write pipeline = 1 or less, or write layers = 8 or more in [model]"
-    assert problems(*words, "model.layers=8") == problems(*words, "mesh.pipeline=1") == []
+    assert problems(*words, "model.num_hidden_layers=8") == problems(*words, "mesh.pipeline=1") == []
 
 
 @pytest.mark.parametrize("name", ["dual_pipe_v", "zero_bubble_v", "interleaved_1f1b", "v_min"])

@@ -9,8 +9,8 @@ from drawloom.components.pipeline.simulation.simulator import simulate
 
 def test_it_is_made_for_the_costs_that_it_is_given() -> None:
     """Told that messages take long, it is quicker when they do than if it had not been told."""
-    late = Costs(message=1.0)
-    told = simulate(Greedy(message=1.0).program(4, 16), late).makespan
+    late = Costs(comm=1.0)
+    told = simulate(Greedy(comm=1.0).program(4, 16), late).makespan
     assert told < simulate(Greedy().program(4, 16), late).makespan
 
 

@@ -17,4 +17,4 @@ def test_memory_is_a_third_of_that_of_1f1b() -> None:
     """A rank holds p / 3 microbatches and one more at most, for any number of ranks."""
     for ranks in range(1, 20):
         run = simulate(VMin().program(ranks, 2 * ranks), Costs())
-        assert max(run.peak_live) / 2 <= ranks / 3 + 1
+        assert max(run.peak_activations) / 2 <= ranks / 3 + 1

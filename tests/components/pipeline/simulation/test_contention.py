@@ -36,7 +36,7 @@ def test_crossed_messages_need_a_channel_each(channels: Channels, stuck: bool) -
 def test_ranks_that_block_wait_for_each_other() -> None:
     """A rank that blocks does no work while it sends, and can't send to a rank that sends to it."""
     lines = [line(0, "0F0 0SEND_F0 0F1"), line(1, "1F5 1F6 1RECV_F0 1F0")]
-    costs = Costs(message=0.5)
+    costs = Costs(comm=0.5)
     assert carry_out(lines, costs, "direction")[0, "F", 1].start == 1
     assert carry_out(lines, costs, "blocking")[0, "F", 1].start == 2.5
     with pytest.raises(Stuck):
@@ -46,14 +46,14 @@ def test_ranks_that_block_wait_for_each_other() -> None:
 def test_messages_of_one_channel_follow_one_another() -> None:
     """Two messages that are ready at once take twice as long on a channel, and no longer if they are free."""
     lines = [line(0, "0F0 2F0 0SEND_F0 2SEND_F0"), line(1, "1RECV_F0 3RECV_F0 1F0 3F0")]
-    costs = Costs(message=3)
+    costs = Costs(comm=3)
     assert carry_out(lines, costs, "free")[3, "F", 0].start == 6
     assert carry_out(lines, costs, "direction")[3, "F", 0].start == 8
 
 
 def test_messages_wait_for_their_receive() -> None:
     """A message is not under way before its receive is posted, which is when the work before it is over."""
-    costs = Costs(message=0.5)
+    costs = Costs(comm=0.5)
     late = carry_out([line(0, "0F0 0SEND_F0"), line(1, "1F7 1F8 1RECV_F0 1F0")], costs)
     early = carry_out([line(0, "0F0 0SEND_F0"), line(1, "1RECV_F0 1F7 1F8 1F0")], costs)
     assert (late[0, "SEND_F", 0].start, late[1, "F", 0].start) == (2, 2.5)

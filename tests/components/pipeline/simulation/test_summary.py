@@ -22,7 +22,7 @@ def test_numbers_are_those_of_the_simulation() -> None:
         "ideal": 24.0,
         "bubble": 1 - 24 / 27,
         "span_bubble": 0.0,
-        "peak_live": [7, 5, 3, 1],
+        "peak_activations": [7, 5, 3, 1],
         "peak_live_weights": [7, 7, 7, 7],
         "actions": {"F": 32, "B": 0, "I": 32, "W": 32},
     }

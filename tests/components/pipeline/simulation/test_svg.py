@@ -30,7 +30,7 @@ def bars(picture: ElementTree.Element) -> dict[str, ElementTree.Element]:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_action_is_a_bar_where_it_happens(name: str) -> None:
     """Bars are as many as actions, in proportion to their time, in the row of their rank."""
-    simulation = simulate(schedule(name).program(4, 8), Costs(1, 1.5, 0.5, message=0.25))
+    simulation = simulate(schedule(name).program(4, 8), Costs(1, 1.5, 0.5, comm=0.25))
     found = bars(drawn(simulation))
     assert len(found) == len(simulation.program.stage)
     unit = float(next(iter(found.values())).attrib["width"]) / 1.0

@@ -2,11 +2,11 @@
 
 import torch
 
-from drawloom.components.ports.data import HeldOutData
+from drawloom.components.ports.data import ValidationData
 from drawloom.graph.testing import expect
 
 
-def it_is_the_same_every_time(one: HeldOutData, other: HeldOutData) -> None:
+def it_is_the_same_every_time(one: ValidationData, other: ValidationData) -> None:
     """The same microbatches in the same order, whenever they are asked for."""
     first = [batch.tokens for batch in one.batches()]
     expect(first, "there is nothing to measure on")
