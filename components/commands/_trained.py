@@ -16,6 +16,7 @@ from drawloom.components.ports.pipeline import Predictor
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.project import Workshop
+from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.recipe import Recipe
 
 
@@ -36,7 +37,7 @@ def trained(workshop: Workshop, folder: Path) -> Iterator[Trained]:
     checkpoint = newest(folder)
     if checkpoint is None:
         raise UserError(f"{folder} holds no finished checkpoint; give the folder of a run, such as runs/first_run", 2)
-    graph = _graph(workshop, checkpoint / "recipe.lock.toml")
+    graph = _graph(workshop, checkpoint / LOCK)
     ports = {"model": Model, "stages": Stages, "tokenizer": Tokenizer, "predictor": Predictor, "mesh": Mesh}
     names = {name: _only(graph, port, checkpoint) for name, port in ports.items()}
     with workshop.container(graph, *names.values()) as objects:

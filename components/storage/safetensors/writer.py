@@ -1,96 +1,95 @@
-"""One safetensors file: written tensor by tensor in whatever order they come, and read as one piece of memory."""
+"""Writes one safetensors file, tensor by tensor in any order."""
 
-import os
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import attrs
 from torch import Tensor
 
+from drawloom.components.storage import durable_files
+from drawloom.components.storage.durable_files import FileWriter
 from drawloom.components.storage.format_names import listed
-from drawloom.components.storage.safetensors.header import (
-    BadHeader,
-    Entry,
-    check_writable,
-    header_length,
-    layout,
-    parse_header,
-)
-from drawloom.components.storage.tensor_bytes import bytes_of, from_memory, view
-from drawloom.components.storage.tensor_source import TensorKind
+from drawloom.components.storage.safetensors.header import CODES, MAX_DIMENSIONS, METADATA, Entry, is_name
+from drawloom.components.storage.sha256_stream import Content
+from drawloom.components.storage.tensor_source import InMemory, TensorKind, bytes_of
 
 
 @attrs.define
 class SafetensorsWriter:
-    """Puts announced tensors into an open file, each at its place; `where` is for messages."""
+    """Writes announced tensors into an open, empty file, each at its offset; `missing` are those still to come."""
 
-    where: str
-    descriptor: int
-    head: bytes
+    file: FileWriter
+    begin: int
     missing: dict[str, Entry]
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one of the tensors; ValueError if it is not as it was announced."""
+        """Write one of the tensors; ValueError if shape or dtype are not those that were announced."""
         entry = self.missing.pop(name)
         found = TensorKind(tuple(tensor.shape), tensor.dtype)
         if found != entry.kind:
             raise ValueError(f"{name} came as {found}, and was announced as {entry.kind}")
-        self._put(bytes_of(tensor), len(self.head) + entry.start)
+        self.file.put(bytes_of(tensor), self.begin + entry.start)
 
     def finish(self) -> None:
-        """Write the header, and return when all is on disk; ValueError if a tensor never came."""
+        """ValueError if a tensor was announced and not written."""
         if self.missing:
             raise ValueError(f"{listed(list(self.missing))} never came")
-        self._put(memoryview(self.head), 0)
-        try:
-            os.fsync(self.descriptor)
-        except OSError as error:
-            raise self._named(error) from error
-
-    def _put(self, data: memoryview, place: int) -> None:
-        while data:
-            try:
-                count = os.pwrite(self.descriptor, data, place)
-            except OSError as error:
-                raise self._named(error) from error
-            data, place = data[count:], place + count
-
-    def _named(self, error: OSError) -> OSError:
-        return OSError(error.errno, error.strerror, self.where)
 
 
-def writer_into(descriptor: int, where: str, kinds: Mapping[str, TensorKind]) -> SafetensorsWriter:
-    """
-    Writes these tensors into an open, empty file. Its bytes will be those that the safetensors library writes.
-
-    ValueError if a tensor can't be written so that it can be read again.
-    """
-    check_writable(kinds)
+def writer_into(file: FileWriter, kinds: Mapping[str, TensorKind]) -> SafetensorsWriter:
+    """Write the header of these tensors into an open, empty file."""
     head, entries = layout(kinds)
-    return SafetensorsWriter(where, descriptor, head, entries)
+    file.put(memoryview(head), 0)
+    return SafetensorsWriter(file, len(head), entries)
 
 
 @contextmanager
 def new_safetensors_file(path: Path, kinds: Mapping[str, TensorKind]) -> Iterator[SafetensorsWriter]:
-    """A new file of these tensors, which is on disk at the end of the block; OSError if it is there already."""
-    check_writable(kinds)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        writer = writer_into(descriptor, str(path), kinds)
+    """A new file of these tensors, which is on disk at the end of the block; OSError if it exists."""
+    check_writable(kinds)  # before there is a file
+    with durable_files.new_file(path) as file:
+        writer = writer_into(file, kinds)
         yield writer
         writer.finish()
-    finally:
-        os.close(descriptor)
 
 
-def tensors_in(memory: Tensor) -> dict[str, Tensor]:
-    """The tensors of a file that is in memory (bytes), without a copy; BadHeader if it can't be believed."""
-    size = memory.numel()
-    length = header_length(view(memory)[:8].tobytes(), size)
-    body = memory[8 + length :]
-    entries = parse_header(view(memory)[8 : 8 + length].tobytes(), size - 8 - length)
-    try:
-        return {name: from_memory(body[entry.start : entry.end], entry.kind) for name, entry in entries.items()}
-    except RuntimeError as error:  # torch wants each at a multiple of its element's size, and so do we write them
-        raise BadHeader(f"a tensor lies where none can be used: {error}") from error
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
+    """A new file of these tensors, flushed and hashed: they are written in the order in which they lie in the file."""
+    with new_safetensors_file(path, InMemory(tensors).kinds()) as writer:
+        for name in list(writer.missing):
+            writer.write(name, tensors[name])
+    return writer.file.content()
+
+
+def layout(kinds: Mapping[str, TensorKind]) -> tuple[bytes, dict[str, Entry]]:
+    """
+    What a file of these tensors begins with, and the entry of each, in the order in which they lie in the file.
+
+    It is byte for byte what the safetensors library writes: by dtype, the widest first, and then by name.
+    """
+    check_writable(kinds)
+    ranks = {dtype: rank for rank, dtype in enumerate(CODES)}
+    entries: dict[str, Entry] = {}
+    written: dict[str, Any] = {METADATA: {"format": "pt"}}
+    end = 0
+    for name in sorted(kinds, key=lambda name: (ranks[kinds[name].dtype], name)):
+        start, end = end, end + kinds[name].bytes
+        entries[name] = Entry(kinds[name], start, end)
+        written[name] = {"dtype": CODES[kinds[name].dtype], "shape": kinds[name].shape, "data_offsets": [start, end]}
+    text = json.dumps(written, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the first tensor begins at a multiple of 8
+    return len(text).to_bytes(8, "little") + text, entries
+
+
+def check_writable(kinds: Mapping[str, TensorKind]) -> None:
+    """ValueError if there is a tensor that can't be written, or not be read again."""
+    for name, kind in kinds.items():
+        if not is_name(name):
+            raise ValueError(f"{name!r:.99} is no name for a tensor in a file")
+        if kind.dtype not in CODES:
+            raise ValueError(f"{name} has the dtype {kind.dtype}, which safetensors does not have")
+        if len(kind.shape) > MAX_DIMENSIONS:
+            raise ValueError(f"{name} has {len(kind.shape)} dimensions, and more than {MAX_DIMENSIONS} are not read")

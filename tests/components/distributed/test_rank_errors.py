@@ -8,7 +8,7 @@ import pytest
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.process_group import OneRank
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.distributed.rank_errors import on_main, together
+from drawloom.components.distributed.rank_errors import Agreed, on_main, together
 from drawloom.graph import UserError
 from support.processes import run_ranks
 
@@ -34,7 +34,7 @@ def _outcomes(error: str, failing: int) -> tuple[str, str, int, list[Any], Any]:
         name, text, code = "", "", 0
     except Exception as caught:
         name, text, code = type(caught).__name__, str(caught), getattr(caught, "exit_code", 0)
-    values = together(world, lambda: [world.rank])
+    _, values = together(world, lambda: object(), share=lambda _: [world.rank])
     said = on_main(world, lambda: f"by {world.rank}")
     processes.close()
     return name, text, code, values, said
@@ -43,25 +43,33 @@ def _outcomes(error: str, failing: int) -> tuple[str, str, int, list[Any], Any]:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_user_error_is_the_same_on_every_rank(failing: int) -> None:
     """Whichever rank raises it, all raise it, word for word and with its exit code; then they can go on together."""
-    expected = ("UserError", "a sentence for people", 2, [[0], [1]], "by 0")
+    expected = ("Agreed", "a sentence for people", 2, [[0], [1]], "by 0")
     assert run_ranks(_outcomes, 2, "user", failing) == [expected, expected]
 
 
 def test_an_error_of_the_system_is_told_with_rank_and_file() -> None:
     """A full disk on one rank stops all, and each says where it was."""
     results = run_ranks(_outcomes, 2, "disk", 1)
-    assert [result[:3] for result in results] == [("UserError", "rank 1: /somewhere: No space left on device", 1)] * 2
+    assert [result[:3] for result in results] == [("Agreed", "rank 1: /somewhere: No space left on device", 1)] * 2
 
 
 def test_a_fault_of_the_program_keeps_its_type_where_it_happened() -> None:
     """The failing rank shows its own traceback; the other one says whose fault it was."""
     main, other = run_ranks(_outcomes, 2, "bug", 0)
     assert main[:2] == ("ZeroDivisionError", "a fault of the program")
-    assert other[:2] == ("UserError", "rank 0: ZeroDivisionError: a fault of the program")
+    assert other[:2] == ("Agreed", "rank 0: ZeroDivisionError: a fault of the program")
 
 
 def test_alone_there_is_no_rank_to_name() -> None:
-    """A single process gives what it did, and tells an error without a rank."""
-    assert together(OneRank(), lambda: 3) == [3]
+    """A single process has its value and what it shares, and its errors name no rank."""
+    assert together(OneRank(), lambda: 3, share=str) == (3, ["3"])
     with pytest.raises(UserError, match=r"^/somewhere: No space left on device$"):
         on_main(OneRank(), lambda: _fail("disk"))
+
+
+@pytest.mark.parametrize(("error", "code"), [("disk", 28), ("user", None)])
+def test_a_failed_system_call_is_told_apart_by_its_number(error: str, code: int | None) -> None:
+    """Whoever can live with a full disk finds the number of the error, also when it is passed on once more."""
+    with pytest.raises(Agreed) as caught:
+        on_main(OneRank(), lambda: on_main(OneRank(), lambda: _fail(error)))
+    assert (caught.value.errno, caught.value.rank) == (code, 0)

@@ -134,17 +134,16 @@ def test_nothing_to_tell_keeps_its_place(ranks: list[dict[str, Any]]) -> None:
 
 def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None:
     """Whoever fails, while writing or inside of the block, raises its own error, and all others a UserError of it."""
-    bad = "config.bad is a object; it may hold what JSON can say, and tensors"
+    bad = "bad is a object, which can't be saved"
     lost = "all is lost"
     assert [rank["failing writer"] for rank in ranks] == [
-        f"TypeError: {bad}" if place == 1 else f"UserError: rank 1: TypeError: {bad}" for place in range(4)
+        f"TypeError: {bad}" if place == 1 else f"Agreed: rank 1: TypeError: {bad}" for place in range(4)
     ]
     for where, failed in (("consumer", 0), ("bystander", 1)):
         assert [rank[f"failing {where}"] for rank in ranks] == [
-            f"_Trouble: {lost}" if place == failed else f"UserError: rank {failed}: _Trouble: {lost}"
-            for place in range(4)
+            f"_Trouble: {lost}" if place == failed else f"Agreed: rank {failed}: _Trouble: {lost}" for place in range(4)
         ]
-    assert [rank["failing agreed"] for rank in ranks] == ["UserError: main says no"] * 4
+    assert [rank["failing agreed"] for rank in ranks] == ["Agreed: main says no"] * 4
 
 
 def test_ranks_that_disagree_are_told(ranks: list[dict[str, Any]]) -> None:
@@ -195,7 +194,7 @@ def test_tensors() -> None:
 def test_one_rank_alone() -> None:
     """A group of one has its own configuration, as the others' would arrive, and its own tensor."""
     with get_configs_parallel({"a": (1, 2)}, [0], OneRank()) as configs:
-        assert configs == [{"a": [1, 2]}]
+        assert configs == [{"a": (1, 2)}]
     tensor = torch.ones(2)
     with get_tensors_parallel(tensor, [0]) as tensors:
         assert tensors[0] is tensor
