@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.deferred_grads import WeightGradient, weight_gradient_of
-from drawloom.kernels.vocab_parallel import VocabularyPart, add_up, own_targets, put_together
+from drawloom.kernels.vocab_parallel import VocabularyPart, all_gather_lse, all_reduce, local_targets
 
 Reduction = Literal["none", "sum", "mean"]
 
@@ -33,7 +33,7 @@ class Cut:
 
     ignored: int = -100
     soft_cap: float | None = None
-    least: float = 0.0
+    filter_eps: float = 0.0
     tile: tuple[int, int] = (128, 128)
     at_once: int = 2**28
     part: VocabularyPart | None = None
@@ -43,7 +43,7 @@ EXACT = Cut()
 """Neither capped nor filtered."""
 
 
-class Wanted(NamedTuple):
+class Needs(NamedTuple):
     """Which gradients are asked for."""
 
     hidden: bool
@@ -59,7 +59,7 @@ class Implementation(NamedTuple):
     """
 
     totals: Callable[[Tensor, Tensor, Tensor, Cut], tuple[Tensor, Tensor]]
-    gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Cut, Wanted], tuple[Tensor | None, Tensor | None]]
+    gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Cut, Needs], tuple[Tensor | None, Tensor | None]]
 
 
 def cut_cross_entropy_eager(
@@ -98,8 +98,8 @@ class _CutCrossEntropy(Function):
         implementation: Implementation,
         weight_gradient: WeightGradient,
     ) -> Tensor:
-        own = own_targets(targets, len(weight), cut.ignored, cut.part)
-        totals, chosen = put_together(*implementation.totals(hidden, weight, own, cut), cut.part)
+        own = local_targets(targets, len(weight), cut.ignored, cut.part)
+        totals, chosen = all_gather_lse(*implementation.totals(hidden, weight, own, cut), cut.part)
         ctx.save_for_backward(hidden, weight, targets, totals)
         ctx.cut, ctx.implementation, ctx.weight_gradient = cut, implementation, weight_gradient
         return (totals - chosen).where(targets != cut.ignored, 0)
@@ -109,14 +109,14 @@ class _CutCrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, targets, totals = ctx.saved_tensors
         grad = grad.where(targets != ctx.cut.ignored, 0)
-        own = own_targets(targets, len(weight), ctx.cut.ignored, ctx.cut.part)
-        wanted, inputs = Wanted(*ctx.needs_input_grad[:2]), (hidden, weight, own, totals, grad)
+        own = local_targets(targets, len(weight), ctx.cut.ignored, ctx.cut.part)
+        wanted, inputs = Needs(*ctx.needs_input_grad[:2]), (hidden, weight, own, totals, grad)
         if wanted.weight and getattr(ctx.weight_gradient, "active", False):
             ctx.weight_gradient(_Later(ctx.implementation, ctx.cut), *inputs)
-            wanted = Wanted(wanted.hidden, False)
+            wanted = Needs(wanted.hidden, False)
         grad_hidden, grad_weight = ctx.implementation.gradients(*inputs, ctx.cut, wanted)
         if grad_hidden is not None:
-            grad_hidden = add_up(grad_hidden, ctx.cut.part)
+            grad_hidden = all_reduce(grad_hidden, ctx.cut.part)
         return grad_hidden, grad_weight, None, None, None, None
 
 
@@ -128,7 +128,7 @@ class _Later:
     cut: Cut
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        _, grad_weight = self.implementation.gradients(*inputs, self.cut, Wanted(False, True))  # type: ignore[call-arg, arg-type]
+        _, grad_weight = self.implementation.gradients(*inputs, self.cut, Needs(False, True))  # type: ignore[call-arg, arg-type]
         return grad_weight  # type: ignore[return-value]
 
 
@@ -138,14 +138,14 @@ def chunks(tokens: int, words: int, cut: Cut) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
-def order_of_words(hidden: Tensor, weight: Tensor) -> Tensor:
+def order_of_vocab(hidden: Tensor, weight: Tensor) -> Tensor:
     """The words of the vocabulary from the least to the greatest mean logit, which is that of the mean hidden state."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return (weight.to(wide) @ hidden.to(wide).mean(0)).argsort()
 
 
 def _totals(hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
-    totals = hidden.new_empty(len(hidden), dtype=_wide(hidden))
+    totals = hidden.new_empty(len(hidden), dtype=_accumulation_dtype(hidden))
     chosen = torch.zeros_like(totals)
     for chunk in chunks(len(hidden), len(weight), cut):
         logits = _logits(hidden[chunk], weight, cut)
@@ -157,13 +157,13 @@ def _totals(hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut) -> tuple[
 
 
 def _gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, totals: Tensor, grad: Tensor, cut: Cut, wanted: Wanted
+    hidden: Tensor, weight: Tensor, targets: Tensor, totals: Tensor, grad: Tensor, cut: Cut, wanted: Needs
 ) -> tuple[Tensor | None, Tensor | None]:
-    order = order_of_words(hidden, weight) if cut.least and len(hidden) else None
+    order = order_of_vocab(hidden, weight) if cut.filter_eps and len(hidden) else None
     grad_hidden = torch.empty_like(hidden) if wanted.hidden else None
-    grad_weight = torch.zeros_like(weight, dtype=_wide(weight)) if wanted.weight else None
+    grad_weight = torch.zeros_like(weight, dtype=_accumulation_dtype(weight)) if wanted.weight else None
     for chunk in chunks(len(hidden), len(weight), cut):
-        slopes = _slopes(hidden[chunk], weight, targets[chunk], totals[chunk], grad[chunk], cut, order)
+        slopes = _grad_logits(hidden[chunk], weight, targets[chunk], totals[chunk], grad[chunk], cut, order)
         if grad_hidden is not None:
             grad_hidden[chunk] = slopes @ weight
         if grad_weight is not None:
@@ -171,7 +171,7 @@ def _gradients(
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
-def _slopes(
+def _grad_logits(
     hidden: Tensor, weight: Tensor, targets: Tensor, totals: Tensor, grad: Tensor, cut: Cut, order: Tensor | None
 ) -> Tensor:
     """The gradients of logits (tokens, vocabulary), in the dtype of the hidden states."""
@@ -180,28 +180,28 @@ def _slopes(
     own = targets >= 0
     slopes.scatter_add_(1, targets.where(own, 0).unsqueeze(-1), -own.to(slopes.dtype).unsqueeze(-1))
     if order is not None:
-        slopes = slopes * _live(slopes[:, order], cut)[:, order.argsort()]
+        slopes = slopes * _active_tiles(slopes[:, order], cut)[:, order.argsort()]
     slopes = slopes * grad.unsqueeze(-1)
     if cut.soft_cap is not None:
         slopes = slopes * (1 - (logits / cut.soft_cap).square())
     return slopes.to(hidden.dtype)
 
 
-def _live(slopes: Tensor, cut: Cut) -> Tensor:
+def _active_tiles(slopes: Tensor, cut: Cut) -> Tensor:
     """1 where a slope is in a tile in which any is as large as the least that counts, else 0."""
     (tokens, words), (height, width) = slopes.shape, cut.tile
     padded = torch.nn.functional.pad(slopes, (0, -words % width, 0, -tokens % height))
     tiles = padded.abs().view(padded.shape[0] // height, height, padded.shape[1] // width, width).amax((1, 3))
-    live = (tiles >= cut.least).to(slopes.dtype)
+    live = (tiles >= cut.filter_eps).to(slopes.dtype)
     return live.repeat_interleave(height, 0).repeat_interleave(width, 1)[:tokens, :words]
 
 
 def _logits(hidden: Tensor, weight: Tensor, cut: Cut) -> Tensor:
-    logits = (hidden @ weight.T).to(_wide(hidden))
+    logits = (hidden @ weight.T).to(_accumulation_dtype(hidden))
     return logits if cut.soft_cap is None else (logits / cut.soft_cap).tanh() * cut.soft_cap
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 

@@ -32,7 +32,7 @@ class WeightGradient(Protocol):
     def __call__(self, compute: Compute, *tensors: Tensor) -> Tensor | None: ...
 
 
-class PutOff:
+class DeferredGrad:
     """A weight's gradient that may wait: its parts, in the order in which operations found what they need for them."""
 
     __slots__ = ("_waiting", "active", "weight")
@@ -77,16 +77,16 @@ class Deferral:
     __slots__ = ("_put_off",)
 
     def __init__(self) -> None:
-        self._put_off: dict[int, PutOff] = {}  # by the weight's id: the hash of a tensor is slow
+        self._put_off: dict[int, DeferredGrad] = {}  # by the weight's id: the hash of a tensor is slow
 
     def recording(self) -> "_Recording":
         """A context: what runs in it belongs to this deferral."""
         return _Recording(self)
 
     @contextmanager
-    def putting_off(self, spared: Iterable[Tensor] = ()) -> Iterator[None]:
+    def defer(self, except_for: Iterable[Tensor] = ()) -> Iterator[None]:
         """While this lasts, backward passes put off the gradients of known weights, but not of the spared ones."""
-        ids = set(map(id, spared))
+        ids = set(map(id, except_for))
         put_off = [each for key, each in self._put_off.items() if key not in ids]
         for each in put_off:
             each.active = True
@@ -96,10 +96,10 @@ class Deferral:
             for each in put_off:
                 each.active = False
 
-    def of(self, weight: Tensor) -> PutOff:
+    def of(self, weight: Tensor) -> DeferredGrad:
         """Where the gradient of a weight waits; from now on the weight is known."""
         if (found := self._put_off.get(id(weight))) is None:
-            found = self._put_off[id(weight)] = PutOff(weight)
+            found = self._put_off[id(weight)] = DeferredGrad(weight)
         return found
 
     @property
@@ -110,9 +110,13 @@ class Deferral:
     def weight_of(self, node: Node) -> Tensor | None:
         """The weight whose gradient this node of an autograd graph can put off for this deferral, if it is one such."""
         answer = getattr(node, "weight_gradient", None)
-        return answer.weight if isinstance(answer, PutOff) and self._put_off.get(id(answer.weight)) is answer else None
+        return (
+            answer.weight
+            if isinstance(answer, DeferredGrad) and self._put_off.get(id(answer.weight)) is answer
+            else None
+        )
 
-    def take(self) -> list[PutOff]:
+    def take(self) -> list[DeferredGrad]:
         """What waits, by weight; it is held here no more."""
         put_off, self._put_off = self._put_off, {}
         return [each for each in put_off.values() if each]

@@ -38,7 +38,7 @@ class _LinearCrossEntropy(Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int, weight_gradient: WeightGradient
     ) -> Tensor:
         chunks = list(_chunks(len(hidden), len(weight)))
-        losses = hidden.new_empty(len(hidden), dtype=_wide(hidden))
+        losses = hidden.new_empty(len(hidden), dtype=_accumulation_dtype(hidden))
         kept = None
         for chunk in chunks:
             found = _log_probabilities(hidden[chunk], weight)
@@ -69,7 +69,7 @@ def _in_chunks(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both gradients, with each chunk's probabilities computed again; the weight's is summed in at least float32."""
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-    grad_weight = torch.zeros_like(weight, dtype=_wide(weight)) if needs_weight else None
+    grad_weight = torch.zeros_like(weight, dtype=_accumulation_dtype(weight)) if needs_weight else None
     for chunk in _chunks(len(hidden), len(weight)):
         found = _log_probabilities(hidden[chunk], weight)
         grad_logits = _grad_logits(found, targets[chunk], grad[chunk]).to(hidden.dtype)
@@ -90,7 +90,7 @@ def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
 
 
 def _log_probabilities(hidden: Tensor, weight: Tensor) -> Tensor:
-    return F.log_softmax(hidden @ weight.T, dim=-1, dtype=_wide(hidden))
+    return F.log_softmax(hidden @ weight.T, dim=-1, dtype=_accumulation_dtype(hidden))
 
 
 def _grad_logits(log_probabilities: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
@@ -99,5 +99,5 @@ def _grad_logits(log_probabilities: Tensor, targets: Tensor, grad: Tensor) -> Te
     return result.scatter_add_(1, targets.unsqueeze(-1), -grad.unsqueeze(-1))
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)

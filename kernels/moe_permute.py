@@ -69,7 +69,7 @@ class _Unpermute(Function):
         needed, place = choices >= 0, choices.where(choices >= 0, 0).to(torch.int64)
         of_rows = grad[place // max(of_choices.shape[1], 1)].where(needed.unsqueeze(-1), 0)
         if probabilities is not None:
-            of_rows = (_wide(of_rows) * probabilities.flatten()[place].unsqueeze(-1)).to(grad.dtype)
+            of_rows = (_accumulation_dtype(of_rows) * probabilities.flatten()[place].unsqueeze(-1)).to(grad.dtype)
         of_probabilities = None
         if rows is not None:
             of_probabilities = (_gathered(rows, of_choices) * grad.unsqueeze(1)).sum(-1).to(probabilities.dtype)
@@ -79,8 +79,8 @@ class _Unpermute(Function):
 def _gathered(rows: Tensor, of_choices: Tensor) -> Tensor:
     """The row of each choice (tokens, choices, width) in at least float32, zero where there is none."""
     known = of_choices >= 0
-    return _wide(rows[of_choices.where(known, 0).to(torch.int64)]).where(known.unsqueeze(-1), 0)
+    return _accumulation_dtype(rows[of_choices.where(known, 0).to(torch.int64)]).where(known.unsqueeze(-1), 0)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _accumulation_dtype(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -23,9 +23,9 @@ class Routes(NamedTuple):
     of the first begin at 0.
     """
 
-    rows: Tensor
-    choices: Tensor
-    ends: Tensor
+    dest_row: Tensor
+    source_choice: Tensor
+    offsets: Tensor
 
 
 def moe_routes_eager(experts_of: Tensor, experts: int) -> Routes:

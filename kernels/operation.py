@@ -13,7 +13,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 Launch = Callable[..., Any]
 
 
-def operation(schema: str, like: Launch) -> Callable[[Launch], Launch]:
+def register_kernel(schema: str, fake: Launch) -> Callable[[Launch], Launch]:
     """
     Make a function that launches kernels an operation of torch, which torch.compile takes as it is.
 
@@ -26,7 +26,7 @@ def operation(schema: str, like: Launch) -> Callable[[Launch], Launch]:
         name = schema.partition("(")[0]
         torch.library.define(f"drawloom::{name}", schema.removeprefix(name))
         torch.library.impl(f"drawloom::{name}", ("CPU", "CUDA"), launch)
-        torch.library.register_fake(f"drawloom::{name}", like)
+        torch.library.register_fake(f"drawloom::{name}", fake)
         registered: Launch = getattr(torch.ops.drawloom, name).default
 
         @wraps(launch)

@@ -101,7 +101,7 @@ def rope_frequencies(
     return frequencies
 
 
-def rope_sharpening(scaling: Scaling) -> float:
+def attention_scaling(scaling: Scaling) -> float:
     """What cosines and sines are multiplied by."""
     if not isinstance(scaling, Yarn):
         return 1.0
@@ -117,7 +117,7 @@ def rope_angles(positions: Tensor, channels: int, base: float, scaling: Scaling 
     else:
         frequencies = rope_frequencies(channels, base, scaling, positions.device)
     angles = positions.unsqueeze(-1).to(torch.float32) * frequencies
-    sharpening = rope_sharpening(scaling)
+    sharpening = attention_scaling(scaling)
     return angles.cos() * sharpening, angles.sin() * sharpening
 
 

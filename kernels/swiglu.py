@@ -33,13 +33,13 @@ class _SwiGlu(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(_wide(gate)).mul_(up).to(gate.dtype)
+        return F.silu(_accumulation_dtype(gate)).mul_(up).to(gate.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return _gradients(gate, up, _wide(grad))
+        return _gradients(gate, up, _accumulation_dtype(grad))
 
 
 class _ScaledSwiGlu(Function):
@@ -48,23 +48,23 @@ class _ScaledSwiGlu(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up, scale)
-        return F.silu(_wide(gate)).mul_(up).mul_(scale.unsqueeze(-1)).to(gate.dtype)
+        return F.silu(_accumulation_dtype(gate)).mul_(up).mul_(scale.unsqueeze(-1)).to(gate.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gate, up, scale = ctx.saved_tensors
-        grad_scale = F.silu(_wide(gate)).mul_(up).mul_(grad).sum(-1).to(scale.dtype)
-        return *_gradients(gate, up, _wide(grad) * scale.unsqueeze(-1)), grad_scale
+        grad_scale = F.silu(_accumulation_dtype(gate)).mul_(up).mul_(grad).sum(-1).to(scale.dtype)
+        return *_gradients(gate, up, _accumulation_dtype(grad) * scale.unsqueeze(-1)), grad_scale
 
 
 def _gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Of gate and up, from a gradient in at least float32."""
-    wide_gate = _wide(gate)
+    wide_gate = _accumulation_dtype(gate)
     grad_up = F.silu(wide_gate).mul_(grad)
     grad_gate = torch.ops.aten.silu_backward(grad * up, wide_gate)
     return grad_gate.to(gate.dtype), grad_up.to(up.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _accumulation_dtype(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))

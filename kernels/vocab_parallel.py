@@ -17,7 +17,7 @@ class VocabularyPart:
     group: dist.ProcessGroup
 
 
-def own_targets(targets: Tensor, rows: int, ignored: int, part: VocabularyPart | None) -> Tensor:
+def local_targets(targets: Tensor, rows: int, ignored: int, part: VocabularyPart | None) -> Tensor:
     """Which of this rank's rows each target (int64) is; -1 where it is another rank's, or ignored."""
     learned = targets != ignored
     if part is None:
@@ -26,7 +26,7 @@ def own_targets(targets: Tensor, rows: int, ignored: int, part: VocabularyPart |
     return own.where(learned & (own >= 0) & (own < rows), NOT_HERE)
 
 
-def put_together(totals: Tensor, chosen: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
+def all_gather_lse(totals: Tensor, chosen: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
     """
     Over the whole vocabulary: the log of the sum of exp(logits) by token, and the logit of each token's target.
 
@@ -41,7 +41,7 @@ def put_together(totals: Tensor, chosen: Tensor, part: VocabularyPart | None) ->
     return of_all[:, 0].logsumexp(0), of_all[:, 1].sum(0)
 
 
-def add_up(gradient: Tensor, part: VocabularyPart | None) -> Tensor:
+def all_reduce(gradient: Tensor, part: VocabularyPart | None) -> Tensor:
     """The sum over all parts of a gradient of what each rank has whole."""
     if part is not None:
         dist.all_reduce(gradient, group=part.group)

@@ -13,21 +13,21 @@ import torch
 
 from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.io_errors import check_space, described
-from drawloom.components.checkpoint.manifest import FOLDER, Damaged, committed, step_of
+from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, step_of
 from drawloom.components.checkpoint.reader import none_whole
-from drawloom.components.checkpoint.restore import Found, compare, load, read_states
-from drawloom.components.checkpoint.retention import Rotation, Rules
-from drawloom.components.checkpoint.snapshot import Shares, Snapshot, names_of
-from drawloom.components.checkpoint.threads import at_once, in_background
-from drawloom.components.distributed.rank_errors import Agreed, on_main, together
+from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, read_states
+from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
+from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, names_of
+from drawloom.components.checkpoint.threads import run_now, submit
+from drawloom.components.distributed.rank_errors import Agreed, run_on_all, run_on_rank0
 from drawloom.components.ports.cadence import Cadence, a_cadence, due
 from drawloom.components.ports.distributed import Group, Mesh, Processes
-from drawloom.components.ports.run import Event, Events, Lasting, RunFolder, Stateful, Step
+from drawloom.components.ports.run import Durable, Event, Events, RunFolder, Stateful, Step
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, at_least, component, setting
 from drawloom.graph.recipe.lockfile import LOCK
 
-PATIENCE = 20.0  # seconds that a run which ends by an error waits for a checkpoint that is being written
+CLOSE_TIMEOUT = 20.0  # seconds that a run which ends by an error waits for a checkpoint that is being written
 
 log = logging.getLogger("drawloom.checkpoint")
 
@@ -43,7 +43,7 @@ class Writing:
 
 
 @component(reads=("weights", "loss?", "validation_loss?"), change="free")
-class CheckpointFolder:
+class Checkpointer:
     """
     Saves every stateful node after some steps and after the last, and restores the newest valid checkpoint.
 
@@ -55,7 +55,7 @@ class CheckpointFolder:
     mesh: Mesh
     processes: Processes
     states: Every[Stateful]
-    records: Every[Lasting]
+    records: Every[Durable]
     recipe: ResolvedRecipe
     staging: Stager | None = None
     events: Events | None = None
@@ -77,13 +77,13 @@ class CheckpointFolder:
 
     def open(self) -> None:
         """Create the folder of checkpoints, and sweep what a killed run left."""
-        on_main(self.mesh.world, lambda: commit.prepare(self._checkpoints))
-        self._group = self.processes.apart("checkpoint")
+        run_on_rank0(self.mesh.world, lambda: commit.prepare(self._checkpoints))
+        self._group = self.processes.control_group("checkpoint")
 
     def close(self) -> None:
         """Wait for the save in the background, but not for ever, and free the memory of copies."""
         if self._writing is not None:
-            wait([self._writing.done], PATIENCE)
+            wait([self._writing.done], CLOSE_TIMEOUT)
             self._writing = None
         if self.staging is not None:
             self.staging.close()
@@ -116,7 +116,7 @@ class CheckpointFolder:
     def staged(self) -> None:
         """Return when the state may change although it is being saved. All ranks call this."""
         if self._writing is not None and self.staging is not None and not self._writing.staged:
-            together(self.mesh.world, self.staging.synchronize_staging)
+            run_on_all(self.mesh.world, self.staging.synchronize_staging)
             self._writing.staged = True
 
     def restore(self) -> int:
@@ -142,35 +142,35 @@ class CheckpointFolder:
         return self.staging is not None and self.staging.copies
 
     @cached_property
-    def _retention(self) -> Rotation:
-        return Rotation(Rules(self.keep, self.keep_every, self.best, self.best_is))
+    def _retention(self) -> Retention:
+        return Retention(RetentionPolicy(self.keep, self.keep_every, self.best, self.best_is))
 
     @cached_property
     def _protocol(self) -> commit.CommitProtocol:
-        shares = Shares.of(self.states, self.mesh.world)
+        shares = ShardPlan.of(self.states, self.mesh.world)
         return commit.CommitProtocol(self._group or self.mesh.world, shares, self.recipe)
 
     @contextmanager
     def _saving(self, step: Step) -> Iterator[None]:
         """Tell listeners that ranks may wait longer for one another than a step takes."""
         if self.events is not None:
-            self.events.tell(Event("saving_started", step))
+            self.events.emit(Event("saving_started", step))
         try:
             yield
         finally:
             if self.events is not None:
-                self.events.tell(Event("saving_ended", step))
+                self.events.emit(Event("saving_ended", step))
 
     def _start(self, step: Step) -> None:
         """Take and stage a snapshot, and write it; first wait for the save before, so that there is only one copy."""
         self._finish()
         shares, checkpoint = self._protocol.shares, self._checkpoints / f"step-{step.index}"
-        snapshot, sizes = together(
+        snapshot, sizes = run_on_all(
             self.mesh.world,
             lambda: shares.take(self.states, step, self.staging),
             share=lambda taken: taken.bytes,
         )
-        run = in_background if self._in_background else at_once
+        run = submit if self._in_background else run_now
         done = run("checkpoint", lambda: self._write(checkpoint, snapshot))
         self._writing = Writing(step.index, sum(sizes), done, snapshot.staged)
         self._saved = step.index
@@ -181,20 +181,20 @@ class CheckpointFolder:
         self._protocol.save(checkpoint, snapshot)
         if self._protocol.group.rank == 0:
             log.info("saved %s", checkpoint)
-            self._retention.trust(checkpoint, snapshot.values)
+            self._retention.mark_valid(checkpoint, snapshot.values)
             self._remove_expired(checkpoint)
 
     def _flush_logs(self) -> None:
         """Flush metric logs to disk before committing, so that a checkpoint never outlives its logs."""
         for name, record in self.records.items():
             try:
-                record.make_last()
+                record.flush()
             except OSError as error:
                 log.warning("[%s] is not safe from a power cut: %s", name, error)
 
     def _remove_expired(self, saved: Path) -> None:
         try:
-            commit.discard(self._retention.gone(self._checkpoints, saved))
+            commit.discard(self._retention.expired(self._checkpoints, saved))
         except OSError as error:  # the new checkpoint is committed all the same, and the next save tries again
             log.warning("expired checkpoints in %s could not be removed: %s", self._checkpoints, error)
 
@@ -232,35 +232,35 @@ class CheckpointFolder:
                 raise UserError(f"the checkpoint after step {writing.step} failed: {why}") from error
             log.warning("checkpoint %d skipped: %s", writing.step, why)
 
-    def _find(self) -> Found | None:
+    def _find(self) -> LoadedCheckpoint | None:
         """The newest checkpoint that is valid on all ranks; each has read what it needs."""
         world, damaged = self.mesh.world, dict[Path, str]()
-        for step in reversed(on_main(world, lambda: [step_of(path) for path in committed(self._checkpoints)])):
+        for step in reversed(run_on_rank0(world, lambda: [step_of(path) for path in committed(self._checkpoints)])):
             checkpoint = self._checkpoints / f"step-{step}"
-            found, faults = together(world, lambda: self._read(checkpoint), share=_fault)  # noqa: B023
-            if isinstance(found, Found) and not any(faults):
-                self._retention.trust(checkpoint, found.manifest.values)
+            found, faults = run_on_all(world, lambda: self._read(checkpoint), share=_fault)  # noqa: B023
+            if isinstance(found, LoadedCheckpoint) and not any(faults):
+                self._retention.mark_valid(checkpoint, found.manifest.values)
                 return found
             damaged[checkpoint] = "; ".join(filter(None, dict.fromkeys(faults)))
-            self._retention.distrust(checkpoint)
+            self._retention.mark_invalid(checkpoint)
             log.warning("%s is damaged and skipped: %s", checkpoint, damaged[checkpoint])
         if damaged:
             raise none_whole(self._checkpoints, damaged)
         return None
 
-    def _read(self, checkpoint: Path) -> Found | Damaged:
+    def _read(self, checkpoint: Path) -> LoadedCheckpoint | CorruptCheckpoint:
         """What this rank needs of a checkpoint, or what is wrong with it."""
         world = self.mesh.world
         try:
             return read_states(checkpoint, self.states, world.rank, world.size)
-        except Damaged as error:
+        except CorruptCheckpoint as error:
             return error
 
-    def _load(self, found: Found) -> None:
+    def _load(self, found: LoadedCheckpoint) -> None:
         world = self.mesh.world
         held = world.gather_json({name: names for name, node in self.states.items() if (names := names_of(node))})
-        together(world, lambda: compare(found, self.states, held, self._changed(found.checkpoint)))
-        together(world, lambda: load(found, self.states))
+        run_on_all(world, lambda: compare(found, self.states, held, self._changed(found.checkpoint)))
+        run_on_all(world, lambda: load(found, self.states))
         log.info("restored %s", found.checkpoint)
 
     def _changed(self, checkpoint: Path) -> set[str]:
@@ -278,5 +278,5 @@ class CheckpointFolder:
         check_space(self.mesh.world, self._checkpoints, now.bytes, max(likely, last // self.mesh.world.size))
 
 
-def _fault(found: Found | Damaged) -> str:
-    return str(found) if isinstance(found, Damaged) else ""
+def _fault(found: LoadedCheckpoint | CorruptCheckpoint) -> str:
+    return str(found) if isinstance(found, CorruptCheckpoint) else ""

@@ -17,9 +17,9 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.checkpoint.manifest import MANIFEST, Manifest, step_of
-from drawloom.components.checkpoint.snapshot import Shares, Snapshot
-from drawloom.components.checkpoint.threads import side_by_side
-from drawloom.components.distributed.rank_errors import on_main, together
+from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
+from drawloom.components.checkpoint.threads import map_parallel
+from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage import atomic_write, durable_files
 from drawloom.components.storage.safetensors.writer import write_tensors
@@ -45,7 +45,7 @@ class CommitProtocol:
     """
 
     group: Group
-    shares: Shares
+    shares: ShardPlan
     recipe: ResolvedRecipe
 
     def save(self, checkpoint: Path, snapshot: Snapshot) -> None:
@@ -57,11 +57,11 @@ class CommitProtocol:
         aside = checkpoint.with_name(ASIDE + checkpoint.name)
         rank = self.group.rank
         try:
-            on_main(self.group, lambda: begin(aside))
-            _, written = together(
+            run_on_rank0(self.group, lambda: begin(aside))
+            _, written = run_on_all(
                 self.group, lambda: write_rank(aside, rank, snapshot.tree, snapshot.ready()), share=_as_json
             )
-            on_main(self.group, lambda: self._commit(aside, checkpoint, snapshot, written))
+            run_on_rank0(self.group, lambda: self._commit(aside, checkpoint, snapshot, written))
         except UserError:
             if rank == 0:
                 with suppress(OSError):  # the next save, or the next start, sweeps what is left
@@ -77,7 +77,7 @@ class CommitProtocol:
             world_size=self.group.size,
             replicated=self.shares.replicated,
             local=self.shares.local,
-            spread=list(self.shares.spread),
+            spread=list(self.shares.sharded),
             values=snapshot.values,
             files=files,
         )
@@ -108,7 +108,7 @@ def write_rank(aside: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor])
     contents = {name: durable_files.write_file(aside / name, json.dumps(tree, allow_nan=False).encode())}
     shards = {tensors_file(rank, number): shard for number, shard in enumerate(split(tensors))}
     works = [partial(write_tensors, aside / name, shard) for name, shard in shards.items()]
-    return contents | dict(zip(shards, side_by_side("writer", works, WRITERS), strict=True))
+    return contents | dict(zip(shards, map_parallel("writer", works, WRITERS), strict=True))
 
 
 def tree_file(rank: int) -> str:

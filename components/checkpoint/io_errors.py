@@ -4,7 +4,7 @@ import errno
 import logging
 from pathlib import Path
 
-from drawloom.components.distributed.rank_errors import Agreed, on_main
+from drawloom.components.distributed.rank_errors import Agreed, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage import durable_files
 from drawloom.graph import UserError
@@ -34,7 +34,7 @@ def check_space(world: Group, checkpoints: Path, sure: int, likely: int) -> None
     It takes room for two, because the last one is removed only after the next one is committed.
     """
     totals = [sum(column) for column in zip(*world.gather_json([sure, likely]), strict=True)]
-    on_main(world, lambda: _check_space(checkpoints, *totals))
+    run_on_rank0(world, lambda: _check_space(checkpoints, *totals))
 
 
 def size(count: int) -> str:

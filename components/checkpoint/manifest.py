@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.checkpoint.threads import side_by_side
+from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.storage.durable_files import names
 from drawloom.components.storage.regular_file import hash_file, read_file
 from drawloom.components.storage.sha256_stream import Content
@@ -33,7 +33,7 @@ NAME = re.compile(r"[A-Za-z0-9_.\-]{1,255}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class Damaged(Exception):
+class CorruptCheckpoint(Exception):
     """A checkpoint differs from what was committed; the message names the files, and what is wrong with each."""
 
 
@@ -89,7 +89,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         )
     manifest = _structure(_of_today(content, version))
     if checkpoint.name != f"step-{manifest.step}":
-        raise Damaged(f"{MANIFEST} is of step {manifest.step}")
+        raise CorruptCheckpoint(f"{MANIFEST} is of step {manifest.step}")
     return manifest
 
 
@@ -97,7 +97,7 @@ def verify(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint of which every file is as it was committed; Damaged lists all that are not."""
     manifest = read_manifest(checkpoint)
     if faults := [*faults_of_folder(checkpoint, manifest), *faults_of_files(checkpoint, manifest.files)]:
-        raise Damaged("; ".join(faults))
+        raise CorruptCheckpoint("; ".join(faults))
     return manifest
 
 
@@ -119,7 +119,7 @@ def faults_of_files(checkpoint: Path, committed: Mapping[str, Content]) -> Itera
         except OSError as error:
             return f"{name} can't be read ({error.strerror})"
 
-    yield from filter(None, side_by_side("verifier", [partial(fault, name) for name in committed], READERS))
+    yield from filter(None, map_parallel("verifier", [partial(fault, name) for name in committed], READERS))
 
 
 def difference(name: str, found: Content, committed: Content) -> str:
@@ -129,12 +129,12 @@ def difference(name: str, found: Content, committed: Content) -> str:
     return "" if found == committed else f"{name} has other bytes than were committed"
 
 
-def looks_whole(checkpoint: Path) -> Manifest | None:
+def quick_check(checkpoint: Path) -> Manifest | None:
     """The manifest, if it and all names and sizes are as committed: what can be checked without reading the files."""
     try:
         manifest = read_manifest(checkpoint)
         sizes = {name: os.lstat(checkpoint / name).st_size for name in manifest.files}
-    except (Damaged, UserError, OSError):
+    except (CorruptCheckpoint, UserError, OSError):
         return None
     return manifest if all(sizes[name] == content.size for name, content in manifest.files.items()) else None
 
@@ -142,20 +142,20 @@ def looks_whole(checkpoint: Path) -> Manifest | None:
 def _read(checkpoint: Path) -> dict[str, Any]:
     """The content of the manifest without its checksum, which is verified."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
-        raise Damaged("it is a symbolic link, or no folder")
+        raise CorruptCheckpoint("it is a symbolic link, or no folder")
     try:
         text, _ = read_file(checkpoint / MANIFEST, LARGEST)
         content: dict[str, Any] = parse(text, most=len(text))
         digest = content.pop("digest")
         version = content["format"]
     except FileNotFoundError:
-        raise Damaged(f"{MANIFEST} is missing") from None
+        raise CorruptCheckpoint(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Damaged(f"{MANIFEST} can't be read ({type(error).__name__})") from error
+        raise CorruptCheckpoint(f"{MANIFEST} can't be read ({type(error).__name__})") from error
     if digest != checksum(content):
-        raise Damaged(f"{MANIFEST} has a checksum mismatch")
+        raise CorruptCheckpoint(f"{MANIFEST} has a checksum mismatch")
     if type(version) is not int:
-        raise Damaged(f"{MANIFEST} has no format that is a number")
+        raise CorruptCheckpoint(f"{MANIFEST} has no format that is a number")
     return content
 
 
@@ -168,12 +168,12 @@ def _of_today(content: dict[str, Any], version: int) -> dict[str, Any]:
 
 def _structure(content: dict[str, Any]) -> Manifest:
     if content.keys() != {field.name for field in attrs.fields(Manifest)}:
-        raise Damaged(f"{MANIFEST} has other entries than a manifest has")
+        raise CorruptCheckpoint(f"{MANIFEST} has other entries than a manifest has")
     if odd := [name for name, fits in ENTRIES.items() if not fits(content[name])]:
-        raise Damaged(f"{MANIFEST} has something else than a manifest has as {odd[0]}")
+        raise CorruptCheckpoint(f"{MANIFEST} has something else than a manifest has as {odd[0]}")
     listed = {name: Content(**each) for name, each in content.pop("files").items()}
     if bad := [name for name in listed if not NAME.fullmatch(name) or name in (".", "..", MANIFEST)]:
-        raise Damaged(f"{MANIFEST} lists {bad[0]!r:.99}, which is no plain file name")
+        raise CorruptCheckpoint(f"{MANIFEST} lists {bad[0]!r:.99}, which is no plain file name")
     return Manifest(files=listed, **content)
 
 

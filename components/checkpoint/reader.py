@@ -15,14 +15,14 @@ from drawloom.components.checkpoint.manifest import (
     FOLDER,
     MANIFEST,
     READERS,
-    Damaged,
+    CorruptCheckpoint,
     Manifest,
     committed,
     difference,
     read_manifest,
     verify,
 )
-from drawloom.components.checkpoint.threads import side_by_side
+from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.storage.regular_file import hash_file, read_file, regular_file
 from drawloom.components.storage.safetensors.header import BadHeader
 from drawloom.components.storage.safetensors.reader import read_header, read_tensor
@@ -50,7 +50,7 @@ def newest(run_folder: Path) -> Path | None:
         try:
             verify(path)
             return path
-        except Damaged as error:
+        except CorruptCheckpoint as error:
             if not path.exists():
                 return newest(run_folder)  # the run that owns the folder has just removed it
             damaged[path] = str(error)
@@ -79,7 +79,7 @@ def load_node(checkpoint: Path, node: str) -> dict[str, Any]:
         state: dict[str, Any] = {}
         for rank in range(manifest.world_size if node in manifest.spread else 1):
             state |= reader.states(rank, lambda _rank, name: name == node).get(node, {})
-    except Damaged as error:
+    except CorruptCheckpoint as error:
         raise UserError(f"{checkpoint} is damaged: {error}") from error
     if node not in (there := [*manifest.replicated, *manifest.spread, *manifest.local]):
         raise UserError(f"{checkpoint} has no state of [{node}]; it has {', '.join(there) or 'none at all'}")
@@ -106,9 +106,9 @@ class Reader:
                 for part in self._trees[rank].values():
                     entries(part)  # the state of each node is a dict
             except OSError as error:
-                raise Damaged(f"{name} can't be read ({error.strerror})") from error
+                raise CorruptCheckpoint(f"{name} can't be read ({error.strerror})") from error
             except ValueError as error:
-                raise Damaged(f"{name} can't be read: {error}") from error
+                raise CorruptCheckpoint(f"{name} can't be read: {error}") from error
         return self._trees[rank]
 
     def states(self, rank: int, pick: Pick) -> dict[str, dict[str, Any]]:
@@ -124,16 +124,16 @@ class Reader:
             wanted = named(whole)
             states: dict[str, dict[str, Any]] = unpack(whole, self._tensors(rank, wanted) if wanted else {})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise Damaged(f"{tree_file(rank)} and its tensors don't belong together: {error}") from error
+            raise CorruptCheckpoint(f"{tree_file(rank)} and its tensors don't belong together: {error}") from error
         return states
 
     def _tensors(self, rank: int, wanted: Collection[str]) -> dict[str, Tensor]:
         """The wanted tensors of a rank; its files are read in parallel, each once and from start to end."""
         names = list(takewhile(self.manifest.files.__contains__, map(partial(tensors_file, rank), count())))
         if not names:
-            raise Damaged(f"{MANIFEST} does not list {tensors_file(rank)}")
+            raise CorruptCheckpoint(f"{MANIFEST} does not list {tensors_file(rank)}")
         works = [partial(self._tensors_of, name, wanted) for name in names]
-        return dict(item for tensors in side_by_side("reader", works, READERS) for item in tensors.items())
+        return dict(item for tensors in map_parallel("reader", works, READERS) for item in tensors.items())
 
     def _tensors_of(self, name: str, wanted: Collection[str]) -> dict[str, Tensor]:
         """The wanted tensors of a file; if it has none, only its header is read."""
@@ -146,16 +146,16 @@ class Reader:
                     self._verify(name, file.content())
                 return tensors
         except OSError as error:
-            raise Damaged(f"{name} can't be read ({error.strerror})") from error
+            raise CorruptCheckpoint(f"{name} can't be read ({error.strerror})") from error
         except BadHeader as error:
             self._verify(name, hash_file(self.checkpoint / name))  # damage is the likelier reason
-            raise Damaged(f"{name} can't be read: {error}") from error
+            raise CorruptCheckpoint(f"{name} can't be read: {error}") from error
 
     def _verify(self, name: str, found: Content) -> None:
         if name not in self.manifest.files:
-            raise Damaged(f"{MANIFEST} does not list {name}")
+            raise CorruptCheckpoint(f"{MANIFEST} does not list {name}")
         if fault := difference(name, found, self.manifest.files[name]):
-            raise Damaged(fault)
+            raise CorruptCheckpoint(fault)
         self.verified.add(name)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.checkpoint.manifest import (
-    Damaged,
+    CorruptCheckpoint,
     Manifest,
     faults_of_files,
     faults_of_folder,
@@ -24,7 +24,7 @@ log = logging.getLogger("drawloom.checkpoint")
 
 
 @attrs.frozen
-class Found:
+class LoadedCheckpoint:
     """What a rank has read: the states of its nodes, and of sharded nodes the names of all entries that were saved."""
 
     checkpoint: Path
@@ -33,7 +33,7 @@ class Found:
     names: dict[str, set[str]]
 
 
-def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int, size: int) -> Found:
+def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int, size: int) -> LoadedCheckpoint:
     """
     Read what a rank needs, and verify its part of the files that it does not need.
 
@@ -41,7 +41,7 @@ def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int, siz
     """
     manifest = read_manifest(checkpoint)
     if faults := list(faults_of_folder(checkpoint, manifest)):
-        raise Damaged("; ".join(faults))
+        raise CorruptCheckpoint("; ".join(faults))
     reader = Reader(checkpoint, manifest)
     wanted = {name: _wanted(node) for name, node in states.items()}
 
@@ -56,12 +56,15 @@ def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int, siz
             found.setdefault(name, {}).update(state)
     share = [name for name in sorted(manifest.files)[rank::size] if name not in reader.verified]
     if faults := list(faults_of_files(checkpoint, {name: manifest.files[name] for name in share})):
-        raise Damaged("; ".join(faults))
-    return Found(checkpoint, manifest, found, _names(reader))
+        raise CorruptCheckpoint("; ".join(faults))
+    return LoadedCheckpoint(checkpoint, manifest, found, _names(reader))
 
 
 def compare(
-    found: Found, states: Mapping[str, Stateful], held: Sequence[Mapping[str, list[str]]], changed: Collection[str]
+    found: LoadedCheckpoint,
+    states: Mapping[str, Stateful],
+    held: Sequence[Mapping[str, list[str]]],
+    changed: Collection[str],
 ) -> None:
     """
     UserError if a checkpoint has other nodes than `states`, except for the `changed` ones, which the recipe was allowed
@@ -82,7 +85,7 @@ def compare(
         _compare_entries(found.checkpoint, name, there, {each for names in held for each in names.get(name, [])})
 
 
-def load(found: Found, states: Mapping[str, Stateful]) -> None:
+def load(found: LoadedCheckpoint, states: Mapping[str, Stateful]) -> None:
     """Load what was read. A node whose state this rank did not save (the world has grown) keeps its fresh state."""
     for name, node in states.items():
         if name in found.states:

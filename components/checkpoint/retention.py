@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from drawloom.components.checkpoint.manifest import Damaged, committed, looks_whole, step_of, verify
+from drawloom.components.checkpoint.manifest import CorruptCheckpoint, committed, quick_check, step_of, verify
 
 log = logging.getLogger("drawloom.checkpoint")
 
@@ -16,7 +16,7 @@ Values = Mapping[str, float | None]
 
 
 @attrs.frozen
-class Rules:
+class RetentionPolicy:
     """Kept are the newest `keep`, multiples of `every`, and the one whose number `best` is lowest or highest."""
 
     keep: int
@@ -46,28 +46,28 @@ class Rules:
         return [max(known)[1]] if known else []
 
 
-class Rotation:
+class Retention:
     """
     Finds expired checkpoints. A damaged one neither counts nor expires: older ones are removed only for the sake of
     newer ones that this process has committed or verified.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: RetentionPolicy) -> None:
         self._rules = rules
         self._whole: dict[Path, Values] = {}
         self._damaged: set[Path] = set()
 
-    def trust(self, checkpoint: Path, values: Values) -> None:
+    def mark_valid(self, checkpoint: Path, values: Values) -> None:
         """Note that a checkpoint is valid."""
         self._whole[checkpoint] = values
         self._damaged.discard(checkpoint)
 
-    def distrust(self, checkpoint: Path) -> None:
+    def mark_invalid(self, checkpoint: Path) -> None:
         """Note that a checkpoint is damaged."""
         self._damaged.add(checkpoint)
         self._whole.pop(checkpoint, None)
 
-    def gone(self, checkpoints: Path, saved: Path) -> list[Path]:
+    def expired(self, checkpoints: Path, saved: Path) -> list[Path]:
         """The expired checkpoints among those up to the one that was just saved, oldest first."""
         while True:
             values = self._candidates(checkpoints, saved)
@@ -87,13 +87,13 @@ class Rotation:
         for path in committed(checkpoints):
             if path in self._whole:
                 found[step_of(path)] = self._whole[path]
-            elif path not in self._damaged and (manifest := looks_whole(path)):
+            elif path not in self._damaged and (manifest := quick_check(path)):
                 found[step_of(path)] = manifest.values
         return {step: values for step, values in found.items() if step <= step_of(saved)}
 
     def _verify(self, path: Path) -> None:
         try:
-            self.trust(path, verify(path).values)
-        except Damaged as error:
+            self.mark_valid(path, verify(path).values)
+        except CorruptCheckpoint as error:
             log.warning("%s is damaged, and is not counted: %s", path, error)
-            self.distrust(path)
+            self.mark_invalid(path)

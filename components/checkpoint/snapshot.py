@@ -44,7 +44,7 @@ class Snapshot:
 
 
 @attrs.frozen
-class Shares:
+class ShardPlan:
     """
     Which part of the state this rank saves: of replicated state rank 0 saves all, of local state each rank its own.
 
@@ -54,11 +54,11 @@ class Shares:
 
     replicated: list[str]
     local: list[str]
-    spread: dict[str, set[str]]
+    sharded: dict[str, set[str]]
     rank: int
 
     @classmethod
-    def of(cls, states: Mapping[str, Stateful], group: Group) -> "Shares":
+    def of(cls, states: Mapping[str, Stateful], group: Group) -> "ShardPlan":
         """Compare the nodes of all ranks; all ranks call this."""
         held = {name: names for name, node in states.items() if (names := names_of(node)) is not None}
         local = [name for name, node in states.items() if is_local(node)]
@@ -72,8 +72,8 @@ class Shares:
         """The part of this rank; a stager copies it, so that the state may change while it is written."""
         mine: dict[str, dict[str, Any]] = {}
         for name, node in states.items():
-            if name in self.spread:
-                mine[name] = {key: part for key, part in node.state_dict().items() if key in self.spread[name]}
+            if name in self.sharded:
+                mine[name] = {key: part for key, part in node.state_dict().items() if key in self.sharded[name]}
             elif self.rank == 0 or name in self.local:
                 mine[name] = node.state_dict()
         tree, tensors = pack(mine)
@@ -83,6 +83,6 @@ class Shares:
 
 def _values(step: Step) -> dict[str, float | None]:
     """The numbers of a step, None for one that is not finite; a step whose update was skipped has no loss."""
-    numbers = {name: value for name, value in step.values.items() if type(value) in (int, float)}
+    numbers = {name: value for name, value in step.outputs.items() if type(value) in (int, float)}
     values = {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
-    return values | {"loss": None} if step.refused else values
+    return values | {"loss": None} if step.skip_reason else values

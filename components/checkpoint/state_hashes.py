@@ -17,7 +17,7 @@ SHORT = 16  # hexadecimal digits of a SHA-256: enough to tell tensors apart
 
 
 @component(reads=("weights",), change="free")
-class Digests:
+class StateHashes:
     """
     `digests/rank-N.jsonl` in the run folder: an object for each step, with `step` and `digests`, by node and tensor.
 
@@ -37,7 +37,7 @@ class Digests:
             self._path = self._begin(step.index)
         row = {
             "step": step.index,
-            "digests": state_digests({name: node.state_dict() for name, node in self.states.items()}),
+            "digests": state_hashes({name: node.state_dict() for name, node in self.states.items()}),
         }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -50,7 +50,7 @@ class Digests:
         return path
 
 
-def state_digests(states: dict[str, dict[str, object]]) -> dict[str, str]:
+def state_hashes(states: dict[str, dict[str, object]]) -> dict[str, str]:
     """The digest of each tensor by its path, and of the rest of each node by its name."""
     tree, tensors = pack(states)
     found = {name: _digest(bytes_of(tensor)) for name, tensor in tensors.items()}

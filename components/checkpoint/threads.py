@@ -9,24 +9,24 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_background(name: str, work: Callable[[], T]) -> Future[T]:
+def submit(name: str, work: Callable[[], T]) -> Future[T]:
     """Run work in a daemon thread: one that hangs does not keep the process alive."""
     future: Future[T] = Future()
     threading.Thread(target=_work, args=(future, [work]), name=name, daemon=True).start()
     return future
 
 
-def side_by_side(name: str, works: Sequence[Callable[[], T]], most: int) -> list[T]:
+def map_parallel(name: str, works: Sequence[Callable[[], T]], most: int) -> list[T]:
     """The results of all works, in order, from at most `most` threads; the first error, when all have ended."""
     if len(works) < 2:
         return [work() for work in works]
-    shares = [in_background(name, partial(_all, works[start::most])) for start in range(min(most, len(works)))]
+    shares = [submit(name, partial(_all, works[start::most])) for start in range(min(most, len(works)))]
     wait(shares)
     done = [share.result() for share in shares]
     return [done[number % len(done)][number // len(done)] for number in range(len(works))]
 
 
-def at_once(name: str, work: Callable[[], T]) -> Future[T]:
+def run_now(name: str, work: Callable[[], T]) -> Future[T]:
     """Run work in this thread; the future is done."""
     future: Future[T] = Future()
     _work(future, [work])

@@ -15,7 +15,7 @@ from drawloom.components.ports.model import Model, Stages
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.recipe import Recipe
 
@@ -32,7 +32,7 @@ class Trained:
 
 
 @contextmanager
-def trained(workshop: Workshop, folder: Path) -> Iterator[Trained]:
+def trained(workshop: Project, folder: Path) -> Iterator[Trained]:
     """A run's newest weights, whole in this process. The run itself is not touched, and may go on meanwhile."""
     checkpoint = newest(folder)
     if checkpoint is None:
@@ -45,7 +45,7 @@ def trained(workshop: Workshop, folder: Path) -> Iterator[Trained]:
         yield Trained(**{field: objects[name] for field, name in names.items()})
 
 
-def _graph(workshop: Workshop, lock: Path) -> Graph:
+def _graph(workshop: Project, lock: Path) -> Graph:
     data: dict[str, Any] = tomli.loads(lock.read_text("utf-8"))
     for name, node in data.items():
         if isinstance(node, dict) and node.get("use") == "pipeline.stages":
@@ -58,7 +58,7 @@ def _graph(workshop: Workshop, lock: Path) -> Graph:
 
 
 def _only(graph: Graph, port: type, checkpoint: Path) -> str:
-    names = graph.fitting(port)
+    names = graph.implementers(port)
     if len(names) != 1:
         raise UserError(f"{checkpoint} has {len(names)} nodes that are a {port.__name__}; it takes one", 2)
     return names[0]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from drawloom.components.commands._trained import trained
 from drawloom.components.export.hf_writer import write_folder
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="the folder to write; it must not exist")
 
 
-def main(options: argparse.Namespace, workshop: Workshop) -> int:
+def main(options: argparse.Namespace, workshop: Project) -> int:
     """Export, and say where to."""
     with trained(workshop, options.run_folder) as run:
         write_folder(options.to, run.model, run.stages, run.tokenizer)

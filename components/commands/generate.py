@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 
 from drawloom.components.commands._trained import trained
-from drawloom.components.distributed.rng import stream
+from drawloom.components.distributed.rng import generator
 from drawloom.components.sampling.generate import Sampler
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,18 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="another seed, another text (default 0)")
 
 
-def main(options: argparse.Namespace, workshop: Workshop) -> int:
+def main(options: argparse.Namespace, workshop: Project) -> int:
     """Print the prompt and its continuation."""
     with trained(workshop, options.run_folder) as run:
         sampler = Sampler(
             model=run.predictor,
             pipeline=run.mesh.group("pipeline"),
-            generator=stream(options.seed, "sample"),
-            end=run.tokenizer.end,
+            generator=generator(options.seed, "sample"),
+            end=run.tokenizer.eos_id,
             context=options.context,
             temperature=options.temperature,
             top_k=options.top_k,
         )
-        prompt = [int(token) for token in run.tokenizer.encode(options.prompt)] or [run.tokenizer.end]
+        prompt = [int(token) for token in run.tokenizer.encode(options.prompt)] or [run.tokenizer.eos_id]
         print(options.prompt + run.tokenizer.decode(list(sampler.continued(prompt, options.tokens))))
     return 0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from drawloom.components.pipeline.program.costs import Costs
-from drawloom.components.pipeline.program.timing import Stuck
+from drawloom.components.pipeline.program.timing import Deadlock
 from drawloom.components.pipeline.simulation.contention import Channels
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.summary import Summary, compare
@@ -18,7 +18,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.recipe.overrides import read_overrides
 from drawloom.graph.recipe.recipe import Recipe
 from drawloom.graph.registry.spec import Spec
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Single values are set by node.key=value; in a schedule by its name, the node is called schedule."
 
 
-def main(options: argparse.Namespace, workshop: Workshop) -> int:
+def main(options: argparse.Namespace, workshop: Project) -> int:
     """Print what was asked for."""
     if options.compare:
         print(_comparison(options, workshop))
@@ -56,7 +56,7 @@ def main(options: argparse.Namespace, workshop: Workshop) -> int:
     return 0
 
 
-def _summary(options: argparse.Namespace, workshop: Workshop) -> Summary:
+def _summary(options: argparse.Namespace, workshop: Project) -> Summary:
     """The one schedule that was asked for, simulated."""
     if not options.recipe:
         raise UserError("schedule takes a recipe, or the name of a schedule and --ranks, or --compare", 2)
@@ -74,7 +74,7 @@ def _summary(options: argparse.Namespace, workshop: Workshop) -> Summary:
     return _simulated(options, use, schedule, ranks, options.microbatches or _microbatches(graph))
 
 
-def _comparison(options: argparse.Namespace, workshop: Workshop) -> str:
+def _comparison(options: argparse.Namespace, workshop: Project) -> str:
     """Every schedule that needs nothing but its name."""
     if options.recipe or not options.ranks:
         raise UserError("--compare takes --ranks and --microbatches, and no recipe", 2)
@@ -88,24 +88,24 @@ def _comparison(options: argparse.Namespace, workshop: Workshop) -> str:
     return compare(summaries)
 
 
-def _complete(workshop: Workshop) -> Iterator[str]:
-    for name in workshop.catalogue.names():
-        spec = workshop.catalogue.find(name) if name.startswith(FOLDER) else None
+def _complete(workshop: Project) -> Iterator[str]:
+    for name in workshop.registry.names():
+        spec = workshop.registry.find(name) if name.startswith(FOLDER) else None
         if isinstance(spec, Spec) and not any(field.required for field in spec.fields.values()):
             yield name.removeprefix(FOLDER)
 
 
-def _by_name(options: argparse.Namespace, workshop: Workshop, name: str, *, anyway: bool = False) -> Schedule:
+def _by_name(options: argparse.Namespace, workshop: Project, name: str, *, anyway: bool = False) -> Schedule:
     """A schedule of this name; costs and stages go into it as far as it knows of them, `anyway` or else a UserError."""
     use = name if "." in name else FOLDER + name
-    spec = workshop.catalogue.find(use)
+    spec = workshop.registry.find(use)
     fields = spec.fields if isinstance(spec, Spec) else {}
     given = {"stages_per_rank": options.stages_per_rank, **options.costs}
     data = {"use": use, **{key: value for key, value in given.items() if key in fields and value is not None}}
     words = read_overrides(options.words)
     nodes = {**words, "schedule": {**data, **words.get("schedule", {})}}
     graph = workshop.graph(Recipe.of(nodes, "command line"), root="").or_error()
-    if "schedule" not in graph.fitting(Schedule):
+    if "schedule" not in graph.implementers(Schedule):
         raise UserError(f"{use} is no schedule; `drawloom list pipeline.schedules` shows all that there are", 2)
     with workshop.container(graph, "schedule") as objects:
         schedule: Schedule = objects["schedule"]
@@ -124,12 +124,12 @@ def _simulated(options: argparse.Namespace, name: str, schedule: Schedule, ranks
     try:
         program = schedule.program(ranks, microbatches)
         return Summary(name, simulate(program, Costs(**options.costs), options.channels))
-    except Stuck as stuck:
+    except Deadlock as stuck:
         raise UserError(f"{name} can't be carried out: {stuck}") from stuck
 
 
 def _only(graph: Graph, port: type) -> str:
-    names = graph.fitting(port)
+    names = graph.implementers(port)
     if len(names) != 1:
         raise UserError(f"the recipe has {len(names)} nodes that are a {port.__name__}; it takes one", 2)
     return names[0]

@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 
 from drawloom.components.checkpoint.io_errors import size
-from drawloom.components.checkpoint.manifest import FOLDER, Damaged, committed, verify
+from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, verify
 from drawloom.graph import UserError
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
 
 
-def main(options: argparse.Namespace, _workshop: Workshop) -> int:
+def main(options: argparse.Namespace, _workshop: Project) -> int:
     """A line for each; 1 if any is damaged. The run itself is not touched, and may go on meanwhile."""
     checkpoints = committed(options.run_folder / FOLDER)
     if not checkpoints:
@@ -30,6 +30,6 @@ def _line(checkpoint: Path) -> str:
     """What is to be said of a checkpoint; nothing if the run has removed it meanwhile."""
     try:
         manifest = verify(checkpoint)
-    except Damaged as error:
+    except CorruptCheckpoint as error:
         return f"{checkpoint}: damaged: {error}" if checkpoint.exists() else ""
     return f"{checkpoint}: whole, {len(manifest.files)} files, {size(manifest.bytes)}"

@@ -22,7 +22,7 @@ from drawloom.components.checkpoint.state_hashes import read_lines
 from drawloom.components.ports.run import Tracker
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 
 DIGESTS = "digests_of_verify_resume"
 NEVER_THE_SAME = {"tokens_per_second", "memory"}  # metrics that tell of the machine, and not of the learning
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Single values are set by node.key=value."
 
 
-def main(options: argparse.Namespace, workshop: Workshop) -> int:
+def main(options: argparse.Namespace, workshop: Project) -> int:
     """Say that the runs are the same, or the first step and the tensor that differ; 1 then."""
     if options.steps < 4:
         raise UserError(f"{options.steps} steps are too few to kill a run in the middle; take 4 at least", 2)
@@ -56,7 +56,7 @@ def main(options: argparse.Namespace, workshop: Workshop) -> int:
     print(
         f"{options.steps} steps straight, and {half} steps, a kill after step {killed}, and the rest from step {half}:"
     )
-    own = graph.fitting(Tracker)  # each run has a series of its own
+    own = graph.implementers(Tracker)  # each run has a series of its own
     difference = next(differences(place / "straight", place / "resumed", own), None)
     if difference is not None:
         print(f"{difference}\nboth runs are in {place}")

@@ -6,16 +6,16 @@ from drawloom.graph.testing import expect
 
 def sizes_multiply(batching: Batching) -> None:
     """Microbatches of all replicas make exactly the rows of a step."""
-    rows = batching.microbatches * batching.micro_size * batching.replicas
+    rows = batching.microbatches * batching.micro_size * batching.dp_size
     expect(rows == batching.global_size, f"{rows} rows make a step of {batching.global_size}")
-    expect(0 <= batching.replica < batching.replicas, f"replica {batching.replica} is none of {batching.replicas}")
+    expect(0 <= batching.dp_rank < batching.dp_size, f"replica {batching.dp_rank} is none of {batching.dp_size}")
 
 
 def every_place_is_taken_once(batching: Batching) -> None:
     """The places of a replica lie in the step's part of the endless order, and no step takes one again."""
     seen: set[int] = set()
     for step in (1, 2, 3):
-        microbatches = batching.places(step)
+        microbatches = batching.positions(step)
         places = [place for microbatch in microbatches for place in microbatch]
         sizes = {len(microbatch) for microbatch in microbatches}
         expect(

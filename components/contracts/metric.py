@@ -10,7 +10,7 @@ from drawloom.graph.testing import expect
 
 def _step(index: int) -> Step:
     values = {"loss": torch.tensor(2.0), "grad_norm": torch.tensor(1.0), "lr": 0.1}
-    return Step(index, 10, tokens=64, values=values)
+    return Step(index, 10, tokens=64, outputs=values)
 
 
 def it_measures_numbers(metric: Metric) -> None:
@@ -31,7 +31,7 @@ def names_stay_the_same(metric: Metric) -> None:
 def it_changes_nothing(metric: Metric) -> None:
     """A step is as it was after it has been measured."""
     step = _step(1)
-    before = dict(step.values)
+    before = dict(step.outputs)
     metric.measure(step)
-    same = step.values.keys() == before.keys() and all(step.values[key] is before[key] for key in before)
-    expect(same and (step.index, step.tokens, step.refused) == (1, 64, ""), "measuring changed the step")
+    same = step.outputs.keys() == before.keys() and all(step.outputs[key] is before[key] for key in before)
+    expect(same and (step.index, step.tokens, step.skip_reason) == (1, 64, ""), "measuring changed the step")

@@ -14,9 +14,12 @@ def every_rank_has_its_stages(schedule: Schedule) -> None:
     for ranks, microbatches in LAYOUTS:
         program = schedule.program(ranks, microbatches)
         expect(program.ranks == ranks, f"{ranks} ranks have a program of {program.ranks}")
-        expect(tuple(program.owners) == tuple(schedule.owners(ranks)), "the program has other owners of stages")
+        expect(
+            tuple(program.stage_to_rank) == tuple(schedule.stage_to_rank(ranks)),
+            "the program has other owners of stages",
+        )
         for rank in range(ranks):
-            held = [stage for stage, owner in enumerate(program.owners) if owner == rank]
+            held = [stage for stage, owner in enumerate(program.stage_to_rank) if owner == rank]
             expect(len(held) == schedule.stages_per_rank, f"rank {rank} of {ranks} holds {len(held)} stages")
             strange = set(program.stage[program.rows(rank)].tolist()) - set(held)
             expect(not strange, f"rank {rank} of {ranks} works on the stages {strange} of others")
@@ -40,11 +43,11 @@ def it_is_a_pure_function(one: Schedule, other: Schedule) -> None:
     for ranks, microbatches in LAYOUTS:
         programs = [schedule.program(ranks, microbatches) for schedule in (one, one, other)]
         same = all(
-            np.array_equal(programs[0].work, p.work) and np.array_equal(programs[0].stage, p.stage) for p in programs
+            np.array_equal(programs[0].op, p.op) and np.array_equal(programs[0].stage, p.stage) for p in programs
         )
         expect(same, f"the program of {ranks} ranks and {microbatches} microbatches changes")
 
 
 def _done(program: Program, work: int) -> list[tuple[int, int]]:
-    chosen = program.work == work
+    chosen = program.op == work
     return sorted(zip(program.stage[chosen].tolist(), program.microbatch[chosen].tolist(), strict=True))

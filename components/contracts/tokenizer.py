@@ -20,12 +20,12 @@ def text_comes_back(tokenizer: Tokenizer) -> None:
 
 def ids_are_of_the_vocabulary(tokenizer: Tokenizer) -> None:
     """Ids are int32, from 0 to below the size of the vocabulary; so is the end, which no text has."""
-    expect(0 <= tokenizer.end < tokenizer.vocabulary, f"the end {tokenizer.end} is outside of the vocabulary")
+    expect(0 <= tokenizer.eos_id < tokenizer.vocab_size, f"the end {tokenizer.eos_id} is outside of the vocabulary")
     for text in TEXTS:
         ids = tokenizer.encode(text)
         expect(ids.dtype == np.int32 and ids.ndim == 1, f"ids are {ids.dtype} of shape {ids.shape}")
-        expect(all(0 <= token < tokenizer.vocabulary for token in ids), f"{text!r} has ids outside of the vocabulary")
-        expect(tokenizer.end not in ids, f"{text!r} holds the end")
+        expect(all(0 <= token < tokenizer.vocab_size for token in ids), f"{text!r} has ids outside of the vocabulary")
+        expect(tokenizer.eos_id not in ids, f"{text!r} holds the end")
 
 
 def two_agree(one: Tokenizer, other: Tokenizer) -> None:

@@ -18,12 +18,12 @@ class Bytes:
     """Ids 0 to 255 are bytes, 256 ends a document."""
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """257: the bytes and the end."""
         return END + 1
 
     @property
-    def end(self) -> int:
+    def eos_id(self) -> int:
         """256."""
         return END
 

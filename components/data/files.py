@@ -34,10 +34,12 @@ def find(patterns: Iterable[str]) -> list[TextFile]:
     return list(found.values())
 
 
-def documents(files: Iterable[TextFile], split: Split, held_out: float, replace: bool = False) -> Iterator[str]:
+def documents(
+    files: Iterable[TextFile], split: Split, validation_fraction: float, replace: bool = False
+) -> Iterator[str]:
     """The texts of the files of one split. Bytes that are no UTF-8 are replaced by U+FFFD, or a UserError."""
     for file in files:
-        if split_of(os.fsencode(file.name), held_out) == split:
+        if split_of(os.fsencode(file.name), validation_fraction) == split:
             yield decode(read(file.path), file.path, replace)
 
 

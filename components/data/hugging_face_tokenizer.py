@@ -39,12 +39,12 @@ class HuggingFaceTokenizer:
         self._end = end
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """One more than the highest id, added tokens included; ids in between may be unused."""
         return self._vocabulary
 
     @property
-    def end(self) -> int:
+    def eos_id(self) -> int:
         """The id of `end_token`."""
         return self._end
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.data.order import EndlessOrder
+from drawloom.components.data.order import ShuffledOrder
 from drawloom.components.data.rank_consistency import check_agreement
 from drawloom.components.data.workers import Workers
-from drawloom.components.ports.data import Batch, Rows
+from drawloom.components.ports.data import Batch, PackedDataset
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Batching, Job
+from drawloom.components.ports.run import Batching, RunInfo
 from drawloom.graph import UserError, above, at_least, component, setting
 
 
@@ -24,9 +24,9 @@ class Loader:
     of workers and replicas.
     """
 
-    rows: Rows
+    rows: PackedDataset
     batching: Batching
-    job: Job
+    job: RunInfo
     mesh: Mesh
     workers: int = setting(
         default=0,
@@ -71,7 +71,7 @@ class Loader:
             self._stream = self._batches(self._step + 1)
         batches = [next(self._stream) for _ in range(self.batching.microbatches)]
         if not self._agreed:
-            check_agreement(self.mesh.world, self.batching.replica, self.rows.count("train"), batches[0])
+            check_agreement(self.mesh.world, self.batching.dp_rank, self.rows.count("train"), batches[0])
             self._agreed = True
         self._step += 1
         return batches
@@ -96,5 +96,5 @@ class Loader:
 
     def _wanted(self, step: int) -> Iterator[list[int]]:
         """The rows of these microbatches."""
-        order = EndlessOrder(self.job.seed, self.rows.count("train"), self.shuffle)
-        return (order.rows(places) for number in count(step) for places in self.batching.places(number))
+        order = ShuffledOrder(self.job.seed, self.rows.count("train"), self.shuffle)
+        return (order.rows(places) for number in count(step) for places in self.batching.positions(number))

@@ -36,7 +36,7 @@ def _mix(x: np.ndarray) -> None:
 
 
 @attrs.define
-class EndlessOrder:
+class ShuffledOrder:
     """Rows 0 to `count` - 1 again and again: place p is row permutation(epoch = p // count)[p % count]."""
 
     seed: int

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.data import IGNORED, Batch
+from drawloom.components.ports.data import IGNORE_INDEX, Batch
 
 
 @attrs.frozen
@@ -34,7 +34,7 @@ class Packed:
         return (len(self.tokens) - 1) // self.length
 
     @cached_property
-    def known_by(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """The number of rows, and a digest of all tokens and of where each document begins."""
         digest = hashlib.sha256(f"{self.tokens.dtype} {self.length} {self.size}\n".encode())
         for tensor in (self.tokens, self.starts):
@@ -51,9 +51,9 @@ class Packed:
         here, places = documents[:, :-1], places[:, :-1]
         return Batch(
             tokens=torch.from_numpy(tokens[:, :-1].copy()),
-            targets=torch.from_numpy(np.where(inside, tokens[:, 1:], IGNORED)),
+            targets=torch.from_numpy(np.where(inside, tokens[:, 1:], IGNORE_INDEX)),
             positions=torch.from_numpy(places - np.maximum(starts[here], places[:, :1])),
-            documents=torch.from_numpy(here - here[:, :1]),
+            document_ids=torch.from_numpy(here - here[:, :1]),
         )
 
 

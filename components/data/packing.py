@@ -10,7 +10,7 @@ import numpy as np
 from drawloom.components.data.order import permutation
 from drawloom.components.data.packed import Packed, pack
 from drawloom.components.ports.data import Batch, Corpus, Split, Tokenizer
-from drawloom.components.ports.run import Job
+from drawloom.components.ports.run import RunInfo
 from drawloom.graph import ResolvedRecipe, UserError, component, setting
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -30,7 +30,7 @@ class Packing:
 
     corpus: Corpus
     tokenizer: Tokenizer
-    job: Job
+    job: RunInfo
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
     length: int = setting(
         check=lambda length: None if length >= 2 else f"{length} leaves rows in which there is nothing to predict",
@@ -57,7 +57,7 @@ class Packing:
 
     def state_dict(self) -> dict[str, Any]:
         """What the rows are known by."""
-        return {split: self._packed[split].known_by for split in SPLITS}
+        return {split: self._packed[split].fingerprint for split in SPLITS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """A UserError if the run began with other rows, unless changes are accepted."""
@@ -73,13 +73,13 @@ class Packing:
             log.warning("the corpus is not the one that this run began with: %s", ", and ".join(other))
 
     def _pack(self, split: Split) -> Packed:
-        dtype = np.uint16 if self.tokenizer.vocabulary <= 1 << 16 else np.int32
+        dtype = np.uint16 if self.tokenizer.vocab_size <= 1 << 16 else np.int32
         encoded = (self.tokenizer.encode(text).astype(dtype) for text in self.corpus.documents(split))
         documents = [document for document in encoded if len(document)]
         if split == "train":
             order = permutation(self.job.seed, "documents", 0, len(documents))
             documents = [documents[index] for index in order]
-        return pack(documents, self.tokenizer.end, self.length, dtype)
+        return pack(documents, self.tokenizer.eos_id, self.length, dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a worker process needs: the rows, and not what made them."""

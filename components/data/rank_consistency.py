@@ -31,7 +31,7 @@ def _refuse(first: int, second: int, what: str) -> NoReturn:
 
 def _fingerprint(batch: Batch) -> str:
     digest = blake2b(digest_size=16)
-    for tensor in (batch.tokens, batch.targets, batch.positions, batch.documents):
+    for tensor in (batch.tokens, batch.targets, batch.positions, batch.document_ids):
         digest.update(f"{tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from drawloom.components.ports.data import Batch, Rows
+from drawloom.components.ports.data import Batch, PackedDataset
 from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError, at_least, component, setting
 
@@ -11,7 +11,7 @@ from drawloom.graph import UserError, at_least, component, setting
 class Validation:
     """Some held-out rows, evenly spread over the split, and the same for every layout of ranks."""
 
-    rows: Rows
+    rows: PackedDataset
     batching: Batching
     rows_used: int = setting(
         default=64, change="free", check=at_least(1), doc="held-out rows to measure on; all, if there are fewer"
@@ -28,7 +28,7 @@ class Validation:
 
         Replicas may have different numbers of them, even none.
         """
-        mine = self.chosen()[self.batching.replica :: self.batching.replicas]
+        mine = self.chosen()[self.batching.dp_rank :: self.batching.dp_size]
         size = self.batching.micro_size
         for start in range(0, len(mine), size):
             yield self.rows.batch("validation", mine[start : start + size])

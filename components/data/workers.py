@@ -27,7 +27,7 @@ import attrs
 import numpy as np
 import torch
 
-from drawloom.components.ports.data import Batch, Rows, Split
+from drawloom.components.ports.data import Batch, PackedDataset, Split
 from drawloom.graph import UserError
 
 
@@ -82,11 +82,11 @@ class Worker:
 class Workers:
     """Some workers that take turns, so that batches come in the order in which they were asked for."""
 
-    def __init__(self, rows: Rows, split: Split, count: int) -> None:
+    def __init__(self, rows: PackedDataset, split: Split, count: int) -> None:
         self.members: list[Worker] = []
         try:
             for number in range(count):
-                self.members.append(_hire(number, rows, split))
+                self.members.append(_spawn(number, rows, split))
         except BaseException:
             self.close()
             raise
@@ -115,11 +115,11 @@ class Workers:
         self._asked.append(worker)
 
 
-def _hire(number: int, rows: Rows, split: Split) -> Worker:
+def _spawn(number: int, rows: PackedDataset, split: Split) -> Worker:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])  # over a second to import: once, and not in each worker
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(rows, split, theirs), daemon=True)
+    process = context.Process(target=_worker_main, args=(rows, split, theirs), daemon=True)
     try:
         process.start()
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, OSError) as error:
@@ -130,7 +130,7 @@ def _hire(number: int, rows: Rows, split: Split) -> Worker:
     return Worker(number, process, ours)
 
 
-def _serve(rows: Rows, split: Split, pipe: Connection) -> None:
+def _worker_main(rows: PackedDataset, split: Split, pipe: Connection) -> None:
     """The life of a worker: it makes what it is asked for until its pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the run says when the workers end
     torch.set_num_threads(1)
@@ -153,10 +153,10 @@ def _listen(pipe: Connection, wanted: "queue.SimpleQueue[list[int]]") -> None:
         os._exit(0)
 
 
-def _answer(rows: Rows, split: Split, indices: list[int]) -> tuple[np.ndarray, ...] | str:
+def _answer(rows: PackedDataset, split: Split, indices: list[int]) -> tuple[np.ndarray, ...] | str:
     """A batch as arrays, which travel by value, or what went wrong."""
     try:
         batch = rows.batch(split, indices)
-        return tuple(tensor.numpy() for tensor in (batch.tokens, batch.targets, batch.positions, batch.documents))
+        return tuple(tensor.numpy() for tensor in (batch.tokens, batch.targets, batch.positions, batch.document_ids))
     except Exception:
         return traceback.format_exc()

@@ -21,23 +21,23 @@ log = logging.getLogger("drawloom.distributed")
 
 TICK = 0.25  # seconds between two looks
 LOST = "the process that keeps the addresses of all does not answer, which is rank 0 or torchrun"
-PATIENCE = 0.8  # seconds in which a process that is there answers
+ANSWER_TIMEOUT = 0.8  # seconds in which a process that is there answers
 
 
 @attrs.frozen
-class Answer:
+class RankStatus:
     """
     Where a process is, and in which deed it waits for others; empty if in none. `beside` is in which deed a thread
     waits that works beside the main one.
     """
 
     place: str = ""
-    waits: str = ""
+    blocked_in: str = ""
     beside: str = ""
 
 
 @attrs.define(eq=False)
-class Roll:
+class HangMonitor:
     """
     The roll of some processes, as one of them sees it. `store` keeps it; a single process has none.
 
@@ -49,14 +49,14 @@ class Roll:
     size: int
     store: Any = None
     place: str = ""
-    waits: tuple[str, str] | None = None
+    blocked_in: tuple[str, str] | None = None
     lost: bool = False
 
     _closing: threading.Event = attrs.field(init=False, factory=threading.Event)
     _thread: threading.Thread | None = attrs.field(init=False, default=None)
-    _beside: list["Roll"] = attrs.field(init=False, factory=list)
+    _beside: list["HangMonitor"] = attrs.field(init=False, factory=list)
 
-    def beside(self) -> "Roll":
+    def beside(self) -> "HangMonitor":
         """The same roll for what another thread of this process waits for."""
         other = attrs.evolve(self)
         self._beside.append(other)
@@ -71,9 +71,9 @@ class Roll:
         """Answer no more."""
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(PATIENCE)
+            self._thread.join(ANSWER_TIMEOUT)
 
-    def accused(self) -> str:
+    def diagnose(self) -> str:
         """
         Who keeps the others waiting, in words, as far as it can be known; empty if it can't, or if this process waits
         for nobody. It takes a second.
@@ -83,25 +83,25 @@ class Roll:
         if self.store is None:
             return ""
         answer = self._own()
-        if not (answer.waits or answer.beside):
-            time.sleep(PATIENCE)  # this process may be about to end, and the others about to ask where it is
+        if not (answer.blocked_in or answer.beside):
+            time.sleep(ANSWER_TIMEOUT)  # this process may be about to end, and the others about to ask where it is
             return ""
-        answers: dict[int, Answer] = {}
+        answers: dict[int, RankStatus] = {}
         asking = threading.Thread(target=self._ask, args=(answers,), daemon=True)  # the store may hang as well
         asking.start()
-        asking.join(PATIENCE + TICK)
-        return accusation(dict(answers), self.size) if answers and not self.lost else LOST
+        asking.join(ANSWER_TIMEOUT + TICK)
+        return diagnosis(dict(answers), self.size) if answers and not self.lost else LOST
 
-    def _ask(self, answers: dict[int, Answer]) -> None:
+    def _ask(self, answers: dict[int, RankStatus]) -> None:
         try:
             self._answer()
             self.store.set("called", b"1")
-            answers[self.rank] = Answer(self.place, "waits")
-            end = time.monotonic() + PATIENCE
+            answers[self.rank] = RankStatus(self.place, "waits")
+            end = time.monotonic() + ANSWER_TIMEOUT
             while len(answers) < self.size and time.monotonic() < end:
                 for rank in range(self.size):
                     if rank not in answers and self.store.check([str(rank)]):
-                        answers[rank] = Answer(**json.loads(self.store.get(str(rank))))
+                        answers[rank] = RankStatus(**json.loads(self.store.get(str(rank))))
                 time.sleep(TICK / 10)
         except RuntimeError as error:
             log.info("the roll can't be called: %s", error)
@@ -110,9 +110,9 @@ class Roll:
     def _answer(self) -> None:
         self.store.set(str(self.rank), json.dumps(attrs.asdict(self._own())))
 
-    def _own(self) -> Answer:
-        beside = (_words(other.waits) for other in self._beside)
-        return Answer(self.place, _words(self.waits), next(filter(None, beside), ""))
+    def _own(self) -> RankStatus:
+        beside = (_words(other.blocked_in) for other in self._beside)
+        return RankStatus(self.place, _words(self.blocked_in), next(filter(None, beside), ""))
 
     def _watch(self) -> None:
         while not self._closing.wait(TICK):
@@ -128,16 +128,17 @@ class Roll:
             self.lost = True
 
 
-def accusation(answers: Mapping[int, Answer], size: int) -> str:
+def diagnosis(answers: Mapping[int, RankStatus], size: int) -> str:
     """Who does not answer; if all do, who waits for nobody; if all wait, for what each does."""
     if silent := [rank for rank in range(size) if rank not in answers]:
         return f"{_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
-    busy = {rank: answer for rank, answer in answers.items() if not answer.waits}
+    busy = {rank: answer for rank, answer in answers.items() if not answer.blocked_in}
     busy = {rank: answer for rank, answer in busy.items() if not answer.beside} or busy
     if 0 < len(busy) < size:
         return "; ".join(f"rank {rank}{_at(answer)} waits for nobody" for rank, answer in sorted(busy.items()))
     told = (
-        f"rank {rank}{_at(answer)} {answer.waits or 'waits for nobody'}" for rank, answer in sorted(answers.items())
+        f"rank {rank}{_at(answer)} {answer.blocked_in or 'waits for nobody'}"
+        for rank, answer in sorted(answers.items())
     )
     return "; ".join(told)
 
@@ -146,7 +147,7 @@ def _words(waits: tuple[str, str] | None) -> str:
     return "waits for {} in group {}".format(*waits) if waits else ""
 
 
-def _at(answer: Answer) -> str:
+def _at(answer: RankStatus) -> str:
     return f" ({answer.place})" if answer.place else ""
 
 

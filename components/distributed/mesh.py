@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.components.distributed.mesh_layout import BUILT, DIMENSIONS, Layout, settle
+from drawloom.components.distributed.mesh_layout import BUILT, DIMENSIONS, Layout, resolve_shape
 from drawloom.components.distributed.p2p_links import Edge, p2p_links
-from drawloom.components.ports.distributed import Group, Link, Processes
+from drawloom.components.ports.distributed import Group, P2PChannel, Processes
 from drawloom.graph import UserError, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
@@ -52,7 +52,7 @@ class RankMesh:
         for name in _not_built(settings):
             raise UserError(f"the mesh has {settings[name]} ranks along {name!r}, which is not built yet; write 1", 2)
         expert = settings.pop("expert")
-        self._layout = settle(settings, expert, self.processes.world_size)
+        self._layout = resolve_shape(settings, expert, self.processes.world_size)
         everyone = [list(range(self.processes.world_size))]
         self._groups = {"world": self.processes.group("world", everyone)}
         for name in (*DIMENSIONS, "expert"):
@@ -72,7 +72,7 @@ class RankMesh:
         """The ranks that differ from this one only in where they lie along a dimension."""
         return self._groups[dimension]
 
-    def links(self, dimension: str, edges: Iterable[Edge]) -> Mapping[int, Link]:
+    def links(self, dimension: str, edges: Iterable[Edge]) -> Mapping[int, P2PChannel]:
         """Links along a dimension between these pairs of indices, by the peer's index. All ranks ask together."""
         return p2p_links(self.processes, dimension, self._layout.sets(dimension), edges)
 

@@ -42,7 +42,7 @@ class Layout:
         return next(ranks.index(rank) for ranks in self.sets(dimension) if rank in ranks)
 
 
-def settle(sizes: Mapping[str, int | str], expert: int, world_size: int) -> Layout:
+def resolve_shape(sizes: Mapping[str, int | str], expert: int, world_size: int) -> Layout:
     """
     The layout of `world_size` ranks; a dimension of size "auto" takes what the others leave.
 

@@ -14,9 +14,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.hang_diagnosis import Roll
+from drawloom.components.distributed.hang_diagnosis import HangMonitor
 from drawloom.components.distributed.process_group import peer_errors
-from drawloom.components.ports.distributed import Channel, Link, Pending, Processes
+from drawloom.components.ports.distributed import Channel, P2PChannel, Pending, Processes
 
 Edge = tuple[int, int]
 
@@ -25,7 +25,7 @@ Edge = tuple[int, int]
 class P2PWork:
     """A send or receive that is under way; it holds its tensor until then, and no longer."""
 
-    channel: "P2PChannel"
+    channel: "TorchCommunicator"
     _work: Any
     _tensor: Tensor | None
 
@@ -46,14 +46,14 @@ class P2PWork:
 
 
 @attrs.frozen(eq=False)
-class P2PChannel:
+class TorchCommunicator:
     """One end of a one-way communicator from `ranks[0]` to `ranks[1]`, over a torch backend (gloo or NCCL)."""
 
     name: str
     ranks: Edge
     backend: Any
     device: torch.device
-    roll: Roll
+    roll: HangMonitor
 
     def send(self, tensor: Tensor) -> P2PWork:
         """Start to send a contiguous tensor."""
@@ -84,7 +84,7 @@ class P2PLink:
 
 def p2p_links(
     processes: Processes, name: str, lines: Sequence[Sequence[int]], edges: Iterable[Edge]
-) -> dict[int, Link]:
+) -> dict[int, P2PChannel]:
     """
     The links of this rank, by its peers' indices in its line.
 
@@ -93,7 +93,7 @@ def p2p_links(
     """
     line = next(line for line in lines if processes.rank in line)
     here = line.index(processes.rank)
-    links: dict[int, Link] = {}
+    links: dict[int, P2PChannel] = {}
     for low, high in (edge for edges_at_once in rounds(edges) for edge in edges_at_once):
         if here in (low, high):
             up, down = (

@@ -23,7 +23,7 @@ def _wide(name: str) -> str | None:
 
 
 @component
-class DtypeByPurpose:
+class DtypePolicy:
     """One dtype for each kind of number."""
 
     _parameter: Name = setting(default="float32", alias="parameter", doc="dtype of parameters")

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drawloom.components.distributed.hang_diagnosis import Roll
+from drawloom.components.distributed.hang_diagnosis import HangMonitor
 from drawloom.graph import UserError
 
 
-class OneRank:
+class SingleProcess:
     """A group of one: everything is there already."""
 
     rank = 0
@@ -30,7 +30,7 @@ class OneRank:
         return [json.loads(json.dumps(value))]
 
 
-class ProcessGroup:
+class TorchGroup:
     """
     Several processes, over a group of torch.distributed.
 
@@ -39,13 +39,13 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, name: str, ranks: Sequence[int], handle: Any, device: torch.device, roll: Roll | None = None
+        self, name: str, ranks: Sequence[int], handle: Any, device: torch.device, roll: HangMonitor | None = None
     ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self._handle = handle
         self.device = device
-        self._roll = roll or Roll(0, 1)
+        self._roll = roll or HangMonitor(0, 1)
 
     @property
     def rank(self) -> int:
@@ -91,16 +91,16 @@ class ProcessGroup:
 
 
 @contextmanager
-def peer_errors(roll: Roll, deed: str, name: str, ranks: Sequence[int]) -> Iterator[None]:
+def peer_errors(roll: HangMonitor, deed: str, name: str, ranks: Sequence[int]) -> Iterator[None]:
     """Notes what this rank waits for, and turns torch's errors of a group of ranks into a UserError that names it."""
-    roll.waits = deed, name
+    roll.blocked_in = deed, name
     try:
         yield
     except RuntimeError as error:
-        cause = roll.accused() or "most likely another process stopped"
+        cause = roll.diagnose() or "most likely another process stopped"
         raise UserError(
             f"{deed} in group {name} (ranks {', '.join(map(str, ranks))}) failed on rank {dist.get_rank()}: {cause}; "
             f"see its log. torch says: {str(error).strip().splitlines()[0]}"
         ) from error
     finally:
-        roll.waits = None
+        roll.blocked_in = None

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed.hang_diagnosis import Roll, connect
+from drawloom.components.distributed.hang_diagnosis import HangMonitor, connect
 from drawloom.components.distributed.launch import Launch, read_launch
-from drawloom.components.distributed.p2p_links import P2PChannel
+from drawloom.components.distributed.p2p_links import TorchCommunicator
 from drawloom.components.distributed.parent import watch_parent
-from drawloom.components.distributed.process_group import OneRank, ProcessGroup, peer_errors
+from drawloom.components.distributed.process_group import SingleProcess, TorchGroup, peer_errors
 from drawloom.components.ports.distributed import Channel, Device, Group
 from drawloom.graph import UserError, above, component, setting
 
@@ -33,9 +33,9 @@ class TorchProcesses:
     _joined: bool = attrs.field(init=False, default=False)
     _limit: timedelta = attrs.field(init=False)
     _handles: list[Any] = attrs.field(init=False, factory=list)
-    _channels: dict[str, P2PChannel] = attrs.field(init=False, factory=dict)
+    _channels: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
     _store: Any = attrs.field(init=False, default=None)
-    _roll: Roll = attrs.field(init=False, factory=lambda: Roll(0, 1))
+    _monitor: HangMonitor = attrs.field(init=False, factory=lambda: HangMonitor(0, 1))
 
     @property
     def rank(self) -> int:
@@ -70,11 +70,11 @@ class TorchProcesses:
             )
         if not self._launch.alone:
             self._join()
-        self._roll = self._start_roll()
+        self._monitor = self._start_monitor()
 
     def close(self) -> None:
         """Leave the other processes; torch is as it was."""
-        self._roll.stop()
+        self._monitor.stop()
         if self._joined:
             self._joined = False
             self._handles = []
@@ -97,13 +97,13 @@ class TorchProcesses:
             self._channels[key] = self._connect(key, (sender, receiver))
         return self._channels[key]
 
-    def apart(self, name: str) -> Group:
+    def control_group(self, name: str) -> Group:
         """All processes, on CPUs, by a channel of their own where they wait for one another as long as they live."""
         if not self._joined:
-            return OneRank()
+            return SingleProcess()
         ranks = list(range(self.world_size))
         handle = dist.new_group(ranks, backend="gloo", timeout=FOR_EVER)
-        return ProcessGroup(name, ranks, handle, torch.device("cpu"), self._roll.beside())
+        return TorchGroup(name, ranks, handle, torch.device("cpu"), self._monitor.beside())
 
     def set_timeout(self, seconds: float) -> None:
         """From now on a process waits this long for the others in any group, also in groups that are made later."""
@@ -113,20 +113,20 @@ class TorchProcesses:
         for channel in self._channels.values():
             channel.backend._set_default_timeout(self._limit)
 
-    def note(self, place: str) -> None:
+    def set_location(self, place: str) -> None:
         """Where this process is, for the others to be told if it keeps them waiting."""
-        self._roll.place = place
+        self._monitor.place = place
 
-    def accused(self) -> str:
+    def diagnose(self) -> str:
         """Who keeps the others waiting, in words, as far as it can be known; empty if it can't. It takes a second."""
-        return self._roll.accused()
+        return self._monitor.diagnose()
 
-    def _start_roll(self) -> Roll:
+    def _start_monitor(self) -> HangMonitor:
         """A roll of this start of the processes; a process that is alone has nobody to look at."""
         launch = self._launch
-        roll = Roll(self.rank, self.world_size)
+        roll = HangMonitor(self.rank, self.world_size)
         if self._joined:
-            world = ProcessGroup("world", range(self.world_size), dist.group.WORLD, self._where, roll)
+            world = TorchGroup("world", range(self.world_size), dist.group.WORLD, self._where, roll)
             name = "-".join(map(str, world.gather_json(os.getpid())))
             roll.store = connect(launch.address, launch.port, name, self.timeout)
             self._store = connect(launch.address, launch.port, f"{name}/p2p", self.timeout)
@@ -151,20 +151,20 @@ class TorchProcesses:
 
     def _make(self, name: str, ranks: Sequence[int]) -> Group:
         if len(ranks) == 1:
-            return OneRank()
+            return SingleProcess()
         handle: Any = dist.group.WORLD
         if len(ranks) < self.world_size:
             handle = dist.new_group(list(ranks), timeout=self._limit)
             self._handles += [handle] if self.rank in ranks else []
-        return ProcessGroup(name, ranks, handle, self._where, self._roll)
+        return TorchGroup(name, ranks, handle, self._where, self._monitor)
 
-    def _connect(self, name: str, ranks: tuple[int, int]) -> P2PChannel:
+    def _connect(self, name: str, ranks: tuple[int, int]) -> TorchCommunicator:
         if self._where.type != self.device.device.type:
             text = f"ranks on {self.device.device.type} can't send tensors to one another over"
             raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
-        with peer_errors(self._roll, "a connection", name, ranks):
+        with peer_errors(self._monitor, "a connection", name, ranks):
             backend = self._backend(name, ranks)
-        channel = P2PChannel(name, ranks, backend, self._where, self._roll)
+        channel = TorchCommunicator(name, ranks, backend, self._where, self._monitor)
         probe = torch.zeros(1, device=self._where)
         (channel.send(probe) if self.rank == ranks[0] else channel.receive(probe)).wait()
         return channel

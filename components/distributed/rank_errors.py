@@ -22,7 +22,7 @@ def _nothing(_value: Any = None) -> None:
     """Shares nothing; or does nothing, on the ranks that have nothing to do."""
 
 
-def together(group: Group, work: Callable[[], T], share: Callable[[T], Any] = _nothing) -> tuple[T, list[Any]]:
+def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = _nothing) -> tuple[T, list[Any]]:
     """
     What `work` gave on this rank, and what `share` makes of each rank's, by rank, as JSON carries it.
 
@@ -44,9 +44,9 @@ def together(group: Group, work: Callable[[], T], share: Callable[[T], Any] = _n
     return value, [outcome["shared"] for outcome in outcomes]
 
 
-def on_main(group: Group, work: Callable[[], Any]) -> Any:
+def run_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
     """What `work` gave on rank 0, the only one that runs it, on every rank, as JSON carries it."""
-    _, shared = together(group, work if group.rank == 0 else _nothing, lambda value: value)
+    _, shared = run_on_all(group, work if group.rank == 0 else _nothing, lambda value: value)
     return shared[0]
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from drawloom.components.distributed.process_group import OneRank
-from drawloom.components.distributed.rank_errors import on_main
+from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.export.ownership import choose_owners, holding
 from drawloom.components.export.shard_writer import share, write_shares
 from drawloom.components.ports.data import Tokenizer
@@ -34,10 +34,10 @@ def write_folder(
     a folder that all see, or through memory of their machine, what they hold. `max_shard` is in bytes; without `dtype`
     the numbers stay as they are. UserError if the stages are not the whole model, or if the target is there already.
     """
-    group = OneRank() if group is None else group
+    group = SingleProcess() if group is None else group
     mapper = model.hugging_face_mapper()
     with get_configs_parallel(holding(stages), range(group.size), group, workspace) as holdings:
-        owners = on_main(group, lambda: choose_owners(mapper, holdings))
+        owners = run_on_rank0(group, lambda: choose_owners(mapper, holdings))
     tensors = {name: tensor for stage in stages.local for name, tensor in stage.module.named_parameters()}
     mine = share(tensors, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
 

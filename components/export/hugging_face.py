@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from drawloom.components.distributed.rank_errors import on_main
+from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.ports.data import Tokenizer
 from drawloom.components.ports.distributed import Mesh
@@ -34,7 +34,7 @@ class HuggingFaceExport:
 
     def is_finished(self) -> bool:
         """Whether the folder is there; it is never there in part. All ranks call it, and learn the same."""
-        return bool(on_main(self.mesh.world, (self._target / "config.json").is_file))
+        return bool(run_on_rank0(self.mesh.world, (self._target / "config.json").is_file))
 
     def finish(self) -> None:
         """Write the folder, each rank what it holds; all ranks call it."""

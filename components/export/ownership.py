@@ -5,7 +5,7 @@ from typing import Any
 
 from drawloom.components.ports.model import Stages
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.storage.format_names import listed
+from drawloom.components.storage.format_names import format_names
 from drawloom.graph import UserError
 
 
@@ -35,7 +35,8 @@ def choose_owners(mapper: Mapper, holdings: Sequence[Mapping[str, Any]]) -> list
     for group in mapper.groups:
         able = [rank for rank, tensors in enumerate(held) if tensors.keys() >= set(group.inputs)]
         if not able:
-            told = f"{listed(group.inputs)} become {listed(group.outputs)} together, and no rank holds them all"
+            names = f"{format_names(group.inputs)} become {format_names(group.outputs)}"
+            told = f"{names} together, and no rank holds them all"
             raise UserError(f"the tensors to write are spread too widely: {told}; export from fewer pipeline stages")
         owners.append(able[0])
     return owners
@@ -57,5 +58,5 @@ def _compare(mapper: Mapper, held: Sequence[Mapping[str, Any]]) -> None:
         ("missing", [name for name in wanted if name not in kinds]),
         ("no name there for", [name for name in kinds if name not in wanted]),
     ]
-    if told := "; ".join(f"{what} {listed(names)}" for what, names in lists if names):
+    if told := "; ".join(f"{what} {format_names(names)}" for what, names in lists if names):
         raise UserError(f"the tensors to write are not those of the model: {told}; export where all of it is held")

@@ -8,12 +8,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.rank_errors import together
+from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.atomic_write import TempFolder, begin
 from drawloom.components.storage.safetensors.header import CODES, DTYPES
-from drawloom.components.storage.tensor_source import AsType, InMemory, TensorKind, TensorSource
+from drawloom.components.storage.tensor_source import AsType, InMemory, TensorSource, TensorSpec
 from drawloom.components.weights.dtensor_ops import gather, is_sharded
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.save import (
@@ -61,13 +61,13 @@ def write_shares(target: Path, mine: Share, group: Group, max_shard: int, finish
     in its place. UserError on every rank if any fails, if two would write a tensor of one name, or if the target is
     there already; it is untouched then.
     """
-    _, kinds = together(group, lambda: _specs_json(mine), share=lambda specs: specs)
+    _, kinds = run_on_all(group, lambda: _specs_json(mine), share=lambda specs: specs)
     files = plan_files([_kinds(each) for each in kinds], max_shard)  # the same on every rank
-    temporary, folders = together(group, lambda: begin(target) if group.rank == 0 else None, share=_path)
+    temporary, folders = run_on_all(group, lambda: begin(target) if group.rank == 0 else None, share=_path)
     try:
         folder = Path(folders[0])
-        together(group, lambda: _write(folder, [file for file in files if file.writer == group.rank], mine))
-        together(group, lambda: _commit(temporary, files, finish))
+        run_on_all(group, lambda: _write(folder, [file for file in files if file.writer == group.rank], mine))
+        run_on_all(group, lambda: _commit(temporary, files, finish))
     finally:
         if temporary is not None:
             temporary.discard()
@@ -80,8 +80,8 @@ def _specs_json(mine: Share) -> dict[str, Any]:
     return {name: [kind.shape, CODES[kind.dtype]] for name, kind in kinds.items()}
 
 
-def _kinds(specs: Mapping[str, Any]) -> dict[str, TensorKind]:
-    return {name: TensorKind(tuple(shape), DTYPES[code]) for name, (shape, code) in specs.items()}
+def _kinds(specs: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(tuple(shape), DTYPES[code]) for name, (shape, code) in specs.items()}
 
 
 def _path(temporary: TempFolder | None) -> str:

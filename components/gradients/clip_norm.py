@@ -16,7 +16,7 @@ class ClipNorm:
 
     def run_phase(self, step: Step) -> None:
         """Scale by max_norm / norm if that is below 1. `grad_norm` stays what it was before."""
-        factor = self.max_norm / (step.values["grad_norm"] + 1e-6)
+        factor = self.max_norm / (step.outputs["grad_norm"] + 1e-6)
         found = [parameter.grad for _, parameter in self.parameters.named() if parameter.grad is not None]
         if factor < 1 and found:  # a pipeline rank whose parameters are all frozen has none
             torch._foreach_mul_(found, factor)

@@ -20,7 +20,7 @@ from drawloom.graph import above, component, setting
 
 
 @component(reads=("losses",), changes=("gradients",), writes=("loss", "grad_norm"))
-class Synchronise:
+class Synchronize:
     """Sums gradients and losses over replicas, divides by the total weight, and refuses what is not finite."""
 
     parameters: SpreadParameters
@@ -33,7 +33,7 @@ class Synchronise:
 
     def run_phase(self, step: Step) -> None:
         """Leave `loss` (mean by token, in nats) and `grad_norm`; refuse the step if either is not finite."""
-        losses: Losses = step.values["losses"]
+        losses: Losses = step.outputs["losses"]
         total, weight, step.tokens = self._sums(losses, step.tokens)
         self.parameters.sum_shared()
         gradients = [_gradient(parameter) for _, parameter in self.parameters.named()]
@@ -41,10 +41,10 @@ class Synchronise:
             self._sum(bucket)
         if weight > 0 and gradients:  # a pipeline rank whose parameters are all frozen has none
             torch._foreach_mul_(gradients, 1 / weight)
-        step.values["loss"] = total / weight if weight > 0 else math.nan
+        step.outputs["loss"] = total / weight if weight > 0 else math.nan
         counted = [_gradient(parameter) for _, parameter in self.parameters.counted()]
-        step.values["grad_norm"] = total_norm(counted, self.reduce)
-        step.refused = step.refused or _refusal(step, weight)
+        step.outputs["grad_norm"] = total_norm(counted, self.reduce)
+        step.skip_reason = step.skip_reason or _refusal(step, weight)
 
     def _sums(self, losses: Losses, tokens: int) -> tuple[float, float, int]:
         sums = torch.stack([losses.total, losses.weight])
@@ -86,8 +86,8 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 def _refusal(step: Step, weight: float) -> str:
     if weight <= 0:
         return "there was no token to learn from"
-    if not math.isfinite(step.values["loss"]):
-        return f"the loss is {step.values['loss']}"
-    if not math.isfinite(step.values["grad_norm"]):
-        return f"the norm of the gradients is {step.values['grad_norm']}"
+    if not math.isfinite(step.outputs["loss"]):
+        return f"the loss is {step.outputs['loss']}"
+    if not math.isfinite(step.outputs["grad_norm"]):
+        return f"the norm of the gradients is {step.outputs['grad_norm']}"
     return ""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.kernels.choosing import GPU, OPERATIONS, TRITON, Chosen, choose, load
-from drawloom.components.ports.data import IGNORED
+from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.distributed import Device
 from drawloom.graph import between, component, setting
 from drawloom.graph.build.node import NodeView
@@ -94,7 +94,7 @@ class AutoKernels:
     def _of_loss(self) -> Any:
         """What the loss is told besides its tensors: which targets are ignored, and how logits are cut."""
         cuts = self.chosen("linear_cross_entropy").name == "cut"
-        return Cut(ignored=IGNORED, least=self.filter_eps) if cuts else IGNORED
+        return Cut(ignored=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._functions["linear"](x, weight)  # type: ignore[no-any-return]

@@ -38,7 +38,7 @@ class Piecewise:
 
     def run_phase(self, step: Step) -> None:
         """Leave the factor of this step."""
-        step.values["lr_factor"] = self.factor(step.index - 1, step.total)
+        step.outputs["lr_factor"] = self.factor(step.index - 1, step.total)
 
     def factor(self, done: int, total: int) -> float:
         """The factor after `done` of `total` steps."""

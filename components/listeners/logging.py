@@ -56,7 +56,7 @@ class RunLogging:
             logger.removeHandler(handler)
             handler.close()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Nothing: it is a listener only so that a trainer can list it among what watches."""
 
     def _add(self, logger: logging.Logger, handler: logging.Handler) -> None:

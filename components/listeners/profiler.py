@@ -39,12 +39,12 @@ class Profiler:
         if running is not None:
             running.stop()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Begin and end with a chosen step."""
         if event.step is None or event.step.index not in self.steps or self._off:
             return
         try:
-            self._trace(event.moment, event.step)
+            self._trace(event.kind, event.step)
         except Exception as error:
             self._off = True
             log.warning("no more traces: the profiler failed at step %d: %s", event.step.index, error)

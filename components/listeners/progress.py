@@ -48,11 +48,11 @@ class ProgressBar:
             self._bar.stop()
             self._bar = None
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Begin with the first step, go on with each, and end with the last."""
-        if event.moment == "step_started" and event.step and self._bar is None:
+        if event.kind == "step_started" and event.step and self._bar is None:
             self._begin(event.step)
-        elif event.moment == "step_ended" and event.step:
+        elif event.kind == "step_ended" and event.step:
             self._go_on(event.step)
 
     def _begin(self, step: Step) -> None:
@@ -71,7 +71,7 @@ class ProgressBar:
         if self._bar is None:
             return
         now = self.clock()
-        speed = f"{step.tokens / max(now - step.started - step.aside, 1e-9):,.0f}"
+        speed = f"{step.tokens / max(now - step.started - step.excluded_seconds, 1e-9):,.0f}"
         self._bar.update(self._task, completed=step.index, loss=_loss(step), speed=speed)
         if now - self._drawn >= BETWEEN:
             self._drawn = now
@@ -81,8 +81,8 @@ class ProgressBar:
 
 
 def _loss(step: Step) -> str:
-    loss = step.values.get("loss")
-    return "skipped" if step.refused else "-" if loss is None else f"{float(loss):.4f}"
+    loss = step.outputs.get("loss")
+    return "skipped" if step.skip_reason else "-" if loss is None else f"{float(loss):.4f}"
 
 
 def _is_no_step_line(record: logging.LogRecord) -> bool:

@@ -16,8 +16,8 @@ from drawloom.graph import above, component, setting
 
 log = logging.getLogger("drawloom.run")
 
-MERCY = 2.0  # seconds more than ranks wait for one another: one that waits can say so itself
-LAST_WORDS = 5.0  # seconds for the message and the stacks, which may hang on the same disk as the run
+WATCHDOG_MARGIN = 2.0  # seconds more than ranks wait for one another: one that waits can say so itself
+REPORT_TIMEOUT = 5.0  # seconds for the message and the stacks, which may hang on the same disk as the run
 
 
 @component(change="free")
@@ -39,7 +39,7 @@ class Timeouts:
 
     exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
     tick: float = attrs.field(init=False, default=0.5)
-    mercy: float = attrs.field(init=False, default=MERCY)
+    watchdog_margin: float = attrs.field(init=False, default=WATCHDOG_MARGIN)
     _watchdog: Watchdog | None = attrs.field(init=False, default=None)
     _stepped: bool = attrs.field(init=False, default=False)
     _where: str = attrs.field(init=False, default="before the first step")
@@ -57,7 +57,7 @@ class Timeouts:
             self._watchdog.stop()
             self._watchdog = None
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Change the limit with what the run is doing; if that fails, there is none any more."""
         try:
             self._follow(event)
@@ -67,7 +67,7 @@ class Timeouts:
 
     def _follow(self, event: Event) -> None:
         self._note_place(event)
-        match event.moment:
+        match event.kind:
             case "run_started":
                 self._limit(self.first_step)
             case "step_started":
@@ -84,9 +84,9 @@ class Timeouts:
     def _note_place(self, event: Event) -> None:
         if event.step is not None:
             self._where = f"step {event.step.index}"
-        if event.moment in ("phase_started", "phase_ended"):
-            self._phase = event.phase if event.moment == "phase_started" else ""
-        self.processes.note(f"{self._where}, phase [{self._phase}]" if self._phase else self._where)
+        if event.kind in ("phase_started", "phase_ended"):
+            self._phase = event.phase if event.kind == "phase_started" else ""
+        self.processes.set_location(f"{self._where}, phase [{self._phase}]" if self._phase else self._where)
 
     def _end_step(self, last: bool) -> None:
         first, self._stepped = not self._stepped, True
@@ -106,7 +106,7 @@ class Timeouts:
     def _allow(self, seconds: float | None) -> None:
         self._allowed = seconds or 0.0
         if self._watchdog is not None:
-            self._watchdog.allow(None if seconds is None else seconds + self.mercy, slow=self._allowed / 2)
+            self._watchdog.allow(None if seconds is None else seconds + self.watchdog_margin, slow=self._allowed / 2)
 
     def _slow(self, _limit: float) -> None:
         """In the watchdog's thread: half of the time is over."""
@@ -118,7 +118,7 @@ class Timeouts:
         """In the watchdog's thread: say so, if that is still possible, and end."""
         speaking = threading.Thread(target=self._say, args=(self._allowed,), name="last words", daemon=True)
         speaking.start()
-        speaking.join(LAST_WORDS)
+        speaking.join(REPORT_TIMEOUT)
         self.exit(1)
 
     def _say(self, limit: float) -> None:
@@ -127,7 +127,7 @@ class Timeouts:
         rank = self.mesh.world.rank
         with path.open("a") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        accused = self.processes.accused()
+        accused = self.processes.diagnose()
         why = f"; {accused}" if accused else ""
         hangs = "rank %d hangs: %s took more than %g s%s%s; stacks are in %s"
         log.error(hangs, rank, self._where, limit, phase, why, path)

@@ -14,5 +14,5 @@ class Learning:
 
     def measure(self, step: Step) -> Mapping[str, Value]:
         """Floats; a refused step has no loss, and says `refused`."""
-        values: dict[str, Value] = {name: float(step.values[name]) for name in NAMES if name in step.values}
-        return {"loss": None, **values} | {"loss": None, "skipped": True} if step.refused else values
+        values: dict[str, Value] = {name: float(step.outputs[name]) for name in NAMES if name in step.outputs}
+        return {"loss": None, **values} | {"loss": None, "skipped": True} if step.skip_reason else values

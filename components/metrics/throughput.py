@@ -34,5 +34,5 @@ class Throughput:
     def measure(self, step: Step) -> Mapping[str, Value]:
         """Count the step's tokens, over all ranks."""
         self._tokens += step.tokens
-        seconds = self.clock() - step.started - step.aside
+        seconds = self.clock() - step.started - step.excluded_seconds
         return {"tokens": self._tokens, "tokens_per_second": step.tokens / max(seconds, SHORTEST)}

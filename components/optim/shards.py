@@ -5,7 +5,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from drawloom.components.distributed.rng import derive
+from drawloom.components.distributed.rng import derive_seed
 
 
 @attrs.frozen
@@ -17,7 +17,7 @@ class Shard:
 
     def key(self, seed: int, *purpose: str) -> int:
         """A number for the noise of this part: the whole's, unless the part is no run of it."""
-        return derive(seed, *purpose, *self.offset)
+        return derive_seed(seed, *purpose, *self.offset)
 
 
 def local_part(tensor: Any) -> Tensor:

@@ -12,7 +12,7 @@ from drawloom.components.optim.groups import decays
 from drawloom.components.optim.shards import local_part, shard_of
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.model import Parameters
-from drawloom.components.ports.run import Job, Step
+from drawloom.components.ports.run import RunInfo, Step
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
@@ -32,7 +32,7 @@ class StochasticAdamW:
     """
 
     parameters: Parameters
-    job: Job
+    job: RunInfo
     device: Device
     lr: float = setting(check=above(0), doc="the base learning rate")
     betas: tuple[float, float] = setting(default=(0.9, 0.95), check=check_betas, doc="decay of the two running means")
@@ -69,11 +69,11 @@ class StochasticAdamW:
 
     def run_phase(self, step: Step) -> None:
         """Apply the gradients, unless the step is refused, and drop them; the rate is left as `lr`."""
-        step.values["lr"] = self.lr * step.values.get("lr_factor", 1.0)
+        step.outputs["lr"] = self.lr * step.outputs.get("lr_factor", 1.0)
         parameters = [parameter for _, parameter in self.parameters.named()]
-        if not step.refused:
+        if not step.skip_reason:
             self._steps += 1
-            numbers = numbers_of(step.values["lr"], self.betas, self.eps, self._steps)
+            numbers = numbers_of(step.outputs["lr"], self.betas, self.eps, self._steps)
             self._stepper.step([_gradient(parameter) for parameter in parameters], numbers, self._steps)
         for parameter in parameters:
             parameter.grad = None

@@ -18,10 +18,10 @@ class TorchOptimizer:
 
     def run_phase(self, step: Step) -> None:
         """Step once at `lr` times the step's factor, which is left as `lr`, unless refused; gradients are dropped."""
-        step.values["lr"] = self.lr * step.values.get("lr_factor", 1.0)
+        step.outputs["lr"] = self.lr * step.outputs.get("lr_factor", 1.0)
         for group in self._optimizer.param_groups:
-            group["lr"] = step.values["lr"]
-        if not step.refused:
+            group["lr"] = step.outputs["lr"]
+        if not step.skip_reason:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 

@@ -32,5 +32,5 @@ class Evaluate:
         self.mesh.replicas.sum(sums)
         total, weight = sums.tolist()
         if weight > 0:
-            step.values["validation_loss"] = total / weight
-        step.aside += time.monotonic() - began
+            step.outputs["validation_loss"] = total / weight
+        step.excluded_seconds += time.monotonic() - began

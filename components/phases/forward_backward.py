@@ -30,4 +30,4 @@ class ForwardBackward:
         """Take the step's microbatches and carry the program out on them."""
         microbatches = self.data.next_step()
         step.tokens = sum(batch.tokens.numel() for batch in microbatches)
-        step.values["losses"] = self.executor.train(microbatches)
+        step.outputs["losses"] = self.executor.train(microbatches)

@@ -30,8 +30,8 @@ class Report:
             self._rewound = True
             self._each(lambda tracker: tracker.rewind(step.index - 1))
         self._each(lambda tracker: tracker.track(step.index, values))
-        if step.refused:
-            log.warning("step %d/%d refused: %s", step.index, step.total, step.refused)
+        if step.skip_reason:
+            log.warning("step %d/%d refused: %s", step.index, step.total, step.skip_reason)
         elif due(self.every, step):
             log.info("%s", step_line(step, values), extra={"step_line": True})
 

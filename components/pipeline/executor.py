@@ -8,20 +8,20 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.program.forward_only import forward_wave
+from drawloom.components.pipeline.program.forward_only import forward_only
 from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.pipeline.runtime.constraints import misfits
-from drawloom.components.pipeline.runtime.p2p import Mail
-from drawloom.components.pipeline.runtime.program_runner import Load, Passage
-from drawloom.components.pipeline.runtime.stage_runner import StageWork
+from drawloom.components.pipeline.runtime.p2p import P2PBuffers
+from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.pipeline.split_backward.plan import StageWeights
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.distributed import Device, Link, Mesh, Neighbours
-from drawloom.components.ports.model import Shared, StageInputs, Stages
-from drawloom.components.ports.pipeline import Losses, Objective, Schedule
+from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel
+from drawloom.components.ports.model import BatchContext, StageInputs, Stages
+from drawloom.components.ports.pipeline import Loss, Losses, Schedule
 from drawloom.components.ports.pipeline_state import Stack
-from drawloom.components.ports.program import Line, flat
+from drawloom.components.ports.program import RankProgram, flat
 from drawloom.components.storage.pytree import transform
 from drawloom.graph import Problem, component
 from drawloom.graph.build.node import NodeView
@@ -34,14 +34,14 @@ class Executor:
     stages: Stages
     boundaries: StageInputs
     schedule: Schedule
-    objective: Objective
+    objective: Loss
     mesh: Mesh
     neighbours: Neighbours
     device: Device
-    _links: Mapping[int, Link] = attrs.field(init=False, factory=dict)
+    _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
     _weights: dict[int, StageWeights] = attrs.field(init=False, factory=dict)
-    _training: dict[int, Line] = attrs.field(init=False, factory=dict)
-    _forward: dict[int, Line] = attrs.field(init=False, factory=dict)
+    _training: dict[int, RankProgram] = attrs.field(init=False, factory=dict)
+    _forward: dict[int, RankProgram] = attrs.field(init=False, factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -52,7 +52,7 @@ class Executor:
 
     def open(self) -> None:
         """Connect this rank to those that its stages send to or receive from, and sort the weights of each stage."""
-        owners = self.schedule.owners(self.mesh.size("pipeline"))
+        owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
         self._links = self.neighbours.links("pipeline", {hop for hop in pairwise(owners) if hop[0] != hop[1]})
         self._weights = {stage.index: StageWeights.of(stage.module.parameters()) for stage in self.stages.local}
 
@@ -67,37 +67,37 @@ class Executor:
         """Forward of every microbatch; nothing is kept of them but their losses."""
         passage = self._passage([self._load(batch) for batch in microbatches])
         with torch.inference_mode():
-            passage.run(self._forward_line(len(passage.loads)))
+            passage.run(self._forward_line(len(passage.microbatches)))
         return passage.losses(self.device.device)
 
-    def infer(self, tokens: Tensor, shared: Shared) -> Tensor | None:
+    def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
         """The model's output for one microbatch, on the rank that holds the last stage; None on others."""
         found: dict[int, Tensor] = {}
         self.infer_each([(tokens, shared)], found.__setitem__)
         return found.get(0)
 
     def infer_each(
-        self, microbatches: Sequence[tuple[Tensor, Shared]], each_output: Callable[[int, Any], None]
+        self, microbatches: Sequence[tuple[Tensor, BatchContext]], each_output: Callable[[int, Any], None]
     ) -> None:
         """Hand the output of each microbatch out as soon as it is there, on the rank that holds the last stage."""
-        passage = self._passage([Load(*self._moved(microbatch)) for microbatch in microbatches])
+        passage = self._passage([MicrobatchInputs(*self._moved(microbatch)) for microbatch in microbatches])
         passage.each_output = each_output
         with torch.inference_mode():
             passage.run(self._forward_line(len(microbatches)))
 
-    def _passage(self, loads: Sequence[Load], split: Set[int] = frozenset()) -> Passage:
+    def _passage(self, loads: Sequence[MicrobatchInputs], split: Set[int] = frozenset()) -> ProgramRunner:
         state = PipelineStateHandler({"loss": Stack(), "weight": Stack()}, max(1, len(loads)))
         works = {
-            stage.index: StageWork(
+            stage.index: StageRunner(
                 stage, self.objective, state, self._weights[stage.index] if stage.index in split else None
             )
             for stage in self.stages.local
         }
-        return Passage(works, loads, self.boundaries, Mail(self._links, self.device.device), state)
+        return ProgramRunner(works, loads, self.boundaries, P2PBuffers(self._links, self.device.device), state)
 
-    def _load(self, batch: Batch) -> Load:
+    def _load(self, batch: Batch) -> MicrobatchInputs:
         moved: Batch = self._moved(batch)
-        return Load(*self.objective.inputs(moved), moved)
+        return MicrobatchInputs(*self.objective.inputs(moved), moved)
 
     def _moved(self, tree: Any) -> Any:
         where = self.device.device
@@ -105,19 +105,19 @@ class Executor:
             return tree  # where everything is already
         return transform(lambda leaf: leaf.to(where, non_blocking=True) if isinstance(leaf, Tensor) else leaf, tree)
 
-    def _training_line(self, microbatches: int) -> Line:
+    def _training_line(self, microbatches: int) -> RankProgram:
         if microbatches not in self._training:
             program = self.schedule.program(self.mesh.size("pipeline"), microbatches)
             self._training[microbatches] = lower(program, self.mesh.index("pipeline"))
         return self._training[microbatches]
 
-    def _forward_line(self, microbatches: int) -> Line:
+    def _forward_line(self, microbatches: int) -> RankProgram:
         if microbatches not in self._forward:
-            program = forward_wave(self.schedule.owners(self.mesh.size("pipeline")), microbatches)
+            program = forward_only(self.schedule.stage_to_rank(self.mesh.size("pipeline")), microbatches)
             self._forward[microbatches] = lower(program, self.mesh.index("pipeline"))
         return self._forward[microbatches]
 
 
-def split_stages(line: Line) -> set[int]:
+def split_stages(line: RankProgram) -> set[int]:
     """The stages that a line takes backward in two parts."""
-    return {action.stage for action in flat(line) if action.work == "I"}
+    return {action.stage for action in flat(line) if action.op == "I"}

@@ -39,16 +39,16 @@ class Table:
         program = self._read()
         return program.stages // program.ranks
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """For each stage the rank that holds it; a UserError if the file is for another number of ranks."""
         program = self._read()
         if program.ranks != ranks:
             raise UserError(f"{self.path} is a schedule for {program.ranks} ranks, not {ranks}")
-        return program.owners
+        return program.stage_to_rank
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """What the file says; a UserError if that is for another number of ranks or microbatches."""
-        self.owners(ranks)
+        self.stage_to_rank(ranks)
         program = self._read()
         if program.microbatches != microbatches:
             text = f"{self.path} is a schedule for {program.microbatches} microbatches, not {microbatches}"
@@ -72,6 +72,6 @@ def _read(path: Path) -> Program:
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise UserError(f"{path} is no schedule: {found[0]}{more}")
-    if len({program.owners.count(rank) for rank in range(program.ranks)}) != 1:
+    if len({program.stage_to_rank.count(rank) for rank in range(program.ranks)}) != 1:
         raise UserError(f"{path} is no schedule: its {program.ranks} ranks hold different numbers of stages")
     return program

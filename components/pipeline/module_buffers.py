@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.rng import derive
+from drawloom.components.distributed.rng import derive_seed
 from drawloom.graph import UserError
 
 
@@ -24,7 +24,7 @@ def fill_buffers(module: nn.Module, device: torch.device, seed: int) -> None:
     """
     for name, owner in module.named_modules():
         if any(True for _ in owner.buffers(recurse=False)):
-            _fill(name, owner, device, derive(seed, "buffers", name))
+            _fill(name, owner, device, derive_seed(seed, "buffers", name))
 
 
 def _fill(name: str, owner: nn.Module, device: torch.device, seed: int) -> None:

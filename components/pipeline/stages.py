@@ -9,22 +9,22 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.rank_errors import together
+from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.pipeline.module_buffers import fill_buffers
 from drawloom.components.pipeline.program.placement import stages_of
-from drawloom.components.pipeline.runtime.activation_specs import Boundaries
-from drawloom.components.pipeline.runtime.layer_partition import split_layers
+from drawloom.components.pipeline.runtime.activation_specs import ActivationSpecs
+from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.model import Model, Shared, Span, Stage, Transform
+from drawloom.components.ports.model import BatchContext, LayerRange, Model, Stage, Transform
 from drawloom.components.ports.pipeline import Schedule
-from drawloom.components.ports.run import Job
+from drawloom.components.ports.run import RunInfo
 from drawloom.components.weights.load import load_folder
 from drawloom.components.weights.persistent import persistent_tensors
 from drawloom.graph import UserError, at_least, component, setting
 
 
 @component
-class RealStages:
+class MaterializedStages:
     """This rank's stages: built on the meta device, transformed, materialised, then initialised or loaded."""
 
     model: Model
@@ -32,7 +32,7 @@ class RealStages:
     mesh: Mesh
     device: Device
     precision: Precision
-    job: Job
+    job: RunInfo
     transforms: list[Transform] = attrs.field(factory=list)
     embedding_layer_cost: int = setting(
         default=0, check=at_least(0), change="free", doc="layers that the first stage holds fewer of, for its embedding"
@@ -42,18 +42,18 @@ class RealStages:
     )
     weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
     _local: list[Stage] = attrs.field(init=False, factory=list)
-    _boundaries: Boundaries = attrs.field(init=False, default=None)
+    _boundaries: ActivationSpecs = attrs.field(init=False, default=None)
     _shared: dict[str, tuple[list[int], str]] = attrs.field(init=False, factory=dict)
     _elsewhere: set[str] = attrs.field(init=False, factory=set)
 
     def open(self) -> None:
         """Make the modules real."""
-        owners = self.schedule.owners(self.mesh.size("pipeline"))
+        owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
         spans = self._split(len(owners))
         mine = stages_of(self.mesh.index("pipeline"), owners)
-        self._boundaries = Boundaries(spans, self._build)
+        self._boundaries = ActivationSpecs(spans, self._build)
         modules = {index: self._build(spans[index]) for index in mine}
-        together(self.mesh.world, lambda: self._fill(modules.values()))
+        run_on_all(self.mesh.world, lambda: self._fill(modules.values()))
         tie(list(modules.values()))
         self._local = [Stage(index, len(spans), spans[index], module) for index, module in modules.items()]
         self._find_shared()
@@ -63,7 +63,7 @@ class RealStages:
         """This rank's stages, in order."""
         return self._local
 
-    def boundary(self, stage: int, tokens: Tensor, shared: Shared) -> Any:
+    def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
         """The tree that a stage takes for a microbatch, its tensors on the meta device."""
         return self._boundaries.of(stage, tokens, shared)
 
@@ -124,13 +124,15 @@ class RealStages:
         """What each local stage keeps from step to step."""
         return [persistent_tensors(stage.module) for stage in self._local]
 
-    def _split(self, stages: int) -> list[Span]:
+    def _split(self, stages: int) -> list[LayerRange]:
         try:
-            return split_layers(self.model.num_hidden_layers, stages, self.embedding_layer_cost, self.head_layer_cost)
+            return partition_layers(
+                self.model.num_hidden_layers, stages, self.embedding_layer_cost, self.head_layer_cost
+            )
         except ValueError as error:
             raise UserError(f"{error}; take fewer stages", exit_code=2) from error
 
-    def _build(self, span: Span) -> nn.Module:
+    def _build(self, span: LayerRange) -> nn.Module:
         with torch.device("meta"):
             module = self.model.build(span)
         for transform in self.transforms:

@@ -12,7 +12,7 @@ from drawloom.graph import port
 
 Split = Literal["train", "validation"]
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """The target of a token that is not learned."""
 
 
@@ -30,12 +30,12 @@ class Tokenizer(Protocol):
     """Text to token ids and back."""
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """The number of token ids."""
         ...
 
     @property
-    def end(self) -> int:
+    def eos_id(self) -> int:
         """The id that ends a document."""
         ...
 
@@ -64,11 +64,11 @@ class Batch:
     tokens: Tensor
     targets: Tensor
     positions: Tensor
-    documents: Tensor
+    document_ids: Tensor
 
 
 @port
-class Rows(Protocol):
+class PackedDataset(Protocol):
     """A table of fixed-length rows, any of which can be had at any time."""
 
     @property

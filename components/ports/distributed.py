@@ -64,7 +64,7 @@ class Channel(Protocol):
     def receive(self, tensor: Tensor) -> Pending: ...
 
 
-class Link(Protocol):
+class P2PChannel(Protocol):
     """A channel to a peer and one from it, so that neither direction ever waits for the other."""
 
     def send(self, tensor: Tensor) -> Pending: ...
@@ -112,7 +112,7 @@ class Processes(Protocol):
         """
         ...
 
-    def apart(self, name: str) -> Group:
+    def control_group(self, name: str) -> Group:
         """
         All processes, on CPUs and by a channel of their own: a thread may use it whatever the others are doing.
 
@@ -129,11 +129,11 @@ class Timed(Protocol):
         """From now on a rank waits this long for the others in any group, and then fails; alone it waits for nobody."""
         ...
 
-    def note(self, place: str) -> None:
+    def set_location(self, place: str) -> None:
         """Where this rank is, for the others to be told if it keeps them waiting."""
         ...
 
-    def accused(self) -> str:
+    def diagnose(self) -> str:
         """Who keeps the others waiting, in words, as far as it can be known; empty if it can't. It takes a second."""
         ...
 
@@ -169,7 +169,7 @@ class Mesh(Protocol):
 class Neighbours(Protocol):
     """Point-to-point links inside the mesh."""
 
-    def links(self, dimension: str, edges: Iterable[tuple[int, int]]) -> Mapping[int, Link]:
+    def links(self, dimension: str, edges: Iterable[tuple[int, int]]) -> Mapping[int, P2PChannel]:
         """Links along a dimension between these pairs of indices, by the peer's index. All ranks ask together."""
         ...
 

@@ -10,7 +10,7 @@ from drawloom.graph import port
 
 
 @attrs.frozen
-class Span:
+class LayerRange:
     """The part of a model that one stage holds: layers `first` up to `last`, with or without either end."""
 
     first: int
@@ -20,7 +20,7 @@ class Span:
 
 
 @attrs.frozen
-class Shared:
+class BatchContext:
     """
     What every stage of a pipeline sees of a microbatch: int64 tensors of shape (rows, length).
 
@@ -28,7 +28,7 @@ class Shared:
     """
 
     positions: Tensor
-    documents: Tensor
+    document_ids: Tensor
     targets: Tensor | None = None
 
 
@@ -53,7 +53,7 @@ class Model(Protocol):
         """How many token ids the embedding knows."""
         ...
 
-    def build(self, span: Span) -> nn.Module:
+    def build(self, span: LayerRange) -> nn.Module:
         """
         The module of a span, with parameters on the device that torch puts them on (the meta device, mostly).
 
@@ -167,7 +167,7 @@ class Stage:
 
     index: int
     count: int
-    span: Span
+    span: LayerRange
     module: nn.Module
 
 
@@ -185,7 +185,7 @@ class Stages(Protocol):
 class StageInputs(Protocol):
     """What passes between stages."""
 
-    def boundary(self, stage: int, tokens: Tensor, shared: Shared) -> Any:
+    def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
         """The tree that a stage takes for a microbatch, its tensors on the meta device."""
         ...
 

@@ -7,7 +7,7 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import Shared
+from drawloom.components.ports.model import BatchContext
 from drawloom.components.ports.pipeline_state import PipelineState
 from drawloom.components.ports.program import Program
 from drawloom.graph import port
@@ -22,7 +22,7 @@ class Schedule(Protocol):
         """How many stages each rank holds."""
         ...
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """For each stage the rank that holds it."""
         ...
 
@@ -45,10 +45,10 @@ class Losses:
 
 
 @port
-class Objective(Protocol):
+class Loss(Protocol):
     """What is learned: how a batch enters the model, and what its output is worth."""
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, Shared]:
+    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
         """What the first stage takes, and what all stages share."""
         ...
 
@@ -74,6 +74,6 @@ class Executor(Protocol):
 class Predictor(Protocol):
     """A model at work."""
 
-    def infer(self, tokens: Tensor, shared: Shared) -> Tensor | None:
+    def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
         """The model's output for one microbatch, on the rank that holds the last stage; None on others."""
         ...

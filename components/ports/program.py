@@ -7,10 +7,10 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-Work = Literal["F", "B", "I", "W"]
+Op = Literal["F", "B", "I", "W"]
 Message = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 
-WORKS: tuple[Work, ...] = ("F", "B", "I", "W")
+OPS: tuple[Op, ...] = ("F", "B", "I", "W")
 """Kinds of work by the number that stands for them in a program's columns."""
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
@@ -27,12 +27,12 @@ class Action:
     """
 
     stage: int
-    work: Work | Message
+    op: Op | Message
     microbatch: int
     peer: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.work}{self.microbatch}"
+        return f"{self.stage}{self.op}{self.microbatch}"
 
 
 @attrs.frozen
@@ -45,7 +45,7 @@ class Overlap:
         return "|".join(map(str, self.parts))
 
 
-Line = list[Action | Overlap]
+RankProgram = list[Action | Overlap]
 """What one rank does, in order."""
 
 
@@ -59,13 +59,13 @@ class Program:
     then overlaps. Rank r's line is rows `bounds[r]` to `bounds[r + 1]`. `owners` names the rank of each stage.
     """
 
-    owners: tuple[int, ...]
+    stage_to_rank: tuple[int, ...]
     microbatches: int
     bounds: NDArray[np.int64]
     stage: NDArray[np.int64]
-    work: NDArray[np.int64]
+    op: NDArray[np.int64]
     microbatch: NDArray[np.int64]
-    joined: NDArray[np.bool_]
+    overlaps_previous: NDArray[np.bool_]
 
     @classmethod
     def of(cls, lines: Sequence[Iterable[Action | Overlap]], owners: Sequence[int] | None = None) -> "Program":
@@ -87,7 +87,7 @@ class Program:
 
     @property
     def stages(self) -> int:
-        return len(self.owners)
+        return len(self.stage_to_rank)
 
     @property
     def rank(self) -> NDArray[np.int64]:
@@ -98,29 +98,39 @@ class Program:
         """Where a rank's line stands in the columns."""
         return slice(int(self.bounds[rank]), int(self.bounds[rank + 1]))
 
-    def line(self, rank: int) -> Line:
+    def line(self, rank: int) -> RankProgram:
         """What one rank does, in order."""
-        return joined_up((self.action(row), bool(self.joined[row])) for row in range(*self.bounds[rank : rank + 2]))
+        return joined_up(
+            (self.action(row), bool(self.overlaps_previous[row])) for row in range(*self.bounds[rank : rank + 2])
+        )
 
     def action(self, row: int) -> Action:
         """One row of the columns."""
-        return Action(int(self.stage[row]), WORKS[self.work[row]], int(self.microbatch[row]))
+        return Action(int(self.stage[row]), OPS[self.op[row]], int(self.microbatch[row]))
 
     def select(self, kept: NDArray[np.bool_]) -> "Program":
         """The same program with some of its actions only."""
         before = np.concatenate([[False], kept[:-1]])
         bounds = np.concatenate([[0], np.cumsum(kept)])[self.bounds]
-        stage, work, microbatch = self.stage[kept], self.work[kept], self.microbatch[kept]
-        return Program(self.owners, self.microbatches, bounds, stage, work, microbatch, (self.joined & before)[kept])
+        stage, work, microbatch = self.stage[kept], self.op[kept], self.microbatch[kept]
+        return Program(
+            self.stage_to_rank,
+            self.microbatches,
+            bounds,
+            stage,
+            work,
+            microbatch,
+            (self.overlaps_previous & before)[kept],
+        )
 
 
-def flat(line: Line) -> Iterator[Action]:
+def flat(line: RankProgram) -> Iterator[Action]:
     """A line's actions one by one, whether they overlap or not."""
     for item in line:
         yield from item.parts if isinstance(item, Overlap) else (item,)
 
 
-def joined_up(actions: Iterable[tuple[Action, bool]]) -> Line:
+def joined_up(actions: Iterable[tuple[Action, bool]]) -> RankProgram:
     """Actions, each with whether it is joined to the one before, as a line in which those that are overlap."""
     groups: list[list[Action]] = []
     for action, joined in actions:
@@ -138,9 +148,9 @@ def _parts(item: Action | Overlap) -> Iterable[tuple[Action, bool]]:
 
 
 def _row(action: Action, joined: bool) -> tuple[int, int, int, bool]:
-    if action.work not in WORKS:
+    if action.op not in OPS:
         raise ValueError(f"{action} is a message; a program holds work alone")
-    return action.stage, WORKS.index(action.work), action.microbatch, joined
+    return action.stage, OPS.index(action.op), action.microbatch, joined
 
 
 def _owners(lines: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from drawloom.graph import port
 
 
 @port
-class Job(Protocol):
+class RunInfo(Protocol):
     """Which run this is."""
 
     @property
@@ -50,10 +50,10 @@ class Step:
     index: int
     total: int
     tokens: int = 0
-    refused: str = ""
+    skip_reason: str = ""
     started: float = attrs.field(factory=time.monotonic)
-    aside: float = 0.0
-    values: dict[str, Any] = attrs.field(factory=dict)
+    excluded_seconds: float = 0.0
+    outputs: dict[str, Any] = attrs.field(factory=dict)
 
     @property
     def last(self) -> bool:
@@ -85,12 +85,12 @@ class Batching(Protocol):
         ...
 
     @property
-    def replicas(self) -> int:
+    def dp_size(self) -> int:
         """How many parts the rows of a step are dealt out in, each to the ranks that share them."""
         ...
 
     @property
-    def replica(self) -> int:
+    def dp_rank(self) -> int:
         """Which of the parts is this rank's, from 0."""
         ...
 
@@ -99,7 +99,7 @@ class Batching(Protocol):
         """Microbatches in a step on each replica."""
         ...
 
-    def places(self, step: int) -> list[list[int]]:
+    def positions(self, step: int) -> list[list[int]]:
         """This replica's microbatches of a step (from 1), each as places in the endless order of rows."""
         ...
 
@@ -127,7 +127,7 @@ class Stateful(Protocol):
         ...
 
 
-Moment = Literal[
+EventKind = Literal[
     "run_started",
     "step_started",
     "phase_started",
@@ -143,7 +143,7 @@ Moment = Literal[
 class Event:
     """Something that happened: at which step, and in which phase if in one."""
 
-    moment: Moment
+    kind: EventKind
     step: Step | None = None
     phase: str = ""
 
@@ -152,14 +152,14 @@ class Event:
 class Listener(Protocol):
     """Hears of events. What it raises is logged and goes no further."""
 
-    def hear(self, event: Event) -> None: ...
+    def on_event(self, event: Event) -> None: ...
 
 
 @port
 class Events(Protocol):
     """Tells listeners."""
 
-    def tell(self, event: Event) -> None: ...
+    def emit(self, event: Event) -> None: ...
 
 
 Value = float | bool | None
@@ -189,10 +189,10 @@ class Tracker(Protocol):
 
 
 @port
-class Lasting(Protocol):
+class Durable(Protocol):
     """Writes something down that must not be gone when a later checkpoint is there."""
 
-    def make_last(self) -> None:
+    def flush(self) -> None:
         """Return when all that was written is on the disk. It may be called in any thread."""
         ...
 
@@ -233,7 +233,7 @@ class Stop(Protocol):
 
 
 @port
-class Finisher(Protocol):
+class FinalTask(Protocol):
     """Something to do once, after the last step: whole or not at all, so that it can be tried again."""
 
     def is_finished(self) -> bool: ...

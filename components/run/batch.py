@@ -24,28 +24,28 @@ class GlobalBatch:
 
     def open(self) -> None:
         """A UserError if the rows of a step can't be shared evenly."""
-        if fault := uneven(self.global_size, self.micro_size, self.replicas):
+        if fault := uneven(self.global_size, self.micro_size, self.dp_size):
             raise UserError(f"global_size: {fault[0]}; {fault[1]}", exit_code=2)
 
     @property
-    def replicas(self) -> int:
+    def dp_size(self) -> int:
         """How many parts a step is dealt out in: pipeline, context and tensor ranks share one."""
         return self.mesh.size("data_replicate") * self.mesh.size("data_shard")
 
     @property
-    def replica(self) -> int:
+    def dp_rank(self) -> int:
         """Which part is this rank's."""
         return self.mesh.index("data_replicate") * self.mesh.size("data_shard") + self.mesh.index("data_shard")
 
     @property
     def microbatches(self) -> int:
         """Microbatches in a step on each replica."""
-        return self.global_size // (self.micro_size * self.replicas)
+        return self.global_size // (self.micro_size * self.dp_size)
 
-    def places(self, step: int) -> list[list[int]]:
+    def positions(self, step: int) -> list[list[int]]:
         """This replica's microbatches of a step (from 1), each as places in the endless order of rows."""
         share = self.microbatches * self.micro_size
-        first = (step - 1) * self.global_size + self.replica * share
+        first = (step - 1) * self.global_size + self.dp_rank * share
         return [list(range(start, start + self.micro_size)) for start in range(first, first + share, self.micro_size)]
 
     @classmethod

@@ -18,7 +18,7 @@ class Dispatcher:
 
     _dropped: set[str] = attrs.field(init=False, factory=set)
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         """Tell all listeners, one after another."""
         for name, listener in self.listeners.items():
             if name not in self._dropped:
@@ -26,7 +26,7 @@ class Dispatcher:
 
     def _tell(self, name: str, listener: Listener, event: Event) -> None:
         try:
-            listener.hear(event)
+            listener.on_event(event)
         except Exception:
             self._dropped.add(name)
-            log.exception("[%s] failed at %s and is told nothing more; the run goes on", name, event.moment)
+            log.exception("[%s] failed at %s and is told nothing more; the run goes on", name, event.kind)

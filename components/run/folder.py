@@ -4,9 +4,9 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.distributed.rank_errors import on_main
+from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Job
+from drawloom.components.ports.run import RunInfo
 from drawloom.components.run.folder_lock import FolderLock
 from drawloom.components.run.recipe_lock import settle_recipe
 from drawloom.graph import ResolvedRecipe, UserError, component
@@ -16,7 +16,7 @@ from drawloom.graph import ResolvedRecipe, UserError, component
 class LockedFolder:
     """A folder that the main rank locks for as long as the run is open."""
 
-    job: Job
+    job: RunInfo
     mesh: Mesh
     recipe: ResolvedRecipe
 
@@ -31,7 +31,7 @@ class LockedFolder:
         """Make the folder, lock it, and see whether this recipe may go on there; a UserError on all ranks if not."""
         try:
             self._compare_ranks()
-            on_main(self.mesh.world, self._take)
+            run_on_rank0(self.mesh.world, self._take)
         except BaseException:
             self.close()
             raise

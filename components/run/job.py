@@ -12,7 +12,7 @@ def _plain_name(name: str) -> str | None:
 
 
 @component
-class NamedJob:
+class NamedRun:
     """A name, a folder and a seed."""
 
     name: str = setting(change="free", check=_plain_name, doc="name of the run, and of its folder")

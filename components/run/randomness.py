@@ -7,9 +7,9 @@ import attrs
 import numpy as np
 import torch
 
-from drawloom.components.distributed.rng import derive, stream
+from drawloom.components.distributed.rng import derive_seed, generator
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Job
+from drawloom.components.ports.run import RunInfo
 from drawloom.graph import component
 
 
@@ -19,7 +19,7 @@ class ProcessRandomness:
 
     state_is_local: ClassVar[bool] = True
 
-    job: Job
+    job: RunInfo
     mesh: Mesh
 
     _before: dict[str, Any] | None = attrs.field(init=False, default=None)
@@ -28,9 +28,9 @@ class ProcessRandomness:
         """Seed all generators, each with a number of its own that follows from the run's seed and the rank."""
         self._before = generators()
         rank = self.mesh.world.rank
-        torch.manual_seed(derive(self.job.seed, "process", "torch", rank))
-        random.seed(derive(self.job.seed, "process", "python", rank))
-        np.random.seed(derive(self.job.seed, "process", "numpy", rank) % 2**32)
+        torch.manual_seed(derive_seed(self.job.seed, "process", "torch", rank))
+        random.seed(derive_seed(self.job.seed, "process", "python", rank))
+        np.random.seed(derive_seed(self.job.seed, "process", "numpy", rank) % 2**32)
 
     def close(self) -> None:
         """Give back the generators as they were before the run."""
@@ -40,7 +40,7 @@ class ProcessRandomness:
 
     def stream(self, *purpose: str | int) -> torch.Generator:
         """A generator on the CPU that follows from the run's seed and this purpose alone."""
-        return stream(self.job.seed, *purpose)
+        return generator(self.job.seed, *purpose)
 
     def state_dict(self) -> dict[str, Any]:
         """Where each generator of this rank stands."""

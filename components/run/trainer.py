@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.ports.run import Event, Events, Finisher, Listener, Phase, Randomness, Restorer, Step, Stop
+from drawloom.components.ports.run import Event, Events, FinalTask, Listener, Phase, Randomness, Restorer, Step, Stop
 from drawloom.graph import Ordered, UserError, at_least, component, setting
 from drawloom.graph.component import Traits
 
@@ -24,7 +24,7 @@ class Trainer:
     stop: Stop
     randomness: Randomness
     checkpointer: Restorer | None = None
-    on_finish: list[Finisher] = attrs.field(factory=list)
+    on_finish: list[FinalTask] = attrs.field(factory=list)
     steps: int = setting(check=at_least(1), doc="optimizer steps in the whole run")
     max_skipped_steps: int = setting(
         default=100, change="free", check=at_least(1), doc="steps that may be refused in a row before the run stops"
@@ -34,7 +34,7 @@ class Trainer:
 
     def run(self) -> None:
         """Go on from where the run was, to its end."""
-        self.events.tell(Event("run_started"))
+        self.events.emit(Event("run_started"))
         done = self.checkpointer.restore() if self.checkpointer else 0
         if done >= self.steps and all(finisher.is_finished() for finisher in self.on_finish):
             log.info("finished: all %d steps are done, there is nothing left to do", self.steps)
@@ -45,27 +45,28 @@ class Trainer:
         for finisher in self.on_finish:
             if not finisher.is_finished():
                 finisher.finish()
-        self.events.tell(Event("run_ended"))
+        self.events.emit(Event("run_ended"))
 
     def _take(self, step: Step) -> None:
-        self.events.tell(Event("step_started", step))
+        self.events.emit(Event("step_started", step))
         for name, phase in zip(self.phases.names, self.phases, strict=True):
-            self.events.tell(Event("phase_started", step, name))
+            self.events.emit(Event("phase_started", step, name))
             if self.checkpointer and changes_weights(phase):
                 self.checkpointer.staged()
             phase.run_phase(step)
-            self.events.tell(Event("phase_ended", step, name))
-        self.events.tell(Event("step_ended", step))
+            self.events.emit(Event("phase_ended", step, name))
+        self.events.emit(Event("step_ended", step))
         self._count_refused(step)
         if signal := self.stop.agreed():
             self._stop(step, signal)
 
     def _count_refused(self, step: Step) -> None:
         """Stop a run in which nothing is learned any more. All ranks refuse the same steps."""
-        self._refused = self._refused + 1 if step.refused else 0
+        self._refused = self._refused + 1 if step.skip_reason else 0
         if self._refused >= self.max_skipped_steps:
             raise UserError(
-                f"{self._refused} steps in a row were refused, at last step {step.index}: {step.refused}; to go back, "
+                f"{self._refused} steps in a row were refused, at last step {step.index}: {step.skip_reason}; "
+                "to go back, "
                 "remove the checkpoints that were saved since (the newest with a finite loss is always kept), lower "
                 "the rate or clip more, and start the run again"
             )

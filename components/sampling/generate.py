@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import Shared
+from drawloom.components.ports.model import BatchContext
 from drawloom.components.ports.pipeline import Predictor
 
 
@@ -40,7 +40,7 @@ class Sampler:
 
     def _next(self, window: Tensor) -> int:
         positions = torch.arange(window.shape[1]).unsqueeze(0)
-        logits = self.model.infer(window, Shared(positions, torch.zeros_like(window)))
+        logits = self.model.infer(window, BatchContext(positions, torch.zeros_like(window)))
         drawn = 0 if logits is None else draw(logits[0, -1].float().cpu(), self.temperature, self.top_k, self.generator)
         agreed = torch.tensor([drawn])
         self.pipeline.sum(agreed)  # the other ranks have 0

@@ -37,7 +37,7 @@ class Sample:
         """Draw the text on the ranks of the first replica, and write it on the main one."""
         if self.mesh.replicas.rank != 0:
             return
-        prompt = [int(token) for token in self.tokenizer.encode(self.prompt)] or [self.tokenizer.end]
+        prompt = [int(token) for token in self.tokenizer.encode(self.prompt)] or [self.tokenizer.eos_id]
         text = self.prompt + self.tokenizer.decode(list(self._sampler().continued(prompt, self.tokens)))
         if self.mesh.world.rank == 0:
             log.info("a sample:\n%s", text)
@@ -48,7 +48,7 @@ class Sample:
             model=self.model,
             pipeline=self.mesh.group("pipeline"),
             generator=self.randomness.stream("sample"),
-            end=self.tokenizer.end,
+            end=self.tokenizer.eos_id,
             context=self.context,
             temperature=self.temperature,
             top_k=self.top_k,

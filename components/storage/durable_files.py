@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 
 from drawloom.components.storage.regular_file import CHUNK
-from drawloom.components.storage.sha256_stream import Content, Digest
+from drawloom.components.storage.sha256_stream import Content, Sha256Stream
 
 
 @attrs.define(eq=False)
@@ -23,7 +23,7 @@ class FileWriter:
 
     name: str
     descriptor: int
-    sha256: Digest | None = None
+    sha256: Sha256Stream | None = None
 
     def put(self, data: memoryview, offset: int) -> None:
         """Write all bytes at an offset."""
@@ -47,7 +47,7 @@ class FileWriter:
 def new_file(path: Path) -> Iterator[FileWriter]:
     """Create a file, which is on disk at the end of the block; OSError if it exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    sha256 = Digest()
+    sha256 = Sha256Stream()
     try:
         yield FileWriter(str(path), descriptor, sha256)
         _sync(descriptor, path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.storage.sha256_stream import Content, Digest
+from drawloom.components.storage.sha256_stream import Content, Sha256Stream
 from drawloom.graph import UserError
 
 CHUNK = 2**22  # bytes that are read or written at a time
@@ -27,7 +27,7 @@ class RegularFile:
     path: Path
     descriptor: int
     identity: tuple[int, int, int, int]
-    sha256: Digest | None = None
+    sha256: Sha256Stream | None = None
 
     @property
     def size(self) -> int:
@@ -80,7 +80,7 @@ def regular_file(path: Path, *, hashed: bool = False) -> Iterator[RegularFile]:
     except ValueError as error:  # a NUL in the name
         raise OSError(errno.EINVAL, str(error), str(path)) from error
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    sha256 = Digest() if hashed else None
+    sha256 = Sha256Stream() if hashed else None
     try:
         found = os.fstat(descriptor)
         _check_kind(path, found)  # again: another file may have taken the name meanwhile

@@ -18,7 +18,7 @@ class Content:
     sha256: str
 
 
-class Digest:
+class Sha256Stream:
     """
     Hashes pieces in the order in which they come; from the first large one on, a thread does it while the disk is busy.
 

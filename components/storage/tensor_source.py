@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @attrs.frozen
-class TensorKind:
+class TensorSpec:
     """What is known of a tensor before it is read."""
 
     shape: tuple[int, ...]
@@ -25,11 +25,11 @@ class TensorSource(Protocol):
     """Named tensors, each read when it is asked for. A source may stand on another, and change what it gives."""
 
     @property
-    def gives_away(self) -> bool:
+    def owns_memory(self) -> bool:
         """Whether nobody else holds what `tensor` gives, so that it may be kept and changed."""
         ...
 
-    def kinds(self) -> Mapping[str, TensorKind]:
+    def kinds(self) -> Mapping[str, TensorSpec]:
         """Every tensor's shape and dtype, in a stable order."""
         ...
 
@@ -43,10 +43,10 @@ class InMemory:
     """Tensors that are there already."""
 
     tensors: Mapping[str, Tensor]
-    gives_away: bool = attrs.field(init=False, default=False)
+    owns_memory: bool = attrs.field(init=False, default=False)
 
-    def kinds(self) -> Mapping[str, TensorKind]:
-        return {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
+    def kinds(self) -> Mapping[str, TensorSpec]:
+        return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
         return self.tensors[name].detach()
@@ -60,10 +60,10 @@ class AsType:
     dtype: torch.dtype
 
     @property
-    def gives_away(self) -> bool:
-        return self.source.gives_away
+    def owns_memory(self) -> bool:
+        return self.source.owns_memory
 
-    def kinds(self) -> Mapping[str, TensorKind]:
+    def kinds(self) -> Mapping[str, TensorSpec]:
         return {name: attrs.evolve(kind, dtype=self._to(kind.dtype)) for name, kind in self.source.kinds().items()}
 
     def tensor(self, name: str) -> Tensor:
@@ -74,13 +74,13 @@ class AsType:
         return self.dtype if dtype.is_floating_point else dtype
 
 
-def empty(kind: TensorKind) -> tuple[Tensor, memoryview]:
+def empty(kind: TensorSpec) -> tuple[Tensor, memoryview]:
     """An uninitialised tensor on the CPU, and its bytes."""
     memory = torch.empty(kind.bytes, dtype=torch.uint8)
     return from_memory(memory, kind), view(memory)
 
 
-def from_memory(memory: Tensor, kind: TensorKind) -> Tensor:
+def from_memory(memory: Tensor, kind: TensorSpec) -> Tensor:
     """uint8 memory as a tensor of this shape and dtype, without a copy."""
     return memory.view(kind.dtype).view(kind.shape)
 

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Job, RunFolder, Value
+from drawloom.components.ports.run import RunFolder, RunInfo, Value
 from drawloom.components.trackers.aim_repository import run_in
 from drawloom.components.trackers.aim_run import AimRun
 from drawloom.components.trackers.background import Background, Task
@@ -34,7 +34,7 @@ class AimTracker:
 
     folder: RunFolder
     mesh: Mesh
-    job: Job
+    job: RunInfo
     recipe: ResolvedRecipe
     queue_size: int = setting(default=1000, check=at_least(1), doc="steps that may wait to be written")
     timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait for Aim at start and end")

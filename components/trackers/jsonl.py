@@ -57,7 +57,7 @@ class JsonlTracker:
                 self._waiting += json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
             self._write()
 
-    def make_last(self) -> None:
+    def flush(self) -> None:
         """Return when every line is on the disk."""
         if self._file is not None:
             os.fsync(self._file)

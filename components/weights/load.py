@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.storage.format_names import listed
+from drawloom.components.storage.format_names import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
-from drawloom.components.storage.tensor_source import TensorKind, TensorSource
+from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.dtensor_ops import is_sharded, like
 from drawloom.components.weights.mapper import giving, parallel, sequential
 from drawloom.components.weights.mapper_ops import identity
@@ -44,7 +44,7 @@ def load(source: TensorSource, module: nn.Module, mapper: Mapper, device: torch.
     rest = [identity(name) for name in needed.outputs if name not in parameters]
     for name, tensor in stream(source, sequential(needed, parallel(*spread, *rest))):
         if name in parameters:
-            _fill(module, parameters[name], tensor, torch.device(device), source.gives_away)
+            _fill(module, parameters[name], tensor, torch.device(device), source.owns_memory)
 
 
 def _targets(module: nn.Module, mapper: Mapper) -> dict[str, Tensor]:
@@ -79,16 +79,16 @@ def _misfits(source: TensorSource, mapper: Mapper, parameters: Mapping[str, Tens
     kinds, taken = source.kinds(), set(mapper.inputs)
     outputs = set(mapper.outputs)
     if nameless := [name for name in parameters if name not in outputs]:
-        yield f"no name there for {listed(nameless)}"
+        yield f"no name there for {format_names(nameless)}"
     if missing := [name for name in mapper.inputs if name not in kinds]:
-        yield f"missing {listed(missing)}"
+        yield f"missing {format_names(missing)}"
     extra = [name for name in kinds if name not in taken]
     if extra and not _is_tied_copy(source, extra, taken):
-        yield f"unexpected {listed(extra)}"
+        yield f"unexpected {format_names(extra)}"
     yield from _wrong_shapes(giving(mapper, parameters), kinds, parameters)
 
 
-def _wrong_shapes(mapper: Mapper, kinds: Mapping[str, TensorKind], parameters: Mapping[str, Tensor]) -> Iterator[str]:
+def _wrong_shapes(mapper: Mapper, kinds: Mapping[str, TensorSpec], parameters: Mapping[str, Tensor]) -> Iterator[str]:
     wrong: list[str] = []
     for group in mapper.groups:
         if any(name not in kinds for name in group.inputs):
@@ -102,7 +102,7 @@ def _wrong_shapes(mapper: Mapper, kinds: Mapping[str, TensorKind], parameters: M
         pairs = [(kind.shape, tuple(parameters[name].shape)) for name, kind in given.items() if name in parameters]
         wrong += [f"{origin} {found} for {wanted}" for found, wanted in pairs if found != wanted]
     if wrong:
-        yield f"wrong shape {listed(wrong)}"
+        yield f"wrong shape {format_names(wrong)}"
 
 
 def _is_tied_copy(source: TensorSource, extra: list[str], wanted: set[str]) -> bool:

@@ -8,10 +8,10 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.storage.format_names import listed
+from drawloom.components.storage.format_names import format_names
 from drawloom.components.storage.safetensors.reader import INDEX, SINGLE
 from drawloom.components.storage.safetensors.writer import check_writable, new_safetensors_file
-from drawloom.components.storage.tensor_source import TensorKind, TensorSource
+from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.streaming import kinds_given, stream
 from drawloom.graph import UserError
 
@@ -25,7 +25,7 @@ class PlannedFile:
 
     name: str
     writer: int
-    kinds: Mapping[str, TensorKind]
+    kinds: Mapping[str, TensorSpec]
 
 
 def write_safetensors(folder: Path, source: TensorSource, mapper: Mapper, max_shard: int = MAX_SHARD) -> None:
@@ -39,7 +39,7 @@ def write_safetensors(folder: Path, source: TensorSource, mapper: Mapper, max_sh
     write_index(folder, files)
 
 
-def all_kinds(source: TensorSource, mapper: Mapper) -> dict[str, TensorKind]:
+def all_kinds(source: TensorSource, mapper: Mapper) -> dict[str, TensorSpec]:
     """What a mapper will give, group by group; UserError if it can't."""
     kinds = source.kinds()
     try:
@@ -48,13 +48,13 @@ def all_kinds(source: TensorSource, mapper: Mapper) -> dict[str, TensorKind]:
         raise UserError(f"the tensors to write are not those of the model: {error}") from error
 
 
-def plan_files(shares: Sequence[Mapping[str, TensorKind]], max_shard: int) -> list[PlannedFile]:
+def plan_files(shares: Sequence[Mapping[str, TensorSpec]], max_shard: int) -> list[PlannedFile]:
     """The files for what each of several writers has; UserError if two have a tensor of one name."""
     writers: dict[str, int] = {}
     for writer, kinds in enumerate(shares):
         if double := [name for name in kinds if name in writers]:
             first = writers[double[0]]
-            raise UserError(f"{listed(double)} would be written twice, by rank {first} and by rank {writer}")
+            raise UserError(f"{format_names(double)} would be written twice, by rank {first} and by rank {writer}")
         check_names(kinds)
         writers |= dict.fromkeys(kinds, writer)
     runs = [(writer, run) for writer, kinds in enumerate(shares) if kinds for run in split(kinds, max_shard)]
@@ -65,7 +65,7 @@ def plan_files(shares: Sequence[Mapping[str, TensorKind]], max_shard: int) -> li
     return [PlannedFile(name, w, _some(shares[w], run)) for name, (w, run) in zip(names, runs, strict=True)]
 
 
-def check_names(kinds: Mapping[str, TensorKind]) -> None:
+def check_names(kinds: Mapping[str, TensorSpec]) -> None:
     """UserError if a tensor can't be written so that it can be read again."""
     try:
         check_writable(kinds)
@@ -93,7 +93,7 @@ def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
 
-def split(kinds: Mapping[str, TensorKind], max_shard: int) -> list[list[str]]:
+def split(kinds: Mapping[str, TensorSpec], max_shard: int) -> list[list[str]]:
     """Names in order, in as few runs as it takes for each to stay within so many bytes; at least one run."""
     shards: list[list[str]] = [[]]
     size = 0
@@ -106,5 +106,5 @@ def split(kinds: Mapping[str, TensorKind], max_shard: int) -> list[list[str]]:
     return shards
 
 
-def _some(kinds: Mapping[str, TensorKind], names: Sequence[str]) -> dict[str, TensorKind]:
+def _some(kinds: Mapping[str, TensorSpec], names: Sequence[str]) -> dict[str, TensorSpec]:
     return {name: kinds[name] for name in names}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.weights import Mapper, TensorGroup
-from drawloom.components.storage.tensor_source import TensorKind, TensorSource
+from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 
 
 def convert(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -26,11 +26,11 @@ def stream(source: TensorSource, mapper: Mapper) -> Iterator[tuple[str, Tensor]]
             yield given.pop()
 
 
-def kinds_given(group: TensorGroup, kinds: Mapping[str, TensorKind]) -> dict[str, TensorKind]:
+def kinds_given(group: TensorGroup, kinds: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     """What a group will give, found without reading anything; ValueError if it can't be done with such tensors."""
     meta = [torch.empty(kinds[name].shape, dtype=kinds[name].dtype, device="meta") for name in group.inputs]
     try:
-        return {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in _convert(group, meta)}
+        return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in _convert(group, meta)}
     except (ValueError, RuntimeError, IndexError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{', '.join(group.outputs)} can't be made of {', '.join(group.inputs)}: {reason}") from error

@@ -33,7 +33,7 @@ from drawloom.graph import UserError
 FORMAT = 1
 MAX_JSON = 256 * 2**20  # bytes
 MAX_PARTS = 4_000_000  # of JSON: more than the configuration of a model has, and less than a gigabyte of memory
-PATIENCE = 30.0  # seconds; network storage shows old names for three, mostly
+READ_TIMEOUT = 30.0  # seconds; network storage shows old names for three, mostly
 PAUSE = 0.05  # seconds between two tries
 REMEDY = "remove the folder, and begin again"
 
@@ -64,7 +64,7 @@ def read(folder: Path, rank: int, generation: str | None = None) -> Packed | Non
 
     UserError if it is damaged, or is not visible after the timeout.
     """
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + READ_TIMEOUT
     while True:
         try:
             return _read(folder, rank, generation)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drawloom.components.distributed.launch import read_launch
-from drawloom.components.distributed.process_group import OneRank, ProcessGroup
-from drawloom.components.distributed.rank_errors import together
+from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
+from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage.state_tree import Packed, pack, unpack
 from drawloom.components.workspace.shared_folder import publish, read, withdraw
@@ -110,14 +110,14 @@ def get_tensors_parallel(tensor: Tensor, ranks: Sequence[int], group: Group | No
 @contextmanager
 def _gathered(mine: Any, ranks: Sequence[int], group: Group, workspace_path: Path | str | None) -> Iterator[list[Any]]:
     with ExitStack() as lent:
-        _, tickets = together(
+        _, tickets = run_on_all(
             group, lambda: _lend(mine, ranks, group, workspace_path, lent), share=lambda ticket: ticket
         )
         asked = group.gather_json([*ranks])
         if any(each != [*ranks] for each in asked):
             raise UserError(f"ranks were {asked} on the ranks of a group; give all the same")
         others = [tickets[rank] for rank in ranks[1:]]
-        gathered, _ = together(group, lambda: _collect(mine, others, ranks[0] == group.rank, workspace_path))
+        gathered, _ = run_on_all(group, lambda: _collect(mine, others, ranks[0] == group.rank, workspace_path))
     with _ending_together(group):
         try:
             yield gathered
@@ -160,7 +160,7 @@ def _ending_together(group: Group) -> Iterator[None]:
     except Exception as error:
         failure = error
     try:
-        together(group, _raising(failure))
+        run_on_all(group, _raising(failure))
     except UserError:
         if failure is not None:
             raise failure from None
@@ -181,7 +181,7 @@ def _own_rank() -> int:
 
 def _everyone() -> Group:
     if not (dist.is_available() and dist.is_initialized()):
-        return OneRank()
+        return SingleProcess()
     on_device = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
-    return ProcessGroup("world", range(dist.get_world_size()), dist.group.WORLD, device)
+    return TorchGroup("world", range(dist.get_world_size()), dist.group.WORLD, device)

@@ -23,7 +23,7 @@ def check_sequence(node: Node, field: str, edge: Edge, nodes: Mapping[str, Node]
     members = [Member(name, number, nodes[name].spec.traits.flow) for number, name in enumerate(edge.targets)]
     for member in members:
         place = node.place_of(edge.items[member.number])
-        for text, hint in _faults(member, members, edge.unmade):
+        for text, hint in _faults(member, members, edge.incomplete):
             yield Problem("DL330", f"{field}: {text}", hint, node.name, place)
 
 

@@ -6,26 +6,26 @@ from typing import Any
 import attrs
 
 from drawloom.graph.build.node import Draft, Edge, dotted
-from drawloom.graph.build.settings import REFUSED, Settling
+from drawloom.graph.build.settings import INVALID, SettingsResolver
 from drawloom.graph.port import is_named
 from drawloom.graph.recipe.layers import Leaf, Path, Table
 from drawloom.graph.recipe.recipe import Recipe
 from drawloom.graph.recipe.variables import VARIABLE
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.toml.suggest import did_you_mean
-from drawloom.graph.types.port_match import fits, misfits
+from drawloom.graph.types.port_match import implements, mismatches
 
 MOST = 6
 """Candidates for an edge that a message names."""
 
 
 @attrs.define(eq=False)
-class Connecting:
+class EdgeResolver:
     """Connects nodes. `make` makes the node of a table that stands in place, or nothing if it can't be one."""
 
     recipe: Recipe
     nodes: dict[str, Draft]
-    settling: Settling
+    settling: SettingsResolver
     make: Callable[[str, Table, str], Draft | None]
     _fitting: dict[tuple[type, ...], list[str]] = attrs.field(factory=dict)
 
@@ -38,7 +38,7 @@ class Connecting:
     def _connect(self, node: Draft, field: Field) -> None:
         item = node.table.items.get(field.name)
         if item is None:
-            return self._leave_out(node, field)
+            return self._autowire(node, field)
         if field.kind in ("one", "optional"):
             targets = list(self._refer(node, field, self._substitute(node, item, field), (field.name,)))
             if len(targets) == 1:
@@ -56,7 +56,7 @@ class Connecting:
 
     def _connect_list(self, node: Draft, field: Field, item: Leaf | Table) -> None:
         values = self._substitute(node, item, field)
-        if values is REFUSED:
+        if values is INVALID:
             return
         if not isinstance(values, list):
             text = f"{field.name} takes an array of nodes"
@@ -70,7 +70,7 @@ class Connecting:
             items += [(field.name, number)] * len(found)
         self._refuse_twice(node, field, targets, items)
         unmade = len({path[1] for path in items}) < len(values)
-        node.edges[field.name] = Edge(tuple(targets), items=tuple(items), unmade=unmade)
+        node.edges[field.name] = Edge(tuple(targets), items=tuple(items), incomplete=unmade)
 
     def _refuse_twice(self, node: Draft, field: Field, targets: list[str], items: list[Path]) -> None:
         if len(set(targets)) == len(targets):
@@ -95,7 +95,7 @@ class Connecting:
 
     def _refer(self, node: Draft, field: Field, value: Any, path: Path, *, many: bool = False) -> Iterator[str]:
         """The names of the nodes that one written edge leads to, each checked against the field's port."""
-        if value is REFUSED:
+        if value is INVALID:
             return
         if isinstance(value, dict | Table):
             names = self._in_place(node, field, value, path)
@@ -106,7 +106,7 @@ class Connecting:
             node.fault("DL311", f"{dotted(path)} takes a node, not {self.settling.values.describe(value)}", hint, path)
             return
         for name in names:
-            if self._admit(node, field, name, path):
+            if self._accepts(node, field, name, path):
                 yield name
 
     def _in_place(self, node: Draft, field: Field, value: dict[str, Any] | Table, path: Path) -> list[str]:
@@ -142,17 +142,17 @@ class Connecting:
             hint = did_you_mean(group, self.recipe.groups if name.endswith(".*") else self.recipe.nodes)
         node.fault("DL313", text, hint, path)
 
-    def _admit(self, node: Draft, field: Field, name: str, path: Path) -> bool:
+    def _accepts(self, node: Draft, field: Field, name: str, path: Path) -> bool:
         target = self.nodes[name]
         if not self.fits(target.spec, field):
             ports = " or ".join(port.__name__ for port in field.ports)
-            why = " and ".join(reason for port in field.ports for reason in misfits(target.spec.cls, port)[:2])
+            why = " and ".join(reason for port in field.ports for reason in mismatches(target.spec.cls, port)[:2])
             text = f"{dotted(path)} needs a {ports}, but [{name}] is {target.spec.use!r}: it {why}"
             node.fault("DL314", text, "", path)
             return False
         return True
 
-    def _leave_out(self, node: Draft, field: Field) -> None:
+    def _autowire(self, node: Draft, field: Field) -> None:
         if not field.required:
             return
         if field.kind != "one":
@@ -164,7 +164,7 @@ class Connecting:
         if len(fitting) == 1:
             node.edges[field.name] = Edge((fitting[0],), written=False)
         elif len(self.nodes) >= len(self.recipe.nodes):  # else the one that is missing may be one that is at fault
-            self._ask(node, field, fitting)
+            self._report_ambiguous(node, field, fitting)
 
     def _candidates(self, field: Field) -> list[str]:
         """The nodes with a table of their own that fit; no others come to be while nodes are connected."""
@@ -173,7 +173,7 @@ class Connecting:
             self._fitting[field.ports] = [node.name for node in nodes if self.fits(node.spec, field)]
         return self._fitting[field.ports]
 
-    def _ask(self, node: Draft, field: Field, fitting: list[str]) -> None:
+    def _report_ambiguous(self, node: Draft, field: Field, fitting: list[str]) -> None:
         port = " or ".join(port.__name__ for port in field.ports)
         if not fitting:
             text = f"{node.spec.use!r} needs a {port} for {field.name!r}, and no node is one"
@@ -187,13 +187,13 @@ class Connecting:
 
     def fits(self, spec: Spec, field: Field) -> bool:
         """Whether a component keeps the promises of any of a field's ports."""
-        return any(fits(spec.cls, port) for port in field.ports)
+        return any(implements(spec.cls, port) for port in field.ports)
 
     def refuse_unnamed(self) -> None:
         """Refuse nodes in place whose port wants them to have names."""
         ports = {port for node in self.nodes.values() for field in node.spec.fields.values() for port in field.ports}
         for node in self.nodes.values():
             for port in ports:
-                if node.owner and is_named(port) and fits(node.spec.cls, port):
+                if node.owner and is_named(port) and implements(node.spec.cls, port):
                     text = f"{node.spec.use!r} is {port.__name__}, so it is known by its name and can't stand in place"
                     node.fault("DL317", text, f'give it a table of its own and write "@name" in [{node.owner}]')

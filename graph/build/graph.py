@@ -6,14 +6,14 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.build.builder import Wiring
+from drawloom.graph.build.builder import GraphBuilder
 from drawloom.graph.build.dataflow import check_sequence
 from drawloom.graph.build.names import check_names
 from drawloom.graph.build.node import Node, NodeView
 from drawloom.graph.problems import Place, Problem, RecipeError, in_order
 from drawloom.graph.recipe.recipe import Recipe
-from drawloom.graph.registry.registry import Catalogue
-from drawloom.graph.types.port_match import fits
+from drawloom.graph.registry.registry import Registry
+from drawloom.graph.types.port_match import implements
 
 
 @attrs.frozen(eq=False)
@@ -21,15 +21,15 @@ class Graph:
     """Nodes by name, and all that is wrong with them. It does not change: other values make another graph."""
 
     recipe: Recipe
-    catalogue: Catalogue
+    registry: Registry
     nodes: Mapping[str, Node]
     root: str = ""
     problems: tuple[Problem, ...] = ()
 
     @classmethod
-    def of(cls, recipe: Recipe, catalogue: Catalogue, root: str = "") -> "Graph":
+    def of(cls, recipe: Recipe, catalogue: Registry, root: str = "") -> "Graph":
         """Wire and check a whole recipe. Nodes that `root` does not need are warnings, if it is given."""
-        wiring = Wiring(recipe, catalogue)
+        wiring = GraphBuilder(recipe, catalogue)
         wiring.run()
         nodes = MappingProxyType({name: draft.finished() for name, draft in wiring.nodes.items()})
         graph = cls(recipe, catalogue, nodes, root)
@@ -39,7 +39,7 @@ class Graph:
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Graph":
         """Another graph: of the same recipe with values laid over it."""
-        return Graph.of(self.recipe.with_values(data, source), self.catalogue, self.root)
+        return Graph.of(self.recipe.with_values(data, source), self.registry, self.root)
 
     @property
     def faults(self) -> list[Problem]:
@@ -64,7 +64,7 @@ class Graph:
         """The nodes whose edges lead to one node."""
         return [other for other in self.nodes if name in self.needs(other)]
 
-    def uses_of(self, name: str) -> list[tuple[str, list[str]]]:
+    def incoming(self, name: str) -> list[tuple[str, list[str]]]:
         """The nodes that lead to one node, each with the edges by which it does."""
         by = {
             user: [key for key, edge in node.edges.items() if name in edge.targets] for user, node in self.nodes.items()
@@ -75,13 +75,13 @@ class Graph:
         """The ports whose promises a node's component keeps, of those that some node asks for."""
         fields = (field for node in self.nodes.values() for field in node.spec.fields.values())
         ports = {port for field in fields for port in field.ports}
-        return {port for port in ports if fits(self.nodes[name].spec.cls, port)}
+        return {port for port in ports if implements(self.nodes[name].spec.cls, port)}
 
-    def fitting(self, port: type) -> list[str]:
+    def implementers(self, port: type) -> list[str]:
         """The nodes whose components keep the promises of a port."""
-        return [name for name, node in self.nodes.items() if fits(node.spec.cls, port)]
+        return [name for name, node in self.nodes.items() if implements(node.spec.cls, port)]
 
-    def closure(self, roots: Iterable[str], without: Container[str] = ()) -> list[str]:
+    def topological_order(self, roots: Iterable[str], without: Container[str] = ()) -> list[str]:
         """
         The nodes that these need, themselves included, each behind all that it needs.
 
@@ -99,7 +99,7 @@ class Graph:
                 stack += [(need, False) for need in reversed(needs) if need not in order]
         return list(order)
 
-    def circle(self) -> list[str]:
+    def find_cycle(self) -> list[str]:
         """Nodes that need one another in a circle, the first again at the end; empty if there is none."""
         done: set[str] = set()
         for start in self.nodes:
@@ -125,7 +125,7 @@ class Graph:
         return None
 
     def _check(self) -> Iterator[Problem]:
-        circle = self.circle()
+        circle = self.find_cycle()
         if circle:
             text = "nodes need one another in a circle: " + " -> ".join(circle)
             yield Problem("DL320", text, "cut one of these edges", circle[0], self._place_of_edge(*circle[:2]))
@@ -149,15 +149,15 @@ class Graph:
             field.is_edge and field.name not in node.edges and (field.required or field.name in node.table.items)
             for field in node.spec.fields.values()
         )
-        unmade = any(edge.unmade for edge in node.edges.values())
-        return missing or unmade or node.faulty or any(self.nodes[name].faulty for name in self.needs(node.name))
+        unmade = any(edge.incomplete for edge in node.edges.values())
+        return missing or unmade or node.invalid or any(self.nodes[name].invalid for name in self.needs(node.name))
 
     def _check_root(self, complete: bool) -> Iterator[Problem]:
         if self.root not in self.recipe.nodes:
             text, place = f"there is no node [{self.root}], so there is nothing to run", Place(self.recipe.source)
             yield Problem("DL321", text, f"write [{self.root}]", place=place)
         elif complete:  # else what is needed can't be told yet
-            needed = set(self.closure([self.root]))
+            needed = set(self.topological_order([self.root]))
             for name, node in self.nodes.items():
                 if name not in needed and not node.owner:
                     text = f"nothing that [{self.root}] needs leads to this node, so it will not be built"

@@ -11,7 +11,7 @@ from drawloom.graph.problems import Problem
 from drawloom.graph.recipe.layers import Path
 from drawloom.graph.setting import Names
 from drawloom.graph.toml.suggest import did_you_mean
-from drawloom.graph.types.port_match import fits
+from drawloom.graph.types.port_match import implements
 
 VALUE = "value"
 """The kind of what members of sequences write."""
@@ -59,7 +59,7 @@ def _inside(value: Any, path: Path, names: Names | None) -> Iterator[tuple[Path,
 
 
 def _fitting(nodes: Mapping[str, Node], port: type) -> set[str]:
-    return {name for name, node in nodes.items() if fits(node.spec.cls, port)}
+    return {name for name, node in nodes.items() if implements(node.spec.cls, port)}
 
 
 def _offers(nodes: Mapping[str, Node]) -> dict[str, set[str]]:
@@ -69,7 +69,7 @@ def _offers(nodes: Mapping[str, Node]) -> dict[str, set[str]]:
         if node.spec.traits.flow.writes:
             offers.setdefault(VALUE, set()).update(node.spec.traits.flow.writes)
         told: Mapping[str, Iterable[str]] = {}
-        if not node.faulty and hasattr(node.spec.cls, "offers"):
+        if not node.invalid and hasattr(node.spec.cls, "offers"):
             told = node.spec.cls.offers(NodeView(node, nodes))
         for kind, names in told.items():
             offers.setdefault(kind, set()).update(names)

@@ -22,7 +22,7 @@ class Edge:
     keys: tuple[str, ...] = ()
     items: tuple[Path, ...] = ()
     written: bool = True
-    unmade: bool = False
+    incomplete: bool = False
 
 
 class _Placed:
@@ -61,7 +61,7 @@ class Node(_Placed):
         return tuple(dict.fromkeys(target for edge in self.edges.values() for target in edge.targets))
 
     @property
-    def faulty(self) -> bool:
+    def invalid(self) -> bool:
         """Whether anything is wrong with the node itself."""
         return bool(self.problems) and not all(problem.warning for problem in self.problems)
 

@@ -13,12 +13,12 @@ from drawloom.graph.registry.spec import Field
 from drawloom.graph.toml.suggest import did_you_mean
 from drawloom.graph.types.structure import Fault, Values
 
-REFUSED = object()
+INVALID = object()
 """What stands for a value that is at fault."""
 
 
 @attrs.define(eq=False)
-class Settling:
+class SettingsResolver:
     """Settles nodes, with the variables of their recipe."""
 
     vars: dict[str, Leaf]
@@ -41,14 +41,14 @@ class Settling:
         if field is not None:
             text = f"{key!r} is filled in by the container and can't be set"
             return node.fault("DL301", text, "remove it", (key,), key=True)
-        owner = node.table.dropped.get(key)
+        owner = node.table.discarded.get(key)
         known = [name for name, field in node.spec.fields.items() if field.kind not in ("every", "recipe")]
         hint = f"it belonged to {owner!r}, which this `use` replaces" if owner else did_you_mean(key, known)
         node.fault("DL302", f"{node.spec.use!r} has no setting or edge {key!a}", hint, (key,), key=True)
 
     def _set(self, node: Draft, field: Field, item: Leaf | Table) -> None:
         plain = self.plain(node, item, (field.name,))
-        if plain is REFUSED:
+        if plain is INVALID:
             return
         try:
             value, faults = self.values.structure(plain, field.type)
@@ -88,10 +88,10 @@ class Settling:
             return self._plain_string(node, item, path)
         if isinstance(item, list):
             parts = [self.plain(node, part, (*path, number)) for number, part in enumerate(item)]
-            return REFUSED if any(part is REFUSED for part in parts) else parts
+            return INVALID if any(part is INVALID for part in parts) else parts
         if isinstance(item, Mapping):
             table = {key: self.plain(node, part, (*path, key)) for key, part in item.items()}
-            return REFUSED if any(part is REFUSED for part in table.values()) else table
+            return INVALID if any(part is INVALID for part in table.values()) else table
         return item
 
     def _plain_string(self, node: Draft, text: str, path: Path) -> Any:
@@ -106,12 +106,12 @@ class Settling:
         else:
             why = f"{text!r} is no variable: those are written $vars.name, and stand for a whole value"
         node.fault("DL306", why, f'write "{text[0]}{text}" if the text itself is meant', path)
-        return REFUSED
+        return INVALID
 
     def variable(self, node: Draft, text: str, path: Path) -> Any:
         leaf = self.vars.get(text.removeprefix(VARIABLE))
         if leaf is None:
             hint = did_you_mean(text.removeprefix(VARIABLE), self.vars) or "write it into [vars]"
             node.fault("DL307", f"there is no variable {text!r}", hint, path)
-            return REFUSED
+            return INVALID
         return leaf.value

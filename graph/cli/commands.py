@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drawloom.graph.cli.exit_codes import FAULTY, FINE, say
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.exit_codes import FAULTY, FINE, print_problems
+from drawloom.graph.cli.project import Project
 from drawloom.graph.drawing.draw import FORMATS, draw
 from drawloom.graph.inspect.diff import diff
 from drawloom.graph.inspect.explain import explain
@@ -72,13 +72,13 @@ def _takes_subject(parser: argparse.ArgumentParser) -> None:
     _takes_packages(parser)
 
 
-def _graph(options: argparse.Namespace, workshop: Workshop) -> Any:
+def _graph(options: argparse.Namespace, workshop: Project) -> Any:
     graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words))
-    say(problem for problem in graph.problems if problem.warning)
+    print_problems(problem for problem in graph.problems if problem.warning)
     return graph
 
 
-def _run(options: argparse.Namespace, workshop: Workshop) -> int:
+def _run(options: argparse.Namespace, workshop: Project) -> int:
     graph = _graph(options, workshop)
     objects = workshop.container(graph, accept_changes=options.accept_changes)
     try:
@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace, workshop: Workshop) -> int:
     return FINE
 
 
-def _check(options: argparse.Namespace, workshop: Workshop) -> int:
+def _check(options: argparse.Namespace, workshop: Project) -> int:
     if options.format == "json":
         return _check_for_programs(options, workshop)
     graph = _graph(options, workshop).or_error()
@@ -98,7 +98,7 @@ def _check(options: argparse.Namespace, workshop: Workshop) -> int:
     return FINE
 
 
-def _check_for_programs(options: argparse.Namespace, workshop: Workshop) -> int:
+def _check_for_programs(options: argparse.Namespace, workshop: Project) -> int:
     try:
         graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words))
         problems, nodes = graph.problems, len(graph.nodes)
@@ -109,32 +109,32 @@ def _check_for_programs(options: argparse.Namespace, workshop: Workshop) -> int:
     return FINE if all(problem.warning for problem in problems) else FAULTY
 
 
-def _show(options: argparse.Namespace, workshop: Workshop) -> int:
+def _show(options: argparse.Namespace, workshop: Project) -> int:
     print(resolve(_graph(options, workshop).or_error()).text, end="")
     return FINE
 
 
-def _draw(options: argparse.Namespace, workshop: Workshop) -> int:
+def _draw(options: argparse.Namespace, workshop: Project) -> int:
     graph = _graph(options, workshop).or_error()
     title = Path(options.recipe).stem
     print(draw(graph, title, workshop.root, options.format, options.focus, step=options.step), end="")
     return FINE
 
 
-def _explain(options: argparse.Namespace, workshop: Workshop) -> int:
+def _explain(options: argparse.Namespace, workshop: Project) -> int:
     print(explain(_graph(options, workshop).or_error(), options.target or "", workshop.root))
     return FINE
 
 
-def _diff(options: argparse.Namespace, workshop: Workshop) -> int:
+def _diff(options: argparse.Namespace, workshop: Project) -> int:
     new = workshop.graph(workshop.load(options.recipe, options.overlay, options.words), root="")
     found = diff(workshop.load(options.old), new)
     print("\n".join(map(str, found)) or "no differences")
     return FINE
 
 
-def _schema(options: argparse.Namespace, workshop: Workshop) -> int:
-    schema = recipe_schema(workshop.catalogue, workshop.usual())
+def _schema(options: argparse.Namespace, workshop: Project) -> int:
+    schema = recipe_schema(workshop.registry, workshop.usual())
     text = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
     if options.output is None:
         print(text, end="")
@@ -143,12 +143,12 @@ def _schema(options: argparse.Namespace, workshop: Workshop) -> int:
     return FINE
 
 
-def _list(options: argparse.Namespace, workshop: Workshop) -> int:
-    print(list_plugins(workshop.catalogue) if options.plugins else list_components(workshop.catalogue, options.subject))
+def _list(options: argparse.Namespace, workshop: Project) -> int:
+    print(list_plugins(workshop.registry) if options.plugins else list_components(workshop.registry, options.subject))
     return FINE
 
 
-Command = tuple[Callable[[argparse.Namespace, Workshop], int], str, Callable[[argparse.ArgumentParser], None]]
+Command = tuple[Callable[[argparse.Namespace, Project], int], str, Callable[[argparse.ArgumentParser], None]]
 
 COMMANDS: dict[str, Command] = {
     "run": (_run, "run a recipe, or go on with its run", _takes_run),

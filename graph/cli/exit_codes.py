@@ -11,7 +11,7 @@ MOST = 200
 """Problems that are printed; who has more will not read them all."""
 
 
-def say(problems: Iterable[Problem]) -> int:
+def print_problems(problems: Iterable[Problem]) -> int:
     """Print problems on stderr; the exit code of a faulty recipe."""
     problems = list(problems)
     for problem in problems[:MOST]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from drawloom.graph.drawing.diagram import Box, Picture
+from drawloom.graph.drawing.diagram import Box, Diagram
 from drawloom.graph.drawing.sugiyama import Columns, Layering, Stop, layer, spread
 from drawloom.graph.drawing.svg import width_of
 
@@ -38,7 +38,7 @@ class Placed:
         return self.xs[stop.column] + self.widths[stop.column], self.ys[stop]
 
 
-def place(picture: Picture) -> Placed:
+def assign_coordinates(picture: Diagram) -> Placed:
     """A place for each box and bend, so that nothing overlaps and arrows are as straight as they can be."""
     arrows = [(arrow.source, arrow.target) for arrow in picture.arrows]
     layering = layer([box.name for box in picture.boxes], arrows, picture.sequences)

@@ -34,7 +34,7 @@ class Arrow:
 
 
 @attrs.frozen
-class Picture:
+class Diagram:
     """Boxes in reading order, arrows, sequences that keep their order, and the box that the picture is about."""
 
     title: str
@@ -63,13 +63,13 @@ def boxes(graph: Graph, names: Iterable[str]) -> tuple[Box, ...]:
     return tuple(Box(name, graph.nodes[name].spec.use) for name in names)
 
 
-def wiring(graph: Graph, title: str, root: str, focus: str = "") -> Picture:
+def wiring(graph: Graph, title: str, root: str, focus: str = "") -> Diagram:
     """Everything that `root` needs; with a `focus`, all that it needs and who uses it. The graph has no circle."""
     users = graph.users(focus) if focus else []
     below = _walk(graph, focus or root)
     leads = [(user, focus) for user in users] + [(name, need) for name in below for need in graph.needs(name)]
     arrows = tuple(Arrow(source, target, _fields(graph, source, target)) for source, target in leads)
-    return Picture(title, boxes(graph, [*users, *below]), arrows, tuple(_sequences(graph, below)), focus)
+    return Diagram(title, boxes(graph, [*users, *below]), arrows, tuple(_sequences(graph, below)), focus)
 
 
 def _walk(graph: Graph, root: str) -> list[str]:

@@ -1,12 +1,12 @@
 """A picture as DOT, the language of Graphviz, which need not be installed."""
 
-from drawloom.graph.drawing.diagram import Picture
+from drawloom.graph.drawing.diagram import Diagram
 from drawloom.graph.drawing.svg import colours
 
 ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
-def draw_dot(picture: Picture) -> str:
+def draw_dot(picture: Diagram) -> str:
     """A directed graph from left to right, boxes in the colours of their subjects."""
     fills = colours(picture.subjects)
     lines = [

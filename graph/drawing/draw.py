@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.drawing.diagram import Picture, wiring
+from drawloom.graph.drawing.diagram import Diagram, wiring
 from drawloom.graph.drawing.dot import draw_dot
 from drawloom.graph.drawing.mermaid import draw_mermaid
 from drawloom.graph.drawing.step import step_of
@@ -18,7 +18,7 @@ from drawloom.graph.toml.suggest import did_you_mean
 Format = Literal["tree", "mermaid", "dot", "svg"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
-PICTURES: dict[Format, Callable[[Picture], str]] = {"mermaid": draw_mermaid, "dot": draw_dot, "svg": draw_wiring}
+PICTURES: dict[Format, Callable[[Diagram], str]] = {"mermaid": draw_mermaid, "dot": draw_dot, "svg": draw_wiring}
 
 
 def draw(graph: Graph, title: str, root: str, format: Format = "tree", focus: str = "", *, step: bool = False) -> str:
@@ -46,5 +46,5 @@ def _draw_step(graph: Graph, title: str, name: str, format: Format) -> str:
 
 
 def _tree(graph: Graph, root: str, focus: str) -> str:
-    used = [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.uses_of(focus)] if focus else []
+    used = [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.incoming(focus)] if focus else []
     return "\n".join([*used, draw_tree(graph, root)]) + "\n"

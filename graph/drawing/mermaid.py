@@ -1,6 +1,6 @@
 """A picture as Mermaid text, which GitHub and many editors draw."""
 
-from drawloom.graph.drawing.diagram import Picture
+from drawloom.graph.drawing.diagram import Diagram
 
 ENTITIES = str.maketrans(
     {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "&": "#amp;", "`": "#96;", "|": "#124;", "\n": " "}
@@ -8,7 +8,7 @@ ENTITIES = str.maketrans(
 """What would end a label or be read as markup, in Mermaid's own spelling."""
 
 
-def draw_mermaid(picture: Picture) -> str:
+def draw_mermaid(picture: Diagram) -> str:
     """A flowchart from left to right; nodes are numbered, since names such as `end` mean something in Mermaid."""
     numbers = {box.name: f"n{number}" for number, box in enumerate(picture.boxes)}
     lines = ["flowchart LR"]

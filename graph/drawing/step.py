@@ -3,7 +3,7 @@
 import attrs
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.drawing.diagram import Arrow, Box, Picture, boxes
+from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, boxes
 from drawloom.graph.problems import UserError
 
 
@@ -32,7 +32,7 @@ class Step:
     members: tuple[Box, ...]
     threads: tuple[Thread, ...]
 
-    def picture(self) -> Picture:
+    def picture(self) -> Diagram:
         """An arrow from each member to those that take what it has written or changed."""
         values: dict[tuple[str, str], list[str]] = {}
         for thread in self.threads:
@@ -43,7 +43,7 @@ class Step:
                     values.setdefault((last, name), []).append(thread.value)
                 last = last if verb == "reads" else name
         arrows = tuple(Arrow(*ends, tuple(labels)) for ends, labels in values.items())
-        return Picture(self.title, self.members, arrows)
+        return Diagram(self.title, self.members, arrows)
 
 
 def step_of(graph: Graph, title: str, name: str) -> Step:

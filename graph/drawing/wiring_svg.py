@@ -10,8 +10,19 @@ from itertools import pairwise
 
 import attrs
 
-from drawloom.graph.drawing.coordinates import BOX, CAPTION, GAP, LEFT, NAME, PADDING, TITLE, USE, Placed, place
-from drawloom.graph.drawing.diagram import Arrow, Box, Picture
+from drawloom.graph.drawing.coordinates import (
+    BOX,
+    CAPTION,
+    GAP,
+    LEFT,
+    NAME,
+    PADDING,
+    TITLE,
+    USE,
+    Placed,
+    assign_coordinates,
+)
+from drawloom.graph.drawing.diagram import Arrow, Box, Diagram
 from drawloom.graph.drawing.sugiyama import Stop
 from drawloom.graph.drawing.svg import (
     BOLD_TEXT,
@@ -39,9 +50,9 @@ Label = tuple[str, str, float, float, str]
 """Words, the box whose arrow they are about, x, y, and to which side of that they stand."""
 
 
-def draw_wiring(picture: Picture) -> str:
+def draw_wiring(picture: Diagram) -> str:
     """An SVG document."""
-    placed = place(picture)
+    placed = assign_coordinates(picture)
     return document(picture.title, placed.width, placed.height, _Drawing(picture, placed).lines())
 
 
@@ -49,7 +60,7 @@ def draw_wiring(picture: Picture) -> str:
 class _Drawing:
     """A picture whose parts have their places."""
 
-    picture: Picture
+    picture: Diagram
     placed: Placed
     colours: Mapping[str, Colour] = attrs.field(init=False)
     stops: Mapping[str, Stop] = attrs.field(init=False)

@@ -6,12 +6,12 @@ from typing import Any
 import attrs
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.inspect.serialize import Plain, flatten, plain_graph, plain_recipe
+from drawloom.graph.inspect.serialize import Plain, flatten, serialize_graph, serialize_recipe
 from drawloom.graph.problems import Problem
 from drawloom.graph.recipe.lockfile import RecipeChange
 from drawloom.graph.recipe.recipe import Recipe
 from drawloom.graph.setting import Change
-from drawloom.graph.toml.emit import canonical, value
+from drawloom.graph.toml.emit import canonical, dumps
 from drawloom.graph.toml.parsing import Unreadable, parse
 
 WEIGHTS: tuple[Change, ...] = ("free", "semantic", "structural")
@@ -25,7 +25,7 @@ def changes_since(older: str, graph: Graph) -> list[RecipeChange]:
         recipe = Recipe.of(parse(older))
     except Unreadable as error:
         raise ValueError(f"line {error.line}: {error.text}") from error
-    return changes(plain_recipe(recipe), graph)
+    return changes(serialize_recipe(recipe), graph)
 
 
 def changes(old: Plain, graph: Graph) -> list[RecipeChange]:
@@ -35,7 +35,7 @@ def changes(old: Plain, graph: Graph) -> list[RecipeChange]:
     The components of `old` need not be what they were, nor be there at all: what was written then is compared with
     what is written now.
     """
-    return list(_Comparison(flatten(old), flatten(plain_graph(graph)), graph).changes())
+    return list(_Comparison(flatten(old), flatten(serialize_graph(graph)), graph).changes())
 
 
 @attrs.frozen
@@ -81,7 +81,7 @@ class _Comparison:
     def _weight(self, names: Iterable[str]) -> Change:
         """The weight of adding, removing or swapping nodes: the heaviest of their components'."""
         uses = [str(side[name]["use"]) for name in names for side in (self.old, self.new) if name in side]
-        found = [self.graph.catalogue.find(use) for use in uses]
+        found = [self.graph.registry.find(use) for use in uses]
         weights = [spec.traits.change for spec in found if not isinstance(spec, Problem)]
         heaviest: Change = max(weights, key=WEIGHTS.index, default="semantic")
         return heaviest if len(weights) == len(found) else "semantic"
@@ -106,4 +106,4 @@ def _use(node: Mapping[str, Any] | None) -> str:
 
 
 def _show(part: Any) -> str:
-    return ABSENT if part is None else value(part)
+    return ABSENT if part is None else dumps(part)

@@ -6,7 +6,7 @@ from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Node
 from drawloom.graph.inspect.changes import changes
 from drawloom.graph.inspect.provenance import variable
-from drawloom.graph.inspect.serialize import plain_graph, plain_recipe
+from drawloom.graph.inspect.serialize import serialize_graph, serialize_recipe
 from drawloom.graph.recipe.layers import Leaf
 from drawloom.graph.recipe.lockfile import RecipeChange
 from drawloom.graph.recipe.recipe import Recipe
@@ -22,14 +22,14 @@ def diff(old: Recipe, new: Graph) -> list[RecipeChange]:
     """
     new.or_error()
     if old.is_resolved:
-        return changes(plain_recipe(old), new)
-    graph = Graph.of(old, new.catalogue).or_error()
+        return changes(serialize_recipe(old), new)
+    graph = Graph.of(old, new.registry).or_error()
     cosmetic = [] if new.recipe.is_resolved else list(_cosmetic(graph, new))
-    return changes(plain_graph(graph), new) + cosmetic
+    return changes(serialize_graph(graph), new) + cosmetic
 
 
 def _cosmetic(old: Graph, new: Graph) -> Iterator[RecipeChange]:
-    before, after = plain_graph(old), plain_graph(new)
+    before, after = serialize_graph(old), serialize_graph(new)
     both = [name for name in before if name in after]
     for name in both:
         for key in before[name]:

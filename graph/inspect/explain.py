@@ -9,12 +9,12 @@ from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Node, dotted
 from drawloom.graph.inspect.listing import ports
 from drawloom.graph.inspect.position import needed_ports, place_in_order, places_in_sequences
-from drawloom.graph.inspect.provenance import leaves, origin, variable
+from drawloom.graph.inspect.provenance import leaves, provenance, variable
 from drawloom.graph.inspect.serialize import escape
 from drawloom.graph.problems import UserError
 from drawloom.graph.recipe.layers import Leaf, Path, Table
 from drawloom.graph.registry.spec import Field
-from drawloom.graph.toml.emit import value
+from drawloom.graph.toml.emit import dumps
 from drawloom.graph.toml.suggest import did_you_mean
 from drawloom.graph.types.structure import Values
 
@@ -59,7 +59,7 @@ def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
     yield from _section("edges", [_edge_line(graph, node, f) for f in fields if f.is_edge])
     yield from _section("filled in", [_filled_line(graph, f, root) for f in fields if f.kind in ("every", "recipe")])
     yield from _section("notes", [*_notes(graph, node)])
-    used = [f"[{user}] {', '.join(keys)}" for user, keys in graph.uses_of(node.name)]
+    used = [f"[{user}] {', '.join(keys)}" for user, keys in graph.incoming(node.name)]
     yield from _section("used by", used or ["nobody"])
     yield from _section("place", [*place_in_order(graph, node.name, root), *places_in_sequences(graph, node.name)])
 
@@ -67,7 +67,7 @@ def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
 def _notes(graph: Graph, node: Node) -> Iterable[str]:
     """What the component itself says of the node, unless it is at fault."""
     notes = getattr(node.spec.cls, "notes", None)
-    return notes(graph.view(node.name)) if notes and not node.faulty else ()
+    return notes(graph.view(node.name)) if notes and not node.invalid else ()
 
 
 def _section(title: str, lines: list[str]) -> Iterator[str]:
@@ -82,19 +82,19 @@ def _indented(lines: Iterable[str]) -> Iterator[str]:
 
 def _setting_line(graph: Graph, node: Node, field: Field) -> str:
     kind = Values.describe_type(field.type)
-    return f"{field.name} = {_shown(node, field)}  ({kind}; {origin(graph, node, field.name)})"
+    return f"{field.name} = {_shown(node, field)}  ({kind}; {provenance(graph, node, field.name)})"
 
 
 def _edge_line(graph: Graph, node: Node, field: Field) -> str:
     edge = node.edges.get(field.name)
     leads = ", ".join(f"[{target}]" for target in edge.targets) if edge and edge.targets else "none"
-    return f"{field.name} -> {leads}  ({ports(field)}; {origin(graph, node, field.name)})"
+    return f"{field.name} -> {leads}  ({ports(field)}; {provenance(graph, node, field.name)})"
 
 
 def _filled_line(graph: Graph, field: Field, root: str) -> str:
     if field.kind == "recipe":
         return f"{field.name}: the resolved recipe"
-    fitting = [f"[{name}]" for name in graph.closure([root]) if graph.provides(name) & set(field.ports)]
+    fitting = [f"[{name}]" for name in graph.topological_order([root]) if graph.provides(name) & set(field.ports)]
     return f"{field.name}: every {' or '.join(port.__name__ for port in field.ports)}: {', '.join(fitting) or 'none'}"
 
 
@@ -103,7 +103,7 @@ def _shown(node: Node, field: Field) -> str:
 
 
 def _text(plain: Any) -> str:
-    return "none" if plain is None else value(plain)
+    return "none" if plain is None else dumps(plain)
 
 
 def _explain_key(graph: Graph, node: Node, path: Path) -> Iterator[str]:
@@ -134,10 +134,10 @@ def _descend(item: Leaf | Table | None, path: Path) -> tuple[Leaf | Table | None
 def _stack(graph: Graph, leaf: Leaf, rest: Path) -> Iterator[str]:
     """Everything that set a value, newest first; under a variable, everything that set that."""
     within = f"{dotted(leaf.path[-1:])}: " if rest else ""
-    for one in leaf.stack():
+    for one in leaf.history():
         yield f"{within}{_part(one.value, rest)}  {one.layer.value((*one.path, *rest)) if rest else one.key_place}"
         behind = variable(graph, one)
-        yield from (f"  {value(under.value)}  {under.key_place}" for under in (behind.stack() if behind else ()))
+        yield from (f"  {dumps(under.value)}  {under.key_place}" for under in (behind.history() if behind else ()))
 
 
 def _part(plain: Any, path: Path) -> str:
@@ -146,4 +146,4 @@ def _part(plain: Any, path: Path) -> str:
             plain = plain[step]
         except (LookupError, TypeError):
             return "nothing"
-    return value(plain)
+    return dumps(plain)

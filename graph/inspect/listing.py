@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 
 from drawloom.graph.problems import Problem, UserError
-from drawloom.graph.registry.registry import Catalogue
-from drawloom.graph.registry.sources import brought_by
+from drawloom.graph.registry.registry import Registry
+from drawloom.graph.registry.sources import distribution
 from drawloom.graph.registry.spec import Field, Spec
-from drawloom.graph.toml.emit import value
+from drawloom.graph.toml.emit import dumps
 from drawloom.graph.toml.suggest import did_you_mean
 from drawloom.graph.types.structure import Values
 
 
-def list_components(catalogue: Catalogue, subject: str = "") -> str:
+def list_components(catalogue: Registry, subject: str = "") -> str:
     """All components, one line each; those of a subject with all that can be set."""
     names = [name for name in catalogue.names() if not subject or f"{name}.".startswith(f"{subject}.")]
     if not names:
@@ -23,13 +23,13 @@ def list_components(catalogue: Catalogue, subject: str = "") -> str:
     return "\n".join(f"{name:{width}}  {_short(catalogue.find(name))}" for name in names)
 
 
-def list_plugins(catalogue: Catalogue) -> str:
+def list_plugins(catalogue: Registry) -> str:
     """What installed distributions bring, one component a line, with who brings it; those that clash say so."""
     entries = catalogue.installed.entries
     if not entries:
         return f"no installed package declares components in the group {catalogue.installed.group!r}"
-    clashing = [name for name in catalogue.installed.names() if len(catalogue.holders(name)) > 1]
-    rows = [(e.name, brought_by(e), f"{e.value}{' (clashes)' if e.name in clashing else ''}") for e in entries]
+    clashing = [name for name in catalogue.installed.names() if len(catalogue.candidates(name)) > 1]
+    rows = [(e.name, distribution(e), f"{e.value}{' (clashes)' if e.name in clashing else ''}") for e in entries]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{name:{widths[0]}}  {who:{widths[1]}}  {value}" for name, who, value in sorted(rows))
 
@@ -39,7 +39,8 @@ def _short(found: Spec | Problem) -> str:
 
 
 def _long(name: str, found: Spec | Problem) -> Iterator[str]:
-    yield f"{name}: {_short(found)}{f' ({found.brought_by})' if isinstance(found, Spec) and found.brought_by else ''}"
+    origin = f" ({found.distribution})" if isinstance(found, Spec) and found.distribution else ""
+    yield f"{name}: {_short(found)}{origin}"
     if isinstance(found, Spec):
         yield from _fields(found)
 
@@ -64,7 +65,7 @@ def _default(field: Field) -> str:
     if field.required:
         return ", required"
     plain = Values().unstructure(field.default_value())
-    return "" if plain is None else f" = {value(plain)}"
+    return "" if plain is None else f" = {dumps(plain)}"
 
 
 def _doc(field: Field) -> str:

@@ -15,7 +15,7 @@ def needed_ports(graph: Graph) -> list[type]:
 
 def place_in_order(graph: Graph, name: str, root: str) -> Iterator[str]:
     """When a node is built."""
-    order = graph.closure([root])
+    order = graph.topological_order([root])
     if name not in order:
         yield f"not built: nothing that [{root}] needs leads to it"
         return
@@ -25,7 +25,7 @@ def place_in_order(graph: Graph, name: str, root: str) -> Iterator[str]:
 
 def places_in_sequences(graph: Graph, name: str) -> Iterator[str]:
     """Where a node stands in each sequence that it is a member of, and what passes through it."""
-    for user, keys in graph.uses_of(name):
+    for user, keys in graph.incoming(name):
         for key in keys:
             if graph.nodes[user].spec.fields[key].kind == "ordered":
                 yield from _in_sequence(graph, name, graph.nodes[user].edges[key].targets, f"[{user}] {key}")

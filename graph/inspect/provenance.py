@@ -9,11 +9,11 @@ from drawloom.graph.recipe.layers import Layer, Leaf, Path, Table
 from drawloom.graph.recipe.variables import VARIABLE
 
 
-def origin(graph: Graph, node: Node, key: str) -> str:
+def provenance(graph: Graph, node: Node, key: str) -> str:
     """In a few words, with places that do not depend on where recipes are installed; of a table, one for each file."""
     item = node.table.items.get(key)
-    if key == "use" and node.spec.brought_by:
-        return f"{node.spec.brought_by}; {_place(*_where(node.table.items[key]))}"
+    if key == "use" and node.spec.distribution:
+        return f"{node.spec.distribution}; {_place(*_where(node.table.items[key]))}"
     if item is not None:
         by_layer = {id(leaf.layer): leaf for leaf in reversed([*leaves(item)])}
         return " and ".join(_written(graph, leaf) for leaf in reversed(by_layer.values())) or _place(*_where(item))

@@ -13,12 +13,12 @@ Plain = dict[str, dict[str, Any]]
 """Nodes by name, each with `use`; edges are "@name", those to a node in place the table of that node."""
 
 
-def plain_graph(graph: Graph) -> Plain:
+def serialize_graph(graph: Graph) -> Plain:
     """Every node that has a table of its own."""
-    return {name: plain_node(graph, node) for name, node in graph.nodes.items() if not node.owner}
+    return {name: serialize_node(graph, node) for name, node in graph.nodes.items() if not node.owner}
 
 
-def plain_recipe(recipe: Recipe) -> Plain:
+def serialize_recipe(recipe: Recipe) -> Plain:
     """What a recipe says and no more: for one that is resolved, the same as its graph."""
     return {name: _merged(table) for name, table in recipe.nodes.items()}
 
@@ -27,7 +27,7 @@ def _merged(item: Leaf | Table) -> Any:
     return {key: _merged(part) for key, part in item.items.items()} if isinstance(item, Table) else item.value
 
 
-def plain_node(graph: Graph, node: Node) -> dict[str, Any]:
+def serialize_node(graph: Graph, node: Node) -> dict[str, Any]:
     """`use`, settings and edges as a recipe would write them; what has no value in TOML is left out."""
     plain: dict[str, Any] = {"use": node.spec.use}
     for name, field in node.spec.fields.items():
@@ -51,7 +51,7 @@ def _plain_edge(graph: Graph, node: Node, name: str) -> Any:
 
 def _plain_target(graph: Graph, name: str) -> Any:
     target = graph.nodes[name]
-    return plain_node(graph, target) if target.owner else f"@{name}"
+    return serialize_node(graph, target) if target.owner else f"@{name}"
 
 
 def escape(plain: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph.problems import Place
-from drawloom.graph.toml.positions import Places
+from drawloom.graph.toml.positions import SourceMap
 
 Path = tuple[str | int, ...]
 
@@ -23,7 +23,7 @@ class Layer:
     data: dict[str, Any]
     text: str | None = None
     label: str = attrs.field(default=attrs.Factory(lambda self: self.source, takes_self=True))
-    _places: Places | None = attrs.field(default=None, init=False)
+    _places: SourceMap | None = attrs.field(default=None, init=False)
 
     def key(self, path: Path) -> Place:
         """Where the key of a value stands."""
@@ -33,11 +33,11 @@ class Layer:
         """Where a value stands; of the nearest table or array around it when it has no place of its own."""
         return self._place(path, lambda places: places.value(path))
 
-    def _place(self, path: Path, find: "Callable[[Places], Any]") -> Place:
+    def _place(self, path: Path, find: "Callable[[SourceMap], Any]") -> Place:
         if self.text is None:
             return Place(self.source)
         if self._places is None:
-            self._places = Places(self.text)
+            self._places = SourceMap(self.text)
         span = find(self._places) or self._places.nearest(path)
         return Place(self.source, *self._places.position(span.start))
 
@@ -49,7 +49,7 @@ class Leaf:
     value: Any
     layer: Layer
     path: Path
-    beneath: "Leaf | None" = None
+    overridden: "Leaf | None" = None
 
     @property
     def place(self) -> Place:
@@ -59,12 +59,12 @@ class Leaf:
     def key_place(self) -> Place:
         return self.layer.key(self.path)
 
-    def stack(self) -> Iterator["Leaf"]:
+    def history(self) -> Iterator["Leaf"]:
         """This leaf and those that it replaced, newest first."""
         leaf: Leaf | None = self
         while leaf is not None:
             yield leaf
-            leaf = leaf.beneath
+            leaf = leaf.overridden
 
 
 @attrs.define(eq=False)
@@ -74,7 +74,7 @@ class Table:
     layer: Layer
     path: Path
     items: "dict[str, Leaf | Table]" = attrs.field(factory=dict)
-    dropped: dict[str, str] = attrs.field(factory=dict)
+    discarded: dict[str, str] = attrs.field(factory=dict)
 
     @property
     def place(self) -> Place:
@@ -86,7 +86,7 @@ class Table:
         leaf = self.items.get("use")
         return leaf if isinstance(leaf, Leaf) else None
 
-    def lay(self, data: Mapping[str, Any], layer: Layer, path: Path) -> None:
+    def merge(self, data: Mapping[str, Any], layer: Layer, path: Path) -> None:
         """Lay a layer's table over this one: tables merge, all else replaces, a changed `use` clears what was."""
         self._clear_for(data.get("use"))
         for key, value in data.items():
@@ -94,7 +94,7 @@ class Table:
             if isinstance(value, dict):
                 if not isinstance(below, Table):
                     below = self.items[key] = Table(layer, (*path, key))
-                below.lay(value, layer, (*path, key))
+                below.merge(value, layer, (*path, key))
             else:
                 self.items[key] = Leaf(value, layer, (*path, key), below if isinstance(below, Leaf) else None)
 
@@ -102,7 +102,7 @@ class Table:
         old = self.use
         if use is None or old is None or old.value == use:
             return
-        self.dropped |= {key: str(old.value) for key in self.items if key != "use"}
+        self.discarded |= {key: str(old.value) for key in self.items if key != "use"}
         self.items = {"use": old}
 
     def remove(self, path: Path) -> bool:
@@ -116,13 +116,13 @@ class Table:
     def copy(self) -> "Table":
         """A table of its own; leaves never change, so they are shared."""
         items = {key: item.copy() if isinstance(item, Table) else item for key, item in self.items.items()}
-        return Table(self.layer, self.path, items, dict(self.dropped))
+        return Table(self.layer, self.path, items, dict(self.discarded))
 
     @classmethod
     def of(cls, data: Mapping[str, Any], layer: Layer, path: Path) -> "Table":
         """A table from plain values."""
         table = cls(layer, path)
-        table.lay(data, layer, path)
+        table.merge(data, layer, path)
         return table
 
 

@@ -16,7 +16,7 @@ from drawloom.graph.toml.suggest import did_you_mean
 
 
 @attrs.frozen
-class Shelf:
+class RecipeFolder:
     """The folder of recipes that may be named without path or suffix."""
 
     folder: Path
@@ -35,7 +35,7 @@ class Shelf:
         return path.resolve().parent == self.folder.resolve()
 
 
-def read_layers(recipe: str, overlays: Sequence[str], overrides: dict[str, Any], shelf: Shelf) -> list[Layer]:
+def read_layers(recipe: str, overlays: Sequence[str], overrides: dict[str, Any], shelf: RecipeFolder) -> list[Layer]:
     """All layers of a recipe, lowest first; a RecipeError with every file that can't be read."""
     reader = _Reader(shelf)
     for name in (recipe, *overlays):
@@ -49,7 +49,7 @@ def read_layers(recipe: str, overlays: Sequence[str], overrides: dict[str, Any],
 class _Reader:
     """Reads each base once, below all that extend it, so that it can't undo what another base of it has changed."""
 
-    shelf: Shelf
+    shelf: RecipeFolder
     layers: list[Layer] = attrs.field(factory=list)
     problems: list[Problem] = attrs.field(factory=list)
     _done: set[Path] = attrs.field(factory=set)

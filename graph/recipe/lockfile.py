@@ -12,7 +12,7 @@ LOCK = "recipe.lock.toml"
 """The file in a run folder that holds the resolved recipe of the run."""
 
 
-Weight = Change | Literal["cosmetic"]
+Impact = Change | Literal["cosmetic"]
 """How much a difference matters to a run that goes on; a cosmetic one is in how a recipe is written."""
 
 
@@ -28,7 +28,7 @@ class RecipeChange:
     key: str
     old: str
     new: str
-    kind: Weight
+    kind: Impact
     edge: bool = False
 
     def __str__(self) -> str:

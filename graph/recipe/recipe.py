@@ -9,7 +9,7 @@ import attrs
 
 from drawloom.graph.problems import Place, Problem
 from drawloom.graph.recipe.layers import Layer, Leaf, Table
-from drawloom.graph.recipe.loading import Shelf, read_layers
+from drawloom.graph.recipe.loading import RecipeFolder, read_layers
 from drawloom.graph.recipe.overrides import read_overrides
 from drawloom.graph.recipe.variables import unused
 from drawloom.graph.toml.suggest import did_you_mean
@@ -52,7 +52,7 @@ class Recipe:
 
         Raises a RecipeError if a file can't be read or is not TOML; all other problems are kept in `problems`.
         """
-        return merge(recipe, read_layers(recipe, overlays, read_overrides(words), Shelf(recipes)))
+        return merge(recipe, read_layers(recipe, overlays, read_overrides(words), RecipeFolder(recipes)))
 
     @classmethod
     def of(cls, data: Mapping[str, Any], source: str = "recipe") -> "Recipe":
@@ -75,7 +75,7 @@ def _merge(source: str, tree: Table, layers: Sequence[Layer]) -> Recipe:
     for layer in layers:
         problems += _remove_unset(tree, layer)
         problems += _check_format(layer)
-        tree.lay({key: value for key, value in layer.data.items() if key not in DIRECTIVES}, layer, ())
+        tree.merge({key: value for key, value in layer.data.items() if key not in DIRECTIVES}, layer, ())
     recipe = _sort(source, tree)
     problems += unused(recipe.vars, list(layers))
     return attrs.evolve(recipe, layers=list(layers), laying=problems, problems=recipe.problems + problems)

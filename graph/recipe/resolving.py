@@ -7,11 +7,11 @@ from typing import Any
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Node
 from drawloom.graph.inspect.changes import changes_since
-from drawloom.graph.inspect.provenance import origin
-from drawloom.graph.inspect.serialize import Plain, plain_graph
+from drawloom.graph.inspect.provenance import provenance
+from drawloom.graph.inspect.serialize import Plain, serialize_graph
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.recipe.recipe import FORMAT
-from drawloom.graph.toml.emit import canonical, key, value
+from drawloom.graph.toml.emit import canonical, dump_key, dumps
 
 WIDTH = 60
 """A comment stands behind what is wider; else the comments of a table stand in a column."""
@@ -26,7 +26,7 @@ def resolve(graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
     """
     return ResolvedRecipe(
         lambda: _text(graph),
-        lambda: digest(plain_graph(graph)),
+        lambda: digest(serialize_graph(graph)),
         accept_changes,
         lambda older: changes_since(older, graph),
     )
@@ -39,17 +39,17 @@ def digest(plain: Plain) -> str:
 
 def _text(graph: Graph) -> str:
     lines = [f"format = {FORMAT}"]
-    for name, table in plain_graph(graph).items():
-        lines += ["", f"[{'.'.join(key(part) for part in name.split('.'))}]"]
+    for name, table in serialize_graph(graph).items():
+        lines += ["", f"[{'.'.join(dump_key(part) for part in name.split('.'))}]"]
         lines += _commented(list(_lines(graph, graph.nodes[name], table)))
     empty = [name for name, members in graph.recipe.groups.items() if not members]
-    lines += [line for name in empty for line in ("", f"[{key(name)}]")]
+    lines += [line for name in empty for line in ("", f"[{dump_key(name)}]")]
     return "\n".join(lines) + "\n"
 
 
 def _lines(graph: Graph, node: Node, table: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, part in table.items():
-        yield f"{key(name)} = {value(part)}", origin(graph, node, name)
+        yield f"{dump_key(name)} = {dumps(part)}", provenance(graph, node, name)
 
 
 def _commented(lines: list[tuple[str, str]]) -> Iterator[str]:

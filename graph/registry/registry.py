@@ -5,36 +5,36 @@ from pathlib import Path
 import attrs
 
 from drawloom.graph.problems import Problem
-from drawloom.graph.registry.sources import Folder, Holder, Installed, Source
+from drawloom.graph.registry.sources import Candidate, EntryPointSource, PackageSource, Source
 from drawloom.graph.registry.spec import Spec, read_spec
 from drawloom.graph.toml.suggest import nearest
 
 
 @attrs.define
-class Catalogue:
+class Registry:
     """
     The components of a package, of installed distributions that declare some for it, and of packages `beside` it.
 
     A module is imported when its component is asked for, and no other. A name that two bring is a problem.
     """
 
-    own: Folder
-    installed: Installed
-    beside: tuple[Folder, ...] = ()
+    own: PackageSource
+    installed: EntryPointSource
+    extra: tuple[PackageSource, ...] = ()
     _specs: dict[str, Spec | Problem] = attrs.field(factory=dict, init=False)
 
     @classmethod
-    def of(cls, package: str) -> "Catalogue":
+    def of(cls, package: str) -> "Registry":
         """The catalogue of an importable package, which is not imported by this."""
-        return cls(Folder.of(package), Installed(package))
+        return cls(PackageSource.of(package), EntryPointSource(package))
 
-    def with_package(self, package: str) -> "Catalogue":
+    def with_package(self, package: str) -> "Registry":
         """
         This catalogue and the components below another package, named by their whole dotted path.
 
         A LookupError if there is no such package.
         """
-        return Catalogue(self.own, self.installed, (*self.beside, Folder.of(package, f"{package}.")))
+        return Registry(self.own, self.installed, (*self.extra, PackageSource.of(package, f"{package}.")))
 
     @property
     def package(self) -> str:
@@ -47,15 +47,15 @@ class Catalogue:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return (self.own, self.installed, *self.beside)
+        return (self.own, self.installed, *self.extra)
 
     def names(self) -> list[str]:
         """Every component's name, found without importing any."""
         return list(dict.fromkeys(name for source in self.sources for name in source.names()))
 
-    def holders(self, use: str) -> list[Holder]:
+    def candidates(self, use: str) -> list[Candidate]:
         """Whoever brings a component of this name."""
-        return [holder for source in self.sources for holder in source.holders(use)]
+        return [holder for source in self.sources for holder in source.candidates(use)]
 
     def find(self, use: str) -> Spec | Problem:
         """The component of a name, or what is wrong with the name."""
@@ -64,11 +64,11 @@ class Catalogue:
         return self._specs[use]
 
     def _find(self, use: str) -> Spec | Problem:
-        holders = self.holders(use)
+        holders = self.candidates(use)
         if not holders:
             return Problem("DL201", f"no component is called {use!a}", self._near(use))
         if len(holders) > 1:
-            who = " and ".join(holder.brought_by for holder in holders)
+            who = " and ".join(holder.distribution for holder in holders)
             return Problem("DL207", f"{use!r} is brought by {who}", "uninstall one of them")
         try:
             found = holders[0].load()
@@ -77,11 +77,11 @@ class Catalogue:
         if len(found) != 1:
             return Problem("DL203", f"{use!r} is no component, but {_instead(holders[0])}", self._siblings(use))
         try:
-            return read_spec(use, found[0], holders[0].brought_by if holders[0].installed else "")
+            return read_spec(use, found[0], holders[0].distribution if holders[0].installed else "")
         except Exception as error:
             return Problem("DL206", f"{use!r} can't be read: {type(error).__name__}: {error}", "tell its author")
 
-    def _unimportable(self, use: str, holder: Holder, error: Exception) -> Problem:
+    def _unimportable(self, use: str, holder: Candidate, error: Exception) -> Problem:
         missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
         own = holder.module.partition(".")[0]
         if missing and missing.partition(".")[0] != own:
@@ -106,5 +106,5 @@ class Catalogue:
         return f"did you mean {near!r}?" if near else "`drawloom list` shows all that there are"
 
 
-def _instead(holder: Holder) -> str:
+def _instead(holder: Candidate) -> str:
     return f"{holder.module}:{holder.attribute}" if holder.installed else "a library module"

@@ -25,18 +25,18 @@ class Source(Protocol):
         """Every component's name, found without importing any."""
         ...
 
-    def holders(self, use: str) -> list["Holder"]:
+    def candidates(self, use: str) -> list["Candidate"]:
         """Whoever has a component of this name: nobody, one, or several that clash."""
         ...
 
 
 @attrs.frozen
-class Holder:
+class Candidate:
     """One module that may hold a component: its name, what to look for in it, and who brings it."""
 
     module: str
     attribute: str = ""
-    brought_by: str = ""
+    distribution: str = ""
     installed: bool = False
 
     def load(self) -> list[type]:
@@ -58,7 +58,7 @@ class Holder:
 
 
 @attrs.frozen(slots=False)
-class Folder:
+class PackageSource:
     """
     The Python files below a package's folder, each named by its path; `prefix` stands before every name.
 
@@ -70,7 +70,7 @@ class Folder:
     prefix: str = ""
 
     @classmethod
-    def of(cls, package: str, prefix: str = "") -> "Folder":
+    def of(cls, package: str, prefix: str = "") -> "PackageSource":
         """The folder of a package, of which only the parents are imported. A LookupError if there is none."""
         parent, _, name = package.rpartition(".")
         found = importlib.util.find_spec(parent or package)
@@ -92,17 +92,17 @@ class Folder:
     def names(self) -> list[str]:
         return list(self._names)
 
-    def holders(self, use: str) -> list[Holder]:
+    def candidates(self, use: str) -> list[Candidate]:
         inside = use.removeprefix(self.prefix)
         if not NAME.fullmatch(use) or not use.startswith(self.prefix):
             return []
         path = self.folder.joinpath(*inside.split(".")).with_suffix(".py")
         # os.path tells of a name that is too long as of one that is not there
-        return [Holder(f"{self.package}.{inside}", brought_by=self.package)] if os.path.isfile(path) else []
+        return [Candidate(f"{self.package}.{inside}", distribution=self.package)] if os.path.isfile(path) else []
 
 
 @attrs.frozen(slots=False)
-class Installed:
+class EntryPointSource:
     """What installed distributions declare in a group of entry points: `name = "package.module:Class"`."""
 
     group: str
@@ -115,10 +115,10 @@ class Installed:
     def names(self) -> list[str]:
         return sorted({entry.name for entry in self.entries})
 
-    def holders(self, use: str) -> list[Holder]:
-        return [Holder(e.module, e.attr, brought_by(e), installed=True) for e in self.entries if e.name == use]
+    def candidates(self, use: str) -> list[Candidate]:
+        return [Candidate(e.module, e.attr, distribution(e), installed=True) for e in self.entries if e.name == use]
 
 
-def brought_by(entry: EntryPoint) -> str:
+def distribution(entry: EntryPoint) -> str:
     """The distribution of an entry point, with its version."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.module

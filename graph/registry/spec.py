@@ -55,7 +55,7 @@ class Spec:
     fields: dict[str, Field]
     traits: Traits
     every_fields: tuple[Field, ...] = ()
-    brought_by: str = ""
+    distribution: str = ""
 
     @property
     def doc(self) -> str:

@@ -16,10 +16,10 @@ from drawloom.graph.port import Every, Ordered
 from drawloom.graph.problems import UserError
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.registry.spec import Field
-from drawloom.graph.runtime.exit_stack import Opened
-from drawloom.graph.runtime.timings import Span, timed
+from drawloom.graph.runtime.exit_stack import NamedExitStack
+from drawloom.graph.runtime.timings import Timing, timed
 from drawloom.graph.toml.suggest import did_you_mean
-from drawloom.graph.types.port_match import fits, misfits
+from drawloom.graph.types.port_match import implements, mismatches
 
 UNCHANGING = {NoneType, bool, int, float, str, date, datetime, time, Path, PosixPath}
 """Types of values that two objects may share."""
@@ -39,32 +39,32 @@ class Container(Mapping[str, Any]):
     roots: list[str]
     recipe: ResolvedRecipe
     given: Mapping[str, Any] = attrs.field(factory=dict)
-    spans: list[Span] = attrs.field(factory=list, init=False)
+    spans: list[Timing] = attrs.field(factory=list, init=False)
     _objects: dict[str, Any] = attrs.field(factory=dict, init=False)
-    _opened: Opened = attrs.field(factory=Opened, init=False)
+    _opened: NamedExitStack = attrs.field(factory=NamedExitStack, init=False)
 
     def build(self) -> None:
         """Construct every needed node once, then fill in what takes every node of a kind."""
         self._check_given()
         self._objects = {}
-        for name in self.graph.closure(self.roots, without=self.given):
+        for name in self.graph.topological_order(self.roots, without=self.given):
             if name in self.given:
                 self._objects[name] = self.given[name]
             else:
                 start = perf_counter()
                 self._objects[name] = self._construct(self.graph.nodes[name])
-                self.spans.append(Span(name, "build", start, perf_counter() - start))
+                self.spans.append(Timing(name, "build", start, perf_counter() - start))
         self._fill_all()
 
     def _check_given(self) -> None:
         for name, item in self.given.items():
             if name not in self.graph.nodes:
                 raise ValueError(f"there is no node {name!r} to give; {did_you_mean(name, self.graph.nodes)}")
-            for user, keys in self.graph.uses_of(name):
+            for user, keys in self.graph.incoming(name):
                 for key in keys:
                     ports = self.graph.nodes[user].spec.fields[key].ports
                     if not _fits(type(item), ports):
-                        why = " and ".join(reason for port in ports for reason in misfits(type(item), port))
+                        why = " and ".join(reason for port in ports for reason in mismatches(type(item), port))
                         raise TypeError(f"what is given for [{name}] does not fit [{user}] {key}: it {why}")
 
     def _construct(self, node: Node) -> Any:
@@ -146,4 +146,4 @@ def _own(value: Any) -> Any:
 
 
 def _fits(cls: type, ports: Iterable[type]) -> bool:
-    return any(fits(cls, port) for port in ports)
+    return any(implements(cls, port) for port in ports)

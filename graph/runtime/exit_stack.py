@@ -8,7 +8,7 @@ Close = Callable[[], None]
 
 
 @attrs.define
-class Opened:
+class NamedExitStack:
     """A stack of things to close, by name."""
 
     _stack: list[tuple[str, Close]] = attrs.field(factory=list, init=False)

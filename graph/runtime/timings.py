@@ -16,7 +16,7 @@ LEAST = 0.001
 
 
 @attrs.frozen
-class Span:
+class Timing:
     """One thing that was done for a node; when it began by the monotonic clock, and how long it took, in seconds."""
 
     node: str
@@ -26,16 +26,16 @@ class Span:
 
 
 @contextmanager
-def timed(spans: list[Span], node: str, moment: Moment) -> Iterator[None]:
+def timed(spans: list[Timing], node: str, moment: Moment) -> Iterator[None]:
     """Measure what is done inside, also when it fails."""
     start = time.perf_counter()
     try:
         yield
     finally:
-        spans.append(Span(node, moment, start, time.perf_counter() - start))
+        spans.append(Timing(node, moment, start, time.perf_counter() - start))
 
 
-def report(spans: Sequence[Span]) -> str:
+def report(spans: Sequence[Timing]) -> str:
     """A table of nodes and moments in milliseconds, the slowest first; those that took next to nothing in one line."""
     totals: dict[str, dict[Moment, float]] = {}
     for span in spans:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from drawloom.graph.inspect.listing import ports
 from drawloom.graph.problems import Problem
 from drawloom.graph.recipe.recipe import FORMAT, NAME
-from drawloom.graph.registry.registry import Catalogue
+from drawloom.graph.registry.registry import Registry
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.schema.types import VARIABLE, Schema, described, setting_schema
-from drawloom.graph.types.port_match import fits
+from drawloom.graph.types.port_match import implements
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """The newest that editors' TOML plugins read."""
@@ -30,7 +30,7 @@ TABLE: Schema = {"type": "object", "if": {"required": ["use"]}, "then": NODE, "e
 REFERENCE: Schema = {"type": "string", "pattern": r"^@[A-Za-z]"}
 
 
-def recipe_schema(catalogue: Catalogue, usual: Mapping[str, Iterable[str]] | None = None) -> Schema:
+def recipe_schema(catalogue: Registry, usual: Mapping[str, Iterable[str]] | None = None) -> Schema:
     """
     The schema of a recipe file.
 
@@ -103,7 +103,7 @@ def _key(field: Field, specs: list[Spec]) -> Schema:
     if field.kind == "setting":
         return setting_schema(field.type, field.check) | described(field.doc, field.default)
     words = {"description": f"leads to {ports(field)}"}
-    fitting = [spec for spec in specs if any(fits(spec.cls, port) for port in field.ports)]
+    fitting = [spec for spec in specs if any(implements(spec.cls, port) for port in field.ports)]
     if field.kind not in ("list", "ordered", "mapping"):
         # Editors follow `properties` as deep as they lead, so here only the names are given of what may stand in place.
         names = {"use": {"enum": [spec.use for spec in fitting]}}

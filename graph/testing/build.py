@@ -4,15 +4,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from drawloom.graph.build.node import Draft, NodeView
-from drawloom.graph.build.settings import Settling
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.build.settings import SettingsResolver
+from drawloom.graph.cli.project import Project
 from drawloom.graph.inspect.serialize import escape
 from drawloom.graph.port import Every, Ordered
 from drawloom.graph.problems import Problem, RecipeError
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.recipe.recipe import Recipe
 from drawloom.graph.registry.spec import Field, Spec, read_spec
-from drawloom.graph.types.port_match import misfits
+from drawloom.graph.types.port_match import mismatches
 from drawloom.graph.types.structure import Values
 
 UNSAVED = ResolvedRecipe("format = 1\n", "")
@@ -42,7 +42,7 @@ def build(component: str | type, /, *, package: str = "drawloom", **values: Any)
 def _spec(component: str | type, package: str) -> Spec:
     if isinstance(component, type):
         return read_spec(component.__name__, component)
-    found = Workshop.of(package).catalogue.find(component)
+    found = Project.of(package).registry.find(component)
     if isinstance(found, Problem):
         raise RecipeError([found])
     return found
@@ -57,7 +57,7 @@ def _settled(spec: Spec, settings: Mapping[str, Any]) -> Draft:
     plain = {key: Values.unstructure(value) for key, value in settings.items() if value is not None}
     recipe = Recipe.of({"it": {"use": spec.use, **escape(plain)}}, "build")
     node = Draft(spec.use, recipe.tree.items["it"], spec)  # type: ignore[arg-type]
-    Settling({}).settle(node)
+    SettingsResolver({}).settle(node)
     for key in settings.keys() - plain.keys():
         node.settings[key], faults = Values().structure(None, spec.fields[key].type)
         for fault in faults:
@@ -71,8 +71,8 @@ def _edge_problems(spec: Spec, objects: Mapping[str, Any]) -> Iterator[Problem]:
             text = f"{spec.use!r} needs {' or '.join(port.__name__ for port in field.ports)} for {field.name!r}"
             yield Problem("DL315", text, f"give {field.name}=fake({field.ports[0].__name__})", spec.use)
         for item in _members(field, objects.get(field.name)):
-            if field.is_edge and all(misfits(type(item), port) for port in field.ports):
-                why = " and ".join(reason for port in field.ports for reason in misfits(type(item), port)[:2])
+            if field.is_edge and all(mismatches(type(item), port) for port in field.ports):
+                why = " and ".join(reason for port in field.ports for reason in mismatches(type(item), port)[:2])
                 ports = " or ".join(port.__name__ for port in field.ports)
                 yield Problem("DL314", f"{field.name} needs {ports}, but {type(item).__name__} {why}", "", spec.use)
 

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from drawloom.graph.testing.build import build
-from drawloom.graph.types.port_match import misfits
+from drawloom.graph.types.port_match import mismatches
 
 Property = Callable[..., None]
 
@@ -67,7 +67,7 @@ def check_port(implementation: str | type | Callable[[], Any], port: type, /, **
         with ExitStack() as stack:
             instances = [_instance(implementation, values, stack) for _ in inspect.signature(holds).parameters]
             for instance in instances:
-                reasons = misfits(type(instance), port)
+                reasons = mismatches(type(instance), port)
                 expect(not reasons, f"{type(instance).__name__} is no {port.__name__}: it {' and '.join(reasons)}")
             try:
                 holds(*instances)

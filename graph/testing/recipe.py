@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.recipe import recipe as reading
 from drawloom.graph.runtime.container import Container
 
@@ -16,18 +16,18 @@ class Recipe:
     """A checked recipe; its graph does not change, other values make another."""
 
     graph: Graph
-    workshop: Workshop
+    workshop: Project
 
     @classmethod
     def load(cls, name: str, *, overlays: Sequence[str] = (), package: str = "drawloom") -> "Recipe":
         """A recipe by path or shipped name. Raises a RecipeError if it can't be read."""
-        workshop = Workshop.of(package)
+        workshop = Project.of(package)
         return cls(workshop.graph(workshop.load(name, overlays), root=""), workshop)
 
     @classmethod
     def of(cls, data: Mapping[str, Any], *, package: str = "drawloom") -> "Recipe":
         """A recipe from plain values, as TOML would give them."""
-        workshop = Workshop.of(package)
+        workshop = Project.of(package)
         return cls(workshop.graph(reading.Recipe.of(data, "test"), root=""), workshop)
 
     def with_values(self, data: Mapping[str, Any]) -> "Recipe":

@@ -8,7 +8,7 @@ from typing import Any
 
 import tomli
 
-from drawloom.graph.toml.positions import KeyPath, Places
+from drawloom.graph.toml.positions import KeyPath, SourceMap
 
 MARK = "\x00mark"
 """A key that no text can hold as a bare key: it shows into which table the next line would go."""
@@ -47,7 +47,7 @@ def _twice(text: str, error: tomli.TOMLDecodeError) -> tuple[str, int, str] | No
     start = text.rfind("\n", 0, error.pos) + 1
     before, line = text[:start], text[start:].partition("\n")[0]
     path: KeyPath = next(_paths(line, before), ())
-    places = Places(before)
+    places = SourceMap(before)
     first = places.key(path) or places.value(path) if path else None
     if first is None:
         return None

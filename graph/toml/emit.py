@@ -9,7 +9,7 @@ _ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
 _SHORT = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
 
 
-def value(plain: Any) -> str:
+def dumps(plain: Any) -> str:
     """
     A value as TOML: str, bool, int, float, list or tuple, dict (an inline table), datetime, date or time.
 
@@ -26,9 +26,9 @@ def value(plain: Any) -> str:
         case float():
             return float.__repr__(plain)  # the shortest text that reads as the same number
         case list() | tuple():
-            return f"[{', '.join(map(value, plain))}]"
+            return f"[{', '.join(map(dumps, plain))}]"
         case dict():
-            pairs = map("{} = {}".format, map(key, plain), map(value, plain.values()))
+            pairs = map("{} = {}".format, map(dump_key, plain), map(dumps, plain.values()))
             return f"{{ {', '.join(pairs)} }}" if plain else "{}"
         case datetime() | date() | time():
             return _moment(plain)
@@ -38,13 +38,13 @@ def value(plain: Any) -> str:
 def canonical(plain: Any) -> str:
     """A value as text that is equal exactly for equal values: true is not 1, 1 is not 1.0, and keys have no order."""
     if isinstance(plain, dict):
-        return f"{{{', '.join(f'{key(name)} = {canonical(plain[name])}' for name in sorted(plain))}}}"
+        return f"{{{', '.join(f'{dump_key(name)} = {canonical(plain[name])}' for name in sorted(plain))}}}"
     if isinstance(plain, list | tuple):
         return f"[{', '.join(map(canonical, plain))}]"
-    return value(plain)
+    return dumps(plain)
 
 
-def key(name: str) -> str:
+def dump_key(name: str) -> str:
     """A key, in quotes if it needs them."""
     return name if _BARE.fullmatch(name) else _string(name)
 

@@ -11,14 +11,14 @@ import tomli
 KeyPath = tuple[str | int, ...]
 
 
-class Span(NamedTuple):
+class SourceRange(NamedTuple):
     """A piece of a text: from `start` to before `end`, in code points from 0."""
 
     start: int
     end: int
 
 
-class Places:
+class SourceMap:
     """
     The places of a text that tomli (2.4 or newer: TOML 1.1) has accepted; the text is read when one is asked for.
 
@@ -29,19 +29,19 @@ class Places:
     def __init__(self, text: str) -> None:
         self._text = text
 
-    def key(self, path: KeyPath) -> Span | None:
+    def key(self, path: KeyPath) -> SourceRange | None:
         """Where the last key of a path is written: in its `[header]` or where it first appears. Indices have no key."""
         entry, known = self._find(path)
-        return Span(*entry[0]) if entry[0] and known == len(path) else None
+        return SourceRange(*entry[0]) if entry[0] and known == len(path) else None
 
-    def value(self, path: KeyPath) -> Span | None:
+    def value(self, path: KeyPath) -> SourceRange | None:
         """What a path leads to: a value, the `[header]` of a table, or, without a header, the key that implies it."""
         entry, known = self._find(path)
-        return Span(*entry[1]) if known == len(path) else None
+        return SourceRange(*entry[1]) if known == len(path) else None
 
-    def nearest(self, path: KeyPath) -> Span:
+    def nearest(self, path: KeyPath) -> SourceRange:
         """The value of the longest part of a path that the text knows; at worst the whole text."""
-        return Span(*self._find(path)[0][1])
+        return SourceRange(*self._find(path)[0][1])
 
     def position(self, offset: int) -> tuple[int, int]:
         """Line and column of an offset, both from 1; the column counts code points."""

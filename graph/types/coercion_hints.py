@@ -8,17 +8,17 @@ import tomli
 from drawloom.graph.toml import emit
 
 
-def instead(value: Any) -> Iterator[tuple[Any, str]]:
+def near_misses(value: Any) -> Iterator[tuple[Any, str]]:
     """Values of other types that it nearly is, each with the hint what to write then."""
     try:
-        text = emit.value(value)
+        text = emit.dumps(value)
     except (TypeError, ValueError):  # no TOML
         return
     if isinstance(value, str):
         for bare in (value, value.lower()):
             yield from ((meant, f"write {bare} without quotes") for meant in _read(bare))
     elif not isinstance(value, list | dict):
-        yield text, f"write {emit.value(text)}"
+        yield text, f"write {emit.dumps(text)}"
     if isinstance(value, float) and value.is_integer():
         yield int(value), f"write {int(value)}"
     if type(value) is int and value in (0, 1):

@@ -45,7 +45,7 @@ def describe(value: Any) -> str:
 def shorten(value: Any) -> str:
     """A value as TOML, as far as it fits into a message."""
     try:
-        text = emit.value(value)
+        text = emit.dumps(value)
     except (TypeError, ValueError):  # what Python made, and no TOML can
         text = ascii(value)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

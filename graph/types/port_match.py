@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph.types.assignable import Fits, assignable, bindings, substitute
-from drawloom.graph.types.signatures import uncallable
+from drawloom.graph.types.signatures import call_mismatch
 
 OWN_OF_PROTOCOLS = frozenset(dir(typing.Protocol)) | {
     "__abstractmethods__",
@@ -29,27 +29,27 @@ OWN_OF_PROTOCOLS = frozenset(dir(typing.Protocol)) | {
 }
 
 
-def misfits(cls: type, port: Any) -> list[str]:
+def mismatches(cls: type, port: Any) -> list[str]:
     """Why a class does not fit a port, which may be a generic one with its parameters; nothing if it does."""
-    return list(_misfits(frozenset(), cls, port))
+    return list(_mismatches(frozenset(), cls, port))
 
 
 @functools.cache  # of classes, which do not change: the same pair is asked for by every edge
-def fits(cls: type, port: Any) -> bool:
+def implements(cls: type, port: Any) -> bool:
     """Whether there is no misfit; the first one settles it."""
     return _fits(frozenset(), cls, port)
 
 
 def _fits(asked: frozenset[tuple[type, Any]], cls: type, port: Any) -> bool:
-    return next(_misfits(asked, cls, port), None) is None
+    return next(_mismatches(asked, cls, port), None) is None
 
 
-def _misfits(asked: frozenset[tuple[type, Any]], cls: type, port: Any) -> Iterator[str]:
+def _mismatches(asked: frozenset[tuple[type, Any]], cls: type, port: Any) -> Iterator[str]:
     """The same, for classes that promise things of one another: what is `asked` already is taken to fit."""
     if (cls, port) in asked:
         return
     plain, wanted = typing.get_origin(port) or port, bindings(port, port)
-    look = _Look(cls, plain, wanted, functools.partial(_fits, asked | {(cls, port)}))
+    look = _Matcher(cls, plain, wanted, functools.partial(_fits, asked | {(cls, port)}))
     if plain in cls.__mro__:
         yield from look.parameters()
     elif getattr(plain, "_is_protocol", False):
@@ -71,7 +71,7 @@ def members(port: type) -> tuple[str, ...]:
 
 
 @attrs.frozen
-class _Look:
+class _Matcher:
     """One class beside one port, whose type variables are as `wanted`."""
 
     cls: type
@@ -107,7 +107,9 @@ class _Look:
         elif given is None:
             if not _has(self.cls, member):
                 yield f"has no {member}()"
-        elif inspect.isfunction(given) and (reason := uncallable(given, promised) or self._mistyped(given, promised)):
+        elif inspect.isfunction(given) and (
+            reason := call_mismatch(given, promised) or self._mistyped(given, promised)
+        ):
             yield reason
 
     def _mistyped(self, given: Any, promised: Any) -> str:

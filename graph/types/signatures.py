@@ -15,7 +15,7 @@ MANY = ("",) * 20
 STARRED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
-def uncallable(given: Callable[..., Any], promised: Callable[..., Any]) -> str:
+def call_mismatch(given: Callable[..., Any], promised: Callable[..., Any]) -> str:
     """How `given` can't be called as `promised` says, both without their first parameter; nothing if it can."""
     ours, theirs = (_signature(function) for function in (given, promised))
     if not all(_takes(ours, call, theirs) for call in _calls(theirs)):

@@ -20,7 +20,7 @@ from drawloom.graph.setting import Check
 from drawloom.graph.toml import emit
 from drawloom.graph.toml.suggest import did_you_mean, nearest
 from drawloom.graph.types import describe as words
-from drawloom.graph.types.coercion_hints import instead
+from drawloom.graph.types.coercion_hints import near_misses
 
 Hook = Callable[[Any, Any], Any]
 KeyPath = tuple[str | int, ...]
@@ -165,20 +165,20 @@ class Values:
             for name in sorted(error.extra_fields):
                 yield Fault((*path, name), "unknown key", did_you_mean(name, known))
         elif isinstance(error, KeyError) and note and error.args == path[-1:]:
-            yield Fault(path, f"missing, {words.expected(note.type)}", f"write {emit.key(error.args[0])} = ...")
+            yield Fault(path, f"missing, {words.expected(note.type)}", f"write {emit.dump_key(error.args[0])} = ...")
         elif isinstance(error, ValueError | TypeError) and not note:
             yield Fault(path, str(error))  # from the class itself
         else:
             raise error
 
     def _hint(self, value: Any, kind: Any) -> str:
-        for candidate, hint in instead(value):
+        for candidate, hint in near_misses(value):
             with suppress(_Mismatch, BaseValidationError):
                 self._structure(candidate, kind)
                 return hint if len(hint) <= 2 * words.SHOWN else ""
         choices = [plain for member in words.members(kind) if _is_choice(member) for plain, _ in _choices(member)]
         near = nearest(value, filter(_is_string, choices)) if _is_string(value) else None
-        return "" if near is None else f"did you mean {emit.value(near)}?"
+        return "" if near is None else f"did you mean {emit.dumps(near)}?"
 
 
 class _Mismatch(ValueError):

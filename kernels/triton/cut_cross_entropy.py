@@ -13,16 +13,16 @@ from drawloom.kernels.cut_cross_entropy import (
     EXACT,
     Cut,
     Implementation,
+    Needs,
     Reduction,
-    Wanted,
     chunks,
     cross_entropy,
-    order_of_words,
+    order_of_vocab,
 )
-from drawloom.kernels.operation import operation
+from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import cut_cross_entropy_kernels as kernels
-from drawloom.kernels.triton.launch import check_floats, with_channels_together
-from drawloom.kernels.triton.products import add_product
+from drawloom.kernels.triton.launch import check_floats, contiguous_last_dim
+from drawloom.kernels.triton.products import addmm_fp32
 
 TILE = (128, 256)
 """Tokens and words in a tile, where no filter sets other bounds."""
@@ -48,15 +48,15 @@ def _like_totals(
     return totals, torch.empty_like(totals)
 
 
-@operation(
+@register_kernel(
     "cut_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, float? soft_cap, int tokens, int words)"
     " -> (Tensor, Tensor)",
-    like=_like_totals,
+    fake=_like_totals,
 )
 def _totals(
     hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None, tokens: int, words: int
 ) -> tuple[Tensor, Tensor]:
-    hidden, weight, targets = with_channels_together(hidden), with_channels_together(weight), targets.contiguous()
+    hidden, weight, targets = contiguous_last_dim(hidden), contiguous_last_dim(weight), targets.contiguous()
     totals = hidden.new_empty(triton.cdiv(len(weight), words), len(hidden), dtype=torch.float32)
     chosen = torch.where(targets < 0, 0.0, torch.nan)
     if totals.numel():
@@ -97,11 +97,11 @@ def _like_gradients(
     return grad_hidden, weight.new_empty(weight.shape if wants_weight else 0)
 
 
-@operation(
+@register_kernel(
     "cut_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor targets, Tensor totals, Tensor grad, "
     "float? soft_cap, float least, int tokens, int words, int at_once, bool wants_hidden, bool wants_weight)"
     " -> (Tensor, Tensor)",
-    like=_like_gradients,
+    fake=_like_gradients,
 )
 def _gradients(
     hidden: Tensor,
@@ -117,14 +117,14 @@ def _gradients(
     wants_hidden: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    cut = Cut(soft_cap=soft_cap, least=least, tile=(tokens, words), at_once=at_once)
-    hidden, weight = with_channels_together(hidden), with_channels_together(weight)
+    cut = Cut(soft_cap=soft_cap, filter_eps=least, tile=(tokens, words), at_once=at_once)
+    hidden, weight = contiguous_last_dim(hidden), contiguous_last_dim(weight)
     grad_hidden = hidden.new_empty(hidden.shape if wants_hidden else 0)
     summed = weight.new_zeros(weight.shape if wants_weight else 0, dtype=torch.float32)
-    order = order_of_words(hidden, weight) if least and len(hidden) else None
+    order = order_of_vocab(hidden, weight) if least and len(hidden) else None
     for chunk in chunks(len(hidden), len(weight), cut):
         part = hidden[chunk]
-        slopes, live = _slopes(part, weight, targets[chunk], totals[chunk], grad[chunk], cut, order)
+        slopes, live = _grad_logits(part, weight, targets[chunk], totals[chunk], grad[chunk], cut, order)
         if order is not None:
             if wants_hidden:
                 _sparse_grad_hidden(slopes, live, weight, order, grad_hidden[chunk], cut)
@@ -134,11 +134,11 @@ def _gradients(
         if wants_hidden:
             torch.mm(slopes, weight, out=grad_hidden[chunk])
         if wants_weight:
-            add_product(summed, slopes.T, part)
+            addmm_fp32(summed, slopes.T, part)
     return grad_hidden, summed.to(weight.dtype)
 
 
-def _slopes(
+def _grad_logits(
     hidden: Tensor, weight: Tensor, targets: Tensor, totals: Tensor, grad: Tensor, cut: Cut, order: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Gradients of logits, words in the order that is given, and which tiles (of tokens, of words) are written."""
@@ -147,7 +147,7 @@ def _slopes(
     slopes = hidden.new_empty(tokens, triton.cdiv(len(weight), across) * across)[:, : len(weight)]
     tiles = triton.cdiv(tokens, height), triton.cdiv(len(weight), across)
     live = torch.ones(tiles, dtype=torch.int8, device=hidden.device)
-    kernels.slopes_kernel[(live.numel(),)](
+    kernels.grad_logits_kernel[(live.numel(),)](
         hidden,
         weight,
         order,
@@ -159,7 +159,7 @@ def _slopes(
         *(tokens, len(weight), width),
         *(hidden.stride(0), weight.stride(0), slopes.stride(0), grad.stride(0)),
         cut.soft_cap,
-        cut.least,
+        cut.filter_eps,
         TOKENS=height,
         WORDS=across,
         STEP=STEP,
@@ -213,11 +213,11 @@ def _totals_of(hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut) -> tup
 
 
 def _gradients_of(
-    hidden: Tensor, weight: Tensor, targets: Tensor, totals: Tensor, grad: Tensor, cut: Cut, wanted: Wanted
+    hidden: Tensor, weight: Tensor, targets: Tensor, totals: Tensor, grad: Tensor, cut: Cut, wanted: Needs
 ) -> tuple[Tensor | None, Tensor | None]:
     inputs = hidden, weight, targets, totals, grad
-    tile = cut.tile if cut.least else TILE
-    grad_hidden, grad_weight = _gradients(*inputs, cut.soft_cap, cut.least, *tile, cut.at_once, *wanted)
+    tile = cut.tile if cut.filter_eps else TILE
+    grad_hidden, grad_weight = _gradients(*inputs, cut.soft_cap, cut.filter_eps, *tile, cut.at_once, *wanted)
     return grad_hidden if wanted.hidden else None, grad_weight if wanted.weight else None
 
 

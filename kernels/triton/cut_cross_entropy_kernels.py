@@ -57,7 +57,7 @@ def totals_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def slopes_kernel(
+def grad_logits_kernel(
     hidden, weight, order, targets, totals, grad, slopes, live, tokens, words, width,
     hidden_stride, weight_stride, slopes_stride, grad_stride, soft_cap, least,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,

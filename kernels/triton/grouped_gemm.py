@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.grouped_gemm import Implementation, grouped_gemm
-from drawloom.kernels.operation import operation
+from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import grouped_gemm_blocks as blocks
 from drawloom.kernels.triton.expert_tiles import MOST_ROWS, rows_of_tile
-from drawloom.kernels.triton.launch import check_floats, power_of_two
+from drawloom.kernels.triton.launch import check_floats, next_power_of_2
 
 ROWS = (16, 128)
 """Least and most rows in a tile: as many as an expert has on average, and what the matrix units take well."""
@@ -37,7 +37,7 @@ def _like_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(len(x), weight.shape[2])
 
 
-@operation("grouped_gemm_rows(Tensor x, Tensor weight, Tensor ends) -> Tensor", like=_like_rows)
+@register_kernel("grouped_gemm_rows(Tensor x, Tensor weight, Tensor ends) -> Tensor", fake=_like_rows)
 def _rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     result = _like_rows(x, weight, ends)
     if not result.numel() or not weight.numel():
@@ -58,7 +58,7 @@ def _rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         outputs,
         *x.stride(),
         *weight.stride(),
-        EXPERTS=power_of_two(experts),
+        EXPERTS=next_power_of_2(experts),
         ROWS=rows,
         COLUMNS=COLUMNS,
         STEP=STEP,
@@ -72,7 +72,7 @@ def _like_matrices(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return a.new_empty(len(ends), a.shape[1], b.shape[1])
 
 
-@operation("grouped_gemm_matrices(Tensor a, Tensor b, Tensor ends) -> Tensor", like=_like_matrices)
+@register_kernel("grouped_gemm_matrices(Tensor a, Tensor b, Tensor ends) -> Tensor", fake=_like_matrices)
 def _matrices(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     result = _like_matrices(a, b, ends)
     if not result.numel() or not len(a):
@@ -104,7 +104,7 @@ def _matrices(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 def _rows_of_a_tile(rows: int, experts: int) -> int:
     least, most = ROWS
-    return max(least, min(most, power_of_two(max(1, rows // experts))))
+    return max(least, min(most, next_power_of_2(max(1, rows // experts))))
 
 
 # fmt: off

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from drawloom.kernels.triton.expert_tiles import rows_of_tile
-from drawloom.kernels.triton.launch import power_of_two
+from drawloom.kernels.triton.launch import next_power_of_2
 
 CAPABILITY = (9, 0)
 ALIGNMENT = 16
@@ -46,7 +46,7 @@ def rows_by_blocks(x: Tensor, weight: Tensor, ends: Tensor, result: Tensor) -> N
         experts,
         inputs,
         outputs,
-        EXPERTS=power_of_two(experts),
+        EXPERTS=next_power_of_2(experts),
         TURNED=turned,
         **SETTINGS,
     )

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.operation import operation
-from drawloom.kernels.triton.launch import check_floats, power_of_two
+from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.triton.launch import check_floats, next_power_of_2
 
 TILE = 4096
 """Elements of the table that a program writes."""
@@ -48,12 +48,14 @@ def _like(experts_of: Tensor, probabilities: Tensor, experts: int) -> tuple[Tens
     return experts_of.new_empty(shape, dtype=torch.bool), probabilities.new_empty(shape)
 
 
-@operation("indices_to_multihot(Tensor experts_of, Tensor probabilities, int experts) -> (Tensor, Tensor)", like=_like)
+@register_kernel(
+    "indices_to_multihot(Tensor experts_of, Tensor probabilities, int experts) -> (Tensor, Tensor)", fake=_like
+)
 def _multihot(experts_of: Tensor, probabilities: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     chosen, spread = _like(experts_of, probabilities, experts)
     if not chosen.numel():
         return chosen, spread
-    width = power_of_two(experts)
+    width = next_power_of_2(experts)
     tokens = max(1, TILE // width)
     _kernel[(triton.cdiv(len(chosen), tokens),)](
         experts_of.contiguous(),

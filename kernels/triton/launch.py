@@ -24,23 +24,23 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-def with_channels_together(x: Tensor) -> Tensor:
+def contiguous_last_dim(x: Tensor) -> Tensor:
     """The same tensor with a last stride of 1: itself where it has that."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def angle_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines (rows, length, pairs) of equal strides, the last one 1."""
-    cos, sin = with_channels_together(cos), with_channels_together(sin)
+    cos, sin = contiguous_last_dim(cos), contiguous_last_dim(sin)
     return (cos, sin) if cos.stride() == sin.stride() else (cos.contiguous(), sin.contiguous())
 
 
 @cache
-def processors(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     """How many multiprocessors a GPU has; 4 stand for a CPU, where programs run one after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def power_of_two(number: int) -> int:
+def next_power_of_2(number: int) -> int:
     """The least power of two that is no less than a positive number."""
     return 1 << (number - 1).bit_length()

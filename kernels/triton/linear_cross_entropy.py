@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.cut_cross_entropy import EXACT, Wanted
+from drawloom.kernels.cut_cross_entropy import EXACT, Needs
 from drawloom.kernels.deferred_grads import WeightGradient, weight_gradient_of
-from drawloom.kernels.operation import operation
+from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.cut_cross_entropy import TRITON
-from drawloom.kernels.triton.launch import check_floats, power_of_two
-from drawloom.kernels.triton.products import add_product
-from drawloom.kernels.vocab_parallel import own_targets
+from drawloom.kernels.triton.launch import check_floats, next_power_of_2
+from drawloom.kernels.triton.products import addmm_fp32
+from drawloom.kernels.vocab_parallel import local_targets
 
 AT_ONCE = 5 * 2**28
 """Logits that exist together: 2.5 GiB of bfloat16, which is 8192 tokens by 160 thousand words."""
@@ -64,7 +64,7 @@ class _AtOnce(Function):
         weight_gradient: WeightGradient,
     ) -> Tensor:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        losses, slopes = _slopes(hidden, weight, targets, ignored, learns and (needs_hidden or needs_weight))
+        losses, slopes = _grad_logits(hidden, weight, targets, ignored, learns and (needs_hidden or needs_weight))
         ctx.save_for_backward(hidden if needs_weight else None, weight if needs_hidden else None, targets, slopes)
         ctx.ignored, ctx.weight_gradient = ignored, weight_gradient
         return losses  # type: ignore[no-any-return]
@@ -121,7 +121,7 @@ class _InChunks(Function):
         if uniform:
             grad_weight = later(_scaled, of_weight, grad[:1], weight)
         else:
-            own = own_targets(targets, len(weight), ctx.ignored, None)
+            own = local_targets(targets, len(weight), ctx.ignored, None)
             grad_weight = later(_from_scratch, hidden, weight, own, totals, finite)
         return grad_hidden, grad_weight, None, None, None, None
 
@@ -132,22 +132,24 @@ def _scaled(of_weight: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
 
 
 def _from_scratch(hidden: Tensor, weight: Tensor, own: Tensor, totals: Tensor, grad: Tensor) -> Tensor:
-    _, grad_weight = TRITON.gradients(hidden, weight, own, totals, grad, EXACT, Wanted(False, True))
+    _, grad_weight = TRITON.gradients(hidden, weight, own, totals, grad, EXACT, Needs(False, True))
     return grad_weight  # type: ignore[return-value]
 
 
-def _like_slopes(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int, wanted: bool) -> tuple[Tensor, Tensor]:
+def _fake_grad_logits(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int, wanted: bool
+) -> tuple[Tensor, Tensor]:
     """Losses by token, and the gradients of their sum by logit, empty if not wanted."""
     losses = hidden.new_empty(len(hidden), dtype=torch.float32)
     return losses, hidden.new_empty((len(hidden), len(weight)) if wanted else 0)
 
 
-@operation(
+@register_kernel(
     "linear_cross_entropy_slopes(Tensor hidden, Tensor weight, Tensor targets, int ignored, bool wanted)"
     " -> (Tensor, Tensor)",
-    like=_like_slopes,
+    fake=_fake_grad_logits,
 )
-def _slopes(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int, wanted: bool) -> tuple[Tensor, Tensor]:
+def _grad_logits(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int, wanted: bool) -> tuple[Tensor, Tensor]:
     losses = hidden.new_empty(len(hidden), dtype=torch.float32)
     logits = hidden @ weight.T
     _lose(logits, targets, losses, torch.empty_like(losses), ignored, wanted)
@@ -170,10 +172,10 @@ def _like_forward(
     return losses, torch.empty_like(losses), grad_hidden, grad_weight
 
 
-@operation(
+@register_kernel(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int ignored, bool wants_hidden, "
     "bool wants_weight, int at_once) -> (Tensor, Tensor, Tensor, Tensor)",
-    like=_like_forward,
+    fake=_like_forward,
 )
 def _forward(
     hidden: Tensor,
@@ -194,7 +196,7 @@ def _forward(
         if wants_hidden:
             torch.mm(logits, weight, out=grad_hidden[chunk])
         if wants_weight:
-            add_product(grad_weight, logits.T, part)
+            addmm_fp32(grad_weight, logits.T, part)
         del logits  # or they would live until the next chunk's are there
     return results
 
@@ -210,7 +212,7 @@ def _chunks(tokens: int, words: int, at_once: int) -> Iterator[slice]:
 def _lose(logits: Tensor, targets: Tensor, losses: Tensor, totals: Tensor, ignored: int, learns: bool) -> None:
     """Fill losses and totals; where they learn, the logits become the gradients of their losses."""
     tokens, words = logits.shape
-    block = min(BLOCK, power_of_two(words))
+    block = min(BLOCK, next_power_of_2(words))
     if not logits.numel():
         return
     _kernel[(tokens,)](

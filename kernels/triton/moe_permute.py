@@ -15,8 +15,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.moe_routes import Routes
-from drawloom.kernels.operation import operation
-from drawloom.kernels.triton.launch import as_rows, check_floats, power_of_two
+from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.triton.launch import as_rows, check_floats, next_power_of_2
 
 TILE = 4096
 """Elements of all choices that a program has at once."""
@@ -91,10 +91,10 @@ def _like_spread(
     return x.new_empty(count, x.shape[1]), of_rows, products
 
 
-@operation(
+@register_kernel(
     "moe_spread(Tensor x, Tensor? others, Tensor? probabilities, Tensor of_choices, Tensor ends, bool weighted)"
     " -> (Tensor, Tensor, Tensor)",
-    like=_like_spread,
+    fake=_like_spread,
 )
 def _spread(
     x: Tensor, others: Tensor | None, probabilities: Tensor | None, of_choices: Tensor, ends: Tensor, weighted: bool
@@ -134,9 +134,9 @@ def _like_gather(
     return summed, rows.new_empty(0) if of_rows is None else of_rows.new_empty(of_choices.shape)
 
 
-@operation(
+@register_kernel(
     "moe_gather(Tensor rows, Tensor? probabilities, Tensor? of_rows, Tensor of_choices) -> (Tensor, Tensor)",
-    like=_like_gather,
+    fake=_like_gather,
 )
 def _gather(
     rows: Tensor, probabilities: Tensor | None, of_rows: Tensor | None, of_choices: Tensor
@@ -163,8 +163,8 @@ def _gather(
 def _settings(of_choices: Tensor, width: int, a_warp: int) -> dict[str, Any]:
     """Sizes of tiles: all choices of a token, padded to a power of two, by so many elements."""
     choices = of_choices.shape[1]
-    together = power_of_two(choices)
-    block = min(max(16, TILE // together), power_of_two(max(width, 1)))
+    together = next_power_of_2(choices)
+    block = min(max(16, TILE // together), next_power_of_2(max(width, 1)))
     warps = max(1, min(together * block // a_warp, 8))
     return {"CHOICES": choices, "TOGETHER": together, "BLOCK": block, "num_warps": warps, "enable_fp_fusion": True}
 

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.moe_routes import NOBODY, Routes
-from drawloom.kernels.operation import operation
-from drawloom.kernels.triton.launch import power_of_two
+from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.triton.launch import next_power_of_2
 
 ENTRIES, STEP = 256, 32
 """Choices of a part, and with how many of these they are compared at once: more would not fit."""
@@ -36,13 +36,13 @@ def _like(experts_of: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return rows, rows.new_empty(experts_of.numel()), rows.new_empty(experts)
 
 
-@operation("moe_routes(Tensor experts_of, int experts) -> (Tensor, Tensor, Tensor)", like=_like)
+@register_kernel("moe_routes(Tensor experts_of, int experts) -> (Tensor, Tensor, Tensor)", fake=_like)
 def _routes(experts_of: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     rows, choices, ends = _like(experts_of, experts)
     count = experts_of.numel()
     if not count or not experts:
         return rows.fill_(NOBODY), choices.fill_(NOBODY), ends.zero_()
-    flat, width = experts_of.contiguous(), power_of_two(experts)
+    flat, width = experts_of.contiguous(), next_power_of_2(experts)
     parts = triton.cdiv(count, ENTRIES)
     counts, totals = rows.new_empty(parts, width), rows.new_empty(width)
     _count_kernel[(parts,)](flat, counts, count, ENTRIES=ENTRIES, WIDTH=width, num_warps=4, enable_fp_fusion=True)

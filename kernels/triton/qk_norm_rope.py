@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.operation import operation
+from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.launch import (
     angle_tables,
     check_floats,
-    power_of_two,
-    processors,
-    with_channels_together,
+    contiguous_last_dim,
+    next_power_of_2,
+    sm_count,
 )
 from drawloom.kernels.triton.qk_norm_rope_kernels import backward_kernel, forward_kernel
-from drawloom.kernels.triton.reduce_partials import sum_of_parts
+from drawloom.kernels.triton.reduce_partials import reduce_partials
 
 TILE = 4096
 """Elements that a program of the forward pass takes; half of it at a time in the backward pass, which holds more."""
@@ -65,10 +65,10 @@ def _like_forward(
     return q.new_empty(q.shape), k.new_empty(k.shape), q_inverse, k_inverse
 
 
-@operation(
+@register_kernel(
     "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, Tensor cos, Tensor sin)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    like=_like_forward,
+    fake=_like_forward,
 )
 def _forward(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
@@ -76,9 +76,9 @@ def _forward(
     results = _like_forward(q, k, q_weight, k_weight, eps, cos, sin)
     if not q.numel():
         return results
-    q, k, (cos, sin) = with_channels_together(q), with_channels_together(k), angle_tables(cos, sin)
+    q, k, (cos, sin) = contiguous_last_dim(q), contiguous_last_dim(k), angle_tables(cos, sin)
     rows, length, _, channels = q.shape
-    block = power_of_two(channels // 2)
+    block = next_power_of_2(channels // 2)
     vectors = max(1, TILE // (2 * block))
     q_tiles, k_tiles = (triton.cdiv(length * x.shape[2], vectors) for x in (q, k))
     forward_kernel[(rows * (q_tiles + k_tiles),)](
@@ -125,10 +125,10 @@ def _like_backward(
     return q_result, k_result, of_q_weight, of_k_weight
 
 
-@operation(
+@register_kernel(
     "qk_norm_rope_backward(Tensor q_grad, Tensor k_grad, Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, "
     "Tensor q_inverse, Tensor k_inverse, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor, Tensor)",
-    like=_like_backward,
+    fake=_like_backward,
 )
 def _backward(
     q_grad: Tensor,
@@ -144,13 +144,13 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not q.numel():
         return q.new_empty(q.shape), k.new_empty(k.shape), torch.zeros_like(q_weight), torch.zeros_like(k_weight)
-    q_grad, k_grad, q, k = (with_channels_together(x) for x in (q_grad, k_grad, q, k))
+    q_grad, k_grad, q, k = (contiguous_last_dim(x) for x in (q_grad, k_grad, q, k))
     cos, sin = angle_tables(cos, sin)
     rows, length, _, channels = q.shape
-    block = power_of_two(channels // 2)
+    block = next_power_of_2(channels // 2)
     vectors = max(1, TILE // (4 * block))
     q_tiles, k_tiles = (triton.cdiv(length * x.shape[2], vectors) for x in (q, k))
-    q_programs, k_programs = _shares(rows * q_tiles, rows * k_tiles, PROGRAMS * processors(q.device))
+    q_programs, k_programs = _shares(rows * q_tiles, rows * k_tiles, PROGRAMS * sm_count(q.device))
     q_result, k_result = q.new_empty(q.shape), k.new_empty(k.shape)
     parts = q.new_empty(q_programs + k_programs, channels, dtype=torch.float32)
     backward_kernel[(q_programs + k_programs,)](
@@ -186,8 +186,8 @@ def _backward(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    of_q_weight = sum_of_parts(parts[:q_programs], q_weight.dtype)
-    return q_result, k_result, of_q_weight, sum_of_parts(parts[q_programs:], k_weight.dtype)
+    of_q_weight = reduce_partials(parts[:q_programs], q_weight.dtype)
+    return q_result, k_result, of_q_weight, reduce_partials(parts[q_programs:], k_weight.dtype)
 
 
 def _shares(q_tiles: int, k_tiles: int, programs: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ BLOCK, AT_ONCE = 32, 64
 """Columns of a program, 128 bytes of float32, and how many parts of them it adds at once."""
 
 
-def sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+def reduce_partials(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """parts (count, width), contiguous and in float32, as their sum (width,) in another dtype."""
     count, width = parts.shape
     result = parts.new_empty(width, dtype=dtype)

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.operation import operation
-from drawloom.kernels.triton.launch import as_rows, check_floats, power_of_two, processors
-from drawloom.kernels.triton.reduce_partials import sum_of_parts
+from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.triton.launch import as_rows, check_floats, next_power_of_2, sm_count
+from drawloom.kernels.triton.reduce_partials import reduce_partials
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 4096
 """Elements that a program holds at once, where a row has no more: 16 a thread."""
@@ -88,9 +88,9 @@ def _like_forward(
     return normed, summed, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@operation(
+@register_kernel(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool zero_centred) -> (Tensor, Tensor, Tensor)",
-    like=_like_forward,
+    fake=_like_forward,
 )
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centred: bool
@@ -100,8 +100,8 @@ def _forward(
         return normed, summed, inverse
     rows, added = as_rows(x), None if residual is None else as_rows(residual)
     count, width = rows.shape
-    block = power_of_two(width)
-    at_once = max(1, min(FORWARD_TILE // block, power_of_two(count)))
+    block = next_power_of_2(width)
+    at_once = max(1, min(FORWARD_TILE // block, next_power_of_2(count)))
     _forward_kernel[(triton.cdiv(count, at_once),)](
         rows,
         added,
@@ -136,10 +136,10 @@ def _like_backward(
     return x.new_empty(x.shape), weight.new_empty(weight.shape if needs_weight else 0)
 
 
-@operation(
+@register_kernel(
     "rms_norm_backward(Tensor grad, Tensor? grad_summed, Tensor x, Tensor weight, Tensor inverse, bool zero_centred, "
     "bool needs_weight) -> (Tensor, Tensor)",
-    like=_like_backward,
+    fake=_like_backward,
 )
 def _backward(
     grad: Tensor,
@@ -154,9 +154,9 @@ def _backward(
         return x.new_empty(x.shape), weight.new_zeros(weight.shape if needs_weight else 0)
     rows, grads, more = as_rows(x), as_rows(grad), None if grad_summed is None else as_rows(grad_summed)
     count, width = rows.shape
-    block = power_of_two(width)
-    at_once = max(1, min(BACKWARD_TILE // block, power_of_two(count)))
-    programs = min(triton.cdiv(count, at_once), PROGRAMS * processors(x.device))
+    block = next_power_of_2(width)
+    at_once = max(1, min(BACKWARD_TILE // block, next_power_of_2(count)))
+    programs = min(triton.cdiv(count, at_once), PROGRAMS * sm_count(x.device))
     grad_x = x.new_empty(x.shape)
     parts = x.new_empty(programs, width, dtype=torch.float32) if needs_weight else None
     _backward_kernel[(programs,)](
@@ -178,7 +178,7 @@ def _backward(
         num_warps=_warps(at_once * block),
         enable_fp_fusion=True,
     )
-    return grad_x, weight.new_empty(0) if parts is None else sum_of_parts(parts, weight.dtype)
+    return grad_x, weight.new_empty(0) if parts is None else reduce_partials(parts, weight.dtype)
 
 
 def _warps(elements: int) -> int:

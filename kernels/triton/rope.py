@@ -11,12 +11,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.operation import operation
+from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.launch import (
     angle_tables,
     check_floats,
-    power_of_two,
-    with_channels_together,
+    contiguous_last_dim,
+    next_power_of_2,
 )
 
 TILE = 4096
@@ -54,10 +54,10 @@ def _like(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) ->
     return x.new_empty(x.shape)
 
 
-@operation("rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor", like=_like)
+@register_kernel("rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor", fake=_like)
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
     result = _like(x, cos, sin, interleaved, back)
-    _launch(with_channels_together(x), cos, sin, result, interleaved, back)
+    _launch(contiguous_last_dim(x), cos, sin, result, interleaved, back)
     return result
 
 
@@ -65,9 +65,9 @@ def _nothing(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool)
     pass
 
 
-@operation("rope_(Tensor(a!) x, Tensor cos, Tensor sin, bool interleaved, bool back) -> ()", like=_nothing)
+@register_kernel("rope_(Tensor(a!) x, Tensor cos, Tensor sin, bool interleaved, bool back) -> ()", fake=_nothing)
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> None:
-    together = with_channels_together(x)
+    together = contiguous_last_dim(x)
     _launch(together, cos, sin, together, interleaved, back)
     if together is not x:
         x.copy_(together)
@@ -80,8 +80,8 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interleaved: bo
     cos, sin = angle_tables(cos, sin)
     rows, length, heads, channels = x.shape
     pairs = cos.shape[-1]
-    block = power_of_two(max(pairs, 1))
-    vectors = max(1, min(TILE // (2 * block), power_of_two(length * heads)))
+    block = next_power_of_2(max(pairs, 1))
+    vectors = max(1, min(TILE // (2 * block), next_power_of_2(length * heads)))
     tiles = triton.cdiv(length * heads, vectors)
     rest = 0 if result is x else channels - 2 * pairs
     _kernel[(rows * tiles,)](
@@ -101,7 +101,7 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interleaved: bo
         BACK=back,
         VECTORS=vectors,
         BLOCK=block,
-        REST_BLOCK=power_of_two(max(rest, 1)),
+        REST_BLOCK=next_power_of_2(max(rest, 1)),
         num_warps=max(1, min(vectors * block // 256, 8)),
         enable_fp_fusion=True,
     )

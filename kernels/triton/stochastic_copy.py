@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.operation import operation
+from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.stochastic_copy import PER_DRAW
 from drawloom.kernels.triton.rounding import halves, round_stochastically, words
 
@@ -25,7 +25,9 @@ def _nothing(target: Tensor, source: Tensor, key: int, counter: int, first: int)
     pass
 
 
-@operation("stochastic_copy(Tensor(a!) target, Tensor source, int key, int counter, int first) -> ()", like=_nothing)
+@register_kernel(
+    "stochastic_copy(Tensor(a!) target, Tensor source, int key, int counter, int first) -> ()", fake=_nothing
+)
 def _copy(target: Tensor, source: Tensor, key: int, counter: int, first: int) -> None:
     if not source.numel():
         return

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.operation import operation
-from drawloom.kernels.triton.launch import as_rows, check_floats, power_of_two
+from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.triton.launch import as_rows, check_floats, next_power_of_2
 
 TILE = 2048
 """Elements that a program holds at once: 8 a thread, 16 bytes of each tensor of half precision."""
@@ -68,7 +68,7 @@ def _like_forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@operation("swiglu(Tensor gate, Tensor up, Tensor? scale) -> Tensor", like=_like_forward)
+@register_kernel("swiglu(Tensor gate, Tensor up, Tensor? scale) -> Tensor", fake=_like_forward)
 def _forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
     result = _like_forward(gate, up, scale)
     if not result.numel():
@@ -95,9 +95,9 @@ def _like_backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None)
     return gate.new_empty(gate.shape), up.new_empty(up.shape), _like_scale(grad, scale)
 
 
-@operation(
+@register_kernel(
     "swiglu_backward(Tensor grad, Tensor gate, Tensor up, Tensor? scale) -> (Tensor, Tensor, Tensor)",
-    like=_like_backward,
+    fake=_like_backward,
 )
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     results = _like_backward(grad, gate, up, scale)
@@ -110,9 +110,9 @@ def _like_backward_of_halves(grad: Tensor, both: Tensor, scale: Tensor | None) -
     return both.new_empty(both.shape), _like_scale(grad, scale)
 
 
-@operation(
+@register_kernel(
     "swiglu_halves_backward(Tensor grad, Tensor both, Tensor? scale) -> (Tensor, Tensor)",
-    like=_like_backward_of_halves,
+    fake=_like_backward_of_halves,
 )
 def _backward_of_halves(grad: Tensor, both: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     grad_both, grad_scale = _like_backward_of_halves(grad, both, scale)
@@ -155,7 +155,7 @@ def _rows(tensors: tuple[Tensor, ...], whole: bool) -> list[Tensor]:
 
 def _block(count: int, width: int) -> int:
     """Of a single row any part may be left empty: one size serves all."""
-    return TILE if count == 1 else min(TILE, power_of_two(width))
+    return TILE if count == 1 else min(TILE, next_power_of_2(width))
 
 
 @triton.jit(do_not_specialize=["tiles"])

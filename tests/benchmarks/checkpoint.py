@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from drawloom.components.checkpoint.checkpointer import CheckpointFolder
+from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.checkpoint.staging.overlapped import Overlapped
 from drawloom.components.ports.run import Step
@@ -57,7 +57,7 @@ def main() -> None:
     print(f"no staging: in all {medians['drawloom, no staging'][1] / raw:.2f} of raw")
 
 
-def _round(place: Path, state: dict[str, Any], nodes: dict[str, CheckpointFolder], step: int) -> Measured:
+def _round(place: Path, state: dict[str, Any], nodes: dict[str, Checkpointer], step: int) -> Measured:
     found: Measured = {}
     found["raw: write, fsync"] = _raw(place, state, digest=False)
     found["raw: write, sha256 beside, fsync"] = _raw(place, state, digest=True)
@@ -68,7 +68,7 @@ def _round(place: Path, state: dict[str, Any], nodes: dict[str, CheckpointFolder
 
 
 @contextmanager
-def _nodes(place: Path, state: dict[str, Any]) -> Iterator[dict[str, CheckpointFolder]]:
+def _nodes(place: Path, state: dict[str, Any]) -> Iterator[dict[str, Checkpointer]]:
     stagers: dict[str, Any] = {"no staging": None, "blocking": Blocking(), "overlapped": Overlapped()}
     yield {
         name: checkpointer(place / name, {"stages": Memory(state)}, staging=stager, every=1, keep=100)
@@ -104,7 +104,7 @@ def _raw(place: Path, state: dict[str, Any], *, digest: bool) -> tuple[float, fl
     return seconds, seconds
 
 
-def _ours(node: CheckpointFolder, step: int) -> tuple[float, float]:
+def _ours(node: Checkpointer, step: int) -> tuple[float, float]:
     """Training stands still while the state is copied; the whole ends with the commit."""
     began = time.perf_counter()
     node.run_phase(Step(step, 10**6))

@@ -1,6 +1,6 @@
 """What wiring costs: 10 to 10000 nodes read, checked and built, beside the same objects made by hand. CPU time."""
 
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from support.cpu_time import cpu_ms
 from support.layered import by_hand, by_recipe, recipe_text
 
@@ -10,7 +10,7 @@ LIMIT_MS = 60
 
 def main() -> None:
     """Print a row for each number of nodes; an error if 1000 take longer than they may."""
-    workshop = Workshop.of("support.shop")
+    workshop = Project.of("support.shop")
     found: dict[int, float] = {}
     print(f"{'nodes':>6} {'by hand ms':>11} {'by recipe ms':>13} {'ratio':>6} {'us/node':>8}")
     for nodes in (10, 100, 1000, 10000):

@@ -17,7 +17,7 @@ from typing import Any, NewType
 
 import tomli
 
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from support.cpu_time import cpu_ms
 from support.layered import WIDTH, by_hand, by_recipe, recipe_text, serving
 from support.shop.components.pages.plain import Plain
@@ -45,7 +45,7 @@ def tables(text: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def by_drawloom(text: str) -> Any:
-    return by_recipe(Workshop.of("support.shop"), text)
+    return by_recipe(Project.of("support.shop"), text)
 
 
 def by_dependency_injector(text: str) -> Any:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import Shared, Span, Stage
+from drawloom.components.ports.model import BatchContext, LayerRange, Stage
 from drawloom.components.ports.program import flat
 from drawloom.graph.problems import Problem
-from drawloom.graph.registry.registry import Catalogue
+from drawloom.graph.registry.registry import Registry
 from drawloom.kernels.linear import linear_eager
 
 RANKS, RANK, MICROBATCHES, ROUNDS = 8, 3, 32, 15
@@ -112,11 +112,11 @@ class World:
     def links(self, dimension: str, edges: Any) -> dict[int, AtOnce]:
         return {peer: AtOnce() for peer in range(RANKS)}
 
-    def boundary(self, stage: int, tokens: Tensor, shared: Shared) -> Tensor:
+    def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Tensor:
         return self.between
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, Shared]:
-        return batch.tokens, Shared(batch.positions, batch.documents)
+    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
+        return batch.tokens, BatchContext(batch.positions, batch.document_ids)
 
     def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         return output.square().sum(), torch.ones(())
@@ -124,18 +124,20 @@ class World:
 
 def ours(name: str) -> tuple[int, float, float]:
     """How many actions a step has, and microseconds of each."""
-    spec = Catalogue.of("drawloom.components").find(f"pipeline.schedules.{name}")
+    spec = Registry.of("drawloom.components").find(f"pipeline.schedules.{name}")
     if isinstance(spec, Problem):
         raise LookupError(spec)
     schedule = spec.cls()
-    owners = schedule.owners(RANKS)
+    owners = schedule.stage_to_rank(RANKS)
     clock = Clock()
     stages = [index for index, owner in enumerate(owners) if owner == RANK]
     local = []
     for index in stages:
         module = OurResidual()
         module.forward = clock.around(module.forward)  # type: ignore[method-assign]
-        local.append(Stage(index, len(owners), Span(index, index + 1, index == 0, index == len(owners) - 1), module))
+        local.append(
+            Stage(index, len(owners), LayerRange(index, index + 1, index == 0, index == len(owners) - 1), module)
+        )
     world: Any = World(local, owners)
     executor = Executor(
         stages=world, boundaries=world, schedule=schedule, objective=world, mesh=world, neighbours=world, device=world

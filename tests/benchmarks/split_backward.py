@@ -24,7 +24,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.split_backward.plan import StageWeights
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
-from drawloom.components.ports.model import Shared, Span
+from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.kernels.attention import attention_eager
 from support.qwen3 import cpu_kernels
 
@@ -93,13 +93,13 @@ class Subject:
             intermediate_size=3 * width,
             vocab_size=8,
         )
-        self.module: nn.Module = model.build(Span(0, 8, embedding=False, head=False))
+        self.module: nn.Module = model.build(LayerRange(0, 8, embedding=False, head=False))
         self.parameters = list(self.module.parameters())
         self.weights = StageWeights.of(self.parameters)
         self.x = torch.randn(rows, length, width, requires_grad=True)
         self.grad = torch.randn(rows, length, width)
         positions = torch.arange(length).expand(rows, -1)
-        self.shared = Shared(positions, torch.zeros_like(positions))
+        self.shared = BatchContext(positions, torch.zeros_like(positions))
         self.two_passes = self.by_torch if by_torch else self.by_us
 
     def forward(self) -> Tensor:

@@ -13,13 +13,13 @@ from tokenizers import Tokenizer as HuggingFace
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import drawloom.components.ports as ports
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import Problem
 from drawloom.graph.testing import Recipe, check_port
 from drawloom.graph.testing.contract import contract_name
-from drawloom.graph.types.port_match import misfits
+from drawloom.graph.types.port_match import mismatches
 
-CATALOGUE = Workshop.of("drawloom").catalogue
+CATALOGUE = Project.of("drawloom").registry
 
 TINY: dict[str, Any] = {
     "vars": {"length": 16},
@@ -130,7 +130,7 @@ WITH_CONTRACT = [port for port in all_ports() if contract_name(port).rpartition(
 def pairs() -> list[tuple[str, type]]:
     """Each component with each port that it fits and that has a contract."""
     specs = [spec for spec in map(CATALOGUE.find, CATALOGUE.names()) if not isinstance(spec, Problem)]
-    found = [(spec.use, port) for spec in specs for port in WITH_CONTRACT if not misfits(spec.cls, port)]
+    found = [(spec.use, port) for spec in specs for port in WITH_CONTRACT if not mismatches(spec.cls, port)]
     return [(use, port) for use, port in found if (use, port.__name__) not in EXCEPT]
 
 

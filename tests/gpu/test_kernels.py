@@ -124,7 +124,7 @@ def test_experts_beyond_32_bits() -> None:
     back = moe_unpermute_triton(rows, routes)
     torch.testing.assert_close(back[LAST], 8 * x[LAST], **CLOSE)
     weight = torch.randn(choices, WIDTH, 64, **GPU) / 64
-    product = grouped_gemm_triton(rows, weight, routes.ends)
+    product = grouped_gemm_triton(rows, weight, routes.offsets)
     torch.testing.assert_close(product[LAST], x[LAST] @ weight[-1], **CLOSE)
 
 
@@ -138,7 +138,7 @@ def test_losses_beyond_32_bits() -> None:
     for compute in (
         linear_cross_entropy_triton,
         cut_cross_entropy_triton,
-        lambda h, w, t: cut_cross_entropy_triton(h, w, t, Cut(least=1e-7)),
+        lambda h, w, t: cut_cross_entropy_triton(h, w, t, Cut(filter_eps=1e-7)),
     ):
         losses = compute(hidden, weight, targets)
         logits = (hidden @ weight[-3:].T).float()
@@ -154,10 +154,10 @@ def path(x: Tensor, weight: Tensor, down: Tensor, experts_of: Tensor, gemm: Call
     routes = moe_routes_triton(experts_of, len(weight))
     probabilities = torch.ones(experts_of.shape, device="cuda") / experts_of.shape[1]
     rows, of_rows = moe_permute_triton(x, probabilities, routes)
-    made = gemm(rows, weight, routes.ends)
+    made = gemm(rows, weight, routes.offsets)
     gate, up = made.chunk(2, -1)
     gated = swiglu_triton(gate, up, of_rows)
-    return moe_unpermute_triton(gemm(gated, down, routes.ends), routes)
+    return moe_unpermute_triton(gemm(gated, down, routes.offsets), routes)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
@@ -208,7 +208,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         "qk_norm_rope": lambda: grad(qk_norm_rope_triton(q, k, of_q, of_k, 1e-6, *angles), q, k, of_q, of_k),
         "linear_cross_entropy": lambda: grad(linear_cross_entropy_triton(x, matrix, targets).sum(), x, matrix),
         "cut": lambda: grad(cut_cross_entropy_triton(x, matrix, targets).sum(), x, matrix),
-        "filtered": lambda: grad(cut_cross_entropy_triton(x, matrix, targets, Cut(least=1e-4)).sum(), x, matrix),
+        "filtered": lambda: grad(cut_cross_entropy_triton(x, matrix, targets, Cut(filter_eps=1e-4)).sum(), x, matrix),
         "experts": lambda: grad(path(x, up, down, experts_of, grouped_gemm_triton), x, up, down),
         "stochastic_adamw": lambda: stepper._launches[0][1].run([ones]),
         "stochastic_copy": lambda: stochastic_copy_triton(copy, x.detach().float(), 1, 2),

@@ -7,7 +7,7 @@ import pytest
 import tomli
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.recipe.recipe import Recipe
 
 SHOP = """
@@ -25,13 +25,13 @@ pages = ["@page"]
 
 
 @pytest.fixture
-def workshop() -> Workshop:
+def workshop() -> Project:
     """The shop's components and recipes."""
-    return Workshop.of("support.shop")
+    return Project.of("support.shop")
 
 
 @pytest.fixture
-def shop(workshop: Workshop) -> Callable[..., Graph]:
+def shop(workshop: Project) -> Callable[..., Graph]:
     """The graph of a shop with one page, after laying TOML text over it."""
 
     def make(text: str = "", root: str = "trainer") -> Graph:

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from drawloom.graph.problems import Problem
-from drawloom.graph.registry.registry import Catalogue
+from drawloom.graph.registry.registry import Registry
 
 ROOT = Path(__file__).parents[2]
-CATALOGUE = Catalogue.of("drawloom.components")
+CATALOGUE = Registry.of("drawloom.components")
 
 
 @pytest.mark.parametrize("name", CATALOGUE.names())

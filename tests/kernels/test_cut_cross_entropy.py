@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.cut_cross_entropy import Cut, Reduction, cut_cross_entropy_eager, order_of_words
+from drawloom.kernels.cut_cross_entropy import Cut, Reduction, cut_cross_entropy_eager, order_of_vocab
 from drawloom.kernels.deferred_grads import Deferral
 
 
@@ -71,7 +71,7 @@ def test_words_by_mean_logit() -> None:
     """The order is that of each word's mean logit over the tokens."""
     hidden, weight, _ = case(40)
     means = (hidden @ weight.T).mean(0)
-    assert (means[order_of_words(hidden, weight)].diff() >= 0).all()
+    assert (means[order_of_vocab(hidden, weight)].diff() >= 0).all()
 
 
 def test_filter_leaves_out_what_is_small() -> None:
@@ -80,7 +80,7 @@ def test_filter_leaves_out_what_is_small() -> None:
     scaled = (3 * weight).detach().requires_grad_()
     exact = torch.autograd.grad(cut_cross_entropy_eager(hidden, scaled, targets).sum(), (hidden, scaled))
     for least in (1e-3, 3e-2):
-        cut = Cut(least=least, tile=(2, 2))
+        cut = Cut(filter_eps=least, tile=(2, 2))
         found = torch.autograd.grad(cut_cross_entropy_eager(hidden, scaled, targets, cut).sum(), (hidden, scaled))
         # A gradient of logits that is left out is less than `least`; 23 words, 12 tokens.
         assert 0 < (found[0] - exact[0]).abs().max() < least * scaled.abs().sum(0).max()
@@ -90,7 +90,7 @@ def test_filter_leaves_out_what_is_small() -> None:
 def test_filter_never_drops_a_target() -> None:
     """However high the bound below 1, what pulls a target up stays, where the target is not yet learnt."""
     hidden, weight, targets = case(6)
-    cut = Cut(least=0.5, tile=(1, 1))
+    cut = Cut(filter_eps=0.5, tile=(1, 1))
     (found,) = torch.autograd.grad(
         cut_cross_entropy_eager(hidden * 0, weight, targets, cut).sum(), hidden, retain_graph=True
     )
@@ -134,7 +134,7 @@ def test_weight_gradient_can_wait() -> None:
     deferral = Deferral()
     with deferral.recording():
         losses = cut_cross_entropy_eager(hidden, weight, targets)
-    with deferral.putting_off():
+    with deferral.defer():
         found = torch.autograd.grad(losses.sum(), (hidden, weight), allow_unused=True)
     assert found[1] is None
     (later,) = deferral.take()

@@ -31,7 +31,7 @@ def test_waits_only_while_putting_off() -> None:
         ask_one, ask_other = weight_gradient_of(one), weight_gradient_of(other)
     grad = torch.randn(3)
     assert ask_one(double, grad) is not None
-    with deferral.putting_off(spared=[other]):
+    with deferral.defer(except_for=[other]):
         assert ask_one(double, grad) is None
         assert ask_other(double, grad) is not None
     assert ask_one(double, grad) is not None
@@ -45,7 +45,7 @@ def test_parts_are_summed_in_their_order() -> None:
     with deferral.recording():
         uses = [weight_gradient_of(one) for _ in range(3)]
     grads = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
-    with deferral.putting_off():
+    with deferral.defer():
         assert [ask(double, grad) for ask, grad in zip(uses, grads, strict=True)] == [None] * 3
     (put_off,) = deferral.take()
     assert put_off.compute().equal(2 * grads[0] + 2 * grads[1] + 2 * grads[2])
@@ -58,7 +58,7 @@ def test_only_leaves_that_learn_can_wait() -> None:
     frozen = weight().requires_grad_(False)
     with deferral.recording():
         for each in (weight() * 2, frozen):
-            with deferral.putting_off():
+            with deferral.defer():
                 assert weight_gradient_of(each)(double, torch.randn(3)) is not None
     assert not deferral.known
 
@@ -83,6 +83,6 @@ def test_putting_off_ends_after_a_failure() -> None:
     deferral, one = Deferral(), weight()
     with deferral.recording():
         ask = weight_gradient_of(one)
-    with suppress(ArithmeticError), deferral.putting_off():
+    with suppress(ArithmeticError), deferral.defer():
         raise ArithmeticError
     assert ask(double, torch.randn(3)) is not None

@@ -33,7 +33,7 @@ def test_puts_its_weight_off() -> None:
     deferral = Deferral()
     with deferral.recording():
         found = embedding_eager(tokens, weight)
-    with deferral.putting_off():
+    with deferral.defer():
         (found_now,) = torch.autograd.grad(found, weight, grad, allow_unused=True)
     assert found_now is None
     (put_off,) = deferral.take()

@@ -84,7 +84,7 @@ def test_weight_gradient_can_wait(gemm: Gemm, transposed: bool) -> None:
     deferral = Deferral()
     with deferral.recording():
         result = gemm(x, weight, ends, transposed)[:10]
-    with deferral.putting_off():
+    with deferral.defer():
         found = torch.autograd.grad(result.sum(), (x, weight), allow_unused=True)
     assert found[1] is None
     assert torch.equal(found[0][:10], used[0][:10])

@@ -105,7 +105,7 @@ def test_puts_its_weight_off() -> None:
     deferral = Deferral()
     with deferral.recording():
         found = linear_eager(*tensors)
-    with deferral.putting_off():
+    with deferral.defer():
         grads = torch.autograd.grad(found, tensors, grad, allow_unused=True)
     (put_off,) = deferral.take()
     assert grads[1] is None

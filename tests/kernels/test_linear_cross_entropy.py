@@ -164,7 +164,7 @@ def test_puts_its_weight_off(tokens: int, chunked: bool, monkeypatch: pytest.Mon
     deferral = Deferral()
     with deferral.recording():
         found = linear_cross_entropy_eager(*tensors, targets)
-    with deferral.putting_off():
+    with deferral.defer():
         grads = torch.autograd.grad(found, tensors, grad, allow_unused=True)
     waiting = deferral.take()
     assert len(waiting) == (tokens > 0 and (not chunked or tokens < 2))

@@ -22,11 +22,11 @@ def test_each_choice_has_its_row() -> None:
     assert rows.shape == (21, 5)
     for token in range(7):
         for choice in range(3):
-            row = routes.rows[token, choice]
+            row = routes.dest_row[token, choice]
             if row >= 0:
                 assert torch.equal(rows[row], x[token])
                 assert of_rows[row] == probabilities[token, choice]
-    used = int(routes.ends[-1])
+    used = int(routes.offsets[-1])
     assert used < 21
     assert not rows[used:].any() and not of_rows[used:].any()
 
@@ -37,7 +37,9 @@ def test_adds_up_by_token() -> None:
     rows = torch.randn(21, 5, dtype=torch.float64)
     found, plain = moe_unpermute_eager(rows, routes, probabilities), moe_unpermute_eager(rows, routes)
     for token in range(7):
-        own = [(rows[row], probabilities[token, choice]) for choice, row in enumerate(routes.rows[token]) if row >= 0]
+        own = [
+            (rows[row], probabilities[token, choice]) for choice, row in enumerate(routes.dest_row[token]) if row >= 0
+        ]
         torch.testing.assert_close(found[token], sum((row * p for row, p in own), torch.zeros(5).double()))
         torch.testing.assert_close(plain[token], sum((row for row, _ in own), torch.zeros(5).double()))
 

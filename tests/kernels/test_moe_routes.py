@@ -40,6 +40,6 @@ def test_sorted_by_expert_then_by_token(case: tuple[list[list[int]], int], dtype
 def test_no_tokens() -> None:
     """Without tokens every expert ends at 0."""
     routes = moe_routes_eager(torch.empty(0, 4, dtype=torch.int64), 3)
-    assert routes.ends.tolist() == [0, 0, 0]
-    assert routes.rows.shape == (0, 4)
-    assert routes.choices.shape == (0,)
+    assert routes.offsets.tolist() == [0, 0, 0]
+    assert routes.dest_row.shape == (0, 4)
+    assert routes.source_choice.shape == (0,)

@@ -17,9 +17,9 @@ from drawloom.kernels.rope_frequencies import (
     Ntk,
     Scaling,
     Yarn,
+    attention_scaling,
     rope_angles,
     rope_frequencies,
-    rope_sharpening,
 )
 
 
@@ -45,7 +45,7 @@ def test_yarn_is_that_of_transformers(channels: int, base: float, factor: float,
     found = rope_frequencies(channels, base, Yarn(factor, length))
     expected, attention = theirs("yarn", channels, base, factor=factor, original_max_position_embeddings=length)
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
-    assert rope_sharpening(Yarn(factor, length)) == pytest.approx(attention)
+    assert attention_scaling(Yarn(factor, length)) == pytest.approx(attention)
 
 
 def test_yarn_with_settings_of_its_own() -> None:
@@ -54,7 +54,7 @@ def test_yarn_with_settings_of_its_own() -> None:
     own: dict[str, Any] = {"beta_fast": 16, "beta_slow": 2, "truncate": False, "attention_factor": 1.25}
     expected, attention = theirs("yarn", 64, 1e4, factor=4.0, original_max_position_embeddings=4096, **own)
     torch.testing.assert_close(rope_frequencies(64, 1e4, yarn), expected, rtol=2e-6, atol=0)
-    assert rope_sharpening(yarn) == attention
+    assert attention_scaling(yarn) == attention
 
 
 @settings(max_examples=20, deadline=None)
@@ -63,7 +63,7 @@ def test_linear_is_that_of_transformers(channels: int, base: float, factor: floa
     """Linear scaling is that of transformers."""
     expected, attention = theirs("linear", channels, base, factor=factor)
     torch.testing.assert_close(rope_frequencies(channels, base, Linear(factor)), expected, rtol=2e-6, atol=0)
-    assert rope_sharpening(Linear(factor)) == attention
+    assert attention_scaling(Linear(factor)) == attention
 
 
 @settings(max_examples=20, deadline=None)
@@ -73,7 +73,7 @@ def test_ntk_is_that_of_transformers_at_a_length(channels: int, base: float, fac
     expected, attention = theirs("dynamic", channels, base, length, factor=factor)
     found = rope_frequencies(channels, base, Ntk(factor * length / 32768 - factor + 1))
     torch.testing.assert_close(found, expected, rtol=4e-6, atol=0)
-    assert rope_sharpening(Ntk(factor)) == attention
+    assert attention_scaling(Ntk(factor)) == attention
 
 
 @settings(max_examples=20, deadline=None)
@@ -101,7 +101,7 @@ def test_llama3_is_that_of_transformers(
     expected, attention = theirs("llama3", channels, base, factor=factor, **names)
     scaling = Llama3(factor, length, low, high)
     torch.testing.assert_close(rope_frequencies(channels, base, scaling), expected, rtol=2e-6, atol=0)
-    assert rope_sharpening(scaling) == attention
+    assert attention_scaling(scaling) == attention
 
 
 def test_ntk_slows_the_slowest_pair_by_the_factor() -> None:
@@ -118,6 +118,6 @@ def test_angles_are_positions_times_frequencies(scaling: Scaling) -> None:
     cos, sin = rope_angles(positions, 8, 1e4, scaling)
     assert cos.shape == sin.shape == (2, 5, 4)
     assert cos.dtype == torch.float32
-    frequency, sharpening = rope_frequencies(8, 1e4, scaling)[1].item(), rope_sharpening(scaling)
+    frequency, sharpening = rope_frequencies(8, 1e4, scaling)[1].item(), attention_scaling(scaling)
     assert cos[1, 2, 1].item() == pytest.approx(sharpening * math.cos(900 * frequency), abs=1e-4)
     assert sin[1, 1, 1].item() == pytest.approx(sharpening * math.sin(3 * frequency), abs=1e-4)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drawloom.kernels.cut_cross_entropy import Cut, cut_cross_entropy_eager
-from drawloom.kernels.vocab_parallel import VocabularyPart, own_targets
+from drawloom.kernels.vocab_parallel import VocabularyPart, local_targets
 from support.processes import run_ranks
 
 SPLIT = [0, 5, 6, 17]
@@ -18,8 +18,8 @@ def test_targets_of_a_part() -> None:
     """A rank knows its own targets by its own rows; others and ignored ones it does not know."""
     targets = torch.tensor([4, 5, 9, 10, -100])
     part = VocabularyPart(5, None)  # type: ignore[arg-type]
-    assert own_targets(targets, 5, -100, part).tolist() == [-1, 0, 4, -1, -1]
-    assert own_targets(targets, 20, -100, None).tolist() == [4, 5, 9, 10, -1]
+    assert local_targets(targets, 5, -100, part).tolist() == [-1, 0, 4, -1, -1]
+    assert local_targets(targets, 20, -100, None).tolist() == [4, 5, 9, 10, -1]
 
 
 def numbers() -> tuple[Tensor, Tensor, Tensor, Tensor]:

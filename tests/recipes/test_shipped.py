@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 
 ROOT = Path(__file__).parents[2]
-WORKSHOP = Workshop.of("drawloom")
+WORKSHOP = Project.of("drawloom")
 OVERLAYS = [path.stem for path in (ROOT / "recipes").glob("with_*.toml")]
 WHOLE = [path.stem for path in (ROOT / "recipes").glob("*.toml") if path.stem not in (*OVERLAYS, "pretrain")]
 

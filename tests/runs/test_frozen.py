@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.pipeline.stages import RealStages
+from drawloom.components.pipeline.stages import MaterializedStages
 from support.mutations import put
 from support.processes import run_ranks
 from support.runs import Outcome, command, series, take_back, write_corpus
@@ -24,14 +24,14 @@ LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 
 def _frozen(folder: Path, arguments: Sequence[str], frozen: int) -> Outcome:
     """A process of a run in which all parameters of one pipeline rank are frozen."""
-    fill = RealStages._fill
+    fill = MaterializedStages._fill
 
-    def freeze(stages: RealStages, modules: Sequence[object]) -> None:
+    def freeze(stages: MaterializedStages, modules: Sequence[object]) -> None:
         fill(stages, modules)  # type: ignore[arg-type]
         for module in modules if stages.mesh.index("pipeline") == frozen else ():
             module.requires_grad_(False)  # type: ignore[attr-defined]
 
-    put(RealStages, "_fill", freeze)
+    put(MaterializedStages, "_fill", freeze)
     return command(folder, arguments, None)
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.checkpoint.reader import load_node
-from drawloom.components.checkpoint.state_hashes import state_digests
-from drawloom.graph.registry.registry import Catalogue
+from drawloom.components.checkpoint.state_hashes import state_hashes
+from drawloom.graph.registry.registry import Registry
 from support.runs import drawloom, series, take_back, write_corpus
 
-SCHEDULES = [name for name in Catalogue.of("drawloom.components").names() if name.startswith("pipeline.schedules.")]
+SCHEDULES = [name for name in Registry.of("drawloom.components").names() if name.startswith("pipeline.schedules.")]
 TRAINING = [name for name in SCHEDULES if not name.endswith(".inference")]
 COMMON = (
     "run",
@@ -77,7 +77,7 @@ def test_a_run_without_shared_weights_moves_to_the_same_bits(place: Path) -> Non
     assert series(runs[0], *LEARNED) == series(runs[1], *LEARNED)
     for node in ("stages", "optimizer"):
         states = [load_node(run / "checkpoints/step-6", node) for run in runs]
-        ours, theirs = (state_digests(dict(sorted(state.items()))) for state in states)
+        ours, theirs = (state_hashes(dict(sorted(state.items()))) for state in states)
         assert ours == theirs and len(ours) > 30
 
 

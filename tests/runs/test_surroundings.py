@@ -21,14 +21,14 @@ import torch
 from drawloom.components.checkpoint.manifest import committed, step_of
 from drawloom.components.checkpoint.reader import load_node
 from drawloom.components.checkpoint.staging.pinned_pool import Pool
-from drawloom.components.checkpoint.state_hashes import state_digests
+from drawloom.components.checkpoint.state_hashes import state_hashes
 from drawloom.components.listeners import profiler
 from drawloom.components.phases.report import Report
 from drawloom.components.ports.run import Step, Value
 from drawloom.components.run.folder_lock import FolderLock
 from drawloom.components.trackers.aim import AimTracker
 from drawloom.components.trackers.aim_run import AimRun
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from support.audit import Audit
 from support.crashes import is_whole
 from support.disk import Call, watched
@@ -51,7 +51,7 @@ def place(tmp_path: Path) -> Path:
 def _learned(run: Path, step: int) -> dict[str, str]:
     """Digests of weights and moments."""
     states = {node: load_node(run / f"checkpoints/step-{step}", node) for node in ("stages", "optimizer")}
-    return state_digests({node: dict(sorted(state.items())) for node, state in states.items()})
+    return state_hashes({node: dict(sorted(state.items())) for node, state in states.items()})
 
 
 def _beset(folder: Path, arguments: Sequence[str]) -> Outcome:
@@ -229,12 +229,12 @@ def test_a_run_on_one_machine_listens_nowhere_and_unpickles_nothing(place: Path)
 def _fail_in_each(folder: Path) -> dict[str, list[str]]:
     """Open the graph of a run as many times as it has nodes to open, another one failing each time; what is left."""
     os.chdir(folder)
-    workshop = Workshop.of("drawloom")
+    workshop = Project.of("drawloom")
     graph = workshop.graph(workshop.load("tiny.toml", [], ["data.workers=1"])).or_error()
     left: dict[str, list[str]] = {}
     with workshop.container(graph):  # what the process keeps for good, it has by now
         pass
-    for name in graph.closure(["trainer"]):
+    for name in graph.topological_order(["trainer"]):
         kind = graph.nodes[name].spec.cls
         if not hasattr(kind, "open"):
             continue

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.pipeline.program.validity import faults
-from drawloom.components.pipeline.simulation.contention import Channels, carry_out
+from drawloom.components.pipeline.simulation.contention import Channels, run_events
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.ports.pipeline import Schedule
-from drawloom.components.ports.program import Line, Program
+from drawloom.components.ports.program import Program, RankProgram
 from support.schedules import NAMES, TRAINING, counts, ends, parts, rendezvous, schedule, variants
 
 RANKS = range(1, 9)
@@ -28,7 +28,7 @@ def programs(draw: st.DrawFn, most_ranks: int = 5, names: list[str] = NAMES) -> 
     return made.program(draw(st.integers(1, most_ranks)), draw(st.integers(1, 12)))
 
 
-def lines_of(program: Program) -> list[Line]:
+def lines_of(program: Program) -> list[RankProgram]:
     """Every rank's line with its messages."""
     return [lower(program, rank) for rank in range(program.ranks)]
 
@@ -39,11 +39,11 @@ def test_each_stage_does_all_its_work_once_and_in_order(name: str) -> None:
     for made, ranks in product(variants(name), RANKS):
         for microbatches in counts(ranks):
             program = made.program(ranks, microbatches)
-            assert program.owners == made.owners(ranks)
-            assert Counter(program.owners) == dict.fromkeys(range(ranks), made.stages_per_rank)
+            assert program.stage_to_rank == made.stage_to_rank(ranks)
+            assert Counter(program.stage_to_rank) == dict.fromkeys(range(ranks), made.stages_per_rank)
             assert program.microbatches == microbatches
             assert faults(program) == []
-            work = Counter((a.stage, a.microbatch, str(a.work)) for r in range(ranks) for a in parts(program.line(r)))
+            work = Counter((a.stage, a.microbatch, str(a.op)) for r in range(ranks) for a in parts(program.line(r)))
             for place in product(range(program.stages), range(microbatches)):
                 done = {kind: work.pop((*place, kind), 0) for kind in "FBIW"}
                 assert done in ({"F": 1, "B": 1, "I": 0, "W": 0}, {"F": 1, "B": 0, "I": 1, "W": 1})
@@ -54,7 +54,7 @@ def test_inference_has_no_backward_work() -> None:
     """Each stage goes forward once for each microbatch, and nothing else happens."""
     for made, ranks in product(variants("inference"), RANKS):
         program = made.program(ranks, 7)
-        assert [a.work for r in range(ranks) for a in parts(program.line(r))] == ["F"] * program.stages * 7
+        assert [a.op for r in range(ranks) for a in parts(program.line(r))] == ["F"] * program.stages * 7
         assert simulate(program, Costs()).peak_activations == [0] * ranks
 
 
@@ -67,7 +67,7 @@ def test_times_are_those_of_a_plain_walk_around_the_ranks(
     run, walked = simulate(program, costs), ends(program, costs.length, message)
     for rank in range(program.ranks):
         for bar in run.line(rank):
-            place = bar.action.stage, bar.action.work, bar.action.microbatch
+            place = bar.action.stage, bar.action.op, bar.action.microbatch
             assert bar.end == pytest.approx(walked[place], rel=1e-9)
 
 
@@ -89,22 +89,22 @@ def test_what_is_sent_one_way_is_received_in_the_same_order(program: Program) ->
     """Between two ranks the sequence of sends is that of receives; each hop between ranks is sent and received once."""
     lines = [parts(line) for line in lines_of(program)]
     for here, there in product(range(program.ranks), repeat=2):
-        sent = [a for a in lines[here] if a.peer == there and a.work.startswith("SEND")]
-        received = [a for a in lines[there] if a.peer == here and a.work.startswith("RECV")]
+        sent = [a for a in lines[here] if a.peer == there and a.op.startswith("SEND")]
+        received = [a for a in lines[there] if a.peer == here and a.op.startswith("RECV")]
         step = {"F": 1, "B": -1}
-        assert [(a.stage + step[a.work[-1]], a.work[-1], a.microbatch) for a in sent] == [
-            (a.stage, a.work[-1], a.microbatch) for a in received
+        assert [(a.stage + step[a.op[-1]], a.op[-1], a.microbatch) for a in sent] == [
+            (a.stage, a.op[-1], a.microbatch) for a in received
         ]
-    hops = sum(one != other for one, other in pairwise(program.owners)) * program.microbatches
-    ways = 2 if any(a.work == "B" or a.work == "I" for line in lines for a in line) else 1
-    assert sum(a.work.startswith("SEND") for line in lines for a in line) == hops * ways
+    hops = sum(one != other for one, other in pairwise(program.stage_to_rank)) * program.microbatches
+    ways = 2 if any(a.op == "B" or a.op == "I" for line in lines for a in line) else 1
+    assert sum(a.op.startswith("SEND") for line in lines for a in line) == hops * ways
 
 
 @given(program=programs())
 def test_messages_stand_between_what_makes_them_and_what_needs_them(program: Program) -> None:
     """On each rank a send stands behind its work, and a receive before the work that needs it."""
     for line in map(parts, lines_of(program)):
-        place = {(a.stage, str(a.work), a.microbatch): number for number, a in enumerate(line)}
+        place = {(a.stage, str(a.op), a.microbatch): number for number, a in enumerate(line)}
         for (stage, work, microbatch), number in place.items():
             works = ("F",) if work.endswith("F") else ("B", "I")
             partner = next(place[stage, w, microbatch] for w in works if (stage, w, microbatch) in place)
@@ -118,7 +118,7 @@ def test_messages_stand_between_what_makes_them_and_what_needs_them(program: Pro
 def test_no_channel_makes_a_deadlock(program: Program, channels: Channels, message: float) -> None:
     """Whichever messages hinder one another, lines come to an end, no sooner than if none did."""
     costs = Costs(comm=message)
-    events = carry_out([lower(program, rank, costs) for rank in range(program.ranks)], costs, channels)
+    events = run_events([lower(program, rank, costs) for rank in range(program.ranks)], costs, channels)
     free = simulate(program, costs).makespan
     assert max(event.end for event in events.values()) >= free - 1e-9
 
@@ -127,8 +127,8 @@ def test_no_channel_makes_a_deadlock(program: Program, channels: Channels, messa
 def test_lowering_keeps_the_work_and_its_order(program: Program) -> None:
     """Without its messages a lowered line is the rank's line, but that I and the W behind it may have become B."""
     for rank, line in enumerate(lines_of(program)):
-        lowered = [item for action in parts(line) if action.peer is None for item in _as_parts(action.work, action)]
-        plain = [item for action in parts(program.line(rank)) for item in _as_parts(action.work, action)]
+        lowered = [item for action in parts(line) if action.peer is None for item in _as_parts(action.op, action)]
+        plain = [item for action in parts(program.line(rank)) for item in _as_parts(action.op, action)]
         assert lowered == plain
 
 

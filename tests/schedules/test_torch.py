@@ -57,6 +57,6 @@ def test_torch_takes_our_tables(name: str) -> None:
     """Torch reads what we write, finds it valid, and puts its own sends and receives into it."""
     program = schedule(name).program(4, 8)
     table, owners = lowered(write_csv(program), 4, 2, 8)
-    assert owners == program.owners
+    assert owners == program.stage_to_rank
     back = read_csv(table)
     assert [texts(back.line(rank)) for rank in range(4)] == [texts(program.line(rank)) for rank in range(4)]

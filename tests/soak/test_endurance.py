@@ -24,8 +24,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from drawloom.components.checkpoint.checkpointer import CheckpointFolder
-from drawloom.components.checkpoint.manifest import Damaged, verify
+from drawloom.components.checkpoint.checkpointer import Checkpointer
+from drawloom.components.checkpoint.manifest import CorruptCheckpoint, verify
 from drawloom.components.checkpoint.reader import load_node, newest
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Step
@@ -64,7 +64,7 @@ def test_every_damage_to_every_file_is_detected_by_name(
 ) -> None:
     """So many times, at random places, in each kind of file that a checkpoint has."""
     memory = Memory({"weight": torch.randn(300), "list": list(range(30))})
-    checkpointer(tmp_path, {"memory": memory, "own": OwnMemory(state_of(1))}).save(Step(1, 9, values={"loss": 0.5}))
+    checkpointer(tmp_path, {"memory": memory, "own": OwnMemory(state_of(1))}).save(Step(1, 9, outputs={"loss": 0.5}))
     checkpoint, moments = tmp_path / "checkpoints/step-1", random.Random(5)
     names = sorted(os.listdir(checkpoint))
     for _ in range(times):
@@ -73,7 +73,7 @@ def test_every_damage_to_every_file_is_detected_by_name(
         while path.read_bytes() == good or (path.name == "manifest.json" and path.read_bytes().strip() == good.strip()):
             path.write_bytes(good)
             damage(path, moments)
-        with pytest.raises(Damaged, match=path.name):
+        with pytest.raises(CorruptCheckpoint, match=path.name):
             verify(checkpoint)
         path.write_bytes(good)
     verify(checkpoint)
@@ -101,7 +101,7 @@ class Folder(RuleBasedStateMachine):
 
     def start(self) -> None:
         """A new process on the same folder."""
-        self.node: CheckpointFolder = checkpointer(self.place, {"memory": self.memory}, keep=2, staging=Blocking())
+        self.node: Checkpointer = checkpointer(self.place, {"memory": self.memory}, keep=2, staging=Blocking())
 
     @rule(ahead=st.integers(1, 3))
     def save(self, ahead: int) -> None:
@@ -250,6 +250,6 @@ def test_checkpoints_of_two_runs_can_t_be_mixed(tmp_path: Path) -> None:
     for name in ("manifest.json", "rank-0.safetensors"):
         good = (ours / name).read_bytes()
         shutil.copy(theirs / name, ours / name)
-        with pytest.raises(Damaged, match=r"rank-0\.safetensors has other bytes"):
+        with pytest.raises(CorruptCheckpoint, match=r"rank-0\.safetensors has other bytes"):
             verify(ours)
         (ours / name).write_bytes(good)

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from drawloom.components.checkpoint.checkpointer import CheckpointFolder
-from drawloom.components.distributed.process_group import OneRank
+from drawloom.components.checkpoint.checkpointer import Checkpointer
+from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import Event, Stateful, Step
 from drawloom.components.ports.staging import Stager
@@ -58,12 +58,12 @@ class Place:
 class AloneMesh:
     """One rank in every dimension."""
 
-    world: Group = attrs.field(factory=OneRank)
-    replicas: Group = attrs.field(factory=OneRank)
+    world: Group = attrs.field(factory=SingleProcess)
+    replicas: Group = attrs.field(factory=SingleProcess)
 
     def group(self, dimension: str) -> Group:
         """This rank."""
-        return OneRank()
+        return SingleProcess()
 
     def size(self, dimension: str) -> int:
         """One."""
@@ -82,11 +82,11 @@ class AloneProcesses:
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
         """Itself."""
-        return OneRank()
+        return SingleProcess()
 
-    def apart(self, name: str) -> Group:
+    def control_group(self, name: str) -> Group:
         """Itself."""
-        return OneRank()
+        return SingleProcess()
 
 
 @attrs.define
@@ -95,17 +95,17 @@ class Diary:
 
     told: list[tuple[str, int]] = attrs.field(factory=list)
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         """Write down when it was and what."""
-        self.told.append((event.moment, event.step.index if event.step else 0))
+        self.told.append((event.kind, event.step.index if event.step else 0))
 
 
-def checkpointer(folder: Path, states: Mapping[str, Stateful], mesh: Any = None, **settings: Any) -> CheckpointFolder:
+def checkpointer(folder: Path, states: Mapping[str, Stateful], mesh: Any = None, **settings: Any) -> Checkpointer:
     """An open checkpointer of these nodes."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = settings.pop("recipe", ResolvedRecipe("format = 1\n", "hash"))
     processes: Any = getattr(mesh, "processes", AloneProcesses())
-    node = CheckpointFolder(
+    node = Checkpointer(
         folder=Place(folder),
         mesh=mesh or AloneMesh(),
         processes=processes,

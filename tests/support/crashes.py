@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.checkpoint.manifest import Damaged, verify
+from drawloom.components.checkpoint.manifest import CorruptCheckpoint, verify
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.graph import UserError
 from support.checkpoints import restored, save_steps
@@ -104,6 +104,6 @@ def is_whole(checkpoint: Path) -> bool:
     """Whether every byte is as it was committed."""
     try:
         verify(checkpoint)
-    except Damaged:
+    except CorruptCheckpoint:
         return False
     return True

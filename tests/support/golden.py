@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drawloom.graph.cli.main import main
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.recipe.resolving import resolve
 
@@ -42,9 +42,9 @@ def resolved(recipe: Path) -> str:
         return resolve(graph).text
 
 
-def workshop_of(recipe: Path) -> Workshop:
+def workshop_of(recipe: Path) -> Project:
     """The workshop that a recipe is for."""
-    return Workshop.of({"": "drawloom", "shop": "support.shop"}[_directive(recipe, "workshop")])
+    return Project.of({"": "drawloom", "shop": "support.shop"}[_directive(recipe, "workshop")])
 
 
 def _directive(recipe: Path, name: str) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.recipe.recipe import Recipe
 from drawloom.graph.toml.parsing import parse
 from support.shop.components.pages.plain import Plain
@@ -25,7 +25,7 @@ def recipe_text(nodes: int) -> str:
     return "\n".join(lines)
 
 
-def by_recipe(workshop: Workshop, text: str) -> int:
+def by_recipe(workshop: Project, text: str) -> int:
     """Read, check and build; how many objects there are."""
     container = workshop.container(workshop.graph(Recipe.of(parse(text))))
     container.build()

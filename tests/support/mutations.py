@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from drawloom.components.checkpoint import commit as writing
-from drawloom.components.checkpoint.checkpointer import CheckpointFolder
+from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.checkpoint.manifest import MANIFEST, Manifest
 from drawloom.components.checkpoint.snapshot import Snapshot
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
@@ -100,10 +100,10 @@ def no_randomness() -> None:
 def no_waiting_for_copies() -> None:
     """The weights change while they are copied."""
 
-    def nothing(self: CheckpointFolder) -> None:
+    def nothing(self: Checkpointer) -> None:
         return
 
-    put(CheckpointFolder, "staged", nothing)
+    put(Checkpointer, "staged", nothing)
 
 
 def nothing() -> None:

@@ -7,23 +7,23 @@ import torch
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
-from drawloom.components.distributed.precision import DtypeByPurpose
+from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.sum_over_shards import SumOverParameters
-from drawloom.components.gradients.synchronize import Synchronise
+from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.executor import Executor
-from drawloom.components.pipeline.stages import RealStages
-from drawloom.components.ports.data import IGNORED, Batch
+from drawloom.components.pipeline.stages import MaterializedStages
+from drawloom.components.ports.data import IGNORE_INDEX, Batch
 from drawloom.components.ports.run import Step
 from drawloom.graph.problems import Problem
-from drawloom.graph.registry.registry import Catalogue
+from drawloom.graph.registry.registry import Registry
 from support.qwen3 import cpu_kernels
 
 TRAINING = [
     name.rpartition(".")[2]
-    for name in Catalogue.of("drawloom.components").names()
+    for name in Registry.of("drawloom.components").names()
     if name.startswith("pipeline.schedules.") and not name.endswith(".inference")
 ]
 """The names of all schedules that train."""
@@ -49,7 +49,7 @@ class FreezeFirstLayer:
 
 def schedule(name: str, **settings: Any) -> Any:
     """A schedule by the last part of its name."""
-    spec = Catalogue.of("drawloom.components").find(f"pipeline.schedules.{name}")
+    spec = Registry.of("drawloom.components").find(f"pipeline.schedules.{name}")
     assert not isinstance(spec, Problem), spec
     return spec.cls(**settings)
 
@@ -62,7 +62,7 @@ def batches(count: int) -> list[Batch]:
         length = 4 + number % 3
         tokens = torch.randint(0, 20, (2, length), generator=generator)
         targets = torch.randint(0, 20, (2, length), generator=generator)
-        targets[:, 1] = IGNORED
+        targets[:, 1] = IGNORE_INDEX
         positions = torch.arange(length).expand(2, length).contiguous()
         made.append(Batch(tokens, targets, positions, torch.zeros_like(tokens)))
     return made
@@ -99,8 +99,8 @@ def _step(name: str, microbatches: int, tied: bool, frozen: bool, mesh: RankMesh
         "head_dim": 8,
         "intermediate_size": 24,
     }
-    precision = DtypeByPurpose(parameter="float64", compute="float64", gradient="float64")  # sums stay in float64
-    stages = RealStages(
+    precision = DtypePolicy(parameter="float64", compute="float64", gradient="float64")  # sums stay in float64
+    stages = MaterializedStages(
         model=Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=tied, num_hidden_layers=8, vocab_size=20, **sizes),
         schedule=schedule(name),
         mesh=mesh,
@@ -122,8 +122,8 @@ def _step(name: str, microbatches: int, tied: bool, frozen: bool, mesh: RankMesh
     executor.open()
     share, first = microbatches // mesh.size("data_replicate"), mesh.index("data_replicate")
     losses = executor.train(batches(microbatches)[first * share : (first + 1) * share])
-    step = Step(1, 1, values={"losses": losses})
-    Synchronise(
+    step = Step(1, 1, outputs={"losses": losses})
+    Synchronize(
         parameters=stages, mesh=mesh, precision=precision, reduce=SumOverParameters(mesh=mesh), bucket_bytes=1000
     ).run_phase(step)
     held_out = executor.evaluate(iter(batches(3)))

@@ -8,10 +8,10 @@ import os
 from contextlib import suppress
 from importlib import import_module
 
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 
 os.environ.pop("PYTHONPATH", None)
 import_module("torch._dynamo")  # by itself one of those seconds
 with suppress(Exception):  # whatever is wrong with a component is for a test to tell
-    workshop = Workshop.of("drawloom")
+    workshop = Project.of("drawloom")
     workshop.graph(workshop.load("first_run", [], [])).or_error()

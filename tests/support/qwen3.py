@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.kernels.auto import AutoKernels
-from drawloom.components.model.qwen3.builder import Blueprint
+from drawloom.components.model.qwen3.builder import Qwen3Builder
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.model.qwen3.moe import Qwen3Sparse
-from drawloom.components.ports.model import Shared, Span
+from drawloom.components.model.qwen3.moe import Qwen3Moe
+from drawloom.components.ports.model import BatchContext, LayerRange
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -43,20 +43,20 @@ def dense(**changes: Any) -> Qwen3Dense:
     return Qwen3Dense(**({"kernels": cpu_kernels()} | SIZES | changes))
 
 
-def sparse(**changes: Any) -> Qwen3Sparse:
+def sparse(**changes: Any) -> Qwen3Moe:
     """A small model with experts, of other sizes or kernels where it is told so."""
-    return Qwen3Sparse(**({"kernels": cpu_kernels()} | SPARSE_SIZES | changes))
+    return Qwen3Moe(**({"kernels": cpu_kernels()} | SPARSE_SIZES | changes))
 
 
-def whole(model: Blueprint) -> nn.Module:
+def whole(model: Qwen3Builder) -> nn.Module:
     """All of a model in one module, every parameter random: norms of weight 1 would hide that they are not used."""
-    module = model.build(Span(0, model.num_hidden_layers, embedding=True, head=True))
+    module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
     for parameter in module.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
     return module
 
 
-def twin(model: Blueprint, parameters: Mapping[str, Tensor], **settings: Any) -> Any:
+def twin(model: Qwen3Builder, parameters: Mapping[str, Tensor], **settings: Any) -> Any:
     """The same model in transformers, with the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds, which ranks of other tests do without
 
@@ -72,7 +72,7 @@ def twin(model: Blueprint, parameters: Mapping[str, Tensor], **settings: Any) ->
     return made
 
 
-def names_in_transformers(model: Blueprint) -> dict[str, str]:
+def names_in_transformers(model: Qwen3Builder) -> dict[str, str]:
     """Our parameters' names and those in transformers' modules, which hold the experts of a layer in one tensor."""
     names = {group.inputs[0]: group.outputs[0] for group in model.hugging_face_mapper().groups}
     for layer in range(model.num_hidden_layers):
@@ -82,20 +82,20 @@ def names_in_transformers(model: Blueprint) -> dict[str, str]:
     return names
 
 
-def one_document(rows: int, length: int, targets: Tensor | None = None) -> Shared:
+def one_document(rows: int, length: int, targets: Tensor | None = None) -> BatchContext:
     """Rows that are each one document."""
     positions = torch.arange(length).expand(rows, -1)
-    return Shared(positions, torch.zeros_like(positions), targets)
+    return BatchContext(positions, torch.zeros_like(positions), targets)
 
 
-def packed(lengths: list[list[int]], targets: Tensor | None = None) -> Shared:
+def packed(lengths: list[list[int]], targets: Tensor | None = None) -> BatchContext:
     """Rows of documents of these lengths."""
     positions = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
     documents = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
-    return Shared(torch.stack(positions), torch.stack(documents), targets)
+    return BatchContext(torch.stack(positions), torch.stack(documents), targets)
 
 
-def to(device: torch.device, shared: Shared) -> Shared:
+def to(device: torch.device, shared: BatchContext) -> BatchContext:
     """What stages see of a microbatch, on another device."""
     targets = None if shared.targets is None else shared.targets.to(device)
-    return Shared(shared.positions.to(device), shared.documents.to(device), targets)
+    return BatchContext(shared.positions.to(device), shared.document_ids.to(device), targets)

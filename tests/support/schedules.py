@@ -6,12 +6,12 @@ from typing import Any
 from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.pipeline.program.notation import write_program
 from drawloom.components.ports.pipeline import Schedule
-from drawloom.components.ports.program import Action, Line, Overlap, Program
+from drawloom.components.ports.program import Action, Overlap, Program, RankProgram
 from drawloom.graph.problems import Problem
-from drawloom.graph.registry.registry import Catalogue
+from drawloom.graph.registry.registry import Registry
 
 FOLDER = "pipeline.schedules."
-CATALOGUE = Catalogue.of("drawloom.components")
+CATALOGUE = Registry.of("drawloom.components")
 NAMES = [name.removeprefix(FOLDER) for name in CATALOGUE.names() if name.startswith(FOLDER)]
 TRAINING = [name for name in NAMES if name != "inference"]
 
@@ -41,12 +41,12 @@ def counts(ranks: int) -> list[int]:
     return sorted({1, 2, ranks - 1, ranks, ranks + 1, 2 * ranks - 1, 2 * ranks, 3 * ranks + 2, 4 * ranks} - {0})
 
 
-def texts(line: Line) -> list[str]:
+def texts(line: RankProgram) -> list[str]:
     """A line as its labels."""
     return [str(item) for item in line]
 
 
-def parts(line: Line) -> list[Action]:
+def parts(line: RankProgram) -> list[Action]:
     """A line as single actions."""
     return [part for item in line for part in (item.parts if isinstance(item, Overlap) else (item,))]
 
@@ -65,8 +65,8 @@ def ends(program: Program, cost: Callable[[str], float], message: float) -> dict
                 ready = _ready(program, found, action, message)
                 if ready is None:
                     break
-                free[rank] = max(free[rank], ready) + cost(action.work)
-                found[action.stage, action.work, action.microbatch] = free[rank]
+                free[rank] = max(free[rank], ready) + cost(action.op)
+                found[action.stage, action.op, action.microbatch] = free[rank]
                 places[rank] += 1
                 moved = True
     assert places == [len(line) for line in lines], "deadlock"
@@ -76,17 +76,17 @@ def ends(program: Program, cost: Callable[[str], float], message: float) -> dict
 def _ready(program: Program, found: dict[Any, float], action: Action, message: float) -> float | None:
     last = program.stages - 1
     stage, microbatch = action.stage, action.microbatch
-    if action.work == "W":
+    if action.op == "W":
         return found.get((stage, "I", microbatch))
-    source = stage - 1 if action.work == "F" else stage if stage == last else stage + 1
+    source = stage - 1 if action.op == "F" else stage if stage == last else stage + 1
     if source < 0:
         return 0.0
-    works = ("F",) if action.work == "F" or stage == last else ("B", "I")
-    hop = message if program.owners[source] != program.owners[stage] else 0.0
+    works = ("F",) if action.op == "F" or stage == last else ("B", "I")
+    hop = message if program.stage_to_rank[source] != program.stage_to_rank[stage] else 0.0
     return next((found[source, w, microbatch] + hop for w in works if (source, w, microbatch) in found), None)
 
 
-def rendezvous(lines: Sequence[Line]) -> None:
+def rendezvous(lines: Sequence[RankProgram]) -> None:
     """
     Carry lines out with no buffering at all: a rank waits in a send until its neighbour stands in that very receive.
 
@@ -98,12 +98,12 @@ def rendezvous(lines: Sequence[Line]) -> None:
         heads = [line[0] if line else None for line in left]
         going = {rank for rank, head in enumerate(heads) if head and head.peer is None}
         for rank, head in enumerate(heads):
-            if head and head.peer is not None and head.work.startswith("SEND"):
+            if head and head.peer is not None and head.op.startswith("SEND"):
                 other = heads[head.peer]
-                if other and other.peer == rank and other.work.startswith("RECV"):
-                    step = 1 if head.work == "SEND_F" else -1
-                    wanted = (head.stage + step, head.work.replace("SEND", "RECV"), head.microbatch)
-                    assert (other.stage, other.work, other.microbatch) == wanted, f"{head} meets {other}"
+                if other and other.peer == rank and other.op.startswith("RECV"):
+                    step = 1 if head.op == "SEND_F" else -1
+                    wanted = (head.stage + step, head.op.replace("SEND", "RECV"), head.microbatch)
+                    assert (other.stage, other.op, other.microbatch) == wanted, f"{head} meets {other}"
                     arrived.add(wanted)
                     going |= {rank, head.peer}
         assert going, f"deadlock at {[str(head) for head in heads]}"

@@ -27,14 +27,14 @@ import numpy as np
 import torch
 
 from drawloom.components.checkpoint import commit as writing
-from drawloom.components.checkpoint.checkpointer import CheckpointFolder
-from drawloom.components.checkpoint.snapshot import Shares
-from drawloom.components.gradients.synchronize import Synchronise
+from drawloom.components.checkpoint.checkpointer import Checkpointer
+from drawloom.components.checkpoint.snapshot import ShardPlan
+from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.ports.run import Step
 from drawloom.components.run.trainer import Trainer
 from drawloom.components.storage import atomic_write
 from drawloom.graph.cli.main import main
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from support.crashes import is_whole
 from support.mutations import MUTATIONS, put
 from support.runs import write_corpus
@@ -153,7 +153,7 @@ def _warm() -> None:
     import torch._dynamo
 
     torch.set_num_threads(1)
-    workshop = Workshop.of("drawloom")
+    workshop = Project.of("drawloom")
     for job in (Job(1, "blocking"), Job(1, "overlapped"), Job(1, "none")):
         workshop.graph(workshop.load("tiny.toml", [], job.command("warm")[2:])).or_error()
     gc.collect()
@@ -328,19 +328,19 @@ class _Watch:
     def install(self) -> None:
         """Wrap what is to be seen; and let training draw from every generator of the process."""
         for owner, name, phase in (
-            (CheckpointFolder, "restore", "load"),
+            (Checkpointer, "restore", "load"),
             (Trainer, "_take", "train"),
-            (Shares, "take", "copy"),
+            (ShardPlan, "take", "copy"),
             (writing, "write_rank", "write"),
             (writing, "commit", "commit"),
             (atomic_write, "rename", "rename"),
             (writing, "discard", "rotate"),
-            (CheckpointFolder, "close", "end"),
+            (Checkpointer, "close", "end"),
         ):
             put(owner, name, self._noted(getattr(owner, name), PHASES.index(phase)))
-        restore, commit, synchronise = CheckpointFolder.restore, writing.commit, Synchronise.run_phase
+        restore, commit, synchronise = Checkpointer.restore, writing.commit, Synchronize.run_phase
 
-        def noted_restore(checkpointer: CheckpointFolder) -> int:
+        def noted_restore(checkpointer: Checkpointer) -> int:
             step = restore(checkpointer)
             self._set(2, step)
             return step
@@ -349,16 +349,16 @@ class _Watch:
             commit(aside, checkpoint, *rest)
             self._set(3, int(checkpoint.name.removeprefix("step-")))
 
-        def noisy(phase: Synchronise, step: Step) -> None:
+        def noisy(phase: Synchronize, step: Step) -> None:
             for _, parameter in phase.parameters.named():
                 if parameter.grad is not None:
                     scale = 1 + random.random() / 100 + np.random.random() / 100
                     parameter.grad.mul_(scale + torch.rand(parameter.shape) / 100)
             synchronise(phase, step)
 
-        put(CheckpointFolder, "restore", noted_restore)
+        put(Checkpointer, "restore", noted_restore)
         put(writing, "commit", noted_commit)
-        put(Synchronise, "run_phase", noisy)
+        put(Synchronize, "run_phase", noisy)
 
     def _noted(self, call: Callable[..., Any], phase: int) -> Callable[..., Any]:
         def noted(*arguments: Any, **named: Any) -> Any:

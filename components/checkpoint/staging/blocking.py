@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from drawloom.components.checkpoint.staging.copy_plan import with_room
+from drawloom.components.checkpoint.staging.copy_plan import plan_copies
 from drawloom.components.checkpoint.staging.pinned_pool import KEPT, Pool
 from drawloom.graph import component, setting
 
@@ -34,7 +34,7 @@ class Blocking:
         """A copy of the state on the CPU. Its memory is reused when the last tensor of it is gone."""
         if self._pool is None:
             self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())
-        staged, copies = with_room(state_dict, self._pool, type_check=self.type_check)
+        staged, copies = plan_copies(state_dict, self._pool, type_check=self.type_check)
         for copy in copies:
             copy.make(non_blocking=True)
         for device in {copy.source.device for copy in copies if copy.source.is_cuda}:

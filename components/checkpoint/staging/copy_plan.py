@@ -39,7 +39,7 @@ class Copy:
         self.target.copy_(self.source, non_blocking=non_blocking)
 
 
-def with_room(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -> tuple[dict[str, Any], list[Copy]]:
+def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -> tuple[dict[str, Any], list[Copy]]:
     """
     A state like this one with new, uninitialised tensors on the CPU, and the copies that fill them.
 
@@ -97,7 +97,7 @@ def _like(path: tuple[Any, ...], tensor: Tensor, targets: dict[Any, Tensor]) -> 
 
 
 @attrs.define
-class _Stretch:
+class _StorageRange:
     """Bytes of a storage, from `start` to `end`, and the tensors in it."""
 
     start: int
@@ -136,9 +136,9 @@ def _allocate(tensors: list[Tensor], pool: Pool) -> tuple[dict[Any, Tensor], lis
     return targets, copies
 
 
-def _stretches(tensors: Sequence[Tensor]) -> Iterator[_Stretch]:
+def _stretches(tensors: Sequence[Tensor]) -> Iterator[_StorageRange]:
     """The ranges of storages that overlapping tensors cover together."""
-    by_storage: dict[Any, list[_Stretch]] = {}
+    by_storage: dict[Any, list[_StorageRange]] = {}
     for tensor in tensors:
         key = tensor.device, tensor.untyped_storage().data_ptr()
         by_storage.setdefault(key, []).append(_extent(tensor))
@@ -153,8 +153,8 @@ def _stretches(tensors: Sequence[Tensor]) -> Iterator[_Stretch]:
         yield last
 
 
-def _extent(tensor: Tensor) -> _Stretch:
+def _extent(tensor: Tensor) -> _StorageRange:
     """The range from a tensor's first element to its last."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return _Stretch(start // WIDEST * WIDEST, start + int(last + 1) * tensor.itemsize, [tensor])
+    return _StorageRange(start // WIDEST * WIDEST, start + int(last + 1) * tensor.itemsize, [tensor])

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from drawloom.components.checkpoint.staging.copy_plan import Copy, with_room
+from drawloom.components.checkpoint.staging.copy_plan import Copy, plan_copies
 from drawloom.components.checkpoint.staging.pinned_pool import KEPT, Pool
-from drawloom.components.checkpoint.threads import in_background
+from drawloom.components.checkpoint.threads import submit
 from drawloom.graph import component, setting
 
 SMALL = 2**16  # bytes; smaller tensors are copied at once: counters and sums may change before the weights do
@@ -57,10 +57,10 @@ class Overlapped:
         """A future copy of the state on the CPU. Its memory is reused when the last tensor of it is gone."""
         if self._pool is None:
             self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())
-        staged, copies = with_room(state_dict, self._pool, type_check=self.type_check)
+        staged, copies = plan_copies(state_dict, self._pool, type_check=self.type_check)
         events = self._copy_by_streams([copy for copy in copies if copy.source.is_cuda])
         later = [copy for copy in copies if not copy.source.is_cuda and not _copied_at_once(copy)]
-        future = in_background("staging", lambda: _finish(staged, copies, later, events))
+        future = submit("staging", lambda: _finish(staged, copies, later, events))
         self._underway = [each for each in self._underway if not each.future.done() or each.future.exception()]
         self._underway.append(Underway(future, events, on_cpu=bool(later)))
         return future

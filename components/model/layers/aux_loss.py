@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 
-def balanced(probabilities: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def inject_aux_loss_grad(probabilities: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """
     The probabilities (rows, length, experts) as they are; backwards, with the gradient of each row's loss added.
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from drawloom.components.ports.model import Kernels
 
 
-class Norm(nn.Module):
+class RMSNorm(nn.Module):
     """Normalises the last dimension of (..., width)."""
 
     def __init__(self, width: int, eps: float, kernels: Kernels) -> None:

@@ -3,22 +3,22 @@
 from torch import Tensor, nn
 
 from drawloom.components.model.layers.linear import Linear
-from drawloom.components.model.layers.norm import Norm
-from drawloom.components.model.qwen3.config import Architecture
+from drawloom.components.model.layers.norm import RMSNorm
+from drawloom.components.model.qwen3.config import Qwen3Config
 from drawloom.components.ports.model import Kernels
 
 
 class Attention(nn.Module):
     """Mixes the tokens of each document; hidden states (rows, length, width) in and out."""
 
-    def __init__(self, architecture: Architecture, kernels: Kernels) -> None:
+    def __init__(self, architecture: Qwen3Config, kernels: Kernels) -> None:
         super().__init__()
         width, head_dim = architecture.hidden_size, architecture.head_dim
         self.q = Linear(width, architecture.num_attention_heads * head_dim, kernels)
         self.k = Linear(width, architecture.num_key_value_heads * head_dim, kernels)
         self.v = Linear(width, architecture.num_key_value_heads * head_dim, kernels)
-        self.q_norm = Norm(head_dim, architecture.rms_norm_eps, kernels)
-        self.k_norm = Norm(head_dim, architecture.rms_norm_eps, kernels)
+        self.q_norm = RMSNorm(head_dim, architecture.rms_norm_eps, kernels)
+        self.k_norm = RMSNorm(head_dim, architecture.rms_norm_eps, kernels)
         self.out = Linear(architecture.num_attention_heads * head_dim, width, kernels)
         self.head_dim = head_dim
         self.kernels = kernels

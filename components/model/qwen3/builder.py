@@ -9,16 +9,16 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 import attrs
 from torch import Tensor, nn
 
-from drawloom.components.model.qwen3.config import Architecture
+from drawloom.components.model.qwen3.config import Qwen3Config
 from drawloom.components.model.qwen3.family import Family
 from drawloom.components.model.qwen3.hf_names import mapper_of
 from drawloom.components.model.qwen3.hugging_face import config_of
 from drawloom.components.model.qwen3.initial_weights import fill_with_initial_weights
-from drawloom.components.model.qwen3.model import Decoder
+from drawloom.components.model.qwen3.model import Qwen3Model
 from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
 from drawloom.components.ports.data import Tokenizer
-from drawloom.components.ports.model import Kernels, Span
+from drawloom.components.ports.model import Kernels, LayerRange
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import Problem, above, at_least, setting
 
@@ -32,7 +32,7 @@ def inherited(cls: type[T]) -> type[T]:
 
 
 @inherited
-class Blueprint:
+class Qwen3Builder:
     """A Qwen3 model of sizes given by settings or by a Hugging Face `config.json`."""
 
     family: ClassVar[Family]
@@ -88,11 +88,11 @@ class Blueprint:
         return "semantic" if key == "max_position_embeddings" and rope and rope.kind == "dynamic" else None
 
     @cached_property
-    def architecture(self) -> Architecture:
+    def architecture(self) -> Qwen3Config:
         """All sizes, settled; read on first use, when the tokenizer is open."""
         cls: Any = type(self)
         settings = {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
-        tokens = None if self.tokenizer is None else self.tokenizer.vocabulary
+        tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
         return choose_architecture(self.family, settings, tokens)
 
     @property
@@ -107,15 +107,15 @@ class Blueprint:
     def feed_forward_of(self, number: int) -> nn.Module:
         """The feed-forward network of a layer: it takes hidden states and targets, and gives hidden states."""
 
-    def build(self, span: Span) -> nn.Module:
-        return Decoder(self.architecture, span, self.kernels, self.feed_forward_of)
+    def build(self, span: LayerRange) -> nn.Module:
+        return Qwen3Model(self.architecture, span, self.kernels, self.feed_forward_of)
 
     def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
         std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
         fill_with_initial_weights(name, parameter, seed=seed, layers=layers, std=std)
 
     def hugging_face_config(self) -> dict[str, Any]:
-        return config_of(self.family, self.architecture, None if self.tokenizer is None else self.tokenizer.end)
+        return config_of(self.family, self.architecture, None if self.tokenizer is None else self.tokenizer.eos_id)
 
     def hugging_face_mapper(self) -> Mapper:
         return mapper_of(self.architecture)

@@ -9,7 +9,7 @@ from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 
 
 @attrs.frozen(kw_only=True)
-class Architecture:
+class Qwen3Config:
     """All that is needed to build a Qwen3 dense model; sizes count channels, heads, layers or token ids."""
 
     num_hidden_layers: int
@@ -28,7 +28,7 @@ class Architecture:
 
 
 @attrs.frozen(kw_only=True)
-class SparseArchitecture(Architecture):
+class Qwen3MoeConfig(Qwen3Config):
     """
     The same of a Qwen3 model with experts.
 
@@ -44,14 +44,14 @@ class SparseArchitecture(Architecture):
     mlp_only_layers: tuple[int, ...] = attrs.field(default=(), converter=tuple)
     router_aux_loss_coef: float = 0.001
 
-    def is_sparse(self, number: int) -> bool:
+    def has_experts(self, number: int) -> bool:
         """Whether the layer of this number has experts."""
         return has_experts(number, self.decoder_sparse_step, self.mlp_only_layers)
 
     @property
-    def sparse_layers(self) -> int:
+    def moe_layers(self) -> int:
         """How many layers have experts."""
-        return sum(map(self.is_sparse, range(self.num_hidden_layers)))
+        return sum(map(self.has_experts, range(self.num_hidden_layers)))
 
 
 def has_experts(number: int, sparse_step: int, dense_layers: Sequence[int]) -> bool:

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.model.layers.aux_loss import balanced
+from drawloom.components.model.layers.aux_loss import inject_aux_loss_grad
 from drawloom.components.model.layers.grouped_linear import GroupedLinear
 from drawloom.components.model.layers.linear import Linear
-from drawloom.components.model.qwen3.config import SparseArchitecture
-from drawloom.components.ports.data import IGNORED
+from drawloom.components.model.qwen3.config import Qwen3MoeConfig
+from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import ExpertKernels
 
 
@@ -18,7 +18,7 @@ class Experts(nn.Module):
     The probabilities are multiplied in before `down`, which is linear, where it costs no pass of its own.
     """
 
-    def __init__(self, architecture: SparseArchitecture, kernels: ExpertKernels) -> None:
+    def __init__(self, architecture: Qwen3MoeConfig, kernels: ExpertKernels) -> None:
         super().__init__()
         experts, width, inner = architecture.num_experts, architecture.hidden_size, architecture.moe_intermediate_size
         self.router = Linear(width, experts, kernels)
@@ -41,10 +41,10 @@ class Experts(nn.Module):
         all_probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         chosen = all_probabilities.detach().topk(self.architecture.num_experts_per_tok).indices
         if targets is not None and self.architecture.router_aux_loss_coef:
-            weights = (targets != IGNORED).sum(1) * (
-                self.architecture.router_aux_loss_coef / self.architecture.sparse_layers
+            weights = (targets != IGNORE_INDEX).sum(1) * (
+                self.architecture.router_aux_loss_coef / self.architecture.moe_layers
             )
-            all_probabilities = balanced(all_probabilities, chosen, weights)
+            all_probabilities = inject_aux_loss_grad(all_probabilities, chosen, weights)
         probabilities = all_probabilities.gather(-1, chosen)
         if self.architecture.norm_topk_prob:
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)

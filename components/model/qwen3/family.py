@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.qwen3.config import Architecture, SparseArchitecture
+from drawloom.components.model.qwen3.config import Qwen3Config, Qwen3MoeConfig
 
 KEYS = {
     "num_hidden_layers": "num_hidden_layers",
@@ -44,12 +44,12 @@ class Family:
 
     component: str
     called: str
-    architecture: type[Architecture]
+    architecture: type[Qwen3Config]
     model_type: str
     class_name: str
     keys: Mapping[str, str]
     needed: tuple[str, ...]
-    silent: Mapping[str, Any] = attrs.field(factory=dict)
+    hf_defaults: Mapping[str, Any] = attrs.field(factory=dict)
 
     @property
     def settings(self) -> list[str]:
@@ -60,17 +60,17 @@ class Family:
 DENSE = Family(
     "model.qwen3.dense",
     "a Qwen3 dense model",
-    Architecture,
+    Qwen3Config,
     "qwen3",
     "Qwen3ForCausalLM",
     KEYS,
     needed=("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
 )
 
-SPARSE = Family(
+MOE = Family(
     "model.qwen3.moe",
     "a Qwen3 model with experts",
-    SparseArchitecture,
+    Qwen3MoeConfig,
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     KEYS | EXPERT_KEYS,
@@ -82,5 +82,5 @@ SPARSE = Family(
         "num_experts_per_tok",
         "moe_intermediate_size",
     ),
-    silent={"norm_topk_prob": False},
+    hf_defaults={"norm_topk_prob": False},
 )

@@ -7,7 +7,7 @@ layer in one tensor as we do. Its gates lie before what they open, as ours.
 
 from collections.abc import Iterator
 
-from drawloom.components.model.qwen3.config import Architecture, SparseArchitecture
+from drawloom.components.model.qwen3.config import Qwen3Config, Qwen3MoeConfig
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper import parallel, prefixed, sequential
 from drawloom.components.weights.mapper_ops import chunk, rename, unstack
@@ -30,7 +30,7 @@ DENSE_NAMES = {
 EXPERT_NAMES = {"feed_forward.router": "mlp.gate"}
 
 
-def mapper_of(architecture: Architecture) -> Mapper:
+def mapper_of(architecture: Qwen3Config) -> Mapper:
     """Our parameters to Hugging Face's."""
     head = {} if architecture.tie_word_embeddings else {"head.weight": "lm_head.weight"}
     return parallel(
@@ -40,13 +40,13 @@ def mapper_of(architecture: Architecture) -> Mapper:
     )
 
 
-def _layers(architecture: Architecture) -> Iterator[Mapper]:
+def _layers(architecture: Qwen3Config) -> Iterator[Mapper]:
     dense = _weights(LAYER_NAMES | DENSE_NAMES)
     sparse = dense
-    if isinstance(architecture, SparseArchitecture):
+    if isinstance(architecture, Qwen3MoeConfig):
         sparse = parallel(_weights(LAYER_NAMES | EXPERT_NAMES), *_experts(architecture.num_experts))
     for n in range(architecture.num_hidden_layers):
-        layer = sparse if isinstance(architecture, SparseArchitecture) and architecture.is_sparse(n) else dense
+        layer = sparse if isinstance(architecture, Qwen3MoeConfig) and architecture.has_experts(n) else dense
         yield prefixed(layer, source=f"layers.{n}.", target=f"model.layers.{n}.")
 
 

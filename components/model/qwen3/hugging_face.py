@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.qwen3.config import (
-    Architecture,
-    SparseArchitecture,
+    Qwen3Config,
+    Qwen3MoeConfig,
     expert_faults,
     head_faults,
 )
@@ -37,7 +37,7 @@ FIXED = {
 """What a config says of every model that we can build."""
 
 
-def config_of(family: Family, architecture: Architecture, end: int | None) -> dict[str, Any]:
+def config_of(family: Family, architecture: Qwen3Config, end: int | None) -> dict[str, Any]:
     """The `config.json` of a model, with the id that ends a text if it is known."""
     numbers = {theirs: _plain(getattr(architecture, ours)) for ours, theirs in family.keys.items()}
     known_end = {} if end is None else {"eos_token_id": end}
@@ -46,7 +46,7 @@ def config_of(family: Family, architecture: Architecture, end: int | None) -> di
     return {**named, **FIXED, **numbers, **rope, **known_end, "use_cache": True}
 
 
-def read_config(family: Family, path: Path) -> Architecture:
+def read_config(family: Family, path: Path) -> Qwen3Config:
     """The model that a `config.json`, or the folder that holds it, describes; UserError if it is not of the family."""
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -63,7 +63,7 @@ def read_config(family: Family, path: Path) -> Architecture:
     return _architecture(family, config, path)
 
 
-def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Architecture:
+def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Qwen3Config:
     config = {OTHER_KEYS.get(key, key): value for key, value in config.items()}
     try:
         base, rope = read_rope(config)
@@ -73,17 +73,17 @@ def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Arch
     found = {ours: config[theirs] for ours, theirs in family.keys.items() if config.get(theirs) is not None}
     for reason in (*_differences(family, config), *_gaps(family, found), *_wrong_types(family, found)):
         raise UserError(f"config: {path} {reason}; take the config.json of {family.called}")
-    architecture = family.architecture(**{**family.silent, **found, "rope_scaling": rope})
+    architecture = family.architecture(**{**family.hf_defaults, **found, "rope_scaling": rope})
     for fault in _faults(architecture):
         raise UserError(f"config: in {path}, {fault.why}; take the config.json of {family.called}")
     return architecture
 
 
-def _faults(architecture: Architecture) -> Iterator[Fault]:
+def _faults(architecture: Qwen3Config) -> Iterator[Fault]:
     yield from head_faults(architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim)
     if architecture.rope_scaling is not None:
         yield from rope_faults(architecture.rope_scaling, architecture.head_dim)
-    if isinstance(architecture, SparseArchitecture):
+    if isinstance(architecture, Qwen3MoeConfig):
         keys = ("num_hidden_layers", "num_experts", "num_experts_per_tok", "decoder_sparse_step", "mlp_only_layers")
         yield from expert_faults(*(getattr(architecture, key) for key in keys))
 

@@ -6,15 +6,15 @@ from torch import Tensor, nn
 
 from drawloom.components.model.layers.embedding import Embedding
 from drawloom.components.model.layers.linear import Linear
-from drawloom.components.model.layers.norm import Norm
+from drawloom.components.model.layers.norm import RMSNorm
 from drawloom.components.model.qwen3.block import Block
-from drawloom.components.model.qwen3.config import Architecture
+from drawloom.components.model.qwen3.config import Qwen3Config
 from drawloom.components.model.qwen3.rope_scaling import scaling_of
-from drawloom.components.ports.model import Kernels, Shared, Span
+from drawloom.components.ports.model import BatchContext, Kernels, LayerRange
 from drawloom.kernels.rope_frequencies import rope_angles
 
 
-class Decoder(nn.Module):
+class Qwen3Model(nn.Module):
     """
     A run of layers, named by their numbers in the whole model, with or without either end.
 
@@ -24,7 +24,7 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, architecture: Architecture, span: Span, kernels: Kernels, feed_forward: Callable[[int], nn.Module]
+        self, architecture: Qwen3Config, span: LayerRange, kernels: Kernels, feed_forward: Callable[[int], nn.Module]
     ) -> None:
         super().__init__()
         self.architecture = architecture
@@ -36,11 +36,11 @@ class Decoder(nn.Module):
             self.embedding = Embedding(architecture.vocab_size, architecture.hidden_size, kernels)
         self.layers = nn.ModuleDict({str(number): block for number, block in blocks.items()})
         if span.head:
-            self.norm = Norm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
+            self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
         if span.head and not architecture.tie_word_embeddings:
             self.head = Linear(architecture.hidden_size, architecture.vocab_size, kernels)
 
-    def forward(self, inputs: Tensor, shared: Shared) -> Tensor:
+    def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
         hidden = self.embedding(inputs) if self.span.embedding else inputs
         cos, sin = self._angles(shared.positions)
         for block in self.layers.values():

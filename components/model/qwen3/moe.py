@@ -4,16 +4,16 @@ from typing import Any
 
 from torch import nn
 
-from drawloom.components.model.qwen3.builder import Blueprint
+from drawloom.components.model.qwen3.builder import Qwen3Builder
 from drawloom.components.model.qwen3.experts import Experts
-from drawloom.components.model.qwen3.family import SPARSE
-from drawloom.components.model.qwen3.swiglu import FeedForward
+from drawloom.components.model.qwen3.family import MOE
+from drawloom.components.model.qwen3.swiglu import SwiGLU
 from drawloom.components.ports.model import ExpertKernels
 from drawloom.graph import at_least, component, setting
 
 
 @component(change="structural")
-class Qwen3Sparse(Blueprint):
+class Qwen3Moe(Qwen3Builder):
     """
     A Qwen3 language model with experts, of sizes given here or by a Hugging Face `config.json`.
 
@@ -21,7 +21,7 @@ class Qwen3Sparse(Blueprint):
     row over the experts joins in training, and is no part of the losses that are reported.
     """
 
-    family = SPARSE
+    family = MOE
 
     kernels: ExpertKernels
     intermediate_size: int | None = setting(
@@ -50,6 +50,6 @@ class Qwen3Sparse(Blueprint):
 
     def feed_forward_of(self, number: int) -> nn.Module:
         architecture: Any = self.architecture
-        if architecture.is_sparse(number):
+        if architecture.has_experts(number):
             return Experts(architecture, self.kernels)
-        return FeedForward(architecture, self.kernels)
+        return SwiGLU(architecture, self.kernels)

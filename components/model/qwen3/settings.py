@@ -6,8 +6,8 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.qwen3.config import (
-    Architecture,
-    SparseArchitecture,
+    Qwen3Config,
+    Qwen3MoeConfig,
     expert_faults,
     has_experts,
     head_faults,
@@ -49,11 +49,11 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
         yield from _attention_faults(given)
     if "rope_scaling" in given:
         yield from rope_faults(given["rope_scaling"], given.get("head_dim"))
-    if family.architecture is SparseArchitecture and given.keys() >= set(family.needed):
+    if family.architecture is Qwen3MoeConfig and given.keys() >= set(family.needed):
         yield from _expert_faults(given)
 
 
-def choose_architecture(family: Family, settings: Mapping[str, Any], tokens: int | None) -> Architecture:
+def choose_architecture(family: Family, settings: Mapping[str, Any], tokens: int | None) -> Qwen3Config:
     """The architecture that the settings ask for, with `tokens` ids in the tokenizer; UserError if there is none."""
     for fault in faults(family, settings, tokens is not None):
         raise UserError(f"{family.component}: {fault.why}; {fault.instead}")

@@ -3,14 +3,14 @@
 from torch import Tensor, nn
 
 from drawloom.components.model.layers.linear import Linear
-from drawloom.components.model.qwen3.config import Architecture
+from drawloom.components.model.qwen3.config import Qwen3Config
 from drawloom.components.ports.model import Kernels
 
 
-class FeedForward(nn.Module):
+class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) for each token; (..., width) in and out. Targets are nothing to it."""
 
-    def __init__(self, architecture: Architecture, kernels: Kernels) -> None:
+    def __init__(self, architecture: Qwen3Config, kernels: Kernels) -> None:
         super().__init__()
         self.gate = Linear(architecture.hidden_size, architecture.intermediate_size, kernels)
         self.up = Linear(architecture.hidden_size, architecture.intermediate_size, kernels)

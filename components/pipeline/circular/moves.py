@@ -30,7 +30,7 @@ class Move:
 def early_moves(table: Timetable, iteration: int) -> list[Move]:
     """Moves of what the iteration before left: in `state_io`, and as outputs."""
     moves = [*_climbs(table, iteration)]
-    if table.hop == 2:
+    if table.latency == 2:
         moves += _hops(table, iteration - 1)
     item = table.comes_round(iteration - 1)
     if table.stores and item is not None:  # it waits for an iteration in what MaxText calls circ_storage_mover
@@ -40,7 +40,7 @@ def early_moves(table: Timetable, iteration: int) -> list[Move]:
 
 def late_moves(table: Timetable, iteration: int) -> list[Move]:
     """Moves of what an iteration gave: to the next stages at once, if forwarding is not delayed."""
-    return [*_hops(table, iteration)] if table.hop == 1 else []
+    return [*_hops(table, iteration)] if table.latency == 1 else []
 
 
 def _climbs(table: Timetable, iteration: int) -> Iterator[Move]:

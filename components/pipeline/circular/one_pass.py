@@ -10,13 +10,13 @@ from torch import Tensor
 from drawloom.components.pipeline.circular.buffers import Buffers
 from drawloom.components.pipeline.circular.moves import Move, early_moves, late_moves
 from drawloom.components.pipeline.circular.ring import (
+    Exchange,
     Form,
-    Outbox,
+    PendingSends,
     Ring,
-    Trip,
     arrive,
-    begin_thread,
-    end_thread,
+    begin_token,
+    end_token,
     start,
 )
 from drawloom.components.pipeline.circular.running import Running, SideOutputs, Task
@@ -29,7 +29,7 @@ class _Journey:
 
     staying: list[tuple[Move, Tensor]]
     coming: list[Move]
-    trip: Trip | None
+    trip: Exchange | None
 
 
 @attrs.define(eq=False)
@@ -42,7 +42,7 @@ class Pass:
     shared: Sequence[Any]
     form: Form
     buffers: Buffers
-    outbox: Outbox
+    outbox: PendingSends
     thread: Tensor
     sides: dict[tuple[int, int, int], SideOutputs] = attrs.field(init=False, factory=dict)
 
@@ -58,8 +58,8 @@ class Pass:
         weights: Sequence[Tensor],
     ) -> "Pass":
         """A pass before its first iteration."""
-        outbox, form = Outbox(), Form(inputs.shape[1:], inputs.dtype, inputs.device)
-        thread = begin_thread(outbox, inputs.device, [inputs, *weights])
+        outbox, form = PendingSends(), Form(inputs.shape[1:], inputs.dtype, inputs.device)
+        thread = begin_token(outbox, inputs.device, [inputs, *weights])
         return cls(table, ring, running, shared, form, Buffers.of(table, own, inputs.unbind()), outbox, thread)
 
     def iterate(self, iteration: int) -> None:
@@ -73,7 +73,7 @@ class Pass:
 
     def results(self) -> Tensor | tuple[Tensor, SideOutputs]:
         """What the pipeline gives on this rank."""
-        outputs = torch.stack(end_thread(self.outbox, self.thread, self.buffers.results()))
+        outputs = torch.stack(end_token(self.outbox, self.thread, self.buffers.results()))
         names = next(iter(self.sides.values()), {})
         return (outputs, {name: self._stacked(name) for name in names}) if names else outputs
 
@@ -115,7 +115,7 @@ class Pass:
         if not leaving and not coming:
             return _Journey(staying, coming, None)
         to, sources = [self._rank(move.target) for move, _ in leaving], [self._rank(move.source) for move in coming]
-        trip = Trip(self.ring, self.outbox, to, sources, self.form)
+        trip = Exchange(self.ring, self.outbox, to, sources, self.form)
         self.thread = start(trip, self.thread, [value for _, value in leaving])
         return _Journey(staying, coming, trip)
 

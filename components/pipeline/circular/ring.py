@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from drawloom.components.ports.distributed import Link, Pending
+from drawloom.components.ports.distributed import P2PChannel, Pending
 
 
 @attrs.frozen
@@ -25,7 +25,7 @@ class Ring:
 
     rank: int = 0
     size: int = 1
-    links: Mapping[int, Link] = attrs.field(factory=dict)
+    links: Mapping[int, P2PChannel] = attrs.field(factory=dict)
 
 
 @attrs.frozen
@@ -42,7 +42,7 @@ class Form:
 
 
 @attrs.define(eq=False)
-class Outbox:
+class PendingSends:
     """Messages that nobody here waits for. They hold their tensors until they are over."""
 
     _sending: list[Pending] = attrs.field(init=False, factory=list)
@@ -60,11 +60,11 @@ class Outbox:
 
 
 @attrs.define(eq=False)
-class Trip:
+class Exchange:
     """Tensors on their way to and from neighbours, which are named by their places in the ring."""
 
     ring: Ring
-    outbox: Outbox
+    outbox: PendingSends
     to: Sequence[int]
     sources: Sequence[int]
     form: Form
@@ -86,24 +86,24 @@ class Trip:
         return [box for _, box in coming]
 
 
-def begin_thread(outbox: Outbox, device: torch.device, tensors: Sequence[Tensor]) -> Tensor:
+def begin_token(outbox: PendingSends, device: torch.device, tensors: Sequence[Tensor]) -> Tensor:
     """The thread, tied to all that may ask for a gradient; it needs none itself if gradients are off."""
     anchor = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
     return _apply(_Begin, outbox, anchor, *tensors)[0]
 
 
-def start(trip: Trip, thread: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+def start(trip: Exchange, thread: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """Begin a trip with these tensors; gives the thread."""
     return _apply(_Start, trip, thread, *tensors)[0]
 
 
-def arrive(trip: Trip, thread: Tensor) -> tuple[Tensor, list[Tensor]]:
+def arrive(trip: Exchange, thread: Tensor) -> tuple[Tensor, list[Tensor]]:
     """End a trip; gives the thread, and what came."""
     thread, *came = _apply(_Arrive, trip, thread)
     return thread, came
 
 
-def end_thread(outbox: Outbox, thread: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def end_token(outbox: PendingSends, thread: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors; whoever goes backward from any of them draws the thread."""
     outbox.clear()
     return list(_apply(_End, thread, *tensors))
@@ -117,7 +117,7 @@ def _apply(node: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, outbox: Outbox, anchor: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, outbox: PendingSends, anchor: Tensor, *tensors: Tensor) -> Tensor:
         ctx.outbox, ctx.count = outbox, len(tensors)
         return anchor.clone()
 
@@ -131,7 +131,7 @@ class _Begin(torch.autograd.Function):
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, trip: Trip, thread: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, trip: Exchange, thread: Tensor, *tensors: Tensor) -> Tensor:
         trip.begin(tensors, back=False)
         ctx.trip = trip
         return thread.clone()
@@ -144,7 +144,7 @@ class _Start(torch.autograd.Function):
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, trip: Trip, thread: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, trip: Exchange, thread: Tensor) -> tuple[Tensor, ...]:
         ctx.trip = trip
         return (thread.clone(), *trip.finish())
 

@@ -33,22 +33,23 @@ class Timetable:
     stages: int
     microbatches: int
     repeats: int = 1
-    hop: int = 1
+    latency: int = 1
 
     def __attrs_post_init__(self) -> None:
-        if min(self.stages, self.microbatches, self.repeats) < 1 or self.hop not in (1, 2):
+        if min(self.stages, self.microbatches, self.repeats) < 1 or self.latency not in (1, 2):
             raise ValueError(f"there is no such pipeline: {self}")
         rounds, left = divmod(self.microbatches, self.stages)
         if left:
-            fitting = f"{rounds * self.stages} or " if rounds >= self.hop else ""
-            more = max(rounds + 1, self.hop) * self.stages
+            fitting = f"{rounds * self.stages} or " if rounds >= self.latency else ""
+            more = max(rounds + 1, self.latency) * self.stages
             raise ValueError(
                 f"{self.microbatches} microbatches can't be dealt out to {self.stages} stages; write {fitting}{more}"
             )
-        if rounds < self.hop:
+        if rounds < self.latency:
             raise ValueError(
                 f"{self.microbatches} microbatches are too few for {self.stages} stages and delayed forwarding, in "
-                f"which an output needs two iterations to the next stage; write {self.hop * self.stages}, or no delay"
+                f"which an output needs two iterations to the next stage; write {self.latency * self.stages}, "
+                "or no delay"
             )
 
     @property
@@ -59,7 +60,7 @@ class Timetable:
     @property
     def bubble(self) -> int:
         """The iterations that the pipeline needs beyond those in which stage 0 works."""
-        return self.hop * (self.stages - 1)
+        return self.latency * (self.stages - 1)
 
     @property
     def iterations(self) -> int:
@@ -74,11 +75,11 @@ class Timetable:
     @property
     def stores(self) -> bool:
         """Whether what comes round waits in `circ_storage`, since stage 0 is not ready for it when it comes."""
-        return self.repeats > 1 and self.microbatches > self.stages * self.hop
+        return self.repeats > 1 and self.microbatches > self.stages * self.latency
 
     def item(self, iteration: int, stage: int) -> Item | None:
         """What a stage works on in an iteration; None in the bubble."""
-        number = iteration - self.hop * stage
+        number = iteration - self.latency * stage
         if not 0 <= number < self.microbatches * self.repeats:
             return None
         return Item(number % self.microbatches, number // self.microbatches)

@@ -1,6 +1,6 @@
 """All microbatches through one stage of a rank, then all through its next; and back the same way."""
 
-from drawloom.components.pipeline.program.row_builder import backward, forward, weave
+from drawloom.components.pipeline.program.row_builder import backward, build_program, forward
 from drawloom.components.ports.program import Program
 
 
@@ -10,4 +10,4 @@ def breadth_first(owners: tuple[int, ...], ranks: int, microbatches: int, *, tra
     row = [forward(own) for own in stages for _ in range(microbatches)]
     if train:
         row += [backward(own) for own in reversed(stages) for _ in range(microbatches)]
-    return weave([row] * ranks, owners, microbatches, newest_first=True)
+    return build_program([row] * ranks, owners, microbatches, newest_first=True)

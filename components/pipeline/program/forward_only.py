@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from drawloom.components.ports.program import Action, Program
 
 
-def forward_wave(owners: Sequence[int], microbatches: int) -> Program:
+def forward_only(owners: Sequence[int], microbatches: int) -> Program:
     """
     Microbatches follow one another through the stages, each a stage behind the one before.
 

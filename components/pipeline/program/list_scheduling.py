@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.placement import vee
-from drawloom.components.pipeline.program.row_builder import F0, F1, I0, I1, weave
+from drawloom.components.pipeline.program.row_builder import F0, F1, I0, I1, build_program
 from drawloom.components.pipeline.program.timing import dependencies
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 
@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 
-def fill_freely(ranks: int, microbatches: int, limit: int, costs: Costs) -> Program:
+def list_schedule(ranks: int, microbatches: int, limit: int, costs: Costs) -> Program:
     """
     Two stages a rank on a V, in any order that holds `limit` stage-microbatches at most, two or more, on each rank.
 
@@ -34,17 +34,17 @@ def fill_freely(ranks: int, microbatches: int, limit: int, costs: Costs) -> Prog
     """
     queues = [letter for kind in (F1, F0, I0, I1) for letter in [kind] * microbatches]
     share = limit - 1 - np.ceil((limit / 2 - 1) * np.arange(ranks) / ranks).astype(np.int64)
-    return _fill(weave([queues] * ranks, vee(ranks), microbatches), 4, Memory(limit, share, firm=True), costs)
+    return _fill(build_program([queues] * ranks, vee(ranks), microbatches), 4, Memory(limit, share, firm=True), costs)
 
 
-def fill_gaps(program: Program, limit: int, costs: Costs) -> Program:
+def fill_bubbles(program: Program, limit: int, costs: Costs) -> Program:
     """
     A program's forwards and backwards towards inputs in their order, with weight gradients where ranks would wait.
 
     A rank holds at most `limit` stage-microbatches, if the order allows that.
     """
-    inputs = np.where(program.work == BACKWARD, BACKWARD_INPUT, program.work)
-    urgent = attrs.evolve(program, work=inputs).select(inputs != BACKWARD_WEIGHT)
+    inputs = np.where(program.op == BACKWARD, BACKWARD_INPUT, program.op)
+    urgent = attrs.evolve(program, op=inputs).select(inputs != BACKWARD_WEIGHT)
     return _fill(urgent, 1, Memory(limit, np.full(program.ranks, limit), firm=False), costs)
 
 
@@ -76,8 +76,8 @@ def _fill(program: Program, queues: int, memory: Memory, costs: Costs) -> Progra
 class _Actions:
     """What is known of each action. Behind them all stands one that is never ready, the head of an empty queue."""
 
-    needs: Ints
-    makes: Ints
+    consumes: Ints
+    produces: Ints
     delay: Floats
     length: Floats
     forward: Bools
@@ -88,11 +88,11 @@ class _Actions:
         makes, needs, delay = dependencies(program, costs)
         never = makes.max(initial=0) + 1
         return cls(
-            needs=np.append(needs, never),
-            makes=np.append(makes, never),
+            consumes=np.append(needs, never),
+            produces=np.append(makes, never),
             delay=np.append(delay, 0.0),
-            length=np.append(costs.of(program.work), 0.0),
-            forward=np.append(program.work == FORWARD, False),
+            length=np.append(costs.of(program.op), 0.0),
+            forward=np.append(program.op == FORWARD, False),
             first=np.append(program.stage < program.ranks, False),
         )
 
@@ -127,7 +127,7 @@ class _Filling:
         edges = bounds[:-1] + np.outer(np.arange(self.queues + 1), np.diff(bounds) // self.queues)
         longest = int(np.diff(bounds).max())
         self.head, self.tail = edges[:-1].copy(), edges[1:]
-        self.ends = np.full(self.actions.makes.max() + 1, np.inf)
+        self.ends = np.full(self.actions.produces.max() + 1, np.inf)
         self.ends[0] = 0.0
         self.time = np.zeros(ranks)
         self.held, self.held_first, self.incurred, self.paid, self.count = np.zeros((5, ranks), dtype=np.int64)
@@ -140,8 +140,8 @@ class _Filling:
 
     def go_on(self, is_open: Bools) -> None:
         """Decide for every rank that is free soon what it does next."""
-        heads = np.where(self.head < self.tail, self.head, len(self.actions.needs) - 1)
-        ready_at = self.ends[self.actions.needs[heads]] + self.actions.delay[heads]
+        heads = np.where(self.head < self.tail, self.head, len(self.actions.consumes) - 1)
+        ready_at = self.ends[self.actions.consumes[heads]] + self.actions.delay[heads]
         ready_at[self._too_much(heads)] = np.inf
         soonest = ready_at.min(axis=0)
         shortest = min(self.costs.forward, self.costs.backward_input, self.costs.backward_weight)
@@ -167,7 +167,7 @@ class _Filling:
         queue = ready[:, ranks].argmax(axis=0)
         action = heads[queue, ranks]
         self.time[ranks] += self.actions.length[action]
-        self.ends[self.actions.makes[action]] = self.time[ranks]
+        self.ends[self.actions.produces[action]] = self.time[ranks]
         self.head[queue, ranks] += 1
         self.held[ranks] += self.actions.forward[action]
         self.held_first[ranks] += self.actions.forward[action] & self.actions.first[action]
@@ -193,12 +193,12 @@ class _Filling:
         """What was done."""
         done = np.concatenate([line[:count] for line, count in zip(self.done, self.count, strict=True)])
         action = np.where(done < 0, ~done, done)
-        work = np.where(done < 0, BACKWARD_WEIGHT, self.program.work[action])
+        work = np.where(done < 0, BACKWARD_WEIGHT, self.program.op[action])
         return attrs.evolve(
             self.program,
             bounds=np.append(0, np.cumsum(self.count)),
             stage=self.program.stage[action],
-            work=work,
+            op=work,
             microbatch=self.program.microbatch[action],
-            joined=np.zeros(len(work), dtype=bool),
+            overlaps_previous=np.zeros(len(work), dtype=bool),
         )

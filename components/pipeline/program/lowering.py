@@ -19,11 +19,11 @@ from drawloom.components.ports.program import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
-    WORKS,
+    OPS,
     Action,
-    Line,
     Message,
     Program,
+    RankProgram,
     joined_up,
 )
 
@@ -31,7 +31,7 @@ PAPER = Costs(comm=0.25)
 """What is assumed of work and messages to lay them in order: a message takes a quarter of a forward."""
 
 
-def lower(program: Program, rank: int, costs: Costs = PAPER) -> Line:
+def lower(program: Program, rank: int, costs: Costs = PAPER) -> RankProgram:
     """One rank's line with its messages. All ranks must be given the same program and costs; raises Stuck."""
     program = with_whole_backwards(program)
     return with_messages(program, time(program, costs), rank)
@@ -40,35 +40,35 @@ def lower(program: Program, rank: int, costs: Costs = PAPER) -> Line:
 def with_whole_backwards(program: Program) -> Program:
     """The same program with a B for each I that its own W follows at once, if no other rank waits for what I gives."""
     together = np.zeros(len(program.stage), dtype=bool)
-    together[:-1] = (program.work[:-1] == BACKWARD_INPUT) & (program.work[1:] == BACKWARD_WEIGHT)
+    together[:-1] = (program.op[:-1] == BACKWARD_INPUT) & (program.op[1:] == BACKWARD_WEIGHT)
     for column in (program.stage, program.microbatch, program.rank):
         together[:-1] &= column[:-1] == column[1:]
-    together[:-1] &= ~program.joined[1:]
+    together[:-1] &= ~program.overlaps_previous[1:]
     together &= peers(program) == program.rank
-    work = np.where(together, BACKWARD, program.work)
-    return attrs.evolve(program, work=work).select(~np.roll(together, 1))
+    work = np.where(together, BACKWARD, program.op)
+    return attrs.evolve(program, op=work).select(~np.roll(together, 1))
 
 
 def peers(program: Program) -> NDArray[np.int64]:
     """For each action, the rank that its result goes to, which is its own if there is none to pass on."""
-    owners, whose = np.array(program.owners), program.rank
-    goal = program.stage + np.where(program.work == FORWARD, 1, -1)
-    passed_on = (program.work != BACKWARD_WEIGHT) & (goal >= 0) & (goal < program.stages)
+    owners, whose = np.array(program.stage_to_rank), program.rank
+    goal = program.stage + np.where(program.op == FORWARD, 1, -1)
+    passed_on = (program.op != BACKWARD_WEIGHT) & (goal >= 0) & (goal < program.stages)
     return np.where(passed_on, owners[np.where(passed_on, goal, 0)], whose)
 
 
-def with_messages(program: Program, timing: Timing, rank: int) -> Line:
+def with_messages(program: Program, timing: Timing, rank: int) -> RankProgram:
     """One rank's line with its messages, given when each action of the whole program ends."""
     whose, goals = program.rank, peers(program)
     works, sends, receives = whose == rank, (whose == rank) & (goals != rank), (whose != rank) & (goals == rank)
     rows = np.concatenate([np.flatnonzero(some) for some in (works, sends, receives)])
     kinds = np.repeat([_WORK, _SEND, _RECEIVE], [some.sum() for some in (works, sends, receives)])
-    order = np.lexsort((kinds, rows, timing.sweep[rows], timing.end[rows]))  # rows break ties alike on all ranks
+    order = np.lexsort((kinds, rows, timing.wave[rows], timing.end[rows]))  # rows break ties alike on all ranks
     rows, kinds = rows[order], kinds[order]
     peer = np.where(kinds == _SEND, goals[rows], whose[rows])
-    columns = (program.stage[rows], program.work[rows], program.microbatch[rows], kinds, peer)
+    columns = (program.stage[rows], program.op[rows], program.microbatch[rows], kinds, peer)
     actions = [_action(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
-    return joined_up(zip(actions, _joined(program.joined[rows], kinds), strict=True))
+    return joined_up(zip(actions, _joined(program.overlaps_previous[rows], kinds), strict=True))
 
 
 _WORK, _SEND, _RECEIVE = range(3)
@@ -85,7 +85,7 @@ _MESSAGES: dict[tuple[bool, int], tuple[Message, int]] = {
 def _action(stage: int, work: int, microbatch: int, kind: int, peer: int) -> Action:
     """The work itself, or its result on the way: where it leaves, or where it arrives."""
     if kind == _WORK:
-        return Action(stage, WORKS[work], microbatch)
+        return Action(stage, OPS[work], microbatch)
     message, step = _MESSAGES[work == FORWARD, kind]
     return Action(stage + step, message, microbatch, peer)
 

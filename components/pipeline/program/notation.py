@@ -2,7 +2,7 @@
 
 import re
 
-from drawloom.components.ports.program import Action, Line, Overlap, Program
+from drawloom.components.ports.program import Action, Overlap, Program, RankProgram
 
 ACTION = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
@@ -25,7 +25,7 @@ def read_program(text: str) -> Program:
     return Program.of([_read_line(row.partition(":")[2]) for row in text.splitlines() if row.strip()])
 
 
-def _read_line(text: str) -> Line:
+def _read_line(text: str) -> RankProgram:
     return [read_action(word) for word in text.split()]
 
 

@@ -57,7 +57,9 @@ def overlap(first: int, second: int) -> int:
     return first + second * _JOINT
 
 
-def weave(rows: Sequence[Row], owners: tuple[int, ...], microbatches: int, *, newest_first: bool = False) -> Program:
+def build_program(
+    rows: Sequence[Row], owners: tuple[int, ...], microbatches: int, *, newest_first: bool = False
+) -> Program:
     """
     The program whose line for each rank is a row of letters; stage s belongs to rank `owners[s]`.
 

@@ -14,7 +14,7 @@ from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.ports.program import BACKWARD_WEIGHT, FORWARD, Program
 
 
-class Stuck(Exception):
+class Deadlock(Exception):
     """A program can't be carried out: every rank that is left waits for another."""
 
 
@@ -24,7 +24,7 @@ class Timing:
 
     start: NDArray[np.float64]
     end: NDArray[np.float64]
-    sweep: NDArray[np.int64]
+    wave: NDArray[np.int64]
 
     @property
     def makespan(self) -> float:
@@ -37,19 +37,19 @@ def time(program: Program, costs: Costs) -> Timing:
     made, takes, delay = dependencies(program, costs)
     ends = np.full(made.max(initial=0) + 1, np.inf)
     ends[_NOTHING] = 0.0
-    length, place, free = costs.of(program.work), program.bounds[:-1].copy(), np.zeros(program.ranks)
+    length, place, free = costs.of(program.op), program.bounds[:-1].copy(), np.zeros(program.ranks)
     timing = Timing(np.zeros(len(made)), np.zeros(len(made)), np.zeros(len(made), dtype=np.int64))
     number = 0
     while len(ranks := np.flatnonzero(place < program.bounds[1:])):
         ready = ends[takes[place[ranks]]] + delay[place[ranks]]
         able = ready < np.inf
         if not able.any():
-            raise Stuck(_stuck(program, place[ranks]))
+            raise Deadlock(_stuck(program, place[ranks]))
         ranks = ranks[able]
         now = place[ranks]
         start = np.maximum(free[ranks], ready[able])
         end = start + length[now]
-        timing.start[now], timing.end[now], timing.sweep[now] = start, end, number
+        timing.start[now], timing.end[now], timing.wave[now] = start, end, number
         free[ranks] = ends[made[now]] = end
         place[ranks] += 1
         number += 1
@@ -65,7 +65,7 @@ def dependencies(program: Program, costs: Costs) -> tuple[NDArray[np.int64], NDA
     For each action the cell in which it leaves its end, the cell with the end of what it takes, and how long that
     travels. Cell 0 is for actions that take nothing, the last one for ends that nobody asks for.
     """
-    stage, work, last = program.stage, program.work, program.stages - 1
+    stage, work, last = program.stage, program.op, program.stages - 1
     forward, weight = work == FORWARD, work == BACKWARD_WEIGHT
     direction = np.where(forward, 1, -1)
     size = program.stages * program.microbatches
@@ -74,7 +74,7 @@ def dependencies(program: Program, costs: Costs) -> tuple[NDArray[np.int64], NDA
     takes = made - direction * program.microbatches
     takes[~forward & (stage == last)] = cell[~forward & (stage == last)]
     takes[weight | (forward & (stage == 0))] = _NOTHING
-    owners = np.array(program.owners)
+    owners = np.array(program.stage_to_rank)
     source = np.clip(stage - direction, 0, last)
     delay = np.where(owners[source] != owners[stage], costs.comm, 0.0)
     delay[takes == _NOTHING] = 0.0

@@ -10,7 +10,7 @@ import io
 import re
 
 from drawloom.components.pipeline.program.notation import read_action
-from drawloom.components.ports.program import WORKS, Action, Line, Overlap, Program
+from drawloom.components.ports.program import OPS, Action, Overlap, Program, RankProgram
 
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 ASIDE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
@@ -29,8 +29,8 @@ def write_csv(program: Program) -> str:
     return text.getvalue()
 
 
-def _line(cells: list[str], row: int) -> Line:
-    line: Line = []
+def _line(cells: list[str], row: int) -> RankProgram:
+    line: RankProgram = []
     for column, cell in enumerate(cells, 1):
         try:
             item = _read(cell.strip())
@@ -45,7 +45,7 @@ def _read(cell: str) -> Action | Overlap | None:
         return None
     overlap = OVERLAP.fullmatch(cell)
     item = read_action(overlap[1].replace(";", "|") if overlap else cell)
-    return item if isinstance(item, Overlap) or item.work in WORKS else None
+    return item if isinstance(item, Overlap) or item.op in OPS else None
 
 
 def _cell(item: Action | Overlap) -> str:

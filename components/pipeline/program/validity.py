@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from drawloom.components.pipeline.program.costs import Costs
-from drawloom.components.pipeline.program.timing import Stuck, time
+from drawloom.components.pipeline.program.timing import Deadlock, time
 from drawloom.components.ports.program import Program, flat
 
 TRAINS = ("FB", "FIW")
@@ -26,8 +26,8 @@ def _on_other_ranks(program: Program) -> Iterator[str]:
         for action in flat(program.line(rank)):
             if not 0 <= action.stage < program.stages:
                 yield f"{action} on rank {rank}: there are stages 0 to {program.stages - 1}"
-            elif program.owners[action.stage] != rank:
-                yield f"{action} is on rank {rank}, but its stage belongs to rank {program.owners[action.stage]}"
+            elif program.stage_to_rank[action.stage] != rank:
+                yield f"{action} is on rank {rank}, but its stage belongs to rank {program.stage_to_rank[action.stage]}"
 
 
 def _not_once(program: Program) -> Iterator[str]:
@@ -35,7 +35,7 @@ def _not_once(program: Program) -> Iterator[str]:
     for rank in range(program.ranks):
         for action in flat(program.line(rank)):
             place = action.stage, action.microbatch
-            done[place] = done.get(place, "") + action.work
+            done[place] = done.get(place, "") + action.op
     fine = TRAINS if any(works.strip("F") for works in done.values()) else INFERS
     for (stage, microbatch), works in done.items():
         if works not in fine:
@@ -45,6 +45,6 @@ def _not_once(program: Program) -> Iterator[str]:
 def _stuck(program: Program) -> list[str]:
     try:
         time(program, Costs())
-    except Stuck as stuck:
+    except Deadlock as stuck:
         return [str(stuck)]
     return []

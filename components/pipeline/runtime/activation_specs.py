@@ -7,33 +7,33 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.model import Shared, Span
+from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.components.storage.pytree import branches, leaves, transform
 
 Key = tuple[Any, ...]
 
 
 @attrs.define(eq=False)
-class Boundaries:
+class ActivationSpecs:
     """
     Knows the tree of tensors that each stage takes, for microbatches of any shape.
 
     `build` makes the module of a span on the meta device. Each module is built, and each shape sent through, once.
     """
 
-    spans: Sequence[Span]
-    build: Callable[[Span], nn.Module]
+    spans: Sequence[LayerRange]
+    build: Callable[[LayerRange], nn.Module]
     _modules: dict[int, nn.Module] = attrs.field(factory=dict)
     _known: dict[Key, Any] = attrs.field(factory=dict)
 
-    def of(self, stage: int, tokens: Tensor, shared: Shared) -> Any:
+    def of(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
         """What a stage takes for a microbatch, as a tree of meta tensors; what is no tensor stands for itself."""
         key = (stage, tokens.shape, tokens.dtype)
         if key not in self._known:
             self._known[key] = self._find(stage, tokens, shared)
         return self._known[key]
 
-    def _find(self, stage: int, tokens: Tensor, shared: Shared) -> Any:
+    def _find(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
         if stage == 0:
             return on_meta(tokens)
         before = self.of(stage - 1, tokens, shared)

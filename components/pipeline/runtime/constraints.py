@@ -15,7 +15,7 @@ def misfits(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Pro
         return
     ranks, layers = mesh.settings.get("pipeline", 1), model.settings.get("layers")
     try:
-        stages = len(made.owners(ranks))
+        stages = len(made.stage_to_rank(ranks))
     except UserError as error:
         yield mesh.fault("pipeline", str(error))
         return

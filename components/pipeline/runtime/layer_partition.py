@@ -1,9 +1,9 @@
 """Which layers each stage of a pipeline holds."""
 
-from drawloom.components.ports.model import Span
+from drawloom.components.ports.model import LayerRange
 
 
-def split_layers(layers: int, stages: int, before: int = 0, after: int = 0) -> list[Span]:
+def partition_layers(layers: int, stages: int, before: int = 0, after: int = 0) -> list[LayerRange]:
     """
     Layers over stages as evenly as can be, the earlier stages taking one more where it does not come out even.
 
@@ -22,6 +22,6 @@ def split_layers(layers: int, stages: int, before: int = 0, after: int = 0) -> l
         sizes[cheapest] += 1
     ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
     return [
-        Span(end - size, end, embedding=stage == 0, head=stage == stages - 1)
+        LayerRange(end - size, end, embedding=stage == 0, head=stage == stages - 1)
         for stage, (size, end) in enumerate(zip(sizes, ends, strict=True))
     ]

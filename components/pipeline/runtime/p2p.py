@@ -8,16 +8,16 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Link, Pending
+from drawloom.components.ports.distributed import P2PChannel, Pending
 from drawloom.components.ports.program import Message
 from drawloom.components.storage.pytree import leaves, transform
 
-Address = tuple[Message, int, int]
+MessageKey = tuple[Message, int, int]
 """Which message: its kind on the receiving side, the stage that takes it, the microbatch."""
 
 
 @attrs.define(eq=False)
-class Mail:
+class P2PBuffers:
     """
     The messages of one step. `links` are the neighbours by their place in the pipeline.
 
@@ -25,9 +25,9 @@ class Mail:
     message is over, which is looked after whenever another is sent.
     """
 
-    links: Mapping[int, Link]
+    links: Mapping[int, P2PChannel]
     device: torch.device
-    _coming: dict[Address, tuple[Any, list[Pending]]] = attrs.field(factory=dict)
+    _coming: dict[MessageKey, tuple[Any, list[Pending]]] = attrs.field(factory=dict)
     _going: deque[Pending] = attrs.field(factory=deque)
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
@@ -38,13 +38,13 @@ class Mail:
         while going and going[0].is_completed():
             going.popleft().wait()  # costs nothing now, and torch lets go of what it kept for it
 
-    def receive(self, address: Address, peer: int, like: Any) -> None:
+    def receive(self, address: MessageKey, peer: int, like: Any) -> None:
         """Begin to receive a tree of tensors like this one, which may be on the meta device."""
         tree = transform(lambda leaf: self._room(leaf), like)
         link = self.links[peer]
         self._coming[address] = tree, [link.receive(leaf) for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
-    def take(self, address: Address) -> Any:
+    def wait_recv(self, address: MessageKey) -> Any:
         """The tree that was received, once it is whole."""
         tree, messages = self._coming.pop(address)
         for message in messages:

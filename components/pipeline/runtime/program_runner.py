@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from drawloom.components.pipeline.runtime.activation_specs import mismatch
-from drawloom.components.pipeline.runtime.p2p import Mail
-from drawloom.components.pipeline.runtime.stage_runner import StageWork, as_input, floating
+from drawloom.components.pipeline.runtime.p2p import P2PBuffers
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import Shared, StageInputs
+from drawloom.components.ports.model import BatchContext, StageInputs
 from drawloom.components.ports.pipeline import Losses
-from drawloom.components.ports.program import Action, Line, flat
+from drawloom.components.ports.program import Action, RankProgram, flat
 from drawloom.components.storage.pytree import leaves
 from drawloom.graph import UserError
 
@@ -23,16 +23,16 @@ Place = tuple[int, int]
 
 
 @attrs.frozen
-class Load:
+class MicrobatchInputs:
     """A microbatch as the stages see it."""
 
     tokens: Tensor
-    shared: Shared
+    shared: BatchContext
     batch: Batch | None = None
 
 
 @attrs.define(eq=False)
-class Passage:
+class ProgramRunner:
     """
     Carries a line out. It is made for one pass and dropped with all that lives in it, also when the pass fails.
 
@@ -40,16 +40,16 @@ class Passage:
     the other, if that stands on this rank too, or is sent. What the last stage makes is handed to `each_output`.
     """
 
-    works: Mapping[int, StageWork]
-    loads: Sequence[Load]
+    works: Mapping[int, StageRunner]
+    microbatches: Sequence[MicrobatchInputs]
     boundaries: StageInputs
-    mail: Mail
+    mail: P2PBuffers
     state: PipelineStateHandler
     each_output: Callable[[int, Any], None] = lambda _microbatch, _output: None
     _forward: dict[Place, Any] = attrs.field(factory=dict)
     _backward: dict[Place, list[Tensor]] = attrs.field(factory=dict)
 
-    def run(self, line: Line) -> None:
+    def run(self, line: RankProgram) -> None:
         """Do everything in the line, in order; parts of an overlap one after another, each sending when it can."""
         verbs: dict[str, Callable[[Action], None]] = {
             "F": self._run_forward,
@@ -63,7 +63,7 @@ class Passage:
         }
         for action in flat(line):
             try:
-                verbs[action.work](action)
+                verbs[action.op](action)
             except UserError as error:
                 raise UserError(f"{error} (at {action}: stage {action.stage})", error.exit_code) from error
             except Exception as error:
@@ -79,18 +79,18 @@ class Passage:
         return Losses(whole["loss"].double().sum(), whole["weight"].double().sum(), whole)
 
     def _run_forward(self, action: Action) -> None:
-        work, load = self.works[action.stage], self.loads[action.microbatch]
-        output = work.forward(action.microbatch, self._taken(action, load), load.shared, load.batch)
+        work, load = self.works[action.stage], self.microbatches[action.microbatch]
+        output = work.forward(action.microbatch, self._stage_input(action, load), load.shared, load.batch)
         if work.last:
             self.each_output(action.microbatch, output)
         else:
             self._forward[action.stage + 1, action.microbatch] = output
 
-    def _taken(self, action: Action, load: Load) -> Any:
+    def _stage_input(self, action: Action, load: MicrobatchInputs) -> Any:
         if action.stage == 0:
             return load.tokens
         place = action.stage, action.microbatch
-        given = self._forward.pop(place) if place in self._forward else self.mail.take(("RECV_F", *place))
+        given = self._forward.pop(place) if place in self._forward else self.mail.wait_recv(("RECV_F", *place))
         return as_input(given) if torch.is_grad_enabled() else given
 
     def _send_forward(self, action: Action) -> None:
@@ -103,13 +103,13 @@ class Passage:
 
     def _activations(self, stage: int, microbatch: int) -> Any:
         """The tree of meta tensors that a stage takes for a microbatch: what both ends of a message agree on."""
-        load = self.loads[microbatch]
+        load = self.microbatches[microbatch]
         return self.boundaries.boundary(stage, load.tokens, load.shared)
 
     def _send(self, action: Action, payload: Any, expected: Any) -> None:
         """Send a tree of tensors; a UserError where the receiver would read its bytes as something else."""
         if problem := mismatch(payload, expected):
-            kind = "output" if action.work == "SEND_F" else "gradient"
+            kind = "output" if action.op == "SEND_F" else "gradient"
             raise UserError(
                 f"stage {action.stage} has another {kind} for microbatch {action.microbatch} than rank "
                 f"{action.peer} of the pipeline expects: {problem}; a stage gives what its module gives on the meta "
@@ -118,10 +118,10 @@ class Passage:
         self.mail.send(_peer(action), [leaf for leaf in leaves(payload) if isinstance(leaf, Tensor)])
 
     def _run_backward(self, action: Action) -> None:
-        self._keep(action, self.works[action.stage].backward(action.microbatch, self._grads(action)))
+        self._store_grads(action, self.works[action.stage].backward(action.microbatch, self._grads(action)))
 
     def _run_backward_input(self, action: Action) -> None:
-        self._keep(action, self.works[action.stage].backward_input(action.microbatch, self._grads(action)))
+        self._store_grads(action, self.works[action.stage].backward_input(action.microbatch, self._grads(action)))
 
     def _run_backward_weight(self, action: Action) -> None:
         self.works[action.stage].backward_weight(action.microbatch)
@@ -133,10 +133,10 @@ class Passage:
             return None
         if place in self._backward:
             return self._backward.pop(place)
-        found: list[Tensor] = self.mail.take(("RECV_B", *place))
+        found: list[Tensor] = self.mail.wait_recv(("RECV_B", *place))
         return found
 
-    def _keep(self, action: Action, grads: list[Tensor]) -> None:
+    def _store_grads(self, action: Action, grads: list[Tensor]) -> None:
         if action.stage > 0:
             self._backward[action.stage - 1, action.microbatch] = grads
 

@@ -10,22 +10,22 @@ from drawloom.components.pipeline.split_backward.plan import StageWeights
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import Shared, Stage
-from drawloom.components.ports.pipeline import Objective
+from drawloom.components.ports.model import BatchContext, Stage
+from drawloom.components.ports.pipeline import Loss
 from drawloom.components.storage.pytree import leaves, transform
 
 
 @attrs.define(eq=False)
-class Live:
+class InFlight:
     """What lives between a forward and its backward: the floating leaves that the stage took and gave."""
 
-    taken: list[Tensor]
-    given: list[Tensor]
+    inputs: list[Tensor]
+    outputs: list[Tensor]
     split: SplitBackward | None
 
 
 @attrs.define(eq=False)
-class StageWork:
+class StageRunner:
     """
     One stage at work on the microbatches of a step. With its `weights` it can go backward in two parts.
 
@@ -34,17 +34,17 @@ class StageWork:
     """
 
     stage: Stage
-    objective: Objective
+    objective: Loss
     state: PipelineStateHandler
     weights: StageWeights | None = None
-    _live: dict[int, Live] = attrs.field(factory=dict)
+    _live: dict[int, InFlight] = attrs.field(factory=dict)
 
     @property
     def last(self) -> bool:
         """Whether this stage's output is the model's."""
         return self.stage.index == self.stage.count - 1
 
-    def forward(self, microbatch: int, taken: Any, shared: Shared, batch: Batch | None) -> Any:
+    def forward(self, microbatch: int, taken: Any, shared: BatchContext, batch: Batch | None) -> Any:
         """Run the stage; what it gave, cut from its graph. Without a batch there is no loss."""
         if self.weights is None:
             split, given = None, self._run(microbatch, taken, shared, batch)
@@ -53,10 +53,10 @@ class StageWork:
             with split.forward():
                 given = self._run(microbatch, taken, shared, batch)
         if torch.is_grad_enabled():
-            self._live[microbatch] = Live(floating(leaves(taken)), floating(leaves(given)), split)
-        return transform(cut, given)
+            self._live[microbatch] = InFlight(floating(leaves(taken)), floating(leaves(given)), split)
+        return transform(detach, given)
 
-    def _run(self, microbatch: int, taken: Any, shared: Shared, batch: Batch | None) -> Any:
+    def _run(self, microbatch: int, taken: Any, shared: BatchContext, batch: Batch | None) -> Any:
         given = self.stage.module(taken, shared)
         return self._loss(microbatch, given, batch) if self.last and batch is not None else given
 
@@ -69,17 +69,17 @@ class StageWork:
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         """Both parts at once; the gradient of each floating leaf that the stage took. No `grads` mean a loss."""
         live = self._live.pop(microbatch)
-        pairs = [pair for pair in zip(live.given, grads or _ones(live.given), strict=True) if pair[0].requires_grad]
+        pairs = [pair for pair in zip(live.outputs, grads or _ones(live.outputs), strict=True) if pair[0].requires_grad]
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
-        return [_or_zeros(leaf, leaf.grad) for leaf in live.taken]
+        return [_or_zeros(leaf, leaf.grad) for leaf in live.inputs]
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         """The part that the stage before waits for."""
         live = self._live[microbatch]
-        found = _split(live).backward_input(live.given, grads or _ones(live.given), live.taken)
-        back = [_or_zeros(leaf, grad) for leaf, grad in zip(live.taken, found, strict=True)]
-        live.taken, live.given = [], []
+        found = _split(live).backward_input(live.outputs, grads or _ones(live.outputs), live.inputs)
+        back = [_or_zeros(leaf, grad) for leaf, grad in zip(live.inputs, found, strict=True)]
+        live.inputs, live.outputs = [], []
         return back
 
     def backward_weight(self, microbatch: int) -> None:
@@ -87,7 +87,7 @@ class StageWork:
         _split(self._live.pop(microbatch)).backward_weight()
 
 
-def _split(live: Live) -> SplitBackward:
+def _split(live: InFlight) -> SplitBackward:
     if live.split is None:
         raise ValueError("this stage goes backward as a whole")
     return live.split
@@ -103,7 +103,7 @@ def floating(tree_leaves: list[Any]) -> list[Tensor]:
     return [leaf for leaf in tree_leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def cut(leaf: Any) -> Any:
+def detach(leaf: Any) -> Any:
     """A leaf without its graph."""
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 

@@ -19,10 +19,10 @@ class Circular:
 
     stages_per_rank: int = setting(default=2, check=at_least(1), doc="repeats, each a stage on every rank")
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """For each stage the rank that holds it."""
         return loop(ranks, self.stages_per_rank)
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """What each rank computes, in order."""
-        return breadth_first(self.owners(ranks), ranks, microbatches)
+        return breadth_first(self.stage_to_rank(ranks), ranks, microbatches)

@@ -6,7 +6,7 @@ symmetry by Sea AI Lab, as in DeepSeek's `dualpipev.py`, whose eight steps are t
 """
 
 from drawloom.components.pipeline.program.placement import vee
-from drawloom.components.pipeline.program.row_builder import B0, B1, F0, F1, I0, I1, Row, W, overlap, weave
+from drawloom.components.pipeline.program.row_builder import B0, B1, F0, F1, I0, I1, Row, W, build_program, overlap
 from drawloom.components.ports.program import Program
 from drawloom.graph import component
 
@@ -20,7 +20,7 @@ class DualPipeV:
         """Down the V and up again."""
         return 2
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """For each stage the rank that holds it."""
         return vee(ranks)
 
@@ -28,7 +28,7 @@ class DualPipeV:
         """What each rank computes, in order."""
         enough = max(microbatches, 2 * ranks)
         rows = [_row(rank, ranks, enough) for rank in range(ranks)]
-        return weave(rows, self.owners(ranks), microbatches)
+        return build_program(rows, self.stage_to_rank(ranks), microbatches)
 
 
 def _row(r: int, p: int, m: int) -> Row:

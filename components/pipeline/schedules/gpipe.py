@@ -6,7 +6,7 @@ Every rank holds all microbatches.
 """
 
 from drawloom.components.pipeline.program.placement import loop
-from drawloom.components.pipeline.program.row_builder import B0, F0, weave
+from drawloom.components.pipeline.program.row_builder import B0, F0, build_program
 from drawloom.components.ports.program import Program
 from drawloom.graph import component
 
@@ -20,11 +20,11 @@ class GPipe:
         """One stage on each rank."""
         return 1
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """For each stage the rank that holds it."""
         return loop(ranks)
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """What each rank computes, in order."""
         row = [F0] * microbatches + [B0] * microbatches
-        return weave([row] * ranks, self.owners(ranks), microbatches, newest_first=True)
+        return build_program([row] * ranks, self.stage_to_rank(ranks), microbatches, newest_first=True)

@@ -7,7 +7,7 @@ is less than that order needs, whatever is ready goes, the most urgent first.
 """
 
 from drawloom.components.pipeline.program.costs import Costs
-from drawloom.components.pipeline.program.list_scheduling import fill_freely, fill_gaps
+from drawloom.components.pipeline.program.list_scheduling import fill_bubbles, list_schedule
 from drawloom.components.pipeline.program.placement import vee
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
 from drawloom.components.ports.program import Program
@@ -33,7 +33,7 @@ class Greedy:
         """Down the V and up again."""
         return 2
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """For each stage the rank that holds it."""
         return vee(ranks)
 
@@ -43,5 +43,5 @@ class Greedy:
         enough = 2 * ranks + 1
         limit = enough if self.memory is None else 2 * self.memory
         if limit < enough:
-            return fill_freely(ranks, microbatches, limit, costs)
-        return fill_gaps(DualPipeV().program(ranks, microbatches), limit, costs)
+            return list_schedule(ranks, microbatches, limit, costs)
+        return fill_bubbles(DualPipeV().program(ranks, microbatches), limit, costs)

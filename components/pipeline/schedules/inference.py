@@ -21,10 +21,10 @@ class Inference:
 
     stages_per_rank: int = setting(default=1, check=at_least(1), doc="stages on each rank")
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """For each stage the rank that holds it."""
         return loop(ranks, self.stages_per_rank)
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """What each rank computes, in order."""
-        return breadth_first(self.owners(ranks), ranks, microbatches, train=False)
+        return breadth_first(self.stage_to_rank(ranks), ranks, microbatches, train=False)

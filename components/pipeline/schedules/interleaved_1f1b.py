@@ -8,7 +8,7 @@ not be equal: any number of microbatches will do.
 
 from drawloom.components.pipeline.program.interleaved import interleaved
 from drawloom.components.pipeline.program.placement import loop
-from drawloom.components.pipeline.program.row_builder import backward, weave
+from drawloom.components.pipeline.program.row_builder import backward, build_program
 from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
 
@@ -19,11 +19,11 @@ class Interleaved1F1B:
 
     stages_per_rank: int = setting(default=2, check=at_least(1), doc="stages on each rank")
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """For each stage the rank that holds it."""
         return loop(ranks, self.stages_per_rank)
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """What each rank computes, in order."""
         rows = [interleaved(rank, ranks, self.stages_per_rank, microbatches, backward, lead=2) for rank in range(ranks)]
-        return weave(rows, self.owners(ranks), microbatches)
+        return build_program(rows, self.stage_to_rank(ranks), microbatches)

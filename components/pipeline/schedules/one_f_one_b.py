@@ -8,7 +8,7 @@ anyone waits for it.
 """
 
 from drawloom.components.pipeline.program.placement import loop
-from drawloom.components.pipeline.program.row_builder import B0, F0, Row, weave
+from drawloom.components.pipeline.program.row_builder import B0, F0, Row, build_program
 from drawloom.components.ports.program import Program
 from drawloom.graph import component, setting
 
@@ -24,7 +24,7 @@ class OneFOneB:
         """One stage on each rank."""
         return 1
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """For each stage the rank that holds it."""
         return loop(ranks)
 
@@ -32,7 +32,7 @@ class OneFOneB:
         """What each rank computes, in order."""
         lead = 2 if self.hide_latency else 1
         rows = [_row(min(lead * (ranks - 1 - rank), microbatches), microbatches) for rank in range(ranks)]
-        return weave(rows, self.owners(ranks), microbatches)
+        return build_program(rows, self.stage_to_rank(ranks), microbatches)
 
 
 def _row(warmup: int, microbatches: int) -> Row:

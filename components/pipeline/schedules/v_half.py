@@ -7,7 +7,7 @@ work that all costs the same, the gaps are 3 p - 7 (3 p - 6 if p is odd).
 """
 
 from drawloom.components.pipeline.program.costs import Costs
-from drawloom.components.pipeline.program.list_scheduling import fill_freely
+from drawloom.components.pipeline.program.list_scheduling import list_schedule
 from drawloom.components.pipeline.program.placement import vee
 from drawloom.components.ports.program import Program
 from drawloom.graph import component
@@ -22,10 +22,10 @@ class VHalf:
         """Down the V and up again."""
         return 2
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """For each stage the rank that holds it."""
         return vee(ranks)
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """What each rank computes, in order."""
-        return fill_freely(ranks, microbatches, limit=ranks + 2, costs=Costs())
+        return list_schedule(ranks, microbatches, limit=ranks + 2, costs=Costs())

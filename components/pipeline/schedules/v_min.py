@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from drawloom.components.pipeline.program.placement import vee
-from drawloom.components.pipeline.program.row_builder import F0, F1, I0, I1, W0, W1, Row, weave
+from drawloom.components.pipeline.program.row_builder import F0, F1, I0, I1, W0, W1, Row, build_program
 from drawloom.components.ports.program import Program
 from drawloom.graph import component
 
@@ -33,14 +33,14 @@ class VMin:
         """Down the V and up again."""
         return 2
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """For each stage the rank that holds it."""
         return vee(ranks)
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """What each rank computes, in order."""
-        return weave(
-            [_row(_block(rank, ranks), microbatches) for rank in range(ranks)], self.owners(ranks), microbatches
+        return build_program(
+            [_row(_block(rank, ranks), microbatches) for rank in range(ranks)], self.stage_to_rank(ranks), microbatches
         )
 
 

@@ -7,7 +7,7 @@ interleaved form. Rank r lets r weight gradients be owed, so that every rank hol
 
 from drawloom.components.pipeline.program.interleaved import interleaved
 from drawloom.components.pipeline.program.placement import loop
-from drawloom.components.pipeline.program.row_builder import backward_input, weave
+from drawloom.components.pipeline.program.row_builder import backward_input, build_program
 from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
 
@@ -18,7 +18,7 @@ class ZeroBubble1P:
 
     stages_per_rank: int = setting(default=1, check=at_least(1), doc="stages on each rank")
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """For each stage the rank that holds it."""
         return loop(ranks, self.stages_per_rank)
 
@@ -28,4 +28,4 @@ class ZeroBubble1P:
             interleaved(rank, ranks, self.stages_per_rank, microbatches, backward_input, lead=1, lag=rank)
             for rank in range(ranks)
         ]
-        return weave(rows, self.owners(ranks), microbatches)
+        return build_program(rows, self.stage_to_rank(ranks), microbatches)

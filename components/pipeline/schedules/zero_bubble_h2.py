@@ -8,7 +8,7 @@ to its own last one, no rank waits.
 
 from drawloom.components.pipeline.program.interleaved import interleaved
 from drawloom.components.pipeline.program.placement import loop
-from drawloom.components.pipeline.program.row_builder import backward_input, weave
+from drawloom.components.pipeline.program.row_builder import backward_input, build_program
 from drawloom.components.ports.program import Program
 from drawloom.graph import component
 
@@ -22,7 +22,7 @@ class ZeroBubbleH2:
         """One stage on each rank."""
         return 1
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """For each stage the rank that holds it."""
         return loop(ranks)
 
@@ -31,4 +31,4 @@ class ZeroBubbleH2:
         rows = [
             interleaved(rank, ranks, 1, microbatches, backward_input, lead=2, lag=2 * rank) for rank in range(ranks)
         ]
-        return weave(rows, self.owners(ranks), microbatches)
+        return build_program(rows, self.stage_to_rank(ranks), microbatches)

@@ -6,7 +6,7 @@ gradients cost the same and there are 2 p - 1 microbatches or more, no rank wait
 """
 
 from drawloom.components.pipeline.program.placement import vee
-from drawloom.components.pipeline.program.row_builder import F0, F1, I0, I1, W0, W1, Row, weave
+from drawloom.components.pipeline.program.row_builder import F0, F1, I0, I1, W0, W1, Row, build_program
 from drawloom.components.ports.program import Program
 from drawloom.graph import component
 
@@ -20,14 +20,16 @@ class ZeroBubbleV:
         """Down the V and up again."""
         return 2
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """For each stage the rank that holds it."""
         return vee(ranks)
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """What each rank computes, in order."""
         enough = max(microbatches, 2 * ranks - 1)
-        return weave([_row(rank, ranks, enough) for rank in range(ranks)], self.owners(ranks), microbatches)
+        return build_program(
+            [_row(rank, ranks, enough) for rank in range(ranks)], self.stage_to_rank(ranks), microbatches
+        )
 
 
 def _row(r: int, p: int, m: int) -> Row:

@@ -13,8 +13,8 @@ from typing import Literal
 import attrs
 
 from drawloom.components.pipeline.program.costs import Costs
-from drawloom.components.pipeline.program.timing import Stuck
-from drawloom.components.ports.program import WORKS, Action, Line, flat
+from drawloom.components.pipeline.program.timing import Deadlock
+from drawloom.components.ports.program import OPS, Action, RankProgram, flat
 
 Channels = Literal["free", "direction", "pair", "rank", "blocking"]
 """
@@ -37,7 +37,7 @@ class Event:
     end: float = 0.0
 
 
-def carry_out(lines: Sequence[Line], costs: Costs, channels: Channels = "free") -> dict[Name, Event]:
+def run_events(lines: Sequence[RankProgram], costs: Costs, channels: Channels = "free") -> dict[Name, Event]:
     """Every event of these lines, timed; Stuck if they never end."""
     events: dict[Name, Event] = {}
     for line in lines:
@@ -46,11 +46,11 @@ def carry_out(lines: Sequence[Line], costs: Costs, channels: Channels = "free") 
     return events
 
 
-def _add_line(events: dict[Name, Event], line: Line, costs: Costs, channels: Channels) -> None:
+def _add_line(events: dict[Name, Event], line: RankProgram, costs: Costs, channels: Channels) -> None:
     """Add one rank's events, each after the last ones that it waits for on this rank."""
     last: dict[Hashable, Event] = {}
     for action in flat(line):
-        event = events.setdefault(name(action), Event(name(action), costs.length(action.work)))
+        event = events.setdefault(name(action), Event(name(action), costs.length(action.op)))
         event.after += [last[mark] for mark in _waits_for(action, channels) if mark in last]
         last.update(dict.fromkeys(_leaves(action, channels), event))
 
@@ -58,29 +58,29 @@ def _add_line(events: dict[Name, Event], line: Line, costs: Costs, channels: Cha
 def _waits_for(action: Action, channels: Channels) -> Iterator[Hashable]:
     """Marks on a rank that an action comes after: work before it, the message that it needs, or those before it."""
     yield "work"
-    yield _arrival(action) if action.work in WORKS else _queue(action, channels)
+    yield _arrival(action) if action.op in OPS else _queue(action, channels)
     if channels == "blocking":
         yield "anything"
 
 
 def _leaves(action: Action, channels: Channels) -> Iterator[Hashable]:
     """Marks that an action leaves on a rank."""
-    yield "work" if action.work in WORKS else _queue(action, channels)
-    if action.work.startswith("RECV"):
+    yield "work" if action.op in OPS else _queue(action, channels)
+    if action.op.startswith("RECV"):
         yield _arrival(action)
     if channels == "blocking":
         yield "anything"
 
 
 def _arrival(action: Action) -> Hashable:
-    return action.stage, action.work.endswith("F"), action.microbatch
+    return action.stage, action.op.endswith("F"), action.microbatch
 
 
 def _queue(action: Action, channels: Channels) -> Hashable:
     """The queue in which a message stands on this rank."""
     match channels:
         case "direction":
-            return action.peer, action.work[:4]
+            return action.peer, action.op[:4]
         case "pair":
             return action.peer
         case "rank":
@@ -90,12 +90,12 @@ def _queue(action: Action, channels: Channels) -> Hashable:
 
 def name(action: Action) -> Name:
     """An event's name, which is the same on both sides of a message."""
-    match action.work:
+    match action.op:
         case "RECV_F":
             return action.stage - 1, "SEND_F", action.microbatch
         case "RECV_B":
             return action.stage + 1, "SEND_B", action.microbatch
-    return action.stage, action.work, action.microbatch
+    return action.stage, action.op, action.microbatch
 
 
 def _time(events: Sequence[Event]) -> None:
@@ -118,4 +118,4 @@ def _time(events: Sequence[Event]) -> None:
                 ready.append(follower)
     if done < len(followers):
         stuck = [event.name for event in events if open_ends[id(event)]]
-        raise Stuck("these wait for one another: " + ", ".join(f"{s}{w}{m}" for s, w, m in stuck[:8]))
+        raise Deadlock("these wait for one another: " + ", ".join(f"{s}{w}{m}" for s, w, m in stuck[:8]))

@@ -9,16 +9,16 @@ from numpy.typing import NDArray
 from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.lowering import with_messages
 from drawloom.components.pipeline.program.timing import time
-from drawloom.components.pipeline.simulation.contention import Channels, Event, Name, carry_out, name
+from drawloom.components.pipeline.simulation.contention import Channels, Event, Name, name, run_events
 from drawloom.components.ports.program import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
-    WORKS,
+    OPS,
     Action,
-    Line,
     Program,
+    RankProgram,
     flat,
 )
 
@@ -30,7 +30,7 @@ class Bar:
     action: Action
     start: float
     end: float
-    joined: bool
+    overlaps_previous: bool
 
 
 @attrs.frozen(eq=False)
@@ -46,7 +46,7 @@ class Simulation:
     def line(self, rank: int) -> Iterator["Bar"]:
         """What a rank does, in order."""
         for row in range(*self.program.bounds[rank : rank + 2]):
-            action, joined = self.program.action(row), bool(self.program.joined[row])
+            action, joined = self.program.action(row), bool(self.program.overlaps_previous[row])
             yield Bar(action, float(self.start[row]), float(self.end[row]), joined)
 
     @property
@@ -95,20 +95,20 @@ class Simulation:
     def peak_boundary(self) -> list[int]:
         """By rank, the most tensors that are being sent, or that are waited for or received and not used yet."""
         lines = _lines(self.program, self.costs)
-        events = carry_out(lines, self.costs, self.channels)
+        events = run_events(lines, self.costs, self.channels)
         return [_peak_boundary(line, events) for line in lines]
 
     def _peaks(self, opening: int, *closing: int) -> list[int]:
-        if not np.isin(self.program.work, closing).any():
+        if not np.isin(self.program.op, closing).any():
             return [0] * self.program.ranks  # nothing is kept for what never comes
-        change = (self.program.work == opening).astype(np.int64) - np.isin(self.program.work, closing)
+        change = (self.program.op == opening).astype(np.int64) - np.isin(self.program.op, closing)
         lines = (change[self.program.rows(rank)] for rank in range(self.program.ranks))
         return [int(line.cumsum().max(initial=0)) for line in lines]
 
     @property
     def actions(self) -> dict[str, int]:
         """How many actions there are of each kind of work."""
-        return {work: int((self.program.work == number).sum()) for number, work in enumerate(WORKS)}
+        return {work: int((self.program.op == number).sum()) for number, work in enumerate(OPS)}
 
 
 def simulate(program: Program, costs: Costs, channels: Channels = "free") -> Simulation:
@@ -116,31 +116,31 @@ def simulate(program: Program, costs: Costs, channels: Channels = "free") -> Sim
     if channels == "free":
         timing = time(program, costs)
         return Simulation(program, costs, channels, timing.start, timing.end)
-    events = carry_out(_lines(program, costs), costs, channels)
+    events = run_events(_lines(program, costs), costs, channels)
     rows = [events[name(program.action(row))] for row in range(len(program.stage))]
     start, end = (np.array([getattr(event, edge) for event in rows]) for edge in ("start", "end"))
     return Simulation(program, costs, channels, start, end)
 
 
-def _lines(program: Program, costs: Costs) -> list[Line]:
+def _lines(program: Program, costs: Costs) -> list[RankProgram]:
     """Every rank's line with its messages, laid in order for these costs."""
     timing = time(program, costs)
     return [with_messages(program, timing, rank) for rank in range(program.ranks)]
 
 
-def _peak_boundary(line: Line, events: dict[Name, Event]) -> int:
+def _peak_boundary(line: RankProgram, events: dict[Name, Event]) -> int:
     peak, now = 0, 0.0
     sent: list[float] = []
     received: set[tuple[int, bool, int]] = set()
     for action in flat(line):
-        place = action.stage, action.work.endswith("F"), action.microbatch
-        if action.work in WORKS:
+        place = action.stage, action.op.endswith("F"), action.microbatch
+        if action.op in OPS:
             received.discard(place)
             now = events[name(action)].end
         sent = [end for end in sent if end > now]
-        if action.work.startswith("SEND"):
+        if action.op.startswith("SEND"):
             sent.append(events[name(action)].end)
-        elif action.work.startswith("RECV"):
+        elif action.op.startswith("RECV"):
             received.add(place)
         peak = max(peak, len(sent) + len(received))
     return peak

@@ -50,7 +50,7 @@ class _Picture:
     digits: float = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        owners = self.simulation.program.owners
+        owners = self.simulation.program.stage_to_rank
         self.own = {stage: stages_of(rank, owners).index(stage) for stage, rank in enumerate(owners)}
         self.depth = 1 + max(self.own.values())
         lengths = self.simulation.end - self.simulation.start
@@ -103,7 +103,7 @@ class _Picture:
 
     def _bar(self, bar: Bar, y: float) -> Iterator[str]:
         x, width = LEFT + bar.start * self.unit, (bar.end - bar.start) * self.unit
-        colour = self._shade(bar.action.work, self.own[bar.action.stage])
+        colour = self._shade(bar.action.op, self.own[bar.action.stage])
         yield (
             f'<rect x="{_n(x)}" y="{y}" width="{_n(width)}" height="{BAR}" fill="{_hex(colour)}" stroke="#fff" '
             f'stroke-width="0.8"><title>{bar.action}: {bar.start:g} to {bar.end:g}</title></rect>'
@@ -143,8 +143,8 @@ class _Picture:
 def _overlaps(bars: list[Bar]) -> Iterator[tuple[Bar, Bar]]:
     """The first and the last bar of each overlap."""
     for number, bar in enumerate(bars):
-        if bar.joined and (number + 1 == len(bars) or not bars[number + 1].joined):
-            first = next(back for back in range(number, -1, -1) if not bars[back].joined)
+        if bar.overlaps_previous and (number + 1 == len(bars) or not bars[number + 1].overlaps_previous):
+            first = next(back for back in range(number, -1, -1) if not bars[back].overlaps_previous)
             yield bars[first], bar
 
 

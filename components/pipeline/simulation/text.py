@@ -33,7 +33,10 @@ class _Labels:
     def __init__(self, simulation: Simulation, *, brief: bool = False) -> None:
         program = simulation.program
         self.brief = brief
-        self.own = {stage: stages_of(rank, program.owners).index(stage) for stage, rank in enumerate(program.owners)}
+        self.own = {
+            stage: stages_of(rank, program.stage_to_rank).index(stage)
+            for stage, rank in enumerate(program.stage_to_rank)
+        }
         self.most = 1 + max(self.own.values())
         numbers = len(str(max(0, program.microbatches - 1)))
         self.longest = 1 if brief else 1 + numbers + (len(str(program.stages - 1)) if self.most > 2 else 0)
@@ -49,7 +52,7 @@ class _Labels:
         """An action's label."""
         if self.most > 2 and not self.brief:
             return str(action)
-        work = action.work.lower() if self.own[action.stage] == 1 else action.work
+        work = action.op.lower() if self.own[action.stage] == 1 else action.op
         return work if self.brief else f"{work}{action.microbatch}"
 
 
@@ -61,7 +64,7 @@ def _row(simulation: Simulation, rank: int, labels: _Labels, scale: float) -> st
         if labels.brief:
             row += label * length
         elif length:
-            row = row[:-1] + "|" if bar.joined and len(row) == round(bar.start * scale) else row
+            row = row[:-1] + "|" if bar.overlaps_previous and len(row) == round(bar.start * scale) else row
             row += label.ljust(length - 1, "-") + " "
     return row.ljust(round(simulation.makespan * scale), blank)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.deferred_grads import PutOff
+from drawloom.kernels.deferred_grads import DeferredGrad
 
 AT_ONCE = 2**22
 """Bytes of gradients that may exist before they are added, 4 MiB: more cost memory, fewer cost nodes (20 us each)."""
@@ -18,7 +18,7 @@ Roots = list[tuple[Any, Tensor | None]]
 
 
 @attrs.define(eq=False)
-class Rest:
+class DeferredWeightGrads:
     """
     What the pass for the weights has to do.
 
@@ -26,19 +26,19 @@ class Rest:
     outputs of the stage that depend on weights alone. `cuts`: where to enter the graph again, for which weights.
     """
 
-    put_off: list[PutOff] = attrs.field(factory=list)
+    put_off: list[DeferredGrad] = attrs.field(factory=list)
     ready: list[tuple[Tensor, Tensor]] = attrs.field(factory=list)
     roots: Roots = attrs.field(factory=list)
     cuts: list[tuple[Roots, list[Tensor]]] = attrs.field(factory=list)
 
-    def deliver(self) -> None:
+    def accumulate(self) -> None:
         """Compute what is left to compute, and add each gradient to its weight's `.grad`."""
         _go_backward([*_deliveries(self.put_off, self.ready), *self.roots])
         while self.cuts:
             roots, weights = self.cuts.pop()
             _go_backward(roots, inputs=weights, retain_graph=True)  # two cuts may enter the graph at one node
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Let go of everything, done or not."""
         for each in self.put_off:
             each.forget()
@@ -51,14 +51,14 @@ def _go_backward(roots: Roots, **settings: Any) -> None:
         torch.autograd.backward(tensors, grads, **settings)
 
 
-def _deliveries(put_off: Sequence[PutOff], ready: list[tuple[Tensor, Tensor]]) -> Roots:
+def _deliveries(put_off: Sequence[DeferredGrad], ready: list[tuple[Tensor, Tensor]]) -> Roots:
     """
     A root for each share of the weights: going backward from it computes and adds the gradients of that share.
 
     Autograd takes a gradient over as a weight's `.grad` without a copy only if nobody else holds it. So it is computed
     within a node of the graph, and not beforehand.
     """
-    shares: list[list[PutOff]] = [[]] if ready else []
+    shares: list[list[DeferredGrad]] = [[]] if ready else []
     room = AT_ONCE if ready else 0
     for each in put_off:
         if room <= 0:
@@ -71,7 +71,7 @@ def _deliveries(put_off: Sequence[PutOff], ready: list[tuple[Tensor, Tensor]]) -
     return [(root, root.detach()) for root in roots]  # what a root is given as its own gradient does not matter
 
 
-def _delivery(put_off: list[PutOff], ready: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _delivery(put_off: list[DeferredGrad], ready: list[tuple[Tensor, Tensor]]) -> Tensor:
     weights = [each.weight for each in put_off] + [weight for weight, _ in ready]
     return _Delivery.apply(put_off, ready, *weights)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -80,7 +80,7 @@ class _Delivery(Function):
     """Its output is on the weights' device, and so their gradients are computed in the stream that is current there."""
 
     @staticmethod
-    def forward(ctx: Any, put_off: list[PutOff], ready: list[tuple[Tensor, Tensor]], *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, put_off: list[DeferredGrad], ready: list[tuple[Tensor, Tensor]], *weights: Tensor) -> Tensor:
         ctx.put_off, ctx.ready = put_off, ready
         return weights[0].new_empty(())
 

@@ -18,7 +18,7 @@ from drawloom.kernels.deferred_grads import Deferral
 
 
 @attrs.define(eq=False)
-class Join:
+class JoinEdge:
     """An edge from the trunk (from an output of the stage, if `node` is None) to a node that leads to weights alone."""
 
     node: Node | None
@@ -27,14 +27,14 @@ class Join:
 
 
 @attrs.define(eq=False)
-class Group:
+class ParamGroup:
     """Weights (leaves) whose paths share nodes, the nodes off the trunk that lead to them, and where those join it."""
 
     weights: list[Tensor] = attrs.field(factory=list)
-    joins: list[Join] = attrs.field(factory=list)
+    joins: list[JoinEdge] = attrs.field(factory=list)
     nodes: list[Node] = attrs.field(factory=list)
 
-    def absorb(self, other: "Group") -> None:
+    def absorb(self, other: "ParamGroup") -> None:
         """Take over what another group has."""
         self.weights += other.weights
         self.joins += other.joins
@@ -46,7 +46,7 @@ class Paths:
     """The nodes between outputs and inputs, each after those that it leads to, and the groups that hang off there."""
 
     nodes: list[Node]
-    groups: list[Group]
+    groups: list[ParamGroup]
 
     def slots(self, node: Node, outputs: Sequence[Tensor]) -> list[GradientEdge]:
         """The edges over which gradients come to a node: from others, and from outside if it made an output."""
@@ -84,7 +84,7 @@ def paths_of(outputs: Sequence[Tensor], inputs: Iterable[Tensor], deferral: Defe
                 groups.join(node, trunk, own)
     for position, root in enumerate(roots):
         if root not in trunk:
-            groups.of(root).joins.append(Join(None, position, root))
+            groups.of(root).joins.append(JoinEdge(None, position, root))
     return Paths(list(nodes), groups.all())
 
 
@@ -97,11 +97,11 @@ class _Groups:
     """Groups by node, merged as nodes turn out to share what they lead to."""
 
     def __init__(self) -> None:
-        self._group: dict[Node, Group] = {}
+        self._group: dict[Node, ParamGroup] = {}
 
     def add(self, node: Node, children: Sequence[Node]) -> None:
         """A node off the trunk, and those that it leads to, which have been added."""
-        group = Group()
+        group = ParamGroup()
         for child in children:
             if (found := self._group[child]) is not group:
                 group = self._merged(group, found)
@@ -114,18 +114,18 @@ class _Groups:
         """A node of the trunk, whose own weight does not count."""
         for position, (child, _) in enumerate(node.next_functions):
             if child is not None and child not in trunk and (own is None or leaf_of(child) is not own):
-                self._group[child].joins.append(Join(node, position, child))
+                self._group[child].joins.append(JoinEdge(node, position, child))
 
-    def of(self, node: Node) -> Group:
+    def of(self, node: Node) -> ParamGroup:
         """The group of a node that was added."""
         return self._group[node]
 
-    def all(self) -> list[Group]:
+    def all(self) -> list[ParamGroup]:
         """Every group that leads to a weight and hangs off something."""
         groups = {id(group): group for group in self._group.values()}.values()
         return [group for group in groups if group.joins and group.weights]
 
-    def _merged(self, one: Group, other: Group) -> Group:
+    def _merged(self, one: ParamGroup, other: ParamGroup) -> ParamGroup:
         if len(one.nodes) < len(other.nodes):
             one, other = other, one
         one.absorb(other)

@@ -11,7 +11,7 @@ import attrs
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from drawloom.components.pipeline.split_backward.autograd_partition import Join, leaf_of
+from drawloom.components.pipeline.split_backward.autograd_partition import JoinEdge, leaf_of
 
 FACTORS = {"MmBackward0": (0, "self", "mat2"), "AddmmBackward0": (1, "mat1", "mat2")}
 """By the name of a node: the position of its first factor among its edges, and what both are saved as."""
@@ -27,7 +27,7 @@ class Product:
     edge: GradientEdge
 
 
-def product_of(join: Join) -> Product | None:
+def product_of(join: JoinEdge) -> Product | None:
     """The product that a weight joins the activations by, if it does so by one and all that it needs is at hand."""
     weight, transposed = _weight(join.child)
     if join.node is None or weight is None or (found := FACTORS.get(type(join.node).__name__)) is None:

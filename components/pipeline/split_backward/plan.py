@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from drawloom.components.pipeline.split_backward.accumulate import Rest, Roots
-from drawloom.components.pipeline.split_backward.autograd_partition import Group, Paths, paths_of
+from drawloom.components.pipeline.split_backward.accumulate import DeferredWeightGrads, Roots
+from drawloom.components.pipeline.split_backward.autograd_partition import ParamGroup, Paths, paths_of
 from drawloom.components.pipeline.split_backward.matmul_grads import Product, product_of
 from drawloom.kernels.deferred_grads import Deferral
 
@@ -33,21 +33,21 @@ class Plan:
     """
 
     vectors: list[Tensor] = attrs.field(factory=list)
-    at_once: list[Tensor] = attrs.field(factory=list)
+    eager: list[Tensor] = attrs.field(factory=list)
     products: list[Product] = attrs.field(factory=list)
     cuts: list[Cut] = attrs.field(factory=list)
-    apart: list[int] = attrs.field(factory=list)
+    param_only_outputs: list[int] = attrs.field(factory=list)
 
     def asked(self) -> list[Tensor | GradientEdge]:
         """Whose gradients the pass for the inputs shall give, beside the inputs'."""
         edges = [product.edge for product in self.products]
-        return [*self.vectors, *self.at_once, *edges, *(edge for cut in self.cuts for edge in cut.edges)]
+        return [*self.vectors, *self.eager, *edges, *(edge for cut in self.cuts for edge in cut.edges)]
 
-    def rest(self, found: Iterator[Tensor | None], outputs: Roots, deferral: Deferral) -> Rest:
+    def rest(self, found: Iterator[Tensor | None], outputs: Roots, deferral: Deferral) -> DeferredWeightGrads:
         """What remains to be done with the gradients that were found, given in the order of `asked`."""
         ready = [(weight, grad) for weight, grad in zip(self.vectors, found, strict=False) if grad is not None]
-        rest = Rest(ready=ready, roots=[outputs[position] for position in self.apart])
-        for weight, grad in zip(self.at_once, found, strict=False):
+        rest = DeferredWeightGrads(ready=ready, roots=[outputs[position] for position in self.param_only_outputs])
+        for weight, grad in zip(self.eager, found, strict=False):
             if grad is not None:
                 deferral.of(weight).wait(_itself, grad)
         for product, grad in zip(self.products, found, strict=False):
@@ -91,7 +91,7 @@ class StageWeights:
         if deferral.known.isdisjoint(self._vectors) and self._matrices.keys() <= deferral.known:
             return self._usual
         every = self._vectors | self._matrices
-        plan = Plan(at_once=[weight for key, weight in every.items() if key in deferral.known])
+        plan = Plan(eager=[weight for key, weight in every.items() if key in deferral.known])
         paths = paths_of(outputs, inputs, deferral)
         for group in paths.groups:
             _place(group, plan, outputs, paths, deferral)
@@ -113,15 +113,15 @@ def is_vector(weight: Tensor) -> bool:
     return weight.ndim < 2 or weight.numel() == max(weight.shape)
 
 
-def _place(group: Group, plan: Plan, outputs: Sequence[Tensor], paths: Paths, deferral: Deferral) -> None:
+def _place(group: ParamGroup, plan: Plan, outputs: Sequence[Tensor], paths: Paths, deferral: Deferral) -> None:
     """Put a group where it is cheapest to serve."""
     nodes = {join.node for join in group.joins}
     node = next(iter(nodes))
     unknown = [weight for weight in group.weights if id(weight) not in deferral.known]
     if len(unknown) < len(group.weights):
-        plan.at_once += unknown  # where those that an operation of ours knows are already
+        plan.eager += unknown  # where those that an operation of ours knows are already
     elif nodes == {None}:
-        plan.apart += [join.position for join in group.joins]
+        plan.param_only_outputs += [join.position for join in group.joins]
     elif all(map(is_vector, unknown)):
         plan.vectors += unknown
     elif products := _products(group):
@@ -129,10 +129,10 @@ def _place(group: Group, plan: Plan, outputs: Sequence[Tensor], paths: Paths, de
     elif node is not None and len(nodes) == 1 and _goes_twice([node, *group.nodes]):
         plan.cuts.append(Cut(paths.slots(node, outputs), unknown))
     else:
-        plan.at_once += unknown
+        plan.eager += unknown
 
 
-def _products(group: Group) -> list[Product]:
+def _products(group: ParamGroup) -> list[Product]:
     """The group as matrix products, if it is nothing else."""
     found = [product_of(join) for join in group.joins]
     products = [product for product in found if product is not None]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.split_backward.accumulate import Rest, Roots
+from drawloom.components.pipeline.split_backward.accumulate import DeferredWeightGrads, Roots
 from drawloom.components.pipeline.split_backward.plan import StageWeights
 from drawloom.graph import UserError
 from drawloom.kernels.deferred_grads import Deferral
@@ -48,7 +48,7 @@ class SplitBackward:
     def __init__(self, weights: StageWeights) -> None:
         self._weights = weights
         self._deferral = Deferral()
-        self._rest: Rest | None = None
+        self._rest: DeferredWeightGrads | None = None
 
     def forward(self) -> AbstractContextManager[None]:
         """The stage's forward pass runs within this; without it our operations are treated as anybody else's."""
@@ -89,9 +89,9 @@ class SplitBackward:
         if rest is None:
             raise RuntimeError("backward_weight has nothing to do: it comes after backward_input, and once")
         try:
-            rest.deliver()
+            rest.accumulate()
         finally:
-            rest.forget()
+            rest.clear()
 
     def _go_through(self, roots: Roots, inputs: list[Tensor]) -> list[Tensor | None]:
         """The gradients of the inputs; what is left to do for the weights is kept."""
@@ -101,8 +101,8 @@ class SplitBackward:
         asked: list[Any] = [*inputs, *plan.asked()]
         if outputs and asked:
             with (
-                self._deferral.putting_off(spared=inputs),
-                _hooks_off(plan.vectors + plan.at_once),
+                self._deferral.defer(except_for=inputs),
+                _hooks_off(plan.vectors + plan.eager),
                 _refusing_re_entrance(),
             ):
                 again = bool(plan.cuts)

@@ -16,7 +16,7 @@ import attrs
 import torch
 
 from drawloom.components.storage.strict_json import natural, parse
-from drawloom.components.storage.tensor_source import TensorKind
+from drawloom.components.storage.tensor_source import TensorSpec
 
 DTYPES = {
     "U64": torch.uint64,
@@ -58,7 +58,7 @@ class BadHeader(Exception):
 class Entry:
     """A tensor in a file: what it is, and where its bytes are, counted from the end of the header."""
 
-    kind: TensorKind
+    kind: TensorSpec
     start: int
     end: int
 
@@ -117,7 +117,7 @@ def _entry(name: str, content: Any) -> Entry:
         raise BadHeader(f"{name} has no shape of at most {MAX_DIMENSIONS} dimensions")
     if not _naturals(places) or len(places) != 2 or places[0] > places[1]:
         raise BadHeader(f"{name} has no place between two data_offsets")
-    entry = Entry(TensorKind(tuple(shape), DTYPES[code]), *places)
+    entry = Entry(TensorSpec(tuple(shape), DTYPES[code]), *places)
     if entry.kind.bytes != entry.end - entry.start:
         raise BadHeader(f"{name} has {entry.end - entry.start} bytes, and dtype and shape say {entry.kind.bytes}")
     if math.prod(filter(None, shape)) * entry.kind.dtype.itemsize > MAX_BYTES:

@@ -13,11 +13,11 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from drawloom.components.storage.format_names import listed
+from drawloom.components.storage.format_names import format_names
 from drawloom.components.storage.regular_file import RegularFile, open_regular_file
 from drawloom.components.storage.safetensors.header import BadHeader, Entry, header_length, parse_header
 from drawloom.components.storage.strict_json import parse
-from drawloom.components.storage.tensor_source import TensorKind, empty, from_memory, view
+from drawloom.components.storage.tensor_source import TensorSpec, empty, from_memory, view
 from drawloom.graph import UserError
 
 SINGLE = "model.safetensors"
@@ -43,9 +43,9 @@ class SafetensorsFolder:
     """A source of the tensors of a folder; `places` says which file holds each."""
 
     places: Mapping[str, SafetensorsFile]
-    gives_away: bool = attrs.field(init=False, default=True)
+    owns_memory: bool = attrs.field(init=False, default=True)
 
-    def kinds(self) -> Mapping[str, TensorKind]:
+    def kinds(self) -> Mapping[str, TensorSpec]:
         return {name: file.entries[name].kind for name, file in self.places.items()}
 
     def tensor(self, name: str) -> Tensor:
@@ -165,12 +165,12 @@ def _total(index: Mapping[str, Any], path: Path) -> int | None:
 
 def _differences(places: Mapping[str, str], files: Mapping[str, SafetensorsFile], total: int | None) -> Iterator[str]:
     if missing := [f"{name} (in {file})" for name, file in places.items() if name not in files[file].entries]:
-        yield f"missing {listed(missing)}"
+        yield f"missing {format_names(missing)}"
     held = [(name, file) for file, found in files.items() for name in found.entries]
     if unknown := [f"{name} (in {file})" for name, file in held if name not in places]:
-        yield f"unexpected {listed(unknown)}"
+        yield f"unexpected {format_names(unknown)}"
     if double := [f"{name} (also in {file})" for name, file in held if places.get(name, file) != file]:
-        yield f"duplicate {listed(double)}"
+        yield f"duplicate {format_names(double)}"
     size = sum(entry.kind.bytes for file in files.values() for entry in file.entries.values())
     if total not in (None, size) and not missing and not unknown:
         yield f"its total_size is {total}, and the tensors have {size} bytes"

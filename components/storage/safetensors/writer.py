@@ -11,10 +11,10 @@ from torch import Tensor
 
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.durable_files import FileWriter
-from drawloom.components.storage.format_names import listed
+from drawloom.components.storage.format_names import format_names
 from drawloom.components.storage.safetensors.header import CODES, MAX_DIMENSIONS, METADATA, Entry, is_name
 from drawloom.components.storage.sha256_stream import Content
-from drawloom.components.storage.tensor_source import InMemory, TensorKind, bytes_of
+from drawloom.components.storage.tensor_source import InMemory, TensorSpec, bytes_of
 
 
 @attrs.define
@@ -28,7 +28,7 @@ class SafetensorsWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one of the tensors; ValueError if shape or dtype are not those that were announced."""
         entry = self.missing.pop(name)
-        found = TensorKind(tuple(tensor.shape), tensor.dtype)
+        found = TensorSpec(tuple(tensor.shape), tensor.dtype)
         if found != entry.kind:
             raise ValueError(f"{name} came as {found}, and was announced as {entry.kind}")
         self.file.put(bytes_of(tensor), self.begin + entry.start)
@@ -36,10 +36,10 @@ class SafetensorsWriter:
     def finish(self) -> None:
         """ValueError if a tensor was announced and not written."""
         if self.missing:
-            raise ValueError(f"{listed(list(self.missing))} never came")
+            raise ValueError(f"{format_names(list(self.missing))} never came")
 
 
-def writer_into(file: FileWriter, kinds: Mapping[str, TensorKind]) -> SafetensorsWriter:
+def writer_into(file: FileWriter, kinds: Mapping[str, TensorSpec]) -> SafetensorsWriter:
     """Write the header of these tensors into an open, empty file."""
     head, entries = layout(kinds)
     file.put(memoryview(head), 0)
@@ -47,7 +47,7 @@ def writer_into(file: FileWriter, kinds: Mapping[str, TensorKind]) -> Safetensor
 
 
 @contextmanager
-def new_safetensors_file(path: Path, kinds: Mapping[str, TensorKind]) -> Iterator[SafetensorsWriter]:
+def new_safetensors_file(path: Path, kinds: Mapping[str, TensorSpec]) -> Iterator[SafetensorsWriter]:
     """A new file of these tensors, which is on disk at the end of the block; OSError if it exists."""
     check_writable(kinds)  # before there is a file
     with durable_files.new_file(path) as file:
@@ -64,7 +64,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
     return writer.file.content()
 
 
-def layout(kinds: Mapping[str, TensorKind]) -> tuple[bytes, dict[str, Entry]]:
+def layout(kinds: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
     """
     What a file of these tensors begins with, and the entry of each, in the order in which they lie in the file.
 
@@ -84,7 +84,7 @@ def layout(kinds: Mapping[str, TensorKind]) -> tuple[bytes, dict[str, Entry]]:
     return len(text).to_bytes(8, "little") + text, entries
 
 
-def check_writable(kinds: Mapping[str, TensorKind]) -> None:
+def check_writable(kinds: Mapping[str, TensorSpec]) -> None:
     """ValueError if there is a tensor that can't be written, or not be read again."""
     for name, kind in kinds.items():
         if not is_name(name):

@@ -35,16 +35,16 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from benchmarks.gpu.training import DENSE, SMALL, _whole_config  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.distributed.mesh import RankMesh  # noqa: E402
-from drawloom.components.distributed.precision import DtypeByPurpose  # noqa: E402
+from drawloom.components.distributed.precision import DtypePolicy  # noqa: E402
 from drawloom.components.distributed.processes import TorchProcesses  # noqa: E402
 from drawloom.components.distributed.sum_over_shards import SumOverParameters  # noqa: E402
-from drawloom.components.gradients.synchronize import Synchronise  # noqa: E402
+from drawloom.components.gradients.synchronize import Synchronize  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
 from drawloom.components.loss.next_token import NextToken  # noqa: E402
 from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.pipeline.executor import Executor  # noqa: E402
-from drawloom.components.pipeline.stages import RealStages  # noqa: E402
+from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
 from drawloom.components.ports.data import Batch  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from support import pipelines  # noqa: E402
@@ -132,9 +132,9 @@ def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int)
         path.write_text(json.dumps(_whole_config(config)), "utf-8")
         model = Qwen3Dense(kernels=kernels, config=path)
         model.initialise = _initialise  # type: ignore[assignment,method-assign]
-        precision = DtypeByPurpose(parameter=dtype, compute=dtype, gradient=dtype)
+        precision = DtypePolicy(parameter=dtype, compute=dtype, gradient=dtype)
         schedule = pipelines.schedule(name)
-        stages = RealStages(
+        stages = MaterializedStages(
             model=model, schedule=schedule, mesh=mesh, device=device, precision=precision, job=pipelines.Job()
         )
         stages.head_layer_cost = head
@@ -142,14 +142,14 @@ def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int)
     parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
     executor = Executor(schedule=schedule, objective=NextToken(), device=device, **parts)
     executor.open()
-    synchronise = Synchronise(parameters=stages, mesh=mesh, precision=precision, reduce=SumOverParameters(mesh=mesh))
+    synchronise = Synchronize(parameters=stages, mesh=mesh, precision=precision, reduce=SumOverParameters(mesh=mesh))
     optimizer = AdamW(parameters=stages, lr=1e-5)
     optimizer.open()
     batches = [_batch(number, device, config["vocab_size"], rows) for number in range(MICROBATCHES)]
 
     def step() -> None:
         state = Step(1, 1)
-        state.values["losses"] = executor.train(batches)
+        state.outputs["losses"] = executor.train(batches)
         synchronise.run_phase(state)
         optimizer.run_phase(state)
 

@@ -155,7 +155,7 @@ def _losses(tiny: bool) -> Iterator[Row]:
         {
             "drawloom": partial(summed, linear_cross_entropy_triton),
             "drawloom cut": partial(summed, cut_cross_entropy_triton),
-            "drawloom filtered": lambda h, w, t: cut_cross_entropy_triton(h, w, t, Cut(least=2.0**-12)).sum(),
+            "drawloom filtered": lambda h, w, t: cut_cross_entropy_triton(h, w, t, Cut(filter_eps=2.0**-12)).sum(),
         },
         {"eager": peers.linear_cross_entropy, "compile": peers.compiled(peers.linear_cross_entropy)},
         peers.linear_cross_entropy,
@@ -257,7 +257,7 @@ def _experts(tiny: bool) -> Iterator[Row]:
     yield Row(
         "grouped_gemm",
         f"{rows_of_all} x {width} x {inner}, {experts} experts",
-        lambda: ((numbers(rows_of_all, width), numbers(experts, width, inner, scale=width**-0.5)), (routes.ends,)),
+        lambda: ((numbers(rows_of_all, width), numbers(experts, width, inner, scale=width**-0.5)), (routes.offsets,)),
         {"drawloom": grouped_gemm_triton},
         {"torch": grouped_gemm_torch},
         None,

@@ -36,7 +36,7 @@ from torch import Tensor, nn  # noqa: E402
 from benchmarks.gpu import clock  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
-from drawloom.components.ports.model import Shared, Span  # noqa: E402
+from drawloom.components.ports.model import BatchContext, LayerRange  # noqa: E402
 from drawloom.kernels.stochastic_adamw import Trained, numbers_of  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -143,12 +143,12 @@ def _ours(
             kernels=kernels, config=path
         )
         with torch.device("meta"):
-            built: nn.Module = blueprint.build(Span(0, blueprint.num_hidden_layers, True, True))
+            built: nn.Module = blueprint.build(LayerRange(0, blueprint.num_hidden_layers, True, True))
     model = built.bfloat16().to_empty(device=DEVICE)
     _fill(model)
     rows, length = tokens.shape
     positions = torch.arange(length, device=DEVICE).expand(rows, length)
-    shared = Shared(positions, torch.zeros_like(positions), targets)
+    shared = BatchContext(positions, torch.zeros_like(positions), targets)
     called: Any = torch.compile(model) if compiled else model
     return _step(model, lambda: called(tokens, shared).sum() / targets.numel(), rounded)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from drawloom.components.checkpoint.checkpointer import CheckpointFolder
+from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.checkpoint.reader import load_node
 from drawloom.components.ports.cadence import Cadence
 from drawloom.components.ports.run import Step
@@ -25,7 +25,7 @@ def _steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
 
 
-def _train(node: CheckpointFolder, memory: Memory, total: int, **step: Any) -> None:
+def _train(node: Checkpointer, memory: Memory, total: int, **step: Any) -> None:
     for index in range(1, total + 1):
         memory.state = state_of(index)
         node.run_phase(Step(index, total, **step))
@@ -73,7 +73,7 @@ def test_the_last_step_is_always_saved(tmp_path: Path, every: Cadence, steps: li
 def test_a_refused_step_is_saved_too(tmp_path: Path) -> None:
     """It was not applied, but the run is one step further."""
     memory = Memory()
-    _train(checkpointer(tmp_path, {"memory": memory}, every=1), memory, 1, refused="loss is nan")
+    _train(checkpointer(tmp_path, {"memory": memory}, every=1), memory, 1, skip_reason="loss is nan")
     assert restored(tmp_path) == 1
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from drawloom.components.checkpoint.io_errors import described, size
-from drawloom.components.distributed.process_group import OneRank
-from drawloom.components.distributed.rank_errors import Agreed, on_main
+from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.rank_errors import Agreed, run_on_rank0
 from drawloom.components.storage import durable_files
 from drawloom.graph import UserError
 from support.checkpoints import Memory, SpreadMemory, checkpointer, save_steps
@@ -22,7 +22,7 @@ def _failed(code: int) -> Agreed:
         raise OSError(code, os.strerror(code), "/runs/x/file")
 
     with pytest.raises(Agreed) as caught:
-        on_main(OneRank(), fail)
+        run_on_rank0(SingleProcess(), fail)
     return caught.value
 
 

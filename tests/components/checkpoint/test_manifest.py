@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from drawloom.components.checkpoint.manifest import Damaged, Manifest, looks_whole, read_manifest, verify
+from drawloom.components.checkpoint.manifest import CorruptCheckpoint, Manifest, quick_check, read_manifest, verify
 from drawloom.components.storage.sha256_stream import Content
 from drawloom.components.storage.strict_json import checksum
 from drawloom.graph import UserError
@@ -50,7 +50,7 @@ def test_no_flipped_bit_goes_unnoticed(checkpoint: Path) -> None:
         bad = bytearray(good)
         bad[place // 8] ^= 1 << place % 8
         path.write_bytes(bad)
-        with pytest.raises(Damaged, match=r"manifest\.json"):
+        with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
             read_manifest(checkpoint)
 
 
@@ -59,21 +59,21 @@ def test_no_flipped_bit_goes_unnoticed(checkpoint: Path) -> None:
 def test_whatever_is_no_manifest_is_damage(checkpoint: Path, data: bytes) -> None:
     """Nonsense of any kind raises Damaged and nothing else."""
     (checkpoint / "manifest.json").write_bytes(data)
-    with pytest.raises(Damaged):
+    with pytest.raises(CorruptCheckpoint):
         read_manifest(checkpoint)
 
 
 def test_depth_is_no_way_to_crash(checkpoint: Path) -> None:
     """Brackets without end are damage too."""
     (checkpoint / "manifest.json").write_text("[" * 10**6)
-    with pytest.raises(Damaged, match="can't be read"):
+    with pytest.raises(CorruptCheckpoint, match="can't be read"):
         read_manifest(checkpoint)
 
 
 def test_the_manifest_of_another_step_is_noticed(checkpoint: Path) -> None:
     """A folder that was renamed or copied is not the step that it claims to be."""
     other = checkpoint.rename(checkpoint.with_name("step-8"))
-    with pytest.raises(Damaged, match="is of step 7"):
+    with pytest.raises(CorruptCheckpoint, match="is of step 7"):
         read_manifest(other)
 
 
@@ -91,7 +91,7 @@ def test_names_of_files_stay_in_the_folder(checkpoint: Path, name: str) -> None:
     """A manifest with a right digest can still not lead elsewhere."""
     made_up = attrs.evolve(MANIFEST, files={name: Content(1, "00" * 32)})
     (checkpoint / "manifest.json").write_bytes(made_up.write())
-    with pytest.raises(Damaged, match="no plain file name"):
+    with pytest.raises(CorruptCheckpoint, match="no plain file name"):
         read_manifest(checkpoint)
 
 
@@ -121,7 +121,9 @@ def test_what_is_no_manifest_is_damage_even_with_a_right_digest(checkpoint: Path
     del content["digest"]
     content |= changes
     (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": checksum(content)}))
-    with pytest.raises(Damaged, match=r"^manifest.json has (other entries|something else .* as " + min(changes) + ")"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"^manifest.json has (other entries|something else .* as " + min(changes) + ")"
+    ):
         read_manifest(checkpoint)
 
 
@@ -129,7 +131,7 @@ def test_a_link_is_no_checkpoint(checkpoint: Path) -> None:
     """Nothing is read through it."""
     elsewhere = checkpoint.rename(checkpoint.with_name("elsewhere"))
     checkpoint.symlink_to(elsewhere)
-    with pytest.raises(Damaged, match="link"):
+    with pytest.raises(CorruptCheckpoint, match="link"):
         read_manifest(checkpoint)
 
 
@@ -143,7 +145,7 @@ def test_all_faults_of_a_checkpoint_are_listed_at_once(tmp_path: Path) -> None:
     tensors = bytearray((folder / "rank-0.safetensors").read_bytes())
     tensors[-1] ^= 1
     (folder / "rank-0.safetensors").write_bytes(tensors)
-    with pytest.raises(Damaged) as caught:
+    with pytest.raises(CorruptCheckpoint) as caught:
         verify(folder)
     assert str(caught.value).split("; ") == [
         "rank-0.json is missing",
@@ -157,11 +159,11 @@ def test_a_look_is_enough_for_missing_and_short_files(tmp_path: Path) -> None:
     """What can be seen without reading the tensors: names and sizes."""
     save_steps(tmp_path, 3)
     folder = tmp_path / "checkpoints" / "step-3"
-    assert looks_whole(folder)
+    assert quick_check(folder)
     for damage in ("rank-0.safetensors", "manifest.json"):
         copy = tmp_path / damage / "step-3"
         shutil.copytree(folder, copy)
         (copy / damage).write_bytes((copy / damage).read_bytes()[:-2])
-        assert not looks_whole(copy)
+        assert not quick_check(copy)
         (copy / damage).unlink()
-        assert not looks_whole(copy)
+        assert not quick_check(copy)

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.checkpoint.checkpointer import CheckpointFolder
+from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.checkpoint.reader import load_node
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.ports.run import Step
-from drawloom.components.run.job import NamedJob
+from drawloom.components.run.job import NamedRun
 from drawloom.components.run.randomness import ProcessRandomness
 from drawloom.components.storage import atomic_write, durable_files
 from drawloom.graph import UserError
@@ -75,7 +75,7 @@ def _faulty(owner: Any, call: Callable[..., Any], what: str) -> Callable[..., An
     return fail
 
 
-def _told(node: CheckpointFolder) -> str:
+def _told(node: Checkpointer) -> str:
     try:
         node.save(Step(2, 100))
     except UserError as error:
@@ -86,7 +86,7 @@ def _told(node: CheckpointFolder) -> str:
 def _draw_on(folder: Path) -> tuple[float, float]:
     """Save the generators of each rank, draw, restore, and draw again."""
     with _mesh() as mesh:
-        randomness = ProcessRandomness(job=NamedJob(name="x", seed=3), mesh=mesh)
+        randomness = ProcessRandomness(job=NamedRun(name="x", seed=3), mesh=mesh)
         randomness.open()
         node = checkpointer(folder, {"randomness": randomness}, mesh)
         torch.rand(100)

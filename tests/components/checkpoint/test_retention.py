@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.checkpoint.retention import Rotation, Rules
+from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.ports.run import Step
 from support.checkpoints import Memory, checkpointer, save_steps, state_of
 
@@ -18,12 +18,18 @@ CANDIDATES = st.dictionaries(
     max_size=12,
 )
 RULES = st.builds(
-    Rules, st.integers(1, 5), st.none() | st.integers(1, 7), st.none() | st.just("validation_loss"), st.just("lowest")
+    RetentionPolicy,
+    st.integers(1, 5),
+    st.none() | st.integers(1, 7),
+    st.none() | st.just("validation_loss"),
+    st.just("lowest"),
 )
 
 
 @given(CANDIDATES, RULES)
-def test_each_rule_keeps_what_it_says_and_no_more(candidates: dict[int, dict[str, int | None]], rules: Rules) -> None:
+def test_each_rule_keeps_what_it_says_and_no_more(
+    candidates: dict[int, dict[str, int | None]], rules: RetentionPolicy
+) -> None:
     """What stays is exactly what some rule names: the newest, multiples, the best, and the newest finite one."""
     stay = rules.counting(candidates) | rules.for_ever(candidates)
     ordered = sorted(candidates)
@@ -49,7 +55,7 @@ def test_best_is_by_the_number_that_one_says(best_is: Literal["lowest", "highest
         4: {},
         5: {"accuracy": None},
     }
-    assert Rules(1, None, "accuracy", best_is).counting(candidates) == {5, step}
+    assert RetentionPolicy(1, None, "accuracy", best_is).counting(candidates) == {5, step}
 
 
 def _steps(folder: Path) -> set[int]:
@@ -65,7 +71,7 @@ def test_a_run_keeps_by_all_rules_at_once(tmp_path: Path) -> None:
         node.restore()
         for index, loss in list(enumerate(losses, 1))[first : first + 5]:
             memory.state = state_of(index)
-            node.run_phase(Step(index, 20, values={"loss": loss, "other": "text"}))
+            node.run_phase(Step(index, 20, outputs={"loss": loss, "other": "text"}))
     assert _steps(tmp_path) == {3, 4, 7, 8, 9}  # best, multiples of 4, newest finite, newest
 
 
@@ -95,6 +101,6 @@ def test_a_damaged_one_takes_no_good_one_s_place(tmp_path: Path, caplog: pytest.
 def test_nothing_is_read_while_nothing_has_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verifying old checkpoints would cost as much as saving them."""
     save_steps(tmp_path, 1, 2)
-    monkeypatch.setattr(Rotation, "_verify", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(Retention, "_verify", lambda *_: pytest.fail("it was read"))
     save_steps(tmp_path, 3)
     assert _steps(tmp_path) == {1, 2, 3}

@@ -14,7 +14,7 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.checkpoint.checkpointer import CheckpointFolder
+from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.checkpoint.reader import load_node
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.checkpoint.staging.copy_plan import Copy
@@ -68,7 +68,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk.open.set()
 
 
-def _node(folder: Path, memory: Memory, staging: Any = None, **settings: Any) -> CheckpointFolder:
+def _node(folder: Path, memory: Memory, staging: Any = None, **settings: Any) -> Checkpointer:
     return checkpointer(folder, {"memory": memory}, staging=staging or Blocking(), **{"every": 1, **settings})
 
 
@@ -76,7 +76,7 @@ def _full(path: str = "/x") -> OSError:
     return OSError(errno.ENOSPC, "No space left on device", path)
 
 
-def _wait(node: CheckpointFolder) -> None:
+def _wait(node: Checkpointer) -> None:
     """Until a checkpoint that is being written is done, without telling the node."""
     end = time.monotonic() + 10
     while node._writing is not None and not node._writing.done.done() and time.monotonic() < end:
@@ -185,7 +185,7 @@ def test_closing_waits_for_what_is_being_written(tmp_path: Path, disk: Disk, mon
     other = _node(tmp_path / "other", memory)
     disk.slow()
     other.run_phase(Step(1, 9))
-    monkeypatch.setattr("drawloom.components.checkpoint.checkpointer.PATIENCE", 0.05)
+    monkeypatch.setattr("drawloom.components.checkpoint.checkpointer.CLOSE_TIMEOUT", 0.05)
     other.close()
     assert not (tmp_path / "other/checkpoints/step-1").exists()
 
@@ -333,7 +333,7 @@ def test_records_last_before_the_checkpoint_does(tmp_path: Path, caplog: pytest.
     class Record:
         fault: OSError | None = None
 
-        def make_last(self) -> None:
+        def flush(self) -> None:
             seen.append([path.name for path in (tmp_path / "checkpoints").glob("step-*")])
             if self.fault:
                 raise self.fault

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from drawloom.components.checkpoint.state_hashes import Digests, state_digests
+from drawloom.components.checkpoint.state_hashes import StateHashes, state_hashes
 from drawloom.components.ports.run import Step
 from drawloom.graph import Every
 from support.checkpoints import AloneMesh, Memory, Place
@@ -16,8 +16,8 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "digests/rank-0.jsonl").read_text().splitlines()]
 
 
-def _node(folder: Path, **states: Memory) -> Digests:
-    return Digests(folder=Place(folder), mesh=AloneMesh(), states=Every(states))
+def _node(folder: Path, **states: Memory) -> StateHashes:
+    return StateHashes(folder=Place(folder), mesh=AloneMesh(), states=Every(states))
 
 
 def test_each_tensor_has_its_own(tmp_path: Path) -> None:
@@ -38,8 +38,8 @@ def test_each_tensor_has_its_own(tmp_path: Path) -> None:
 def test_equal_states_have_equal_digests() -> None:
     """However the tensor lies in memory."""
     table = torch.arange(6.0).reshape(2, 3)
-    assert state_digests({"a": {"t": table.T}}) == state_digests({"a": {"t": table.T.contiguous()}})
-    assert state_digests({"a": {"t": table}}) != state_digests({"a": {"t": table.T}})
+    assert state_hashes({"a": {"t": table.T}}) == state_hashes({"a": {"t": table.T.contiguous()}})
+    assert state_hashes({"a": {"t": table}}) != state_hashes({"a": {"t": table.T}})
 
 
 def test_a_run_that_goes_on_takes_later_steps_back(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from drawloom.components.checkpoint.threads import at_once, in_background, side_by_side
+from drawloom.components.checkpoint.threads import map_parallel, run_now, submit
 
 
 def test_it_is_done_in_another_thread() -> None:
@@ -20,7 +20,7 @@ def test_it_is_done_in_another_thread() -> None:
         thread = threading.current_thread()
         return thread.name, thread.daemon
 
-    future = in_background("writing", work)
+    future = submit("writing", work)
     assert not future.done()
     gate.set()
     assert future.result(10) == ("writing", True)
@@ -33,8 +33,8 @@ def test_whatever_it_raises_waits_too(error: BaseException) -> None:
     def fail() -> None:
         raise error
 
-    assert in_background("writing", fail).exception(10) is error
-    assert at_once("writing", fail).exception(0) is error
+    assert submit("writing", fail).exception(10) is error
+    assert run_now("writing", fail).exception(0) is error
 
 
 def test_what_it_needed_is_gone_when_it_is_done() -> None:
@@ -46,7 +46,7 @@ def test_what_it_needed_is_gone_when_it_is_done() -> None:
     for _ in range(50):
         large = Large()
         gone = weakref.ref(large)
-        future = in_background("writing", partial(bool, large))
+        future = submit("writing", partial(bool, large))
         del large
         future.result(10)
         assert gone() is None
@@ -54,7 +54,7 @@ def test_what_it_needed_is_gone_when_it_is_done() -> None:
 
 def test_at_once_is_in_this_thread() -> None:
     """And done when it returns."""
-    future = at_once("writing", threading.current_thread)
+    future = run_now("writing", threading.current_thread)
     assert future.done() and future.result() is threading.current_thread()
 
 
@@ -72,9 +72,9 @@ def test_results_come_in_order(most: int) -> None:
             busy[0] -= 1
         return number * number
 
-    assert side_by_side("x", [partial(work, number) for number in range(7)], most) == [n * n for n in range(7)]
+    assert map_parallel("x", [partial(work, number) for number in range(7)], most) == [n * n for n in range(7)]
     assert max(seen) <= most
-    assert side_by_side("x", list[Callable[[], int]](), most) == []
+    assert map_parallel("x", list[Callable[[], int]](), most) == []
 
 
 def test_an_error_is_raised_when_all_are_over() -> None:
@@ -88,5 +88,5 @@ def test_an_error_is_raised_when_all_are_over() -> None:
         over.append(number)
 
     with pytest.raises(ValueError, match="the first"):
-        side_by_side("x", [partial(work, number) for number in range(2)], 2)
+        map_parallel("x", [partial(work, number) for number in range(2)], 2)
     assert over == [1]

@@ -19,8 +19,8 @@ class Counting:
 
     train: int
     held_out: int
-    vocabulary: int = 100_000
-    end: int = 0
+    vocab_size: int = 100_000
+    eos_id: int = 0
 
     def documents(self, split: Split) -> Iterator[str]:
         last = self.train if split == "train" else self.held_out

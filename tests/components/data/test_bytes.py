@@ -28,7 +28,7 @@ def test_ids_are_bytes_and_come_back_as_text(text: str) -> None:
     ids = Bytes().encode(text)
     assert ids.dtype == np.int32
     assert ids.tolist() == list(text.encode())
-    assert Bytes().decode([*ids.tolist(), Bytes().end]) == text
+    assert Bytes().decode([*ids.tolist(), Bytes().eos_id]) == text
 
 
 @given(texts)
@@ -50,11 +50,11 @@ def test_transformers_reads_what_was_saved(saved: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(saved)
-    assert tokenizer.eos_token_id == Bytes().end
-    assert len(tokenizer) == Bytes().vocabulary
+    assert tokenizer.eos_token_id == Bytes().eos_id
+    assert len(tokenizer) == Bytes().vocab_size
     text = "a <|end|> é , 'll ."
     assert tokenizer(text)["input_ids"] == list(text.encode())
-    assert tokenizer.decode([*text.encode(), Bytes().end], skip_special_tokens=True) == text
+    assert tokenizer.decode([*text.encode(), Bytes().eos_id], skip_special_tokens=True) == text
 
 
 def test_ids_that_are_no_bytes_write_nothing() -> None:

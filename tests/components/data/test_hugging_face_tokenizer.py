@@ -44,7 +44,7 @@ def test_text_cannot_forge_an_end(tmp_path: Path) -> None:
     """A text that spells the end is encoded as any other text."""
     tokenizer = opened(write(tmp_path))
     ids = tokenizer.encode("hello <end> world")
-    assert tokenizer.end == 6
+    assert tokenizer.eos_id == 6
     assert 6 not in ids
     assert ids[0] == 0 and ids[-1] == 1
 
@@ -52,11 +52,11 @@ def test_text_cannot_forge_an_end(tmp_path: Path) -> None:
 def test_vocabulary_reaches_the_highest_id(tmp_path: Path) -> None:
     """Added tokens count, and so do gaps in the numbering."""
     path = write(tmp_path)
-    assert opened(path).vocabulary == 7
+    assert opened(path).vocab_size == 7
     content = json.loads(path.read_text())
     content["model"]["vocab"]["far"] = 99
     path.write_text(json.dumps(content))
-    assert opened(path).vocabulary == 100
+    assert opened(path).vocab_size == 100
 
 
 def test_end_is_left_out_of_text(tmp_path: Path) -> None:

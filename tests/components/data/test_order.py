@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.data.order import EndlessOrder, permutation
+from drawloom.components.data.order import ShuffledOrder, permutation
 
 seeds = st.integers(-(2**70), 2**70)
 epochs = st.integers(0, 10**6)
@@ -49,8 +49,8 @@ def test_every_row_is_as_likely_to_come_first() -> None:
 @given(seeds, st.integers(1, 20), st.lists(st.integers(0, 200), max_size=20), st.booleans())
 def test_place_alone_decides_the_row(seed: int, count: int, places: list[int], shuffle: bool) -> None:
     """A place gives the same row whatever was asked before it, and each epoch is a permutation."""
-    whole = EndlessOrder(seed, count, shuffle).rows(range(201))
-    assert EndlessOrder(seed, count, shuffle).rows(places) == [whole[place] for place in places]
+    whole = ShuffledOrder(seed, count, shuffle).rows(range(201))
+    assert ShuffledOrder(seed, count, shuffle).rows(places) == [whole[place] for place in places]
     for start in range(0, 201 - count, count):
         epoch = whole[start : start + count]
         assert sorted(epoch) == list(range(count))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.data.packed import pack
-from drawloom.components.ports.data import IGNORED, Batch
+from drawloom.components.ports.data import IGNORE_INDEX, Batch
 
 END = 0
 documents = st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=12), max_size=8)
@@ -36,7 +36,7 @@ def by_hand(texts: list[list[int]], length: int) -> list[list[tuple[int, int, in
             if place > start and number != before:
                 begun = place
             follows = place + 1 < len(stream) and stream[place + 1][1] == number
-            target = stream[place + 1][0] if follows else IGNORED
+            target = stream[place + 1][0] if follows else IGNORE_INDEX
             row.append((token, target, place - begun, number - first))
         rows.append(row)
     return rows
@@ -46,7 +46,7 @@ def by_hand(texts: list[list[int]], length: int) -> list[list[tuple[int, int, in
 def test_rows_are_those_of_a_loop(texts: list[list[int]], length: int) -> None:
     """Tokens, targets, positions and documents are those that a loop over the tokens gives."""
     batch = packed(texts, length)
-    columns = [batch.tokens, batch.targets, batch.positions, batch.documents]
+    columns = [batch.tokens, batch.targets, batch.positions, batch.document_ids]
     assert all(column.dtype == torch.int64 and column.shape[1] == length for column in columns)
     rows = [list(zip(*(column[row].tolist() for column in columns), strict=True)) for row in range(len(batch.tokens))]
     assert rows == by_hand(texts, length)
@@ -56,23 +56,23 @@ def test_rows_are_those_of_a_loop(texts: list[list[int]], length: int) -> None:
 def test_each_token_is_learned_once(texts: list[list[int]], length: int) -> None:
     """Every token but the first of each document is a target once, ends included, in order."""
     batch = packed(texts, length)
-    targets = batch.targets[batch.targets != IGNORED].tolist()
+    targets = batch.targets[batch.targets != IGNORE_INDEX].tolist()
     assert targets == [token for text in texts for token in [*text[1:], END]]
 
 
 @given(documents, lengths)
 def test_each_row_teaches_something(texts: list[list[int]], length: int) -> None:
     """No row is without a target, so that no microbatch weighs nothing."""
-    assert (packed(texts, length).targets != IGNORED).any(dim=1).all()
+    assert (packed(texts, length).targets != IGNORE_INDEX).any(dim=1).all()
 
 
 @given(documents, lengths)
 def test_no_target_lies_in_another_document(texts: list[list[int]], length: int) -> None:
     """Where a token of a row has a target, the next token of the row is that target, in the same document."""
     batch = packed(texts, length)
-    learned = batch.targets[:, :-1] != IGNORED
+    learned = batch.targets[:, :-1] != IGNORE_INDEX
     assert (batch.targets[:, :-1] == batch.tokens[:, 1:])[learned].all()
-    assert (batch.documents[:, :-1] == batch.documents[:, 1:])[learned].all()
+    assert (batch.document_ids[:, :-1] == batch.document_ids[:, 1:])[learned].all()
     assert (batch.positions[:, 1:] == batch.positions[:, :-1] + 1)[learned].all()
 
 
@@ -83,7 +83,7 @@ def test_rows_can_be_had_in_any_order(texts: list[list[int]], length: int, data:
     whole = table.batch(range(table.rows))
     chosen = data.draw(st.lists(st.integers(0, table.rows - 1))) if table.rows else []
     batch = table.batch(chosen)
-    for name in ("tokens", "targets", "positions", "documents"):
+    for name in ("tokens", "targets", "positions", "document_ids"):
         assert getattr(batch, name).tolist() == getattr(whole, name)[chosen].tolist()
         assert getattr(batch, name).shape == (len(chosen), length)
 

@@ -14,7 +14,7 @@ import torch
 
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.packing import Packing
-from drawloom.components.ports.data import IGNORED, Split
+from drawloom.components.ports.data import IGNORE_INDEX, Split
 from drawloom.graph import ResolvedRecipe, UserError
 
 
@@ -38,14 +38,14 @@ def packing(corpus: Texts, job: Any, tokenizer: Any = None, length: int = 4) -> 
 def stream(rows: Packing, split: Split) -> list[int]:
     """All targets of a split, in order."""
     targets = rows.batch(split, range(rows.count(split))).targets
-    return targets[targets != IGNORED].tolist()
+    return targets[targets != IGNORE_INDEX].tolist()
 
 
 def test_documents_end_with_the_end(job: Any) -> None:
     """Each document is followed by the tokenizer's end, which is learned; an empty one is as if it were not there."""
     rows = packing(Texts(train=["", "abc", ""]), job)
     assert rows.batch("train", [0]).tokens.tolist() == [[*b"abc", 256]]
-    assert rows.batch("train", [0]).targets.tolist() == [[*b"bc", 256, IGNORED]]
+    assert rows.batch("train", [0]).targets.tolist() == [[*b"bc", 256, IGNORE_INDEX]]
 
 
 def test_splits_are_packed_apart(job: Any) -> None:
@@ -82,8 +82,8 @@ def test_held_out_rows_are_the_same_for_every_seed(job: Any) -> None:
 class Wide:
     """A tokenizer with as many ids as asked for, whose texts are written as ids."""
 
-    vocabulary: int
-    end: int = 0
+    vocab_size: int
+    eos_id: int = 0
 
     def encode(self, text: str) -> np.ndarray:
         return np.array([int(word) for word in text.split()], np.int32)

@@ -29,7 +29,7 @@ class Threads:
 
 def batch(token: int) -> Batch:
     rows = torch.full((2, 3), token)
-    return Batch(tokens=rows, targets=rows, positions=rows, documents=rows)
+    return Batch(tokens=rows, targets=rows, positions=rows, document_ids=rows)
 
 
 def verdicts(*ranks: tuple[int, int, Batch]) -> list[str]:
@@ -63,7 +63,7 @@ def test_difference_in_a_replica_is_an_error_on_every_rank() -> None:
     assert said[0].startswith("data: ranks 1 and 3 share replica 1, and see different rows")
 
 
-@pytest.mark.parametrize("name", ["tokens", "targets", "positions", "documents"])
+@pytest.mark.parametrize("name", ["tokens", "targets", "positions", "document_ids"])
 def test_every_part_of_a_batch_counts(name: str) -> None:
     """A difference in any tensor, or in nothing but its shape, is one."""
     other = attrs.evolve(batch(1), **{name: torch.tensor([[1, 1, 1], [1, 1, 2]])})

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.hang_diagnosis import Answer, accusation
+from drawloom.components.distributed.hang_diagnosis import RankStatus, diagnosis
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.graph import UserError
 from support.processes import RanksFailed, run_ranks
@@ -21,33 +21,37 @@ WAITS = "waits for a reduction in group world"
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ({0: Answer("step 3", WAITS)}, "ranks 1, 2 do not answer"),
-        ({0: Answer("step 3", WAITS), 2: Answer("step 3")}, "rank 1 does not answer"),
+        ({0: RankStatus("step 3", WAITS)}, "ranks 1, 2 do not answer"),
+        ({0: RankStatus("step 3", WAITS), 2: RankStatus("step 3")}, "rank 1 does not answer"),
         (
-            {0: Answer("step 3", WAITS), 1: Answer("step 2, phase [data]"), 2: Answer("step 3", WAITS)},
+            {0: RankStatus("step 3", WAITS), 1: RankStatus("step 2, phase [data]"), 2: RankStatus("step 3", WAITS)},
             "rank 1 (step 2, phase [data]) waits for nobody",
         ),
         (
-            {0: Answer("step 3", WAITS), 1: Answer("", "waits for a message in group ring"), 2: Answer("", WAITS)},
+            {
+                0: RankStatus("step 3", WAITS),
+                1: RankStatus("", "waits for a message in group ring"),
+                2: RankStatus("", WAITS),
+            },
             f"rank 0 (step 3) {WAITS}; rank 1 waits for a message in group ring; rank 2 {WAITS}",
         ),
         (
-            {0: Answer("a", WAITS), 1: Answer("b", "", WAITS), 2: Answer("c")},
+            {0: RankStatus("a", WAITS), 1: RankStatus("b", "", WAITS), 2: RankStatus("c")},
             "rank 2 (c) waits for nobody",
         ),
         (
-            {0: Answer("a", WAITS), 1: Answer("b", "", WAITS), 2: Answer("c", WAITS)},
+            {0: RankStatus("a", WAITS), 1: RankStatus("b", "", WAITS), 2: RankStatus("c", WAITS)},
             "rank 1 (b) waits for nobody",
         ),
         (
-            {0: Answer("a"), 1: Answer("b"), 2: Answer("c")},
+            {0: RankStatus("a"), 1: RankStatus("b"), 2: RankStatus("c")},
             "rank 0 (a) waits for nobody; rank 1 (b) waits for nobody; ",
         ),
     ],
 )
-def test_whoever_does_not_answer_is_accused_first(answers: dict[int, Answer], words: str) -> None:
+def test_whoever_does_not_answer_is_accused_first(answers: dict[int, RankStatus], words: str) -> None:
     """Then whoever waits for nobody; and if all wait for one another, each is told with what it waits for."""
-    assert accusation(answers, 3).startswith(words)
+    assert diagnosis(answers, 3).startswith(words)
 
 
 def _work(limit: float, deed: str, guilty: int) -> tuple[str, float]:
@@ -56,9 +60,9 @@ def _work(limit: float, deed: str, guilty: int) -> tuple[str, float]:
     processes.open()
     everybody = processes.group("world", [[*range(processes.world_size)]])
     processes.set_timeout(limit)
-    processes.note("step 1, phase [sum]")
+    processes.set_location("step 1, phase [sum]")
     everybody.sum(torch.zeros(1))
-    processes.note("step 2, phase [other]")
+    processes.set_location("step 2, phase [other]")
     if processes.rank == guilty:
         DEEDS[deed]()
     began = time.monotonic()
@@ -76,12 +80,12 @@ def _write(slow: int) -> str:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
     everybody = processes.group("world", [[*range(processes.world_size)]])
-    apart = processes.apart("writing")
+    apart = processes.control_group("writing")
     everybody.sum(torch.zeros(1))
     deed = (lambda: time.sleep(1.7)) if processes.rank == slow else (lambda: apart.gather_json(None))
     threading.Thread(target=deed, daemon=True).start()
     time.sleep(0.5)
-    told = processes.accused()
+    told = processes.diagnose()
     time.sleep(1.3)
     if processes.rank == slow:
         apart.gather_json(None)

@@ -9,7 +9,7 @@ import torch
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
-from drawloom.components.distributed.process_group import OneRank
+from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.ports.distributed import Group
 from drawloom.graph import UserError
@@ -29,13 +29,13 @@ class Pretended:
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
         """Remember what was asked for."""
         self.asked.append((name, sets))
-        return OneRank()
+        return SingleProcess()
 
     def channel(self, name: str, sender: int, receiver: int) -> Any:
         raise AssertionError("nothing travels here")
 
-    def apart(self, name: str) -> Group:
-        return OneRank()
+    def control_group(self, name: str) -> Group:
+        return SingleProcess()
 
 
 @attrs.define

@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, settle
+from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, resolve_shape
 from drawloom.graph import UserError
 
 ONES = dict.fromkeys(DIMENSIONS, 1)
@@ -37,7 +37,7 @@ def test_a_set_differs_in_one_dimension_only(sizes: tuple[int, ...]) -> None:
 
 def test_experts_are_neighbours_inside_a_pipeline_stage() -> None:
     """The second view splits the ranks of a stage into runs of neighbours."""
-    layout = settle({**ONES, "pipeline": 2, "data_replicate": "auto"}, 2, 8)
+    layout = resolve_shape({**ONES, "pipeline": 2, "data_replicate": "auto"}, 2, 8)
     assert layout.sets("expert") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert layout.sets("data_replicate") == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -47,16 +47,16 @@ def test_rest_takes_what_is_left(world_size: int, rest: int | None) -> None:
     """`rest` is the number of processes over the product of the others, if that is whole."""
     sizes: dict[str, int | str] = {**ONES, "data_replicate": "auto", "tensor": 2, "context": 3}
     if rest is not None:
-        assert settle(sizes, 1, world_size).size("data_replicate") == rest
+        assert resolve_shape(sizes, 1, world_size).size("data_replicate") == rest
         return
     with pytest.raises(UserError, match=r"= 6 processes.*torchrun --nproc-per-node 6 -m drawloom run RECIPE"):
-        settle(sizes, 1, world_size)
+        resolve_shape(sizes, 1, world_size)
 
 
 def test_a_wrong_product_is_told_with_the_command() -> None:
     """The message holds the product, the number of processes, and what to type."""
     with pytest.raises(UserError) as caught:
-        settle({**ONES, "pipeline": 2, "data_replicate": 3}, 1, 2)
+        resolve_shape({**ONES, "pipeline": 2, "data_replicate": 3}, 1, 2)
     assert str(caught.value) == (
         "the mesh pipeline 2 × data_replicate 3 × data_shard 1 × context 1 × tensor 1 = 6 needs 6 processes, and "
         "there are 2; start it with `torchrun --nproc-per-node 6 -m drawloom run RECIPE`"
@@ -68,4 +68,4 @@ def test_experts_must_divide_a_stage() -> None:
     """expert = 4 does not fit six ranks of a stage, though it fits all twelve; the message lists what does."""
     sizes: dict[str, int | str] = {**ONES, "pipeline": 2, "data_replicate": "auto"}
     with pytest.raises(UserError, match=r"expert = 4 does not divide .* = 6; write one of 1, 2, 3, 6"):
-        settle(sizes, 4, 12)
+        resolve_shape(sizes, 4, 12)

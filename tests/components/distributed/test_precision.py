@@ -3,29 +3,29 @@
 import pytest
 import torch
 
-from drawloom.components.distributed.precision import DtypeByPurpose
+from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.graph.registry.spec import read_spec
 
 
 def test_names_become_dtypes() -> None:
     """Each purpose has its own dtype, and float32 where nothing is said."""
-    precision = DtypeByPurpose(parameter="bfloat16", compute="float16", gradient="float64")
+    precision = DtypePolicy(parameter="bfloat16", compute="float16", gradient="float64")
     given = (precision.parameter, precision.compute, precision.gradient, precision.reduce)
     assert given == (torch.bfloat16, torch.float16, torch.float64, torch.float32)
-    assert DtypeByPurpose().compute is torch.float32
+    assert DtypePolicy().compute is torch.float32
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_narrow_sums_over_ranks_are_refused(name: str) -> None:
     """Gradients are added up in float32 at least."""
     with pytest.raises(ValueError, match="lose small gradients; write 'float32' or 'float64'"):
-        DtypeByPurpose(reduce=name)  # type: ignore[arg-type]
-    assert DtypeByPurpose(reduce="float64").reduce is torch.float64
+        DtypePolicy(reduce=name)  # type: ignore[arg-type]
+    assert DtypePolicy(reduce="float64").reduce is torch.float64
 
 
 def test_recipes_write_the_purposes_without_underscores() -> None:
     """The keys of the recipe are the names of the port."""
-    assert list(read_spec("distributed.precision", DtypeByPurpose).fields) == [
+    assert list(read_spec("distributed.precision", DtypePolicy).fields) == [
         "parameter",
         "compute",
         "gradient",

@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drawloom.components.distributed.process_group import OneRank, ProcessGroup
+from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
 from drawloom.graph import UserError
 from support.processes import RanksFailed, run_ranks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
 
 
-def _world() -> ProcessGroup:
+def _world() -> TorchGroup:
     dist.init_process_group("gloo")
-    return ProcessGroup("world", range(dist.get_world_size()), dist.group.WORLD, torch.device("cpu"))
+    return TorchGroup("world", range(dist.get_world_size()), dist.group.WORLD, torch.device("cpu"))
 
 
 def _reductions() -> list[tuple[str, list[float], list[float]]]:
@@ -88,7 +88,7 @@ def test_a_lost_peer_is_an_error_that_names_the_group() -> None:
 
 def test_a_group_of_one_changes_nothing() -> None:
     """Alone, tensors stay as they are and a value comes back as JSON carries it."""
-    group, tensor = OneRank(), torch.tensor([1.5, -2.0])
+    group, tensor = SingleProcess(), torch.tensor([1.5, -2.0])
     group.sum(tensor)
     group.max(tensor)
     assert tensor.tolist() == [1.5, -2.0]

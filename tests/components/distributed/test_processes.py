@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.process_group import OneRank
+from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.graph import UserError
 from support.processes import run_ranks
@@ -75,7 +75,7 @@ def test_one_process_needs_no_group() -> None:
     assert run_ranks(_numbers, 1, variables=False) == [(0, 1, 0, 1, True)]
     processes = _processes()
     processes.open()
-    assert isinstance(processes.group("world", [[0]]), OneRank)
+    assert isinstance(processes.group("world", [[0]]), SingleProcess)
     assert not dist.is_initialized()
     processes.close()
 

@@ -4,12 +4,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.process_group import OneRank
+from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.sum_over_shards import SumOverParameters
 from drawloom.components.ports.distributed import Group
 
 
-class Twice(OneRank):
+class Twice(SingleProcess):
     """Two ranks with equal values."""
 
     def sum(self, tensor: Tensor) -> None:
@@ -21,12 +21,12 @@ class Twice(OneRank):
 class FakeMesh:
     """Two pipeline ranks, and two replicas."""
 
-    world: Group = attrs.field(factory=OneRank)
+    world: Group = attrs.field(factory=SingleProcess)
     replicas: Group = attrs.field(factory=Twice)
 
     def group(self, dimension: str) -> Group:
         """Two ranks along pipeline and data_replicate."""
-        return Twice() if dimension in ("pipeline", "data_replicate") else OneRank()
+        return Twice() if dimension in ("pipeline", "data_replicate") else SingleProcess()
 
     def size(self, dimension: str) -> int:
         """Their number."""

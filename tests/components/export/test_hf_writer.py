@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from drawloom.components.distributed.process_group import ProcessGroup
+from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.export.hf_writer import write_folder
-from drawloom.components.model.qwen3.builder import Blueprint
-from drawloom.components.ports.model import Span, Stage
+from drawloom.components.model.qwen3.builder import Qwen3Builder
+from drawloom.components.ports.model import LayerRange, Stage
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.weights.load import load_folder
 from drawloom.graph import UserError
@@ -31,7 +31,7 @@ class FakeStages:
 
     @property
     def local(self) -> list[Stage]:
-        nowhere = Span(0, 0, False, False)
+        nowhere = LayerRange(0, 0, False, False)
         return [Stage(number, len(self.modules), nowhere, module) for number, module in enumerate(self.modules)]
 
 
@@ -44,7 +44,7 @@ class FakeTokenizer:
 
 
 both = pytest.mark.parametrize("make", [dense, sparse], ids=["dense", "sparse"])
-Make = Callable[..., Blueprint]
+Make = Callable[..., Qwen3Builder]
 
 
 @both
@@ -108,7 +108,7 @@ def test_stages_of_one_rank_are_joined(tmp_path: Path) -> None:
     """Two stages export as the whole does, a tied head's copy of the embedding included."""
     model = dense(tie_word_embeddings=True)
     module = whole(model)
-    parts = [model.build(Span(0, 1, True, False)), model.build(Span(1, 2, False, True))]
+    parts = [model.build(LayerRange(0, 1, True, False)), model.build(LayerRange(1, 2, False, True))]
     for part in parts:
         part.load_state_dict({name: module.state_dict()[name] for name in part.state_dict()})
     write_folder(tmp_path / "whole", model, FakeStages([module]))
@@ -120,11 +120,11 @@ def test_stages_of_one_rank_are_joined(tmp_path: Path) -> None:
 def _stage_of_two(folder: Path, tied: bool, max_shard: int) -> None:
     """Each of two ranks holds one layer, and exports it with the other."""
     dist.init_process_group("gloo")
-    world = ProcessGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
+    world = TorchGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
     torch.manual_seed(0)
     model = dense(tie_word_embeddings=tied)
     complete = whole(model).state_dict()
-    part = model.build(Span(world.rank, world.rank + 1, world.rank == 0, world.rank == 1))
+    part = model.build(LayerRange(world.rank, world.rank + 1, world.rank == 0, world.rank == 1))
     part.load_state_dict({name: complete[name] for name in part.state_dict()})
     stages = FakeStages([part])
     write_folder(folder / "parts", model, stages, group=world, workspace=folder / "talk", max_shard=max_shard)
@@ -163,7 +163,7 @@ def load_in_transformers(folder: Path) -> Any:
 def test_part_of_a_model_is_refused(tmp_path: Path) -> None:
     """A group that holds a part of the model is told what it lacks, and nothing is written."""
     model = dense()
-    stages = FakeStages([model.build(Span(0, 2, True, False))])
+    stages = FakeStages([model.build(LayerRange(0, 2, True, False))])
     with pytest.raises(UserError, match=r"missing norm\.weight, head\.weight"):
         write_folder(tmp_path / "export", model, stages)
     assert os.listdir(tmp_path) == []

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from drawloom.components.distributed.process_group import ProcessGroup
+from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.export.hugging_face import HuggingFaceExport
-from drawloom.components.ports.model import Span, Stage
-from drawloom.components.ports.run import Finisher
-from drawloom.graph.types.port_match import misfits
+from drawloom.components.ports.model import LayerRange, Stage
+from drawloom.components.ports.run import FinalTask
+from drawloom.graph.types.port_match import mismatches
 from support.processes import run_ranks
 from support.qwen3 import dense, whole
 
@@ -36,7 +36,7 @@ class OneStage:
 
     @property
     def local(self) -> list[Stage]:
-        return [Stage(0, 1, Span(0, 2, True, True), self.module)]
+        return [Stage(0, 1, LayerRange(0, 2, True, True), self.module)]
 
 
 def export_of(folder: Path, mesh: Any, **settings: Any) -> HuggingFaceExport:
@@ -47,7 +47,7 @@ def export_of(folder: Path, mesh: Any, **settings: Any) -> HuggingFaceExport:
 
 def test_fits_its_port() -> None:
     """The component keeps the promises of a Finisher."""
-    assert not misfits(HuggingFaceExport, Finisher)
+    assert not mismatches(HuggingFaceExport, FinalTask)
 
 
 def test_writes_export_once(tmp_path: Path, one_rank: Any) -> None:
@@ -72,7 +72,7 @@ class WorldMesh:
 def _replicas(folder: Path, late: bool) -> list[str]:
     """Two ranks that hold the same model finish; what lies in the run folder then."""
     dist.init_process_group("gloo")
-    world = ProcessGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
+    world = TorchGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
     torch.manual_seed(0)
     mesh: Any = WorldMesh(world)
     export = export_of(folder, mesh)

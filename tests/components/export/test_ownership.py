@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drawloom.components.export.ownership import choose_owners, holding
-from drawloom.components.ports.model import Span, Stage
+from drawloom.components.ports.model import LayerRange, Stage
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import identity, stack
 from drawloom.graph import UserError
@@ -52,7 +52,7 @@ class OneStage:
 
     @property
     def local(self) -> list[Stage]:
-        return [Stage(3, 4, Span(0, 1, False, False), nn.Linear(2, 1, dtype=torch.bfloat16))]
+        return [Stage(3, 4, LayerRange(0, 1, False, False), nn.Linear(2, 1, dtype=torch.bfloat16))]
 
 
 def test_what_a_rank_tells() -> None:

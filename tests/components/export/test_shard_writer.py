@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drawloom.components.distributed.process_group import OneRank, ProcessGroup
+from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
 from drawloom.components.export.shard_writer import Share, share, write_shares
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
@@ -50,7 +50,7 @@ def config_beside(folder: Path, files: list[PlannedFile]) -> None:
 def by_one(folder: Path, max_shard: int = 2**30) -> dict[str, Tensor]:
     """What one process writes."""
     mine = share(tensors(), mapper(), range(2 * LAYERS), None)
-    write_shares(folder, mine, OneRank(), max_shard, config_beside)
+    write_shares(folder, mine, SingleProcess(), max_shard, config_beside)
     source = open_safetensors_folder(folder)
     return {name: source.tensor(name) for name in source.kinds()}
 
@@ -65,9 +65,9 @@ def assert_same(folder: Path, expected: dict[str, Tensor]) -> None:
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
 
 
-def _world() -> ProcessGroup:
+def _world() -> TorchGroup:
     dist.init_process_group("gloo")
-    return ProcessGroup("world", range(dist.get_world_size()), dist.group.WORLD, torch.device("cpu"))
+    return TorchGroup("world", range(dist.get_world_size()), dist.group.WORLD, torch.device("cpu"))
 
 
 def _deal(folder: Path) -> None:
@@ -140,7 +140,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from drawloom.components.distributed.process_group import ProcessGroup
+from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.export.shard_writer import share, write_shares
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.streaming import convert
@@ -151,7 +151,7 @@ dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, time
 mesh = init_device_mesh("cpu", (2,))
 whole = here.tensors()
 spread = convert(parallel(*(distribute(name, mesh, [Shard(0)]) for name in whole)), whole)
-world = ProcessGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
+world = TorchGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
 mapper = here.mapper()
 mine = share(spread, mapper, [n for n in range(len(mapper.groups)) if n % 2 == rank], None)
 write_shares(Path(sys.argv[3]), mine, world, 100, here.config_beside)
@@ -180,6 +180,6 @@ def test_sharded_tensors_are_the_same_under_every_hash_seed(tmp_path: Path) -> N
 def test_in_another_dtype(tmp_path: Path) -> None:
     """A share in another dtype is written in that, and whole numbers are left alone."""
     mine = share({"a": torch.ones(2), "b": torch.tensor([1])}, identity("a", "b"), [0, 1], torch.bfloat16)
-    write_shares(tmp_path / "export", mine, OneRank(), 100, config_beside)
+    write_shares(tmp_path / "export", mine, SingleProcess(), 100, config_beside)
     kinds = open_safetensors_folder(tmp_path / "export").kinds()
     assert {name: kind.dtype for name, kind in kinds.items()} == {"a": torch.bfloat16, "b": torch.int64}

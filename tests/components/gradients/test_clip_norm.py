@@ -23,7 +23,7 @@ class Weights:
 @pytest.mark.parametrize(("bound", "expected"), [(1.0, (0.6, 0.8)), (10.0, (3.0, 4.0))])
 def test_clip_scales_gradients_to_max_norm(bound: float, expected: tuple[float, float]) -> None:
     """Gradients above the bound keep their direction and get its norm; those below are left alone."""
-    weights, step = Weights(), Step(1, 1, values={"grad_norm": 5.0})
+    weights, step = Weights(), Step(1, 1, outputs={"grad_norm": 5.0})
     ClipNorm(parameters=weights, max_norm=bound).run_phase(step)
     assert [float(p.grad) for p in weights.parameters] == pytest.approx(expected, rel=1e-6)  # type: ignore[arg-type]
-    assert step.values["grad_norm"] == 5.0
+    assert step.outputs["grad_norm"] == 5.0

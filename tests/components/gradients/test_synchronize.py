@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.gradients.synchronize import Synchronise
+from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.run import Step
 
@@ -64,11 +64,11 @@ class Twins:
 
 def taken(weights: Weights, mesh: Any, total: float, weight: float, bucket_bytes: int = 2**20) -> Step:
     """A step after the phase, of the given sums on this rank."""
-    phase = Synchronise(
+    phase = Synchronize(
         parameters=weights, mesh=mesh, precision=Float32(), reduce=NoReduction(), bucket_bytes=bucket_bytes
     )
     sums = torch.tensor([total, weight], dtype=torch.float64)
-    step = Step(1, 1, tokens=7, values={"losses": Losses(*sums)})
+    step = Step(1, 1, tokens=7, outputs={"losses": Losses(*sums)})
     phase.run_phase(step)
     return step
 
@@ -79,7 +79,7 @@ def test_gradient_and_loss_are_means_by_weight(one_rank: Any) -> None:
     step = taken(weights, one_rank, total=10.0, weight=2.0)
     assert weights.first.grad is not None and weights.first.grad.tolist() == [3.0, 4.0]
     assert weights.second.grad is not None and weights.second.grad.tolist() == [0.0, 0.0]
-    assert step.values["loss"] == 5.0 and step.values["grad_norm"] == pytest.approx(5.0) and not step.refused
+    assert step.outputs["loss"] == 5.0 and step.outputs["grad_norm"] == pytest.approx(5.0) and not step.skip_reason
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 12, 2**20])
@@ -88,7 +88,7 @@ def test_two_replicas_that_see_the_same_change_nothing(bucket_bytes: int, mesh_o
     weights = Weights(torch.tensor([6.0, 8.0]))
     step = taken(weights, mesh_of(replicas=Twins()), total=10.0, weight=2.0, bucket_bytes=bucket_bytes)
     assert weights.first.grad is not None and weights.first.grad.tolist() == [3.0, 4.0]
-    assert step.values["loss"] == 5.0 and step.tokens == 14
+    assert step.outputs["loss"] == 5.0 and step.tokens == 14
 
 
 def test_wide_gradients_are_not_narrowed_by_the_sum(mesh_of: Any) -> None:
@@ -111,4 +111,4 @@ def test_what_is_not_finite_is_refused(
     gradient: float, total: float, weight: float, reason: str, one_rank: Any
 ) -> None:
     """A step whose loss or gradient is not a number, or that has no token, is refused with the reason."""
-    assert taken(Weights(torch.tensor([gradient])), one_rank, total, weight).refused == reason
+    assert taken(Weights(torch.tensor([gradient])), one_rank, total, weight).skip_reason == reason

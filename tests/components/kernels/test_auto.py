@@ -12,12 +12,12 @@ from torch import Tensor
 
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
-from drawloom.components.ports.data import IGNORED
+from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import ExpertKernels, Kernels
 from drawloom.graph import UserError
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.registry.spec import read_spec
-from drawloom.graph.types.port_match import misfits
+from drawloom.graph.types.port_match import mismatches
 from drawloom.kernels.attention import attention_eager
 from drawloom.kernels.embedding import embedding_eager
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
@@ -38,7 +38,7 @@ SOURCE = str(Path(__file__).parents[3] / "src")
 @pytest.mark.parametrize("port", [Kernels, ExpertKernels])
 def test_fits_its_ports(port: type) -> None:
     """The component keeps the promises of both kinds of kernels."""
-    assert misfits(AutoKernels, port) == []
+    assert mismatches(AutoKernels, port) == []
 
 
 def test_each_operation_is_a_setting() -> None:
@@ -69,7 +69,7 @@ def test_operations_are_the_eager_ones(choice: Any) -> None:
     kernels.open()
     x, weight = torch.randn(2, 3, 4, 8), torch.randn(8)
     cos, sin = torch.rand(2, 2, 3, 4)
-    documents, targets = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([1, 0, IGNORED])
+    documents, targets = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([1, 0, IGNORE_INDEX])
     assert same(kernels.linear(x, x[0, 0]), linear_eager(x, x[0, 0]))
     assert same(kernels.embedding(targets[:2], x[0, 0]), embedding_eager(targets[:2], x[0, 0]))
     assert same(kernels.rms_norm(x, weight, 0.1), rms_norm_eager(x, weight, 0.1))
@@ -97,7 +97,7 @@ def test_operations_of_experts_are_the_eager_ones() -> None:
     assert same(rows, moe_permute_eager(x, probabilities, known))
     assert same(kernels.swiglu_halves(*rows), swiglu_halves_eager(*rows))
     product = kernels.grouped_gemm(rows[0], weight, routes[2])
-    assert same(product, grouped_gemm_eager(rows[0], weight, known.ends))
+    assert same(product, grouped_gemm_eager(rows[0], weight, known.offsets))
     assert same(kernels.moe_unpermute(product, routes), moe_unpermute_eager(product, known))
 
 
@@ -106,7 +106,7 @@ def test_the_cut_loss_is_told_what_the_recipe_says() -> None:
     hidden = torch.randn(9, 16, device=DEVICE, requires_grad=True)
     weight = torch.randn(300, 16, device=DEVICE)
     targets = torch.zeros(9, dtype=torch.int64, device=DEVICE)  # in one of three tiles of words
-    targets[3] = IGNORED
+    targets[3] = IGNORE_INDEX
     exact, cut, filtered = (
         kernels_on(DEVICE, linear_cross_entropy=name, filter_eps=least).linear_cross_entropy(hidden, weight, targets)
         for name, least in (("eager", 0.0), ("cut", 0.0), ("cut", 0.9))
@@ -126,7 +126,7 @@ def test_triton_on_a_cpu_is_told_when_the_node_opens(monkeypatch: pytest.MonkeyP
 
 
 def problems(*words: str) -> list[str]:
-    workshop = Workshop.of("drawloom")
+    workshop = Project.of("drawloom")
     return [str(problem) for problem in workshop.graph(workshop.load("first_run", (), words)).problems]
 
 
@@ -141,7 +141,7 @@ def test_check_knows_that_a_cpu_is_no_gpu(choice: str) -> None:
 
 def test_explain_says_what_auto_takes() -> None:
     """And why; operations that the recipe chooses are among the settings already."""
-    workshop = Workshop.of("drawloom")
+    workshop = Project.of("drawloom")
     graph = workshop.graph(workshop.load("first_run", (), ("device.kind=cpu", "kernels.rope=eager")))
     notes = list(AutoKernels.notes(graph.view("kernels")))
     assert "rms_norm: auto is eager, for the device is the CPU" in notes

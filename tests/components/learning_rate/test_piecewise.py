@@ -55,4 +55,4 @@ def test_the_phase_leaves_the_factor_of_its_step() -> None:
     """The first step gets the start value: nothing has been done before it."""
     step = Step(1, 10)
     Piecewise(start=0.25, phases=[Piece(to=1.0)]).run_phase(step)
-    assert step.values == {"lr_factor": 0.25}
+    assert step.outputs == {"lr_factor": 0.25}

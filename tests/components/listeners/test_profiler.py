@@ -31,9 +31,9 @@ def profiler(tmp_path: Path, one_rank: Any) -> Iterator[Profiler]:
 
 def _take(profiler: Profiler, index: int) -> None:
     step = Step(index, 9)
-    profiler.hear(Event("step_started", step))
+    profiler.on_event(Event("step_started", step))
     torch.ones(3, 3) @ torch.ones(3, 3)
-    profiler.hear(Event("step_ended", step))
+    profiler.on_event(Event("step_ended", step))
 
 
 def test_chosen_steps_are_traced(profiler: Profiler, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_profiler_that_fails_is_turned_off(
 
 def test_a_trace_that_was_begun_is_dropped_on_close(profiler: Profiler, tmp_path: Path) -> None:
     """A run that ends in the middle of the step leaves no trace, and torch free to profile again."""
-    profiler.hear(Event("step_started", Step(2, 9)))
+    profiler.on_event(Event("step_started", Step(2, 9)))
     profiler.close()
     assert not list(tmp_path.iterdir())
     with torch.profiler.profile() as other:

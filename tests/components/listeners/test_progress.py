@@ -62,16 +62,16 @@ def _terminal(screen: io.StringIO, is_one: bool = True) -> Console:
 
 
 def _take(bar: ProgressBar, step: Step, seconds: float = 2.0) -> None:
-    bar.hear(Event("step_started", step))
+    bar.on_event(Event("step_started", step))
     bar.clock.now += seconds  # type: ignore[attr-defined]
-    bar.hear(Event("step_ended", step))
+    bar.on_event(Event("step_ended", step))
 
 
 def test_the_bar_shows_step_loss_speed_and_time_to_go(bar: ProgressBar, screen: io.StringIO) -> None:
     """After 4 of 10 steps, of 2 seconds and 1000 tokens each, 12 seconds are left."""
     for index in range(1, 5):
         start = bar.clock()
-        _take(bar, Step(index, 10, tokens=1000, started=start, values={"loss": 2.34567}))
+        _take(bar, Step(index, 10, tokens=1000, started=start, outputs={"loss": 2.34567}))
     drawn = screen.getvalue().rsplit("\r", 1)[-1]
     for part in ("step 4/10", "loss 2.3457", "500 tokens/s", "0:00:12"):
         assert part in drawn
@@ -86,7 +86,7 @@ def test_a_resumed_run_does_not_begin_at_nothing(bar: ProgressBar, screen: io.St
 
 def test_a_refused_step_shows_no_loss(bar: ProgressBar, screen: io.StringIO) -> None:
     """Whatever the loss would have been."""
-    _take(bar, Step(1, 1, started=0.0, refused="nan", values={"loss": float("nan")}))
+    _take(bar, Step(1, 1, started=0.0, skip_reason="nan", outputs={"loss": float("nan")}))
     assert "loss skipped" in screen.getvalue()
 
 
@@ -113,11 +113,11 @@ def test_step_lines_are_hushed_while_the_bar_is_there(
     logs = RunLogging(folder=Folder(tmp_path), mesh=one_rank)
     logs.open()
     log = logging.getLogger("drawloom.run")
-    bar.hear(Event("step_started", Step(1, 2)))
+    bar.on_event(Event("step_started", Step(1, 2)))
     log.info("hushed", extra={"step_line": True})
     log.info("news")
     log.warning("mind")
-    bar.hear(Event("step_ended", Step(2, 2)))
+    bar.on_event(Event("step_ended", Step(2, 2)))
     log.info("line", extra={"step_line": True})
     logs.close()
     assert "hushed" not in screen.getvalue() + "".join(capsys.readouterr())
@@ -133,7 +133,7 @@ def test_after_the_run_lines_go_where_they_went(
     before = sys.stdout, sys.stderr
     logs = RunLogging(folder=Folder(tmp_path), mesh=one_rank)
     logs.open()
-    bar.hear(Event("step_started", Step(1, 2)))
+    bar.on_event(Event("step_started", Step(1, 2)))
     bar.close()
     logging.getLogger("drawloom.run").info("line", extra={"step_line": True})
     logs.close()
@@ -167,5 +167,5 @@ def test_a_forced_colour_makes_no_terminal(
 
 def _take_real(bar: ProgressBar) -> None:
     step = Step(1, 1)
-    bar.hear(Event("step_started", step))
-    bar.hear(Event("step_ended", step))
+    bar.on_event(Event("step_started", step))
+    bar.on_event(Event("step_ended", step))

@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from drawloom.components.listeners.timeouts import Timeouts
-from drawloom.components.ports.run import Event, Moment, Step
+from drawloom.components.ports.run import Event, EventKind, Step
 
 
 @attrs.frozen
@@ -32,10 +32,10 @@ class Groups:
             raise RuntimeError("no such group")
         self.limits.append(seconds)
 
-    def note(self, place: str) -> None:
+    def set_location(self, place: str) -> None:
         self.place = place
 
-    def accused(self) -> str:
+    def diagnose(self) -> str:
         return "rank 7 does not answer"
 
 
@@ -63,19 +63,19 @@ def timeouts(tmp_path: Path, one_rank: Any, groups: Groups) -> Iterator[Timeouts
     timeouts = Timeouts(
         processes=groups, folder=Folder(tmp_path), mesh=one_rank, first_step=30.0, step=10.0, saving=20.0
     )
-    timeouts.exit, timeouts.tick, timeouts.mercy = Exit(), 0.01, 0.0
+    timeouts.exit, timeouts.tick, timeouts.watchdog_margin = Exit(), 0.01, 0.0
     timeouts.open()
     yield timeouts
     timeouts.close()
 
 
-def _tell(timeouts: Timeouts, moment: Moment, index: int = 1, phase: str = "") -> None:
-    timeouts.hear(Event(moment, Step(index, 4), phase))
+def _tell(timeouts: Timeouts, moment: EventKind, index: int = 1, phase: str = "") -> None:
+    timeouts.on_event(Event(moment, Step(index, 4), phase))
 
 
 def test_groups_wait_as_long_as_what_the_run_is_doing(timeouts: Timeouts, groups: Groups) -> None:
     """Long for the first step, then short, longer while saving, short again, and longer after the last step."""
-    timeouts.hear(Event("run_started"))
+    timeouts.on_event(Event("run_started"))
     _tell(timeouts, "step_started", 1)
     _tell(timeouts, "saving_started", 1)
     _tell(timeouts, "saving_ended", 1)
@@ -103,7 +103,7 @@ def test_others_can_be_told_where_a_rank_is(timeouts: Timeouts, groups: Groups) 
 
 def test_whoever_waits_for_others_can_say_so_first(timeouts: Timeouts) -> None:
     """The process ends some seconds after a rank has given up waiting for another, which names it."""
-    timeouts.mercy, timeouts.step = 0.3, 0.05
+    timeouts.watchdog_margin, timeouts.step = 0.3, 0.05
     _tell(timeouts, "step_ended", 1)
     _tell(timeouts, "step_started", 2)
     assert not timeouts.exit.called.wait(0.2)  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ def test_a_step_beyond_its_limit_ends_the_process(
     in the rank's log. At half of the time there was a warning.
     """
     timeouts.step = 0.05
-    timeouts.hear(Event("run_started"))
+    timeouts.on_event(Event("run_started"))
     _tell(timeouts, "step_ended", 1)
     _tell(timeouts, "step_started", 2)
     _tell(timeouts, "phase_started", 2, "clip")
@@ -137,7 +137,7 @@ def test_a_step_beyond_its_limit_ends_the_process(
 def test_the_first_step_is_given_its_own_time(timeouts: Timeouts) -> None:
     """With almost no time for later steps the first one is left alone, and the second is not."""
     timeouts.step = 0.02
-    timeouts.hear(Event("run_started"))
+    timeouts.on_event(Event("run_started"))
     _tell(timeouts, "step_started", 1)
     assert not timeouts.exit.called.wait(0.2)  # type: ignore[attr-defined]
     _tell(timeouts, "step_ended", 1)
@@ -149,7 +149,7 @@ def test_after_the_run_there_is_no_limit(timeouts: Timeouts) -> None:
     """Whatever takes its time after the end is not watched."""
     timeouts.saving = 0.5
     _tell(timeouts, "step_ended", 4)
-    timeouts.hear(Event("run_ended"))
+    timeouts.on_event(Event("run_ended"))
     assert not timeouts.exit.called.wait(0.8)  # type: ignore[attr-defined]
 
 
@@ -166,9 +166,9 @@ def test_failing_it_watches_no_more(timeouts: Timeouts, groups: Groups) -> None:
 def test_a_log_that_hangs_does_not_keep_the_process(timeouts: Timeouts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message may hang where the run hangs; the process ends all the same."""
     gate = threading.Event()
-    monkeypatch.setattr("drawloom.components.listeners.timeouts.LAST_WORDS", 0.05)
+    monkeypatch.setattr("drawloom.components.listeners.timeouts.REPORT_TIMEOUT", 0.05)
     monkeypatch.setattr("drawloom.components.listeners.timeouts.log.error", lambda *_: gate.wait(10))
     timeouts.first_step = 0.01
-    timeouts.hear(Event("run_started"))
+    timeouts.on_event(Event("run_started"))
     assert timeouts.exit.called.wait(5)  # type: ignore[attr-defined]
     gate.set()

@@ -14,7 +14,7 @@ def _at(now: float) -> Throughput:
 
 def test_tokens_by_second_leave_out_what_went_aside() -> None:
     """100 tokens in 12 seconds, of which 2 went into evaluation, are 10 a second."""
-    measured = _at(20.0).measure(Step(1, 9, tokens=100, started=8.0, aside=2.0))
+    measured = _at(20.0).measure(Step(1, 9, tokens=100, started=8.0, excluded_seconds=2.0))
     assert measured == {"tokens": 100, "tokens_per_second": 10.0}
     assert type(measured["tokens"]) is int
 

@@ -74,7 +74,7 @@ def test_a_refused_step_changes_nothing_but_drops_the_gradients() -> None:
     before = weights.matrix.detach().clone()
     optimizer = made(weights)
     weights.give_gradients(1)
-    optimizer.run_phase(Step(1, 1, refused="the loss is nan"))
+    optimizer.run_phase(Step(1, 1, skip_reason="the loss is nan"))
     assert torch.equal(weights.matrix, before) and weights.matrix.grad is None
     assert optimizer.state_dict() == {"vector": {}, "matrix": {}}
 
@@ -83,9 +83,9 @@ def test_the_rate_is_the_base_times_the_factor() -> None:
     """The rate that was used is left for the report."""
     weights = Weights()
     weights.give_gradients(1)
-    step = Step(1, 1, values={"lr_factor": 0.25})
+    step = Step(1, 1, outputs={"lr_factor": 0.25})
     made(weights).run_phase(step)
-    assert step.values["lr"] == pytest.approx(0.025)
+    assert step.outputs["lr"] == pytest.approx(0.025)
 
 
 def test_state_of_other_parameters_is_refused() -> None:

@@ -98,7 +98,7 @@ def test_a_rank_that_trains_nothing_steps_and_resumes(kind: str) -> None:
     optimizer, resumed = (_opened(kind, Weights(shapes={})) for _ in range(2))
     step = Step(1, 2)
     optimizer.run_phase(step)
-    assert step.values["lr"] == 0.1
+    assert step.outputs["lr"] == 0.1
     assert optimizer.state_names() == [] and optimizer.state_dict() == {}
     resumed.load_state_dict(optimizer.state_dict())
     resumed.run_phase(Step(2, 2))

@@ -122,7 +122,7 @@ def test_a_refused_step_changes_nothing_but_drops_the_gradients() -> None:
     weights, optimizer = after(1)
     before, state = copy.deepcopy(weights), copy.deepcopy(optimizer.state_dict())
     weights.give_gradients(2)
-    optimizer.run_phase(Step(2, 2, refused="the loss is nan"))
+    optimizer.run_phase(Step(2, 2, skip_reason="the loss is nan"))
     assert same(weights, before)
     assert all(parameter.grad is None for _, parameter in weights.named())
     assert optimizer.state_dict()["matrix"]["steps"] == state["matrix"]["steps"] == 1
@@ -130,9 +130,9 @@ def test_a_refused_step_changes_nothing_but_drops_the_gradients() -> None:
 
 def test_the_rate_is_the_base_times_the_factor() -> None:
     """The rate that was used is left for the report."""
-    step = Step(1, 1, values={"lr_factor": 0.25})
+    step = Step(1, 1, outputs={"lr_factor": 0.25})
     made(Weights(), lr=0.1).run_phase(step)
-    assert step.values["lr"] == pytest.approx(0.025)
+    assert step.outputs["lr"] == pytest.approx(0.025)
 
 
 def test_state_that_does_not_fit_is_refused() -> None:

@@ -76,7 +76,9 @@ def test_a_refused_step_is_a_warning_at_any_cadence(caplog: pytest.LogCaptureFix
     """With the reason, in place of the line, and trackers get it like any other step."""
     caplog.set_level(logging.INFO)
     tracker = Notes()
-    Report(metrics=[Fixed({"loss": None})], trackers=[tracker], every="never").run_phase(Step(2, 3, refused="loss nan"))
+    Report(metrics=[Fixed({"loss": None})], trackers=[tracker], every="never").run_phase(
+        Step(2, 3, skip_reason="loss nan")
+    )
     assert caplog.record_tuples == [("drawloom.run", logging.WARNING, "step 2/3 refused: loss nan")]
     assert tracker.calls == ["rewind 1", (2, [("loss", None)])]
 

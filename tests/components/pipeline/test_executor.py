@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import Shared, Span, Stage
-from drawloom.components.ports.program import Action, Program, Work
+from drawloom.components.ports.model import BatchContext, LayerRange, Stage
+from drawloom.components.ports.program import Action, Op, Program
 from support import pipelines
 from support.processes import run_ranks
 
@@ -31,8 +31,8 @@ class Cpu:
 class Squares:
     """The loss: the sum of squares of outputs; each token weighs 1."""
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, Shared]:
-        return batch.tokens.double(), Shared(batch.positions, batch.documents)
+    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
+        return batch.tokens.double(), BatchContext(batch.positions, batch.document_ids)
 
     def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         return output.square().sum(), torch.tensor(batch.tokens.numel())
@@ -47,7 +47,7 @@ class Scale(nn.Module):
         self.seen: list[Any] = []
         self.fail_on = -1
 
-    def forward(self, inputs: Tensor, shared: Shared) -> Tensor:
+    def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
         if len(self.seen) == self.fail_on:
             raise RuntimeError("broken")
         output = inputs * self.weight
@@ -61,7 +61,7 @@ class Local:
 
     local: list[Stage]
 
-    def boundary(self, stage: int, tokens: Tensor, shared: Shared) -> Any:
+    def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
         raise AssertionError("nothing travels on one rank")
 
     def links(self, dimension: str, edges: Any) -> dict[int, Any]:
@@ -75,16 +75,16 @@ class BreadthFirst:
         self.stages_per_rank = stages
         self.split = split
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return (0,) * self.stages_per_rank
 
     def program(self, ranks: int, microbatches: int) -> Program:
         stages = range(self.stages_per_rank)
         forwards = [Action(stage, "F", number) for stage in stages for number in range(microbatches)]
         order = [(stage, number) for stage in reversed(stages) for number in range(microbatches)]
-        works: list[Work] = ["I", "W"] if self.split else ["B"]
+        works: list[Op] = ["I", "W"] if self.split else ["B"]
         backwards = [Action(stage, work, number) for work in works for stage, number in order]
-        return Program.of([[*forwards, *backwards]], self.owners(ranks))
+        return Program.of([[*forwards, *backwards]], self.stage_to_rank(ranks))
 
 
 def batches(count: int) -> list[Batch]:
@@ -95,7 +95,7 @@ def batches(count: int) -> list[Batch]:
 
 def made(modules: Sequence[Scale], mesh: Any, split: bool = False) -> Executor:
     """An open executor of one rank that owns all stages."""
-    spans = [Span(number, number + 1, number == 0, number == len(modules) - 1) for number in range(len(modules))]
+    spans = [LayerRange(number, number + 1, number == 0, number == len(modules) - 1) for number in range(len(modules))]
     local = Local([Stage(number, len(modules), spans[number], module) for number, module in enumerate(modules)])
     schedule = BreadthFirst(len(modules), split)
     parts: dict[str, Any] = {"stages": local, "boundaries": local, "neighbours": local, "schedule": schedule}
@@ -143,7 +143,7 @@ def test_evaluation_leaves_no_gradient_and_adds_up_in_float64(one_rank: Any) -> 
 def test_inference_gives_the_output_itself(one_rank: Any) -> None:
     """The output of the last stage comes back as it is, without a loss."""
     tokens = torch.ones(1, 3, dtype=torch.float64)
-    output = made([Scale(2.0), Scale(1.5)], one_rank).infer(tokens, Shared(tokens, tokens))
+    output = made([Scale(2.0), Scale(1.5)], one_rank).infer(tokens, BatchContext(tokens, tokens))
     assert output is not None and output.tolist() == [[3.0, 3.0, 3.0]]
 
 
@@ -221,5 +221,5 @@ def test_outputs_are_handed_out_one_by_one(one_rank: Any) -> None:
     def look(number: int, output: Tensor) -> None:
         seen.append((number, output.tolist(), sum(made() is not None for made in modules[1].seen[:-1])))
 
-    made(modules, one_rank).infer_each([(part, Shared(part, part)) for part in tokens], look)
+    made(modules, one_rank).infer_each([(part, BatchContext(part, part)) for part in tokens], look)
     assert seen == [(number, [[3.0 * number] * 2], 0) for number in range(3)]

@@ -21,14 +21,14 @@ def test_a_file_is_a_schedule(path: Path) -> None:
     """It says how many stages a rank has and whose they are, and gives the program that was written."""
     table = Table(path=path)
     assert table.stages_per_rank == 2
-    assert table.owners(4) == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert table.stage_to_rank(4) == (0, 1, 2, 3, 3, 2, 1, 0)
     assert texts(table.program(4, 8).line(2)) == texts(schedule("dual_pipe_v").program(4, 8).line(2))
 
 
 def test_a_file_is_for_its_own_numbers(path: Path) -> None:
     """Asked for other ranks or microbatches it says for which it is."""
     with pytest.raises(UserError, match=r"dual\.csv is a schedule for 4 ranks, not 2"):
-        Table(path=path).owners(2)
+        Table(path=path).stage_to_rank(2)
     with pytest.raises(UserError, match=r"dual\.csv is a schedule for 8 microbatches, not 16; the batch says"):
         Table(path=path).program(4, 16)
 

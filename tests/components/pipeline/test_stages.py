@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from drawloom.components.pipeline.stages import RealStages
-from drawloom.components.ports.model import Span
+from drawloom.components.pipeline.stages import MaterializedStages
+from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper_ops import rename
@@ -25,7 +25,7 @@ class Blueprint:
     vocab_size: int = 3
     built_on: list[str] = attrs.field(factory=list)
 
-    def build(self, span: Span) -> nn.Module:
+    def build(self, span: LayerRange) -> nn.Module:
         module = nn.ModuleDict({str(layer): nn.Linear(2, 2, bias=False) for layer in range(span.first, span.last)})
         self.built_on += [parameter.device.type for parameter in module.parameters()]
         return module
@@ -60,7 +60,7 @@ class Scaled(nn.Module):
 class WithBuffers(Blueprint):
     """A blueprint whose layers have buffers; its folder holds their counts."""
 
-    def build(self, span: Span) -> nn.Module:
+    def build(self, span: LayerRange) -> nn.Module:
         return nn.ModuleDict({str(layer): Scaled() for layer in range(span.first, span.last)})
 
     def hugging_face_mapper(self) -> Mapper:
@@ -74,11 +74,11 @@ class Loops:
 
     stages_per_rank: int = 1
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return tuple(range(ranks)) * self.stages_per_rank
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        return Program.of([], self.owners(ranks))
+        return Program.of([], self.stage_to_rank(ranks))
 
 
 @attrs.frozen
@@ -111,10 +111,10 @@ class Freeze:
         return module
 
 
-def made(mesh: Any, job: Any, model: Blueprint, **changes: Any) -> RealStages:
+def made(mesh: Any, job: Any, model: Blueprint, **changes: Any) -> MaterializedStages:
     """Open stages."""
     parts: dict[str, Any] = {"schedule": Loops(), "precision": Half(), "device": Cpu(), **changes}
-    stages = RealStages(model=model, mesh=mesh, job=job, **parts)
+    stages = MaterializedStages(model=model, mesh=mesh, job=job, **parts)
     stages.open()
     return stages
 
@@ -174,7 +174,7 @@ def test_buffers_of_one_name_on_one_rank_are_all_loaded(mesh_of: Any, job: Any) 
     """Two stages of a rank that hold a buffer each under one name both get what was saved."""
 
     class Common(WithBuffers):
-        def build(self, span: Span) -> nn.Module:
+        def build(self, span: LayerRange) -> nn.Module:
             return nn.ModuleDict({**super().build(span), "common": Scaled()})  # type: ignore[dict-item]
 
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 0})

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from drawloom.components.ports.program import Action, Line, Overlap, Program, flat
+from drawloom.components.ports.program import Action, Overlap, Program, RankProgram, flat
 
-LINES: list[Line] = [
+LINES: list[RankProgram] = [
     [Action(0, "F", 0), Overlap((Action(0, "F", 1), Action(3, "B", 0))), Action(3, "I", 1), Action(3, "W", 1)],
     [Action(1, "F", 0), Action(2, "F", 0)],
 ]
@@ -16,7 +16,7 @@ def test_lines_come_back_from_columns() -> None:
     program = Program.of(LINES)
     assert [program.line(rank) for rank in range(2)] == LINES
     assert (program.ranks, program.stages, program.microbatches) == (2, 4, 2)
-    assert program.owners == (0, 1, 1, 0)
+    assert program.stage_to_rank == (0, 1, 1, 0)
     assert program.rank.tolist() == [0, 0, 0, 0, 0, 1, 1]
 
 
@@ -29,9 +29,9 @@ def test_labels_are_those_of_the_field() -> None:
 def test_part_of_an_overlap_can_be_left_out() -> None:
     """What is left of an overlap is an action by itself."""
     program = Program.of(LINES)
-    without_forward = program.select(~((program.work == 0) & (program.microbatch == 1)))
+    without_forward = program.select(~((program.op == 0) & (program.microbatch == 1)))
     assert [str(item) for item in without_forward.line(0)] == ["0F0", "3B0", "3I1", "3W1"]
-    without_backward = program.select(program.work != 1)
+    without_backward = program.select(program.op != 1)
     assert [str(item) for item in without_backward.line(0)] == ["0F0", "0F1", "3I1", "3W1"]
     assert without_backward.line(1) == LINES[1]
 

@@ -31,9 +31,9 @@ def test_replicas_together_take_the_places_of_one(
     """In order of replicas, the microbatches of a step are its places, each once, and all of one size."""
     global_size = micro_size * microbatches * replicate * shard
     all = ranks(mesh_of, global_size, micro_size, replicate, shard)
-    taken = [batch.places(step) for batch in all]
-    assert [batch.replica for batch in all] == list(range(replicate * shard))
-    assert all[0].replicas == len(all)
+    taken = [batch.positions(step) for batch in all]
+    assert [batch.dp_rank for batch in all] == list(range(replicate * shard))
+    assert all[0].dp_size == len(all)
     assert {len(micro) for places in taken for micro in places} == {micro_size}
     assert {len(places) for places in taken} == {microbatches} == {batch.microbatches for batch in all}
     flat = [place for places in taken for micro in places for place in micro]
@@ -47,7 +47,7 @@ def test_other_dimensions_share_a_replica(mesh_of: MeshOf) -> None:
         GlobalBatch(mesh=mesh_of(layout, {"data_replicate": 1, name: 1}), global_size=8, micro_size=2)
         for name in ("pipeline", "context", "tensor")
     ]
-    assert [batch.places(1) for batch in batches] == [[[4, 5], [6, 7]]] * 3
+    assert [batch.positions(1) for batch in batches] == [[[4, 5], [6, 7]]] * 3
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 6))

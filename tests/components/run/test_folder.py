@@ -11,7 +11,7 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.run.folder import LockedFolder
 from drawloom.components.run.folder_lock import FolderLock
-from drawloom.components.run.job import NamedJob
+from drawloom.components.run.job import NamedRun
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
 from support.processes import run_ranks
@@ -30,7 +30,7 @@ def _open_on_ranks(path: Path, own_hash: bool = False) -> tuple[str, int, bool]:
     processes.open()
     mesh.open()
     recipe = ResolvedRecipe("text", f"hash {processes.rank}" if own_hash else "hash", False, _changes)
-    folder = LockedFolder(job=NamedJob(name="x", folder=path), mesh=mesh, recipe=recipe)
+    folder = LockedFolder(job=NamedRun(name="x", folder=path), mesh=mesh, recipe=recipe)
     try:
         folder.open()
         holds = folder._lock is not None

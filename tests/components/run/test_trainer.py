@@ -44,9 +44,9 @@ class Record:
     def agreed(self) -> int:
         return 15 if self.signal_after and self.last >= self.signal_after else 0
 
-    def tell(self, event: Event) -> None: ...
+    def emit(self, event: Event) -> None: ...
 
-    def hear(self, event: Event) -> None: ...
+    def on_event(self, event: Event) -> None: ...
 
     def stream(self, *purpose: str | int) -> torch.Generator:
         return torch.Generator()
@@ -103,7 +103,7 @@ class Refusing(Record):
 
     def run_phase(self, step: Step) -> None:
         super().run_phase(step)
-        step.refused = "the loss is nan" if step.index in self.which else ""
+        step.skip_reason = "the loss is nan" if step.index in self.which else ""
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_events_surround_steps_and_phases() -> None:
     heard: list[str] = []
 
     class Bus(Record):
-        def tell(self, event: Event) -> None:
-            heard.append(f"{event.moment} {event.phase}".strip())
+        def emit(self, event: Event) -> None:
+            heard.append(f"{event.kind} {event.phase}".strip())
 
     trainer(Record(), steps=1, events=Bus()).run()
     step = ["step_started", "phase_started only", "phase_ended only", "step_ended"]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.model import Shared
+from drawloom.components.ports.model import BatchContext
 from drawloom.components.sampling.generate import Sampler, draw
 
 
@@ -15,7 +15,7 @@ class Successor:
     def __init__(self) -> None:
         self.longest = 0
 
-    def infer(self, tokens: Tensor, shared: Shared) -> Tensor:
+    def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor:
         self.longest = max(self.longest, tokens.shape[1])
         return nn.functional.one_hot((tokens + 1) % 5, 5).float() * 10
 

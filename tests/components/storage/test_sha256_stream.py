@@ -6,7 +6,7 @@ import threading
 import hypothesis
 from hypothesis import strategies as st
 
-from drawloom.components.storage.sha256_stream import LARGE, Content, Digest
+from drawloom.components.storage.sha256_stream import LARGE, Content, Sha256Stream
 
 SIZES = st.lists(st.sampled_from([0, 1, 100, LARGE - 1, LARGE, 3 * LARGE]), max_size=8)
 
@@ -16,7 +16,7 @@ SIZES = st.lists(st.sampled_from([0, 1, 100, LARGE - 1, LARGE, 3 * LARGE]), max_
 def test_it_is_the_hash_of_all_pieces_in_order(sizes: list[int]) -> None:
     """Small and large pieces, mixed in any way."""
     pieces = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
-    stream, whole = Digest(), b"".join(pieces)
+    stream, whole = Sha256Stream(), b"".join(pieces)
     for piece in pieces:
         stream.update(memoryview(piece))
     assert stream.finish() == Content(len(whole), hashlib.sha256(whole).hexdigest())
@@ -24,7 +24,7 @@ def test_it_is_the_hash_of_all_pieces_in_order(sizes: list[int]) -> None:
 
 def test_finish_leaves_no_thread_behind() -> None:
     """For small pieces none is started."""
-    before, stream = threading.active_count(), Digest()
+    before, stream = threading.active_count(), Sha256Stream()
     stream.update(memoryview(b"small"))
     assert threading.active_count() == before
     stream.update(memoryview(bytes(LARGE)))

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from drawloom.components.storage.safetensors.header import DTYPES
-from drawloom.components.storage.tensor_source import AsType, InMemory, TensorKind, bytes_of, empty, from_memory
+from drawloom.components.storage.tensor_source import AsType, InMemory, TensorSpec, bytes_of, empty, from_memory
 
 SOURCE = InMemory({"a": torch.ones(2, 3, requires_grad=True), "b": torch.tensor([1, 2])})
 
 
 def test_in_memory_gives_detached_tensors() -> None:
     """Shapes and dtypes are those of the tensors, and no gradient hangs on what is given."""
-    assert SOURCE.kinds() == {"a": TensorKind((2, 3), torch.float32), "b": TensorKind((2,), torch.int64)}
+    assert SOURCE.kinds() == {"a": TensorSpec((2, 3), torch.float32), "b": TensorSpec((2,), torch.int64)}
     assert not SOURCE.tensor("a").requires_grad
     assert (SOURCE.kinds()["a"].bytes, SOURCE.kinds()["b"].bytes) == (24, 16)
 
@@ -26,14 +26,14 @@ def test_as_type_leaves_whole_numbers_alone() -> None:
 def test_sources_stand_on_one_another() -> None:
     """The dtype is that of the last one."""
     both = AsType(AsType(SOURCE, torch.bfloat16), torch.float16)
-    assert both.kinds()["a"] == TensorKind((2, 3), torch.float16)
+    assert both.kinds()["a"] == TensorSpec((2, 3), torch.float16)
     assert both.tensor("a").dtype == torch.float16
 
 
 def test_what_others_hold_is_not_given_away() -> None:
     """Tensors in memory belong to whoever put them there, in whatever dtype they are asked for."""
-    assert not SOURCE.gives_away
-    assert not AsType(SOURCE, torch.float16).gives_away
+    assert not SOURCE.owns_memory
+    assert not AsType(SOURCE, torch.float16).owns_memory
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -41,7 +41,7 @@ def test_there_and_back(dtype: torch.dtype) -> None:
     """The bytes of a tensor of any dtype are that tensor again."""
     tensor = torch.randint(0, 2, (3, 4)).to(dtype)
     memory = torch.frombuffer(bytearray(bytes_of(tensor)), dtype=torch.uint8)
-    again = from_memory(memory, TensorKind((3, 4), dtype))
+    again = from_memory(memory, TensorSpec((3, 4), dtype))
     assert again.dtype == dtype
     assert torch.equal(again.view(torch.uint8), tensor.view(torch.uint8))
 
@@ -51,7 +51,7 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
     """Numbers without a dimension, and tensors without a number, have their bytes."""
     tensor = torch.ones(shape)
     assert len(bytes_of(tensor)) == 4 * tensor.numel()
-    filled, memory = empty(TensorKind(shape, torch.float32))
+    filled, memory = empty(TensorSpec(shape, torch.float32))
     memory[:] = bytes_of(tensor)
     assert torch.equal(filled, tensor)
 

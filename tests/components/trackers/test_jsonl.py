@@ -157,7 +157,7 @@ def test_going_back_needs_no_room(tracker: JsonlTracker, tmp_path: Path, monkeyp
     """A run starts again on a disk that is full."""
     for step in (1, 2, 3):
         tracker.track(step, {"loss": 1.0})
-    monkeypatch.setattr("drawloom.components.trackers.jsonl._replace", lambda *_: pytest.fail("a file was written"))
+    monkeypatch.setattr("drawloom.components.trackers.jsonl.replace_file", lambda *_: pytest.fail("a file was written"))
     tracker.rewind(1)
     monkeypatch.undo()
     tracker.track(2, {"loss": 2.0})
@@ -169,5 +169,5 @@ def test_lines_are_on_the_disk_when_they_are_said_to_be(tracker: JsonlTracker, m
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
     tracker.track(1, {"loss": 1.0})
-    tracker.make_last()
+    tracker.flush()
     assert [Path(path).name for path in synced] == ["metrics.jsonl"]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
-from drawloom.components.storage.tensor_source import InMemory, TensorKind
+from drawloom.components.storage.tensor_source import InMemory, TensorSpec
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import identity, stack
 from drawloom.components.weights.save import plan_files, split, write_files, write_safetensors
@@ -25,7 +25,7 @@ from drawloom.graph import UserError
 @given(sizes=st.lists(st.integers(0, 50), max_size=20), limit=st.integers(1, 60))
 def test_split_keeps_order_and_limit(sizes: list[int], limit: int) -> None:
     """All names appear once in order; a file above the limit holds one tensor; no two neighbours would fit in one."""
-    given = {f"t{number}": TensorKind((size,), torch.uint8) for number, size in enumerate(sizes)}
+    given = {f"t{number}": TensorSpec((size,), torch.uint8) for number, size in enumerate(sizes)}
     shards = split(given, limit)
     totals = [sum(given[name].bytes for name in shard) for shard in shards]
     assert [name for shard in shards for name in shard] == list(given)
@@ -34,14 +34,14 @@ def test_split_keeps_order_and_limit(sizes: list[int], limit: int) -> None:
     assert all(total + first > limit for total, first in zip(totals, firsts, strict=False))
 
 
-def kinds(**sizes: int) -> dict[str, TensorKind]:
+def kinds(**sizes: int) -> dict[str, TensorSpec]:
     """Tensors of so many bytes."""
-    return {name: TensorKind((size,), torch.uint8) for name, size in sizes.items()}
+    return {name: TensorSpec((size,), torch.uint8) for name, size in sizes.items()}
 
 
 def test_files_hold_as_many_names_as_can_be_read() -> None:
     """However small tensors are, a file's header stays below what is read."""
-    shards = split({f"t{number}": TensorKind((0,), torch.uint8) for number in range(60_001)}, 1)
+    shards = split({f"t{number}": TensorSpec((0,), torch.uint8) for number in range(60_001)}, 1)
     assert [len(shard) for shard in shards] == [30_000, 30_000, 1]
 
 
@@ -107,10 +107,10 @@ def test_one_group_is_in_memory_at_a_time(tmp_path: Path) -> None:
     alive: list[weakref.ref[Tensor]] = []
 
     class Fresh:
-        gives_away = True
+        owns_memory = True
 
-        def kinds(self) -> dict[str, TensorKind]:
-            return {f"t{number}": TensorKind((4,), torch.float32) for number in range(9)}
+        def kinds(self) -> dict[str, TensorSpec]:
+            return {f"t{number}": TensorSpec((4,), torch.float32) for number in range(9)}
 
         def tensor(self, name: str) -> Tensor:
             tensor = torch.ones(4)

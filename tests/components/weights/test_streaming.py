@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drawloom.components.storage.tensor_source import InMemory, TensorKind
+from drawloom.components.storage.tensor_source import InMemory, TensorSpec
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, stack, transpose, unstack
 from drawloom.components.weights.streaming import convert, kinds_given, stream
@@ -23,9 +23,9 @@ class Watched:
 
     source: InMemory
     log: list[str]
-    gives_away: bool = False
+    owns_memory: bool = False
 
-    def kinds(self) -> Mapping[str, TensorKind]:
+    def kinds(self) -> Mapping[str, TensorSpec]:
         return self.source.kinds()
 
     def tensor(self, name: str) -> Tensor:
@@ -58,15 +58,15 @@ def test_nothing_needs_gradients() -> None:
 
 def test_kinds_are_known_before() -> None:
     """Shapes and dtypes that will come are those that come."""
-    kinds = {"qkv": TensorKind((8, 4), torch.bfloat16)}
+    kinds = {"qkv": TensorSpec((8, 4), torch.bfloat16)}
     mapper = sequential(chunk("qkv", ["q", "k", "v"], 0, [4, 2, 2]), transpose("k", 0, 1))
     expected = {"q": (4, 4), "k": (4, 2), "v": (2, 4)}
-    assert kinds_given(mapper.groups[0], kinds) == {n: TensorKind(s, torch.bfloat16) for n, s in expected.items()}
+    assert kinds_given(mapper.groups[0], kinds) == {n: TensorSpec(s, torch.bfloat16) for n, s in expected.items()}
 
 
 def test_kinds_that_do_not_fit_are_told() -> None:
     """What could not be converted is known without reading it, with the names on both sides."""
-    kinds = {"a": TensorKind((3,), torch.float32)}
+    kinds = {"a": TensorSpec((3,), torch.float32)}
     with pytest.raises(ValueError, match="b, c can't be made of a: dimension 0 has size 3"):
         kinds_given(chunk("a", ["b", "c"]).groups[0], kinds)
 

@@ -123,7 +123,7 @@ def test_a_late_generation_is_awaited(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_generation_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting has an end, and then says what it waited for; a stale file of another run is never taken for it."""
-    monkeypatch.setattr(shared_folder, "PATIENCE", 0.2)
+    monkeypatch.setattr(shared_folder, "READ_TIMEOUT", 0.2)
     for leftover in (False, True):
         if leftover:
             publish(tmp_path, 0, parcel())

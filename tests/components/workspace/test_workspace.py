@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drawloom.components.distributed.process_group import OneRank, ProcessGroup
-from drawloom.components.distributed.rank_errors import on_main
+from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
+from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.workspace import workspace
 from drawloom.components.workspace.workspace import NFSWorkspace, get_configs_parallel, get_tensors_parallel
 from drawloom.graph import UserError
@@ -22,9 +22,9 @@ OF_OTHERS = ("sem.", "power-")
 """What tests that run at the same time have in shared memory for a moment."""
 
 
-def _world() -> ProcessGroup:
+def _world() -> TorchGroup:
     dist.init_process_group("gloo")
-    return ProcessGroup("world", range(dist.get_world_size()), dist.group.WORLD, CPU)
+    return TorchGroup("world", range(dist.get_world_size()), dist.group.WORLD, CPU)
 
 
 def _held() -> list[str]:
@@ -53,7 +53,7 @@ class _Trouble(Exception):
     pass
 
 
-def _failing(group: ProcessGroup, where: str, path: str | None) -> str:
+def _failing(group: TorchGroup, where: str, path: str | None) -> str:
     """Fail on rank 1, while writing or while consuming, or on the reader; what this rank learns of it."""
     config: Any = {"bad": object()} if (where, group.rank) == ("writer", 1) else {"rank": group.rank}
     try:
@@ -61,7 +61,7 @@ def _failing(group: ProcessGroup, where: str, path: str | None) -> str:
             if (where, group.rank) in (("consumer", 0), ("bystander", 1)):
                 raise _Trouble("all is lost")
             if where == "agreed":
-                on_main(group, lambda: (_ for _ in ()).throw(UserError("main says no")))
+                run_on_rank0(group, lambda: (_ for _ in ()).throw(UserError("main says no")))
     except (UserError, _Trouble, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return "fine"
@@ -101,7 +101,7 @@ def _scenarios(folder: str | None) -> dict[str, Any]:
 def _pairs(rank: int, folder: str | None) -> list[Any]:
     """Two groups at once, and in one of them a gathering inside of a gathering."""
     handles = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    group = ProcessGroup("pair", [0, 1] if rank < 2 else [2, 3], handles[rank // 2], CPU)
+    group = TorchGroup("pair", [0, 1] if rank < 2 else [2, 3], handles[rank // 2], CPU)
     with (
         get_configs_parallel({"outer": rank}, [0, 1], group, folder) as outer,
         get_configs_parallel({"inner": rank}, [1, 0], group, folder) as inner,
@@ -193,14 +193,14 @@ def test_tensors() -> None:
 
 def test_one_rank_alone() -> None:
     """A group of one has its own configuration, as the others' would arrive, and its own tensor."""
-    with get_configs_parallel({"a": (1, 2)}, [0], OneRank()) as configs:
+    with get_configs_parallel({"a": (1, 2)}, [0], SingleProcess()) as configs:
         assert configs == [{"a": (1, 2)}]
     tensor = torch.ones(2)
     with get_tensors_parallel(tensor, [0]) as tensors:
         assert tensors[0] is tensor
     with (
         pytest.raises(UserError, match=r"ranks = \[0, 1\] are not places"),
-        get_configs_parallel({}, [0, 1], OneRank()),
+        get_configs_parallel({}, [0, 1], SingleProcess()),
     ):
         pytest.fail("there is no second rank")
 

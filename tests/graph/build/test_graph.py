@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.recipe.recipe import Recipe
 
 Shop = Callable[..., Graph]
@@ -46,13 +46,16 @@ def test_constraints_wait_for_settings_that_are_right(shop: Shop) -> None:
 def test_closure_puts_needs_first(shop: Shop) -> None:
     """Everything that a node needs stands before it, once."""
     graph = shop()
-    assert graph.closure(["trainer"]) == ["page", "store", "trainer"] or graph.closure(["trainer"])[-1] == "trainer"
-    order = graph.closure(["trainer", "page"])
+    assert (
+        graph.topological_order(["trainer"]) == ["page", "store", "trainer"]
+        or graph.topological_order(["trainer"])[-1] == "trainer"
+    )
+    order = graph.topological_order(["trainer", "page"])
     assert sorted(order) == ["page", "store", "trainer"]
     assert all(order.index(need) < order.index(name) for name in order for need in graph.needs(name))
 
 
-def test_a_long_chain_needs_no_recursion(workshop: Workshop) -> None:
+def test_a_long_chain_needs_no_recursion(workshop: Project) -> None:
     """Five thousand nodes in a row are wired, ordered and built."""
     graph = workshop.graph(Recipe.of(chain(5000)))
     assert graph.faults == []
@@ -70,7 +73,7 @@ def chain(length: int) -> dict[str, Any]:
     return {"store": {"use": "stores.memory"}, **pages, "trainer": loop}
 
 
-def test_many_paths_cost_no_more_than_many_nodes(workshop: Workshop) -> None:
+def test_many_paths_cost_no_more_than_many_nodes(workshop: Project) -> None:
     """A ladder of diamonds, with 2^200 paths, is ordered and checked for circles at once."""
     pages: dict[str, Any] = {}
     for number in range(200):
@@ -80,7 +83,7 @@ def test_many_paths_cost_no_more_than_many_nodes(workshop: Workshop) -> None:
     loop = {"use": "servers.loop", "pages": [f"@{name}" for name in pages], "store": "@store"}
     began = time.process_time()
     graph = workshop.graph(Recipe.of({"store": {"use": "stores.memory"}, **pages, "trainer": loop}))
-    assert graph.faults == [] and len(graph.closure(["trainer"])) == 402
+    assert graph.faults == [] and len(graph.topological_order(["trainer"])) == 402
     assert time.process_time() - began < 5
 
 
@@ -104,7 +107,7 @@ def test_a_required_edge_is_found_by_type_if_one_node_fits(shop: Shop, members: 
     assert graph.faults[0].hint == 'write store = "@store" or store = "@second"'
 
 
-def test_nodes_in_place_are_nodes_of_their_own(shop: Shop, workshop: Workshop) -> None:
+def test_nodes_in_place_are_nodes_of_their_own(shop: Shop, workshop: Project) -> None:
     """A table with `use` inside an edge is built once, for its owner alone."""
     graph = shop('[trainer]\npages = ["@page"]\nnamed = { home = "@page" }\n[page]\nstore = { use = "stores.memory" }')
     assert faults(graph) == []

@@ -7,7 +7,7 @@ import pytest
 import tomli
 
 from drawloom.graph.cli.main import main, split_words
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.recipe.overrides import read_overrides
 
@@ -35,7 +35,7 @@ def test_what_is_no_override_is_refused(word: str) -> None:
         read_overrides([word])
 
 
-def test_run_runs_the_root(workshop: Workshop) -> None:
+def test_run_runs_the_root(workshop: Project) -> None:
     """A fine recipe runs, with exit code 0."""
     assert main(["run", "small"], workshop) == 0
 
@@ -51,7 +51,7 @@ def test_run_runs_the_root(workshop: Workshop) -> None:
         (["list", "nothing"], 2),
     ],
 )
-def test_exit_codes(workshop: Workshop, arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes(workshop: Project, arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     """0 is fine, 2 is a faulty recipe or command line, with a sentence and no traceback."""
     assert main(arguments, workshop) == code
     err = capsys.readouterr().err
@@ -59,14 +59,14 @@ def test_exit_codes(workshop: Workshop, arguments: list[str], code: int, capsys:
 
 
 @pytest.mark.parametrize("arguments", [["check"], ["fly"], ["check", "small", "--fast"], ["check", "small", "more"]])
-def test_what_is_not_recognised_is_refused(workshop: Workshop, arguments: list[str]) -> None:
+def test_what_is_not_recognised_is_refused(workshop: Project, arguments: list[str]) -> None:
     """Words and flags that no command knows end with exit code 2."""
     with pytest.raises(SystemExit) as caught:
         main(arguments, workshop)
     assert caught.value.code == 2
 
 
-def test_show_can_be_checked_again(workshop: Workshop, tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_can_be_checked_again(workshop: Project, tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
     """What `show` prints is a recipe with the same resolved form, but for where each line has come from."""
     main(["show", "small"], workshop)
     text = capsys.readouterr().out
@@ -78,7 +78,7 @@ def test_show_can_be_checked_again(workshop: Workshop, tmp_path: object, capsys:
     assert tomli.loads(again) == tomli.loads(text) and "shown.toml" in again
 
 
-def test_explain_takes_nodes_keys_and_nothing(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_takes_nodes_keys_and_nothing(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """The target may be left out, and values from the command line are seen."""
     main(["explain", "small", "page.title", "page.title=Kiosk"], workshop)
     assert capsys.readouterr().out.startswith('[page] title = "Kiosk"  (string; command line)')
@@ -86,7 +86,7 @@ def test_explain_takes_nodes_keys_and_nothing(workshop: Workshop, capsys: pytest
     assert "[store] stores.memory: Keeps values in memory." in capsys.readouterr().out
 
 
-def test_diff_lays_values_over_the_second(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_lays_values_over_the_second(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe is compared with itself and what the command line says."""
     assert main(["diff", "small", "small", "store.size=11"], workshop) == 0
     assert capsys.readouterr().out == "[store] size: 10 -> 11 (free)\n"
@@ -94,7 +94,7 @@ def test_diff_lays_values_over_the_second(workshop: Workshop, capsys: pytest.Cap
     assert capsys.readouterr().out == "no differences\n"
 
 
-def test_diff_takes_run_folders(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_takes_run_folders(workshop: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The folder of a run stands for its resolved recipe."""
     main(["show", "small"], workshop)
     (tmp_path / "recipe.lock.toml").write_text(capsys.readouterr().out, "utf-8")
@@ -102,7 +102,7 @@ def test_diff_takes_run_folders(workshop: Workshop, tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == '[page] title: "Shop" -> "Kiosk" (semantic)\n'
 
 
-def test_schema_is_json(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schema_is_json(workshop: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is printed, or written to a file."""
     main(["schema"], workshop)
     text = capsys.readouterr().out
@@ -111,7 +111,7 @@ def test_schema_is_json(workshop: Workshop, tmp_path: Path, capsys: pytest.Captu
     assert "stores.memory" in json.loads(text)["definitions"]
 
 
-def test_draw_and_list_show_what_there_is(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_draw_and_list_show_what_there_is(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """The tree has every node of the run; the list every component, and settings with types and defaults."""
     main(["draw", "small"], workshop)
     assert capsys.readouterr().out.splitlines() == [
@@ -126,7 +126,7 @@ def test_draw_and_list_show_what_there_is(workshop: Workshop, capsys: pytest.Cap
     assert "size: integer = 10  (how many values it keeps)" in capsys.readouterr().out
 
 
-def test_problems_for_programs(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_for_programs(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """`check --format json` gives every problem as data on stdout, and the same exit code as the text."""
     assert main(["check", "small", "--format", "json", "page.title=3", "store.sise=4"], workshop) == 2
     found = json.loads(capsys.readouterr().out)
@@ -141,7 +141,7 @@ def test_problems_for_programs(workshop: Workshop, capsys: pytest.CaptureFixture
     assert [p["code"] for p in json.loads(capsys.readouterr().out)["problems"]] == ["DL101"]
 
 
-def test_warnings_alone_are_fine(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_alone_are_fine(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """A warning does not change the exit code, in either format."""
     words = ["spare.use=stores.memory", "page.store=@store", "trainer.store=@store"]
     assert main(["check", "small", *words], workshop) == 0
@@ -150,14 +150,14 @@ def test_warnings_alone_are_fine(workshop: Workshop, capsys: pytest.CaptureFixtu
     assert [p["warning"] for p in json.loads(capsys.readouterr().out)["problems"]] == [True]
 
 
-def test_timings_go_to_stderr(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_timings_go_to_stderr(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """`run --timings` ends with a table, and leaves stdout alone."""
     assert main(["run", "small", "--timings"], workshop) == 0
     said = capsys.readouterr()
     assert said.out == "" and said.err.splitlines()[0].split() == ["ms", "build", "open", "close"]
 
 
-def test_a_package_that_is_not_there_is_a_sentence(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_package_that_is_not_there_is_a_sentence(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """`--import` of what can't be imported ends with exit code 2."""
     assert main(["check", "small", "--import", "no_such_package"], workshop) == 2
     assert capsys.readouterr().err.startswith("--import no_such_package: there is no package")

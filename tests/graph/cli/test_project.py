@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drawloom.graph.cli.main import main
-from drawloom.graph.cli.project import Workshop
-from drawloom.graph.toml.emit import key, value
+from drawloom.graph.cli.project import Project
+from drawloom.graph.toml.emit import dump_key, dumps
 from support.golden import FAULTY, GOOD
 from support.made_up import recipes
 
-WORKSHOP = Workshop.of("support.shop")
+WORKSHOP = Project.of("support.shop")
 
 PIECES = [
     '"', "'", '"""', "'''", "[", "]", "[[", "]]", "{", "}", "=", ".", ",", "#", "\n", "\r\n", "\r", "\t", " ", "\\",
@@ -34,8 +34,8 @@ def as_toml(data: dict[str, Any]) -> str:
     for name, table in data.items():
         nodes = table if "use" not in table else {"": table}
         for member, node in nodes.items():
-            lines += [f"[{key(name)}{f'.{key(member)}' if member else ''}]"]
-            lines += [f"{key(k)} = {value(v)}" for k, v in node.items()]
+            lines += [f"[{dump_key(name)}{f'.{dump_key(member)}' if member else ''}]"]
+            lines += [f"{dump_key(k)} = {dumps(v)}" for k, v in node.items()]
     return "\n".join(lines)
 
 

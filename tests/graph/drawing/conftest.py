@@ -3,11 +3,11 @@
 import pytest
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 
 
 @pytest.fixture(scope="session")
 def first_run() -> Graph:
     """The wiring of the recipe that people see first, with some forty nodes."""
-    workshop = Workshop.of("drawloom")
+    workshop = Project.of("drawloom")
     return workshop.graph(workshop.load("first_run")).or_error()

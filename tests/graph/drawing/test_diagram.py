@@ -40,7 +40,7 @@ def test_every_edge_is_an_arrow_once(shop: Callable[..., Graph]) -> None:
 def test_what_is_not_built_is_not_drawn(shop: Callable[..., Graph]) -> None:
     """The boxes are those that the root needs, itself first."""
     names = [box.name for box in wiring(shop(TWO), "shop", "trainer").boxes]
-    assert names[0] == "trainer" and sorted(names) == sorted(shop(TWO).closure(["trainer"]))
+    assert names[0] == "trainer" and sorted(names) == sorted(shop(TWO).topological_order(["trainer"]))
     assert "spare" not in names
 
 
@@ -58,6 +58,6 @@ def test_around_a_node_stand_what_it_needs_and_who_uses_it(shop: Callable[..., G
 def test_all_of_a_large_graph_is_there(first_run: Graph) -> None:
     """As many boxes as are built, and as many arrows as there are pairs of a node and a need."""
     picture = wiring(first_run, "first_run", "trainer")
-    built = first_run.closure(["trainer"])
+    built = first_run.topological_order(["trainer"])
     assert {box.name for box in picture.boxes} == set(built) and len(picture.boxes) == len(built) > 35
     assert len(picture.arrows) == sum(len(first_run.needs(name)) for name in built)

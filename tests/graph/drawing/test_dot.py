@@ -3,7 +3,7 @@
 import re
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.drawing.diagram import Arrow, Box, Picture, wiring
+from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, wiring
 from drawloom.graph.drawing.dot import draw_dot
 
 QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
@@ -12,7 +12,7 @@ QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
 def test_quotes_and_backslashes_do_not_end_a_name() -> None:
     """Every line is closed, and names read back as they were."""
     name = 'a"b\\'
-    drawn = draw_dot(Picture(name, (Box(name, "x.y"),), (Arrow(name, name, (name,)),)))
+    drawn = draw_dot(Diagram(name, (Box(name, "x.y"),), (Arrow(name, name, (name,)),)))
     found = [re.sub(r"\\(.)", r"\1", text) for text in QUOTED.findall(drawn.splitlines()[-2])]
     assert found == [name, name, name]
     assert all('"' not in QUOTED.sub("", line) for line in drawn.splitlines())

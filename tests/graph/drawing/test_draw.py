@@ -6,7 +6,7 @@ import pytest
 
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.main import main
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.drawing.draw import FORMATS, Format, draw
 from drawloom.graph.problems import UserError
 from support import svg
@@ -60,7 +60,7 @@ def test_an_unknown_focus_is_a_sentence(shop: Callable[..., Graph]) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_the_command_line_takes_all_of_it(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_takes_all_of_it(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """Options reach the picture, which is titled by the recipe; an overlay's value does, too."""
     words = ["draw", "small", "--format", "svg", "--focus", "page", 'page.filters=[{use = "pages.parse"}]']
     assert main(words, workshop) == 0

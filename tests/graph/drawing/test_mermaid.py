@@ -1,10 +1,10 @@
 """A picture as Mermaid."""
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.drawing.diagram import Arrow, Box, Picture, wiring
+from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, wiring
 from drawloom.graph.drawing.mermaid import draw_mermaid
 
-PICTURE = Picture("t", (Box("end", "a.b"), Box('x"<y>', "a.c")), (Arrow("end", 'x"<y>', ("one", "#2")),), focus="end")
+PICTURE = Diagram("t", (Box("end", "a.b"), Box('x"<y>', "a.c")), (Arrow("end", 'x"<y>', ("one", "#2")),), focus="end")
 
 
 def test_names_are_labels_and_never_syntax() -> None:

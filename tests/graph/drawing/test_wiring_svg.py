@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.drawing.diagram import Arrow, Box, Picture, wiring
+from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, wiring
 from drawloom.graph.drawing.wiring_svg import draw_wiring
 from support import svg
 
@@ -45,7 +45,7 @@ def test_what_stands_at_arrows_is_legible(labels: dict[tuple[str, str], str]) ->
     """Whatever leads where: no words on other words, none on a box, none outside."""
     boxes = tuple(Box(name, "some.component") for name in "abcdefgh")
     arrows = tuple(Arrow(source, target, (label,)) for (source, target), label in labels.items())
-    drawn = draw_wiring(Picture("t", boxes, arrows))
+    drawn = draw_wiring(Diagram("t", boxes, arrows))
     shown = [one for one in svg.words(drawn) if set(one.text) <= {"x", "y"}]
     assert not [pair for pair in combinations(shown, 2) if svg.overlap(pair[0].area, pair[1].area)]
     assert not [one for one in shown for box in svg.areas(drawn) if svg.overlap(one.area, box)]
@@ -69,8 +69,8 @@ def test_a_field_is_named_where_it_says_more_than_its_box(shop: Callable[..., Gr
 def test_a_name_at_a_meeting_point_holds_for_all_that_meet() -> None:
     """Where arrows with several names come in, none of these stands at the point; each stands at its beginning."""
     boxes = tuple(Box(name, f"x.{name}") for name in ("a", "b", "c"))
-    one = Picture("t", boxes, (Arrow("a", "c", ("left",)), Arrow("b", "c", ("left",))))
-    two = Picture("t", boxes, (Arrow("a", "c", ("left",)), Arrow("b", "c", ("right",))))
+    one = Diagram("t", boxes, (Arrow("a", "c", ("left",)), Arrow("b", "c", ("left",))))
+    two = Diagram("t", boxes, (Arrow("a", "c", ("left",)), Arrow("b", "c", ("right",))))
     assert [words.text for words in svg.words(draw_wiring(one))].count("left") == 1
     shown = [words.text for words in svg.words(draw_wiring(two))]
     assert shown.count("left") == shown.count("right") == 1
@@ -88,7 +88,7 @@ def test_the_focus_has_the_thickest_frame(first_run: Graph) -> None:
 def test_any_name_is_well_formed() -> None:
     """Quotes, angles and ampersands come back as they were; what XML can't hold is replaced."""
     name = "<a> & \"b\" 'c'"
-    drawn = draw_wiring(Picture(name, (Box(name, "x.y"), Box("bell\x07", "x.y")), (Arrow(name, "bell\x07", (name,)),)))
+    drawn = draw_wiring(Diagram(name, (Box(name, "x.y"), Box("bell\x07", "x.y")), (Arrow(name, "bell\x07", (name,)),)))
     shown = [one.text for one in svg.words(drawn)]
     assert shown.count(name) == 3 and "bell\ufffd" in shown
 
@@ -100,5 +100,5 @@ def test_the_same_graph_makes_the_same_picture(first_run: Graph) -> None:
 
 def test_one_box_alone_is_a_picture() -> None:
     """Without arrows there is a single column."""
-    drawn = draw_wiring(Picture("a long title over a small picture", (Box("a", "b.c"),), ()))
+    drawn = draw_wiring(Diagram("a long title over a small picture", (Box("a", "b.c"),), ()))
     assert len(svg.areas(drawn)) == 1 and not svg.outside(drawn)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.recipe.resolving import resolve
 
 Shop = Callable[..., Graph]
@@ -31,7 +31,7 @@ Shop = Callable[..., Graph]
     ],
 )
 def test_differences_name_node_and_key_and_weight(
-    shop: Shop, workshop: Workshop, text: str, expected: list[str]
+    shop: Shop, workshop: Project, text: str, expected: list[str]
 ) -> None:
     """Each difference from an older recipe is told once, with what it means to resume with it."""
     older = resolve(shop()).text

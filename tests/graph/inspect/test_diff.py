@@ -8,7 +8,7 @@ import tomli
 from hypothesis import given, settings
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.inspect.diff import diff
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.recipe.recipe import Recipe
@@ -35,12 +35,12 @@ workers = 1
 """
 
 
-def lines(workshop: Workshop, old: Recipe, new: Graph) -> list[str]:
+def lines(workshop: Project, old: Recipe, new: Graph) -> list[str]:
     """The differences in words."""
     return [str(change) for change in diff(old, new)]
 
 
-def test_what_is_only_written_otherwise_is_cosmetic(shop: Shop, workshop: Workshop) -> None:
+def test_what_is_only_written_otherwise_is_cosmetic(shop: Shop, workshop: Project) -> None:
     """A default written out, an edge found by type and a variable make no other run."""
     old = workshop.load("small")
     text = '[store]\nsize = 10\n[page]\nstore = "@store"'
@@ -51,14 +51,14 @@ def test_what_is_only_written_otherwise_is_cosmetic(shop: Shop, workshop: Worksh
     ]
 
 
-def test_the_order_of_tables_is_cosmetic(workshop: Workshop) -> None:
+def test_the_order_of_tables_is_cosmetic(workshop: Project) -> None:
     """The same tables in another order are the same graph."""
     data = {"store": {"use": "stores.memory"}, "page": {"use": "pages.plain", "title": "x"}}
     graph = workshop.graph(Recipe.of(dict(reversed(data.items()))), root="")
     assert lines(workshop, Recipe.of(data), graph) == ["tables: the same in another order (cosmetic)"]
 
 
-def test_an_old_run_is_compared_as_it_was_written(shop: Shop, workshop: Workshop) -> None:
+def test_an_old_run_is_compared_as_it_was_written(shop: Shop, workshop: Project) -> None:
     """Components and settings that are no more are told like others; what is only filled in is not cosmetic."""
     assert lines(workshop, Recipe.of(tomli.loads(RENAMED)), shop()) == [
         "[store] swapped: stores.of_yesterday -> stores.memory (semantic)",
@@ -66,13 +66,13 @@ def test_an_old_run_is_compared_as_it_was_written(shop: Shop, workshop: Workshop
     ]
 
 
-def test_nodes_in_place_are_compared_as_nodes(shop: Shop, workshop: Workshop) -> None:
+def test_nodes_in_place_are_compared_as_nodes(shop: Shop, workshop: Project) -> None:
     """A setting deep inside an edge is told as the setting that it is."""
     old, new = (f'[trainer]\nstore = "@store"\n[page]\nstore = {{ use = "stores.memory", size = {n} }}' for n in (3, 4))
     assert lines(workshop, shop(old).recipe, shop(new)) == ["[page.store] size: 3 -> 4 (free)"]
 
 
-def test_faults_of_either_are_told(shop: Shop, workshop: Workshop) -> None:
+def test_faults_of_either_are_told(shop: Shop, workshop: Project) -> None:
     """A recipe that is no graph is not compared, but its problems come out."""
     faulty = shop('[store]\nsize = "x"')
     with pytest.raises(RecipeError, match="size"):
@@ -81,7 +81,7 @@ def test_faults_of_either_are_told(shop: Shop, workshop: Workshop) -> None:
         lines(workshop, shop().recipe, faulty)
 
 
-def test_true_is_not_one(workshop: Workshop) -> None:
+def test_true_is_not_one(workshop: Project) -> None:
     """Values that Python takes for equal, but TOML does not, are different, as their hashes are."""
     graphs = [
         workshop.graph(Recipe.of({"a": {"use": "stores.varied", "anything": [value]}}), root="")
@@ -95,7 +95,7 @@ def test_true_is_not_one(workshop: Workshop) -> None:
 @settings(max_examples=50, deadline=None)
 def test_resuming_tells_the_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     """What `diff` says of two recipes, but for the cosmetic, is what a run that resumes says of them."""
-    workshop = Workshop.of("support.shop")
+    workshop = Project.of("support.shop")
     graphs = [workshop.graph(Recipe.of(data), root="") for data in (one, other)]
     resolved = [resolve(graph) for graph in graphs]
     found = [change for change in diff(graphs[0].recipe, graphs[1]) if change.kind != "cosmetic"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.inspect.explain import explain
 from drawloom.graph.problems import UserError
 
@@ -36,7 +36,7 @@ OVER = "[room]\ntable = { b = 2.5 }\nwhole = 7"
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workshop: Workshop) -> Told:
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workshop: Project) -> Told:
     """What is said of a target, line by line."""
     monkeypatch.chdir(tmp_path)
     Path("top.toml").write_text(TOP, "utf-8")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.inspect.serialize import escape, flatten, plain_graph
+from drawloom.graph.inspect.serialize import escape, flatten, serialize_graph
 
 Shop = Callable[..., Graph]
 
@@ -21,7 +21,7 @@ store = "@store"
 
 def test_nodes_in_place_stand_in_the_node_that_owns_them(shop: Shop) -> None:
     """Only nodes with a table of their own are named; the others are tables inside."""
-    plain = plain_graph(shop(IN_PLACE))
+    plain = serialize_graph(shop(IN_PLACE))
     assert list(plain) == ["store", "page", "trainer"]
     assert plain["page"]["store"] == {"use": "stores.memory", "size": 3, "name": "memory"}
     assert plain["trainer"]["named"] == {"home": "@page"}
@@ -30,7 +30,7 @@ def test_nodes_in_place_stand_in_the_node_that_owns_them(shop: Shop) -> None:
 def test_flat_names_are_those_of_the_graph(shop: Shop) -> None:
     """Flattening gives nodes in place the names that the graph gives them, and leads edges to them."""
     graph = shop(IN_PLACE)
-    flat = flatten(plain_graph(graph))
+    flat = flatten(serialize_graph(graph))
     assert sorted(flat) == sorted(graph.nodes)
     assert flat["page"]["store"] == "@page.store"
     assert flat["page"]["filters"] == ["@page.filters[0]", "@page.filters[1]"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.graph.problems import RecipeError
-from drawloom.graph.recipe.loading import Shelf, read_layers
+from drawloom.graph.recipe.loading import RecipeFolder, read_layers
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def sources(name: str, *overlays: str, shelf: str = "shelf") -> list[str]:
     """The files that a recipe is made of, lowest first."""
-    return [layer.source for layer in read_layers(name, overlays, {}, Shelf(Path(shelf)))[:-1]]
+    return [layer.source for layer in read_layers(name, overlays, {}, RecipeFolder(Path(shelf)))[:-1]]
 
 
 def written(**texts: str) -> None:
@@ -60,7 +60,7 @@ def test_shipped_names_come_before_nothing_else() -> None:
     """A file of that name wins over a shipped recipe; a shipped one is labelled by its file's name alone."""
     Path("shelf").mkdir()
     Path("shelf/one.toml").write_text("", "utf-8")
-    (layer, _) = read_layers("one", (), {}, Shelf(Path("shelf")))
+    (layer, _) = read_layers("one", (), {}, RecipeFolder(Path("shelf")))
     assert (layer.source, layer.label) == (os.path.join("shelf", "one.toml"), "one.toml")
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.recipe.recipe import Recipe
 
@@ -62,7 +62,7 @@ def test_a_value_remembers_what_it_replaced(here: Path) -> None:
     """Every value has the stack of places that set it, newest first."""
     written(here, base='[a]\nuse = "x.y"\nk = 1', top='extends = "base.toml"\n\n[a]\nk = 2')
     leaf = Recipe.load("top.toml", [], ["a.k=3"]).nodes["a"].items["k"]
-    assert [f"{one.value} {one.key_place}" for one in leaf.stack()] == [  # type: ignore[union-attr]
+    assert [f"{one.value} {one.key_place}" for one in leaf.history()] == [  # type: ignore[union-attr]
         "3 command line",
         "2 top.toml:4:1",
         "1 base.toml:3:1",
@@ -103,6 +103,6 @@ def test_a_mark_of_byte_order_is_no_matter(here: Path) -> None:
     assert list(Recipe.load("bom.toml").nodes) == ["a"]
 
 
-def test_shipped_recipes_have_names(workshop: Workshop) -> None:
+def test_shipped_recipes_have_names(workshop: Project) -> None:
     """A shipped recipe is found without path or suffix."""
     assert workshop.graph(workshop.load("small")).faults == []

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Workshop
-from drawloom.graph.inspect.serialize import plain_graph
+from drawloom.graph.cli.project import Project
+from drawloom.graph.inspect.serialize import serialize_graph
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.recipe.recipe import Recipe
 from drawloom.graph.recipe.resolving import digest, resolve
@@ -34,12 +34,12 @@ named = { "a b" = "@page" }
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[3] / "recipes").glob("*.toml"))
 
 
-def again(workshop: Workshop, resolved: ResolvedRecipe) -> Graph:
+def again(workshop: Project, resolved: ResolvedRecipe) -> Graph:
     """The graph of a resolved recipe's text."""
     return workshop.graph(Recipe.of(tomli.loads(resolved.text)), root="")
 
 
-def test_reading_it_again_gives_the_same(shop: Shop, workshop: Workshop) -> None:
+def test_reading_it_again_gives_the_same(shop: Shop, workshop: Project) -> None:
     """The resolved text has the same graph and hash when it is resolved again, whatever stands in it."""
     once = resolve(shop(AWKWARD))
     twice = resolve(again(workshop, once))
@@ -50,20 +50,20 @@ def test_reading_it_again_gives_the_same(shop: Shop, workshop: Workshop) -> None
 @settings(max_examples=150, deadline=None)
 def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
     """Whatever settings, nodes in place and groups a recipe has, its resolved text means the same graph and hash."""
-    workshop = Workshop.of("support.shop")
+    workshop = Project.of("support.shop")
     graph = workshop.graph(Recipe.of(data), root="")
     assert graph.faults == []
     once = resolve(graph)
     other = again(workshop, once)
     assert other.faults == []
-    assert plain_graph(other) == plain_graph(graph)
+    assert serialize_graph(other) == serialize_graph(graph)
     assert resolve(other).hash == once.hash
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith("with_")])
 def test_shipped_recipes_come_back_the_same(name: str) -> None:
     """So do the recipes that ship, with every overlay that ships laid over those that stand on their own."""
-    workshop = Workshop.of("drawloom")
+    workshop = Project.of("drawloom")
     overlays = [overlay for overlay in SHIPPED if overlay.startswith("with_")]
     graph = workshop.graph(workshop.load(name, overlays), root="")
     if graph.faults:  # a base that says not yet what to learn
@@ -71,17 +71,17 @@ def test_shipped_recipes_come_back_the_same(name: str) -> None:
         return
     once = resolve(graph)
     other = again(workshop, once)
-    assert plain_graph(other) == plain_graph(graph)
+    assert serialize_graph(other) == serialize_graph(graph)
     assert resolve(other).hash == once.hash
 
 
-def test_defaults_and_found_edges_are_written_out(shop: Shop, workshop: Workshop) -> None:
+def test_defaults_and_found_edges_are_written_out(shop: Shop, workshop: Project) -> None:
     """A later change of a default, or another node that fits, can't change a run that was resolved before."""
     text = resolve(shop()).text
     assert "size = 10" in text and 'store = "@store"' in text
 
 
-def test_each_line_says_where_it_has_come_from(workshop: Workshop) -> None:
+def test_each_line_says_where_it_has_come_from(workshop: Project) -> None:
     """Behind every key stands a file, a variable with its own place, the command line, a type, or a default."""
     graph = workshop.graph(workshop.load("small", words=["store.size=12"]))
     lines = dict(re.findall(r"^(\w+ = .*?) +# (.*)$", resolve(graph).text, re.MULTILINE))
@@ -98,14 +98,14 @@ def test_each_line_says_where_it_has_come_from(workshop: Workshop) -> None:
     }
 
 
-def test_origins_do_not_depend_on_where_one_stands(workshop: Workshop, tmp_path: Path, monkeypatch: Any) -> None:
+def test_origins_do_not_depend_on_where_one_stands(workshop: Project, tmp_path: Path, monkeypatch: Any) -> None:
     """The text of a shipped recipe is the same from every directory."""
     here = resolve(workshop.graph(workshop.load("small"))).text
     monkeypatch.chdir(tmp_path)
     assert resolve(workshop.graph(workshop.load("small"))).text == here
 
 
-def test_a_comment_can_not_break_out(workshop: Workshop, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_comment_can_not_break_out(workshop: Project, tmp_path: Path, monkeypatch: Any) -> None:
     """A file whose name holds a line break changes nothing but the comment."""
     monkeypatch.chdir(tmp_path)
     small = (workshop.recipes / "small.toml").read_text("utf-8")
@@ -114,12 +114,12 @@ def test_a_comment_can_not_break_out(workshop: Workshop, tmp_path: Path, monkeyp
     assert list(tomli.loads(text)) == ["format", "store", "page", "trainer"]
 
 
-def test_the_first_line_is_the_format(shop: Shop, workshop: Workshop) -> None:
+def test_the_first_line_is_the_format(shop: Shop, workshop: Project) -> None:
     """Whoever reads a resolved recipe knows first of all whether he can."""
     assert resolve(shop()).text.startswith("format = 1\n")
 
 
-def test_the_hash_is_of_what_is_said_not_how(shop: Shop, workshop: Workshop) -> None:
+def test_the_hash_is_of_what_is_said_not_how(shop: Shop, workshop: Project) -> None:
     """Writing a default out changes nothing; another value does."""
     same = [resolve(shop(text)).hash for text in ("", "[store]\nsize = 10")]
     assert same[0] == same[1] != resolve(shop("[store]\nsize = 11")).hash

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.recipe.recipe import Recipe
-from drawloom.graph.registry.sources import NAME, Folder, Installed
+from drawloom.graph.registry.sources import NAME, EntryPointSource, PackageSource
 
 SECRET = '''
 """A module that nobody may import."""
@@ -85,7 +85,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[st
         elif event.startswith(("os.system", "os.exec", "os.posix_spawn", "subprocess", "socket", "shutil")):
             seen.append(event)
 
-    Workshop.of("support.shop").graph(Recipe.of({"a": {"use": "nobody.knows"}}))  # what is imported in any case
+    Project.of("support.shop").graph(Recipe.of({"a": {"use": "nobody.knows"}}))  # what is imported in any case
     sys.addaudithook(listen)
     yield seen
     active[0] = False
@@ -113,7 +113,7 @@ def everywhere(text: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text)[:40])
 def test_a_recipe_imports_nothing_but_components(text: str, watched: list[str]) -> None:
     """Whatever a recipe says, and wherever, nothing is imported or run that is not a shipped component."""
-    workshop = Workshop.of("support.shop")
+    workshop = Project.of("support.shop")
     for data in everywhere(text):
         workshop.graph(Recipe.of(data), root="")
     strange = [name for name in watched if not name.startswith("support.shop.")]
@@ -124,15 +124,15 @@ def test_a_recipe_imports_nothing_but_components(text: str, watched: list[str]) 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text)[:40])
 def test_no_hostile_name_is_found(text: str) -> None:
     """A name is looked up among files before anything is imported."""
-    assert Folder.of("support.shop.components").holders(text) == []
+    assert PackageSource.of("support.shop.components").candidates(text) == []
 
 
 def test_names_are_paths_and_holders_their_modules() -> None:
     """Each component of a folder is found under the name that the folder lists."""
-    folder = Folder.of("support.shop.components")
+    folder = PackageSource.of("support.shop.components")
     assert "stores.memory" in folder.names() and "servers.table" not in folder.names()
     assert all(NAME.fullmatch(name) for name in folder.names())
-    (holder,) = folder.holders("stores.memory")
+    (holder,) = folder.candidates("stores.memory")
     assert [cls.__name__ for cls in holder.load()] == ["Memory"]
 
 
@@ -176,23 +176,23 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def problems(data: dict[str, Any]) -> list[str]:
     """What is wrong with a recipe of the shop."""
-    return [f"{p.code} {p.text}" for p in Workshop.of("support.shop").graph(Recipe.of(data), root="").faults]
+    return [f"{p.code} {p.text}" for p in Project.of("support.shop").graph(Recipe.of(data), root="").faults]
 
 
 def test_an_entry_point_is_a_component(elsewhere: Path) -> None:
     """What an installed distribution declares can be used by its name, and says whom it is from."""
     declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed")
-    workshop = Workshop.of("support.shop")
+    workshop = Project.of("support.shop")
     graph = workshop.graph(Recipe.of({"store": {"use": "garden.shed"}}), root="")
     assert graph.faults == []
-    assert graph.nodes["store"].spec.brought_by == "acme-sheds 1.0"
-    assert "garden.shed" in workshop.catalogue.names()
+    assert graph.nodes["store"].spec.distribution == "acme-sheds 1.0"
+    assert "garden.shed" in workshop.registry.names()
 
 
 def test_an_entry_point_is_imported_only_when_it_is_used(elsewhere: Path) -> None:
     """Listing names, and checking recipes that use others, leaves a third party's module alone."""
     declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed")
-    assert "garden.shed" in Workshop.of("support.shop").catalogue.names()
+    assert "garden.shed" in Project.of("support.shop").registry.names()
     assert problems({"store": {"use": "stores.memory"}}) == []
     assert "third_party" not in sys.modules
 
@@ -226,7 +226,7 @@ def test_a_bad_entry_point_is_a_problem(elsewhere: Path, value: str, text: str) 
 def test_names_that_no_component_can_have_are_left_out(elsewhere: Path) -> None:
     """An entry point without a subject is no component's name."""
     declare(elsewhere, "acme-sheds", shed="third_party:Shed")
-    assert Installed("support.shop.components").names() == []
+    assert EntryPointSource("support.shop.components").names() == []
 
 
 def test_a_package_may_be_offered_by_whoever_runs(elsewhere: Path) -> None:
@@ -235,8 +235,8 @@ def test_a_package_may_be_offered_by_whoever_runs(elsewhere: Path) -> None:
     (elsewhere / "my_sheds" / "__init__.py").write_text("", "utf-8")
     (elsewhere / "my_sheds" / "small.py").write_text(STORE, "utf-8")
     recipe = Recipe.of({"store": {"use": "my_sheds.small"}})
-    plain = Workshop.of("support.shop")
+    plain = Project.of("support.shop")
     assert [p.code for p in plain.graph(recipe, root="").faults] == ["DL201"]
     importing = plain.importing(["my_sheds"])
     assert importing.graph(recipe, root="").faults == []
-    assert "my_sheds.small" in importing.catalogue.names() and "my_sheds.small" not in plain.catalogue.names()
+    assert "my_sheds.small" in importing.registry.names() and "my_sheds.small" not in plain.registry.names()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import UserError
 
 Shop = Callable[..., Graph]
@@ -43,13 +43,13 @@ def disks(first: str = "", second: str = "") -> str:
     return DISKS.format(first=fails[0], second=fails[1])
 
 
-def test_one_table_is_one_object(shop: Shop, workshop: Workshop) -> None:
+def test_one_table_is_one_object(shop: Shop, workshop: Project) -> None:
     """However many nodes refer to a table, they hold the same object."""
     with workshop.container(shop()) as objects:
         assert objects["page"].store is objects["trainer"].store is objects["store"]
 
 
-def test_only_what_the_root_needs_is_built(shop: Shop, workshop: Workshop) -> None:
+def test_only_what_the_root_needs_is_built(shop: Shop, workshop: Project) -> None:
     """A node that nothing leads to is not constructed."""
     graph = shop('[spare]\nuse = "pages.plain"\ntitle = "Spare"')
     with workshop.container(graph) as objects:
@@ -58,20 +58,20 @@ def test_only_what_the_root_needs_is_built(shop: Shop, workshop: Workshop) -> No
         assert set(objects) == {"store", "spare"}
 
 
-def test_every_built_node_of_a_kind_is_filled_in(shop: Shop, workshop: Workshop) -> None:
+def test_every_built_node_of_a_kind_is_filled_in(shop: Shop, workshop: Project) -> None:
     """A field of type Every holds the built nodes that fit its port, by name."""
     with workshop.container(shop()) as objects:
         assert dict(objects["trainer"].counted) == {"page": objects["page"]}
 
 
-def test_the_resolved_recipe_is_filled_in(shop: Shop, workshop: Workshop) -> None:
+def test_the_resolved_recipe_is_filled_in(shop: Shop, workshop: Project) -> None:
     """A field of that type holds the recipe's text and hash."""
     with workshop.container(shop()) as objects:
         recipe = objects["trainer"].recipe
     assert '[page]\nuse = "pages.plain"' in recipe.text and len(recipe.hash) == 64
 
 
-def test_opening_and_closing_go_in_opposite_orders(shop: Shop, workshop: Workshop) -> None:
+def test_opening_and_closing_go_in_opposite_orders(shop: Shop, workshop: Project) -> None:
     """What was opened last is closed first, each once."""
     order: list[str] = []
     container = workshop.container(shop(disks()))
@@ -93,7 +93,7 @@ class Journal(list[str]):
         self.order.append(f"{self.name} {moment}")
 
 
-def test_a_failure_while_opening_closes_what_is_open(shop: Shop, workshop: Workshop) -> None:
+def test_a_failure_while_opening_closes_what_is_open(shop: Shop, workshop: Project) -> None:
     """When a node can't open, it and those before it are closed, and its own error comes out."""
     container = workshop.container(shop(disks(second="open")))
     with pytest.raises(RuntimeError, match="second can't open"), container:
@@ -101,7 +101,7 @@ def test_a_failure_while_opening_closes_what_is_open(shop: Shop, workshop: Works
     assert container["store"].journal == container["second"].journal == ["open", "close"]
 
 
-def test_a_mistake_found_while_opening_says_where(shop: Shop, workshop: Workshop, monkeypatch: Any) -> None:
+def test_a_mistake_found_while_opening_says_where(shop: Shop, workshop: Project, monkeypatch: Any) -> None:
     """What a person can mend is said with the node and its place in the recipe."""
     graph = shop(disks())
     monkeypatch.setattr(graph.nodes["second"].spec.cls, "open", _refuse)
@@ -113,7 +113,7 @@ def _refuse(_disk: Any) -> None:
     raise UserError("there is no such folder")
 
 
-def test_the_body_wins_and_failures_of_closing_are_notes(shop: Shop, workshop: Workshop) -> None:
+def test_the_body_wins_and_failures_of_closing_are_notes(shop: Shop, workshop: Project) -> None:
     """The exception of the body comes out as itself; every closer runs, and what they raise is noted on it."""
     container = workshop.container(shop(disks(first="close", second="close")))
     with pytest.raises(KeyboardInterrupt) as caught, container:
@@ -121,14 +121,14 @@ def test_the_body_wins_and_failures_of_closing_are_notes(shop: Shop, workshop: W
     assert ["second" in note or "store" in note for note in caught.value.__notes__] == [True, True]
 
 
-def test_closing_that_fails_after_a_clean_body_is_a_group(shop: Shop, workshop: Workshop) -> None:
+def test_closing_that_fails_after_a_clean_body_is_a_group(shop: Shop, workshop: Project) -> None:
     """When only closing fails, all of its failures come out together."""
     with pytest.raises(ExceptionGroup) as caught, workshop.container(shop(disks(first="close", second="close"))):
         pass
     assert len(caught.value.exceptions) == 2
 
 
-def test_a_constructor_that_fails_names_its_node(shop: Shop, workshop: Workshop, monkeypatch: Any) -> None:
+def test_a_constructor_that_fails_names_its_node(shop: Shop, workshop: Project, monkeypatch: Any) -> None:
     """An exception from a constructor says which node was being built, and where it stands."""
     graph = shop()
     monkeypatch.setattr(graph.nodes["page"].spec.cls, "__attrs_post_init__", _fail, raising=False)
@@ -143,14 +143,14 @@ def _fail(_page: Any) -> None:
     raise ValueError("no page today")
 
 
-def test_two_containers_share_nothing(shop: Shop, workshop: Workshop) -> None:
+def test_two_containers_share_nothing(shop: Shop, workshop: Project) -> None:
     """Objects of two containers are different, also when they are made from one graph."""
     graph = shop()
     with workshop.container(graph) as one, workshop.container(graph) as other:
         assert not {id(item) for item in one.values()} & {id(item) for item in other.values()}
 
 
-def test_two_containers_of_one_graph_share_no_setting(shop: Shop, workshop: Workshop) -> None:
+def test_two_containers_of_one_graph_share_no_setting(shop: Shop, workshop: Project) -> None:
     """An object may change the lists that it was given; neither another container nor the graph sees it."""
     graph = shop(disks())
     with workshop.container(graph) as one:
@@ -188,7 +188,7 @@ class Till:
         raise AssertionError("what is given is not closed")
 
 
-def test_what_is_given_takes_the_place_of_a_node(shop: Shop, workshop: Workshop) -> None:
+def test_what_is_given_takes_the_place_of_a_node(shop: Shop, workshop: Project) -> None:
     """Nothing is built that only the replaced node needs, and what is given is neither opened nor closed."""
     till = Till()
     graph = shop(disks())
@@ -197,7 +197,7 @@ def test_what_is_given_takes_the_place_of_a_node(shop: Shop, workshop: Workshop)
         assert set(objects) == {"page", "store"}
 
 
-def test_what_is_given_must_fit(shop: Shop, workshop: Workshop) -> None:
+def test_what_is_given_must_fit(shop: Shop, workshop: Project) -> None:
     """It is checked against the ports of the edges that lead to it, and its name against the nodes."""
     with pytest.raises(TypeError, match=r"given for \[store\] does not fit \[page\] store: it has no get\(\)"):
         workshop.container(shop(), given={"store": object()}).build()
@@ -206,13 +206,13 @@ def test_what_is_given_must_fit(shop: Shop, workshop: Workshop) -> None:
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_stopping_passes_through_as_itself(shop: Shop, workshop: Workshop, stop: type[BaseException]) -> None:
+def test_stopping_passes_through_as_itself(shop: Shop, workshop: Project, stop: type[BaseException]) -> None:
     """Who interrupts a run is not told of a group of exceptions, also when closing fails."""
     with pytest.raises(stop), workshop.container(shop(disks(second="close"))):
         raise stop
 
 
-def test_every_node_is_timed(shop: Shop, workshop: Workshop) -> None:
+def test_every_node_is_timed(shop: Shop, workshop: Project) -> None:
     """Each built node has a span for building, and for opening and closing if it can be opened and closed."""
     with workshop.container(shop(disks())) as objects:
         pass

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.graph.runtime.exit_stack import Opened
+from drawloom.graph.runtime.exit_stack import NamedExitStack
 
 FAILURES: list[type[BaseException] | None] = [None, ValueError, KeyboardInterrupt, SystemExit]
 
 
-def opened(failures: list[type[BaseException] | None], closed: list[int]) -> Opened:
+def opened(failures: list[type[BaseException] | None], closed: list[int]) -> NamedExitStack:
     """Things that tell when they are closed, and then fail as said."""
-    stack = Opened()
+    stack = NamedExitStack()
     for number, failure in enumerate(failures):
 
         def close(number: int = number, failure: type[BaseException] | None = failure) -> None:

@@ -7,14 +7,14 @@ import pytest
 import tomli
 from jsonschema import Draft7Validator
 
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.recipe.layers import Table
 from drawloom.graph.schema.recipes import recipe_schema
 from support.golden import FAULTY
 
 ROOT = Path(__file__).parents[3]
-WORKSHOP = Workshop.of("drawloom")
+WORKSHOP = Project.of("drawloom")
 SHIPPED = sorted((ROOT / "recipes").glob("*.toml"))
 
 CODES = {"DL201", "DL203", "DL204", "DL302", "DL303", "DL306", "DL310", "DL311", "DL312"}
@@ -34,7 +34,7 @@ UNSEEN = {
 @pytest.fixture(scope="module")
 def validator() -> Draft7Validator:
     """The schema of all that ships."""
-    schema = recipe_schema(WORKSHOP.catalogue, WORKSHOP.usual())
+    schema = recipe_schema(WORKSHOP.registry, WORKSHOP.usual())
     Draft7Validator.check_schema(schema)
     return Draft7Validator(schema)
 
@@ -83,6 +83,6 @@ def test_misspelt_keys_of_usual_nodes_are_offered(validator: Draft7Validator) ->
 def test_a_description_is_what_the_docstring_says(validator: Draft7Validator) -> None:
     """Editors show a component's docstring, and each setting's line."""
     clip = validator.schema["definitions"]["gradients.clip_norm"]  # type: ignore[index]
-    spec: Any = WORKSHOP.catalogue.find("gradients.clip_norm")
+    spec: Any = WORKSHOP.registry.find("gradients.clip_norm")
     assert clip["description"].startswith(spec.doc)
     assert clip["properties"]["max_norm"]["description"] == spec.fields["max_norm"].doc

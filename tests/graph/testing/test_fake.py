@@ -7,7 +7,7 @@ import pytest
 
 from drawloom.graph.port import port
 from drawloom.graph.testing import Call, fake
-from drawloom.graph.types.port_match import misfits
+from drawloom.graph.types.port_match import mismatches
 from support.shop.ports import Counted, Page, Store
 
 
@@ -33,13 +33,13 @@ class Rich(Protocol):
 @pytest.mark.parametrize("kind", [Store, Page, Counted, Rich])
 def test_a_fake_fits_its_port(kind: type) -> None:
     """A fake passes the check that every component passes."""
-    assert misfits(type(fake(kind)), kind) == []
+    assert mismatches(type(fake(kind)), kind) == []
 
 
 def test_a_fake_fits_several_ports() -> None:
     """One object may keep the promises of more than one port."""
     both = fake(Page, Counted, count=3)
-    assert misfits(type(both), Page) == misfits(type(both), Counted) == [] and both.count == 3
+    assert mismatches(type(both), Page) == mismatches(type(both), Counted) == [] and both.count == 3
 
 
 def test_calls_are_remembered_by_name() -> None:

@@ -11,7 +11,7 @@ import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drawloom.graph.toml.positions import KeyPath, Places, Span
+from drawloom.graph.toml.positions import KeyPath, SourceMap, SourceRange
 
 T = TypeVar("T")
 
@@ -201,7 +201,7 @@ def headed_path(header: str) -> KeyPath:
     return keys
 
 
-def cut(text: str, span: Span | None) -> str:
+def cut(text: str, span: SourceRange | None) -> str:
     assert span is not None
     return text[span.start : span.end]
 
@@ -210,7 +210,7 @@ def cut(text: str, span: Span | None) -> str:
 @given(documents())
 def test_each_span_read_again_by_tomli_is_what_tomli_read_in_the_whole(text: str) -> None:
     """The span of a value is that value; of a table without braces its header, or the key that implies it."""
-    places = Places(text)
+    places = SourceMap(text)
     for path, value in everything(tomli.loads(text))[1:]:
         piece = cut(text, places.value(path))
         names = tuple(step for step in path if isinstance(step, str))
@@ -226,7 +226,7 @@ def test_each_span_read_again_by_tomli_is_what_tomli_read_in_the_whole(text: str
 @given(documents())
 def test_each_key_span_read_again_is_the_key_and_stands_before_its_value(text: str) -> None:
     """The span of a key is that key, and between it and its value is nothing but `=`; items of arrays have no key."""
-    places = Places(text)
+    places = SourceMap(text)
     for path, value in everything(tomli.loads(text))[1:]:
         key, end = places.key(path), places.value(path)
         assert end is not None
@@ -243,9 +243,11 @@ def test_each_key_span_read_again_is_the_key_and_stands_before_its_value(text: s
 @given(documents())
 def test_no_two_values_share_a_place_and_items_stand_in_their_order(text: str) -> None:
     """Spans of scalars never overlap; what is inside an item of an array stands between it and the next item."""
-    places, pairs = Places(text), everything(tomli.loads(text))[1:]
+    places, pairs = SourceMap(text), everything(tomli.loads(text))[1:]
     starts = {path: span.start for path, _ in pairs if (span := places.value(path))}
-    scalars = sorted(places.value(path) or Span(0, 0) for path, value in pairs if not isinstance(value, (dict, list)))
+    scalars = sorted(
+        places.value(path) or SourceRange(0, 0) for path, value in pairs if not isinstance(value, (dict, list))
+    )
     assert all(before.end <= after.start for before, after in pairwise(scalars))
     for path in starts:
         for depth, step in enumerate(path):
@@ -258,7 +260,7 @@ def test_no_two_values_share_a_place_and_items_stand_in_their_order(text: str) -
 @given(documents(), st.data())
 def test_nearest_is_the_value_of_the_longest_known_part(text: str, data: st.DataObject) -> None:
     """Steps that lead nowhere are dropped from the end, at worst all of them."""
-    places = Places(text)
+    places = SourceMap(text)
     path, value = data.draw(st.sampled_from(everything(tomli.loads(text))))
     stray = ("nowhere", 0) if not isinstance(value, list) else (len(value), "x")
     assert places.value(path) == places.nearest(path) == places.nearest((*path, *stray))
@@ -271,7 +273,7 @@ def test_positions_count_lines_by_newline_and_columns_by_code_point(text: str, d
     """Only a newline ends a line, and the end of the text has a position too."""
     offset = data.draw(st.integers(0, len(text)))
     before = text[:offset].split("\n")
-    assert Places(text).position(offset) == (len(before), len(before[-1]) + 1)
+    assert SourceMap(text).position(offset) == (len(before), len(before[-1]) + 1)
 
 
 AWKWARD = """\
@@ -331,7 +333,7 @@ def test_awkward_documents_have_their_exact_lines_and_columns(path: KeyPath, end
     """Comments, wide characters, strings that look like headers and CRLF move no line and no column."""
     text = AWKWARD.replace("\n", ends)
     tomli.loads(text)
-    places = Places(text)
+    places = SourceMap(text)
     key, value = places.key(path), places.value(path)
     assert value is not None
     found = key and places.position(key.start), places.position(value.start), cut(text, value).replace(ends, "\n")
@@ -368,7 +370,7 @@ ODD_VALUES = [
 def test_a_value_ends_where_it_ends(value: str, around: str) -> None:
     """Each form of a scalar, with and without something that follows at once, has exactly its own text."""
     text = around.format(value, value)
-    places = Places(text)
+    places = SourceMap(text)
     leaves = [path for path, leaf in everything(tomli.loads(text)) if not isinstance(leaf, (dict, list)) and leaf != 9]
     assert leaves
     assert {cut(text, places.value(path)) for path in leaves} == {value}
@@ -379,7 +381,7 @@ def test_a_value_ends_where_it_ends(value: str, around: str) -> None:
 )
 def test_a_text_may_end_anywhere(text: str) -> None:
     """No newline is needed behind the last statement, nor any statement at all."""
-    places = Places(text)
+    places = SourceMap(text)
     for path, _ in everything(tomli.loads(text)):
         assert cut(text, places.value(path)) in text
     assert places.nearest(("nowhere",)) == (0, len(text))
@@ -387,7 +389,7 @@ def test_a_text_may_end_anywhere(text: str) -> None:
 
 def test_nothing_is_read_before_a_place_is_asked_for() -> None:
     """Even a text that is no TOML makes an object, whose lines can be counted."""
-    assert Places("a =\nb").position(4) == (2, 1)
+    assert SourceMap("a =\nb").position(4) == (2, 1)
 
 
 def test_the_deepest_text_that_tomli_takes_is_indexed() -> None:
@@ -395,7 +397,7 @@ def test_the_deepest_text_that_tomli_takes_is_indexed() -> None:
     dotted = ".".join(["k"] * 1000)
     text = f"{dotted} = 1\n[{dotted.replace('k', 'h')}]\na = {'[{b=' * 200}2{'}]' * 200}\n"
     tomli.loads(text)
-    places = Places(text)
+    places = SourceMap(text)
     assert cut(text, places.value(("k",) * 1000)) == "1"
     assert cut(text, places.value(("h",) * 1000 + ("a",) + (0, "b") * 200)) == "2"
 
@@ -403,7 +405,7 @@ def test_the_deepest_text_that_tomli_takes_is_indexed() -> None:
 def test_a_file_of_5000_lines_is_indexed_in_a_blink() -> None:
     """About 10 ms of processor time; the bound leaves room for slow machines and finds anything quadratic."""
     node = '[node_{0}]\nuse = "a.b"\nlr = 1e-5\ndim = {0}\npaths = ["a", "b"]\nof = "@n{0}"  # x\n\n'
-    places = Places("".join(node.format(i) for i in range(715)))
+    places = SourceMap("".join(node.format(i) for i in range(715)))
     start = time.process_time()
     assert places.value(("node_714", "dim")) is not None
     assert time.process_time() - start < 0.2

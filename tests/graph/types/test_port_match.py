@@ -6,7 +6,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import attrs
 import pytest
 
-from drawloom.graph.types.port_match import members, misfits
+from drawloom.graph.types.port_match import members, mismatches
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -191,7 +191,7 @@ class TextBox(Box[str]):
 )
 def test_every_broken_promise_is_told(cls: type, port: Any, reasons: list[str]) -> None:
     """Members, their types, and the ways in which methods can be called, through generics and other ports."""
-    assert misfits(cls, port) == reasons
+    assert mismatches(cls, port) == reasons
 
 
 def test_members_are_those_of_all_protocols_above() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from drawloom.graph.types.signatures import uncallable
+from drawloom.graph.types.signatures import call_mismatch
 
 NAMES = ("a", "b", "c")
 KINDS = ("", "=0")
@@ -61,7 +61,7 @@ def test_what_fits_takes_every_call(given: Callable[..., Any], promised: Callabl
     """If nothing is wrong, every call that the promise allows is taken; if something is, some call is not."""
     assume("**more" not in shown(promised))  # whose names may be those of our parameters, and be given twice
     broken = [call for call in calls() if allows(promised, call) and not allows(given, call)]
-    if not uncallable(given, promised):
+    if not call_mismatch(given, promised):
         assert not broken, f"{shown(given)} for {shown(promised)}"
     else:
         others = [name for name in inspect.signature(given).parameters if name not in NAMES]
@@ -80,5 +80,5 @@ def test_a_coroutine_is_no_function() -> None:
 
     def now(self: Any) -> None: ...
 
-    assert uncallable(later, now) == "has now() as a coroutine"
-    assert uncallable(now, later) == "has later() not as a coroutine"
+    assert call_mismatch(later, now) == "has now() as a coroutine"
+    assert call_mismatch(now, later) == "has later() not as a coroutine"

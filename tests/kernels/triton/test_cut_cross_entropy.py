@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.cut_cross_entropy import Cut, Wanted, cut_cross_entropy_eager
+from drawloom.kernels.cut_cross_entropy import Cut, Needs, cut_cross_entropy_eager
 from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from support.kernels import DEVICE, assert_all_close, drawn, dtypes, exact, few, layouts
@@ -63,7 +63,7 @@ def test_filters_as_eager(tokens: int, words: int, least: float, chunked: bool) 
     """With a filter, the tiles that are left out are those that the eager twin leaves out."""
     hidden, weight = drawn("contiguous", tokens, 20), drawn("contiguous", words, 20)
     targets, wide = targets_of((tokens,), words), exact(hidden, weight)
-    cut = Cut(least=least, tile=(16, 16), at_once=1 if chunked else 2**20)
+    cut = Cut(filter_eps=least, tile=(16, 16), at_once=1 if chunked else 2**20)
     grads = [
         torch.autograd.grad(compute(inputs[0], inputs[1], targets, cut).sum(), inputs)
         for compute, inputs in ((cut_cross_entropy_triton, (hidden, weight)), (cut_cross_entropy_eager, wide))
@@ -100,12 +100,12 @@ def test_a_target_that_does_not_exist() -> None:
     assert losses.isnan().tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("wanted", [Wanted(True, False), Wanted(False, True)])
+@pytest.mark.parametrize("wanted", [Needs(True, False), Needs(False, True)])
 @pytest.mark.parametrize("least", [0.0, 1e-3])
-def test_only_what_is_wanted(wanted: Wanted, least: float) -> None:
+def test_only_what_is_wanted(wanted: Needs, least: float) -> None:
     """With one input frozen, the other's gradient is the same."""
     hidden, weight = drawn("contiguous", 5, 16), drawn("contiguous", 20, 16)
-    targets, cut = targets_of((5,), 20), Cut(least=least, tile=(16, 16))
+    targets, cut = targets_of((5,), 20), Cut(filter_eps=least, tile=(16, 16))
     both = torch.autograd.grad(cut_cross_entropy_triton(hidden, weight, targets, cut).sum(), (hidden, weight))
     inputs: Any = [x.detach().requires_grad_(wants) for x, wants in zip((hidden, weight), wanted, strict=True)]
     place = wanted.index(True)
@@ -120,7 +120,7 @@ def test_weight_gradient_can_wait() -> None:
     deferral = Deferral()
     with deferral.recording():
         losses = cut_cross_entropy_triton(hidden, weight, targets)
-    with deferral.putting_off():
+    with deferral.defer():
         found = torch.autograd.grad(losses.sum(), (hidden, weight), allow_unused=True)
     assert found[1] is None
     assert torch.equal(found[0], expected[0])
@@ -130,7 +130,7 @@ def test_weight_gradient_can_wait() -> None:
 def test_same_gradients_each_time() -> None:
     """Gradients are bitwise the same in a second run, with a filter and without."""
     hidden, weight, targets = drawn("contiguous", 40, 16), drawn("contiguous", 50, 16), targets_of((40,), 50)
-    for cut in (Cut(), Cut(least=0.01, tile=(16, 16))):
+    for cut in (Cut(), Cut(filter_eps=0.01, tile=(16, 16))):
         runs = [
             torch.autograd.grad(cut_cross_entropy_triton(hidden, weight, targets, cut).sum(), (hidden, weight))
             for _ in range(2)

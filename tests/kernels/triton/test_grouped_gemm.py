@@ -119,7 +119,7 @@ def test_weight_gradient_can_wait() -> None:
     deferral = Deferral()
     with deferral.recording():
         result = grouped_gemm_triton(x, weight, ends)
-    with deferral.putting_off():
+    with deferral.defer():
         found = torch.autograd.grad(result.sum(), (x, weight), allow_unused=True)
     assert found[1] is None
     assert torch.equal(found[0], expected[0])

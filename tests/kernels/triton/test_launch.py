@@ -12,7 +12,7 @@ from drawloom.kernels.rope_frequencies import rope_angles
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
 from drawloom.kernels.triton.indices_to_multihot import indices_to_multihot_triton
-from drawloom.kernels.triton.launch import angle_tables, as_rows, power_of_two
+from drawloom.kernels.triton.launch import angle_tables, as_rows, next_power_of_2
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
 from drawloom.kernels.triton.moe_permute import moe_permute_triton, moe_unpermute_triton
 from drawloom.kernels.triton.moe_routes import moe_routes_triton
@@ -53,8 +53,8 @@ def experts(x: Tensor, weight: Tensor) -> Tensor:
     routes = moe_routes_triton(EXPERTS_OF, 3)
     probabilities = (x[:, :2] * weight[:2]).softmax(-1)
     rows, of_rows = moe_permute_triton(x, probabilities, routes)
-    used = (torch.arange(len(rows), device=x.device) < routes.ends[-1])[:, None]
-    product = grouped_gemm_triton(rows, weight.expand(3, 5, 16), routes.ends, transposed=True)
+    used = (torch.arange(len(rows), device=x.device) < routes.offsets[-1])[:, None]
+    product = grouped_gemm_triton(rows, weight.expand(3, 5, 16), routes.offsets, transposed=True)
     made = product.where(used, 0) * of_rows[:, None]
     _, spread = indices_to_multihot_triton(EXPERTS_OF, probabilities, 3)
     return moe_unpermute_triton(made, routes, probabilities) + spread.sum()
@@ -88,7 +88,7 @@ def test_a_copy_compiles() -> None:
 
 ROUTES = moe_routes_triton(EXPERTS_OF, 3)
 ANGLES = rope_angles(torch.arange(4, device=DEVICE)[None], 16, 1e4)
-CUT = Cut(least=1e-6, tile=(16, 16))
+CUT = Cut(filter_eps=1e-6, tile=(16, 16))
 
 
 def grouped(x: Tensor, weight: Tensor) -> Tensor:
@@ -157,4 +157,4 @@ def test_angle_tables() -> None:
 
 def test_power_of_two() -> None:
     """The least that is no less."""
-    assert [power_of_two(number) for number in (1, 2, 3, 4, 5, 1000)] == [1, 2, 4, 4, 8, 1024]
+    assert [next_power_of_2(number) for number in (1, 2, 3, 4, 5, 1000)] == [1, 2, 4, 4, 8, 1024]

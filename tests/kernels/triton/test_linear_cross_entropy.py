@@ -136,7 +136,7 @@ def test_weight_gradient_can_wait(uniform: bool) -> None:
     deferral = Deferral()
     with deferral.recording():
         losses = linear_cross_entropy_triton(hidden, weight, targets)
-    with deferral.putting_off():
+    with deferral.defer():
         found = torch.autograd.grad(losses, (hidden, weight), grad, allow_unused=True)
     assert found[1] is None
     assert torch.equal(found[0], expected[0])

@@ -58,7 +58,7 @@ def test_adds_up_as_eager(
     ours = torch.autograd.grad(found, inputs, grad)
     theirs = torch.autograd.grad(expected, wide_inputs, grad.double())
     assert_all_close(ours, theirs, 4)
-    assert not ours[0][int(routes.ends[-1]) :].any()
+    assert not ours[0][int(routes.offsets[-1]) :].any()
 
 
 def test_wide_rows_and_many_choices() -> None:
@@ -89,6 +89,6 @@ def test_is_an_operation_of_torch() -> None:
     """Both directions keep the promises that torch.compile relies on."""
     routes, x, p = routes_of(5, 2, 3), torch.randn(5, 8, device=DEVICE), torch.rand(5, 2, device=DEVICE)
     rows = torch.randn(10, 8, device=DEVICE)
-    torch.library.opcheck(torch.ops.drawloom.moe_spread.default, (x, None, p, routes.rows, routes.ends, False))
-    torch.library.opcheck(torch.ops.drawloom.moe_spread.default, (x, rows, p, routes.rows, routes.ends, True))
-    torch.library.opcheck(torch.ops.drawloom.moe_gather.default, (rows, p, rows[:, 0], routes.rows))
+    torch.library.opcheck(torch.ops.drawloom.moe_spread.default, (x, None, p, routes.dest_row, routes.offsets, False))
+    torch.library.opcheck(torch.ops.drawloom.moe_spread.default, (x, rows, p, routes.dest_row, routes.offsets, True))
+    torch.library.opcheck(torch.ops.drawloom.moe_gather.default, (rows, p, rows[:, 0], routes.dest_row))

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from drawloom.components.checkpoint.staging.copy_plan import with_room
+from drawloom.components.checkpoint.staging.copy_plan import plan_copies
 from drawloom.components.checkpoint.staging.pinned_pool import Pool
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64]
@@ -20,7 +20,7 @@ DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, t
 
 def copied(state: dict[str, Any], **options: Any) -> dict[str, Any]:
     """The state with everything copied."""
-    staged, copies = with_room(state, Pool(), **options)
+    staged, copies = plan_copies(state, Pool(), **options)
     for copy in copies:
         copy.make()
     return staged
@@ -28,7 +28,7 @@ def copied(state: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 def copied_bytes(state: dict[str, Any]) -> int:
     """How much is copied for a state."""
-    return sum(copy.bytes for copy in with_room(state, Pool())[1])
+    return sum(copy.bytes for copy in plan_copies(state, Pool())[1])
 
 
 @st.composite

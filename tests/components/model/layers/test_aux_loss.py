@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.model.layers.aux_loss import balanced
+from drawloom.components.model.layers.aux_loss import inject_aux_loss_grad
 
 
 @given(st.integers(0, 3), st.integers(0, 7), st.integers(1, 6), st.data())
@@ -14,7 +14,7 @@ def test_gradient_is_that_of_the_loss(rows: int, length: int, experts: int, data
     probabilities = torch.randn(rows, length, experts, dtype=torch.float64).softmax(-1).requires_grad_()
     chosen, weights = probabilities.topk(choices).indices, torch.rand(rows)
     behind = torch.randn_like(probabilities)
-    found = balanced(probabilities, chosen, weights)
+    found = inject_aux_loss_grad(probabilities, chosen, weights)
     assert torch.equal(found, probabilities)
     loss = (probabilities * behind).sum()
     for row in range(rows if length else 0):
@@ -34,7 +34,7 @@ def test_evens_experts_out() -> None:
         optimizer.zero_grad()
         probabilities = (noise + bias).softmax(-1)
         chosen = probabilities.detach().topk(2).indices
-        (balanced(probabilities, chosen, torch.ones(4)) * 0).sum().backward()  # type: ignore[no-untyped-call]
+        (inject_aux_loss_grad(probabilities, chosen, torch.ones(4)) * 0).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         counts.append(chosen.flatten().bincount(minlength=5))
     assert counts[0].min() < 10 and counts[0].max() > 200

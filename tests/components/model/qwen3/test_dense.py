@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.rope_scaling import RopeScaling
-from drawloom.components.ports.data import IGNORED
-from drawloom.components.ports.model import Model, Span
+from drawloom.components.ports.data import IGNORE_INDEX
+from drawloom.components.ports.model import LayerRange, Model
 from drawloom.graph import UserError
-from drawloom.graph.types.port_match import misfits
+from drawloom.graph.types.port_match import mismatches
 from support.kernels import DEVICE
 from support.qwen3 import (
     SIZES,
@@ -83,12 +83,12 @@ def model(request: pytest.FixtureRequest) -> Qwen3Dense:
 
 def random_rows(model: Qwen3Dense, rows: int, length: int) -> tuple[Tensor, Tensor]:
     tokens, targets = torch.randint(model.vocab_size, (2, rows, length))
-    return tokens, targets.masked_fill(torch.rand(rows, length) < 0.2, IGNORED)
+    return tokens, targets.masked_fill(torch.rand(rows, length) < 0.2, IGNORE_INDEX)
 
 
 def test_fits_its_port() -> None:
     """The component keeps the promises of a Model."""
-    assert misfits(Qwen3Dense, Model) == []
+    assert mismatches(Qwen3Dense, Model) == []
 
 
 def test_logits_equal(model: Qwen3Dense) -> None:
@@ -106,7 +106,7 @@ def test_losses_and_every_gradient_equal(model: Qwen3Dense) -> None:
     theirs = twin(model, dict(module.named_parameters()))
     losses = module(tokens, one_document(2, 23, targets))
     logits = theirs(tokens).logits.flatten(0, 1)
-    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none").view(2, 23)
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(2, 23)
     torch.testing.assert_close(losses, expected, **CLOSE)
     weights = torch.rand(losses.shape)
     assert_gradients_equal(model, module, theirs, (losses * weights).sum(), (expected * weights).sum())
@@ -123,7 +123,7 @@ def test_packed_documents_equal_each_alone(model: Qwen3Dense) -> None:
         ends = torch.tensor(row_lengths).cumsum(0).tolist()
         for start, end in zip([0, *ends], ends, strict=False):
             logits = theirs(tokens[row : row + 1, start:end]).logits[0]
-            alone = F.cross_entropy(logits, targets[row, start:end], ignore_index=IGNORED, reduction="none")
+            alone = F.cross_entropy(logits, targets[row, start:end], ignore_index=IGNORE_INDEX, reduction="none")
             expected[row, start:end] = alone
     torch.testing.assert_close(losses, expected, **CLOSE)
     weights = torch.rand(losses.shape)
@@ -151,7 +151,7 @@ def test_stretched_positions_matter(model: Qwen3Dense) -> None:
     if model.rope_scaling is None:
         return
     module, tokens = whole(model), torch.randint(model.vocab_size, (1, 9))
-    plain = dense(rope_theta=model.rope_theta).build(Span(0, 2, embedding=True, head=True))
+    plain = dense(rope_theta=model.rope_theta).build(LayerRange(0, 2, embedding=True, head=True))
     plain.load_state_dict(module.state_dict())
     found, other = (each(tokens, one_document(1, 9)) for each in (module, plain))
     assert (found - other).abs()[:, 1:].amax(-1).min() > 1e-4
@@ -164,7 +164,7 @@ def test_dynamic_positions_are_those_of_transformers(length: int) -> None:
     module, (tokens, targets) = whole(model), random_rows(model, 2, length)
     theirs = twin(model, dict(module.named_parameters()))
     logits = theirs(tokens).logits.flatten(0, 1)
-    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none").view(2, length)
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(2, length)
     losses = module(tokens, one_document(2, length, targets))
     torch.testing.assert_close(losses, expected, **CLOSE)
     assert_gradients_equal(model, module, theirs, losses.sum(), expected.sum())
@@ -183,7 +183,7 @@ def test_builds_on_the_meta_device() -> None:
     model = dense(tie_word_embeddings=True)
     real = whole(model)
     with torch.device("meta"):
-        module = model.build(Span(0, 2, embedding=True, head=True))
+        module = model.build(LayerRange(0, 2, embedding=True, head=True))
     assert all(parameter.is_meta for parameter in (*module.parameters(), *module.buffers()))
     module.to_empty(device="cpu").load_state_dict(real.state_dict())
     tokens = torch.randint(29, (2, 5))
@@ -205,8 +205,8 @@ def test_half_precision_runs() -> None:
 class FakeTokenizer:
     """Knows 61 ids."""
 
-    vocabulary: int = 61
-    end: int = 60
+    vocab_size: int = 61
+    eos_id: int = 60
 
 
 def with_tokenizer(**changes: Any) -> Qwen3Dense:
@@ -226,7 +226,7 @@ def test_vocabulary_of_the_tokenizer() -> None:
 def test_vocabulary_too_small_for_the_tokenizer() -> None:
     """A vocabulary that does not hold the tokenizer's ids is refused before anything is indexed with them."""
     with pytest.raises(UserError, match="the tokenizer has 61 ids, but the model's vocabulary only 32"):
-        with_tokenizer(vocab_size=32).build(Span(0, 2, embedding=True, head=True))
+        with_tokenizer(vocab_size=32).build(LayerRange(0, 2, embedding=True, head=True))
 
 
 def test_constructor_reads_nothing() -> None:
@@ -253,7 +253,7 @@ def test_parity_holds_for_every_choice_of_kernels(choices: dict[str, Any]) -> No
     theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
     losses = module(tokens, to(DEVICE, one_document(2, 11, targets)))
     logits = theirs(tokens).logits.flatten(0, 1)
-    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none").view(2, 11)
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(2, 11)
     torch.testing.assert_close(losses, expected, **CLOSE)
     assert_gradients_equal(model, module, theirs, losses.sum(), expected.sum())
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3Config, Qwen3MoeConfig
+import transformers
 
-from drawloom.components.model.qwen3.config import SparseArchitecture
-from drawloom.components.model.qwen3.family import DENSE, SPARSE
+from drawloom.components.model.qwen3.config import Qwen3MoeConfig
+from drawloom.components.model.qwen3.family import DENSE, MOE
 from drawloom.components.model.qwen3.hugging_face import config_of, read_config
 from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 from drawloom.graph import UserError
@@ -29,14 +29,14 @@ def good() -> dict[str, Any]:
 
 def test_reads_what_transformers_writes(tmp_path: Path) -> None:
     """What transformers saves of our config, in its newest form, is read as the same model."""
-    Qwen3Config(**good()).save_pretrained(tmp_path)
+    transformers.Qwen3Config(**good()).save_pretrained(tmp_path)
     assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
     assert read_config(DENSE, tmp_path) == dense().architecture
 
 
 def test_transformers_reads_what_we_write() -> None:
     """Every number of the architecture arrives in transformers' config."""
-    config = Qwen3Config(
+    config = transformers.Qwen3Config(
         **dense(
             tie_word_embeddings=True, rope_theta=77.0, rms_norm_eps=0.5, max_position_embeddings=99
         ).hugging_face_config()
@@ -62,9 +62,9 @@ def test_reads_what_transformers_writes_of_experts(tmp_path: Path) -> None:
         router_aux_loss_coef=0.0,
         intermediate_size=50,
     )
-    Qwen3MoeConfig(**model.hugging_face_config()).save_pretrained(tmp_path)
+    transformers.Qwen3MoeConfig(**model.hugging_face_config()).save_pretrained(tmp_path)
     assert "num_experts" not in json.loads((tmp_path / "config.json").read_text())
-    assert read_config(SPARSE, tmp_path) == model.architecture
+    assert read_config(MOE, tmp_path) == model.architecture
 
 
 def test_transformers_reads_what_we_write_of_experts() -> None:
@@ -77,7 +77,7 @@ def test_transformers_reads_what_we_write_of_experts() -> None:
         router_aux_loss_coef=0.25,
         intermediate_size=50,
     )
-    config = Qwen3MoeConfig(**model.hugging_face_config())
+    config = transformers.Qwen3MoeConfig(**model.hugging_face_config())
     assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (5, 2, 12)
     assert (config.norm_topk_prob, config.decoder_sparse_step, config.mlp_only_layers) == (False, 2, [3])
     assert (config.router_aux_loss_coef, config.output_router_logits, config.intermediate_size) == (0.25, False, 50)
@@ -88,8 +88,8 @@ def test_silence_means_what_it_means_to_transformers(tmp_path: Path) -> None:
     optional = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef")
     config = {key: value for key, value in sparse().hugging_face_config().items() if key not in optional}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    theirs, ours = Qwen3MoeConfig(**config), read_config(SPARSE, tmp_path)
-    assert isinstance(ours, SparseArchitecture)
+    theirs, ours = transformers.Qwen3MoeConfig(**config), read_config(MOE, tmp_path)
+    assert isinstance(ours, Qwen3MoeConfig)
     assert (ours.norm_topk_prob, ours.decoder_sparse_step) == (theirs.norm_topk_prob, theirs.decoder_sparse_step)
     assert (list(ours.mlp_only_layers), ours.router_aux_loss_coef) == (
         theirs.mlp_only_layers,
@@ -116,7 +116,7 @@ def test_refuses_experts_that_it_can_not_build(tmp_path: Path, changes: dict[str
     config = {key: value for key, value in (sparse().hugging_face_config() | changes).items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError) as caught:
-        read_config(SPARSE, tmp_path)
+        read_config(MOE, tmp_path)
     assert message in str(caught.value) and "take the config.json of a Qwen3 model with experts" in str(caught.value)
 
 
@@ -150,7 +150,7 @@ STRETCHES = [
 @pytest.mark.parametrize("rope", STRETCHES, ids=lambda rope: rope.kind)
 def test_stretched_positions_go_to_transformers_and_back(tmp_path: Path, rope: RopeScaling) -> None:
     """How positions are stretched is read again from what we write, and from what transformers saves of that."""
-    for make, family, kind in ((dense, DENSE, Qwen3Config), (sparse, SPARSE, Qwen3MoeConfig)):
+    for make, family, kind in ((dense, DENSE, transformers.Qwen3Config), (sparse, MOE, transformers.Qwen3MoeConfig)):
         model = make(rope_scaling=rope, rope_base=500.0, max_positions=32)
         (tmp_path / "config.json").write_text(json.dumps(model.hugging_face_config()))
         assert read_config(family, tmp_path) == model.architecture
@@ -163,14 +163,14 @@ def test_older_form_of_stretched_positions(tmp_path: Path) -> None:
     old = {"type": "yarn", "factor": 4.0}
     found = read_config(DENSE, written(tmp_path, rope_scaling=old, max_position_embeddings=77))
     assert found.rope_scaling == RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=77)
-    theirs: Any = Qwen3Config(**good() | {"rope_scaling": old, "max_position_embeddings": 77})
+    theirs: Any = transformers.Qwen3Config(**good() | {"rope_scaling": old, "max_position_embeddings": 77})
     assert theirs.rope_parameters["original_max_position_embeddings"] == 77
 
 
 def test_llama3_is_written_with_what_transformers_has_no_defaults_for() -> None:
     """Bounds that were left out are in the config."""
     rope = RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=8)
-    config: Any = Qwen3Config(**dense(rope_scaling=rope).hugging_face_config())
+    config: Any = transformers.Qwen3Config(**dense(rope_scaling=rope).hugging_face_config())
     assert (config.rope_parameters["low_freq_factor"], config.rope_parameters["high_freq_factor"]) == (1.0, 4.0)
 
 

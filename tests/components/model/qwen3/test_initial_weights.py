@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drawloom.components.model.qwen3.builder import Blueprint
+from drawloom.components.model.qwen3.builder import Qwen3Builder
 from drawloom.components.model.qwen3.initial_weights import fill_with_initial_weights
-from drawloom.components.ports.model import Span
+from drawloom.components.ports.model import LayerRange
 from support.qwen3 import dense, sparse
 
 SCRIPT = """
@@ -79,10 +79,15 @@ def test_same_in_another_process() -> None:
 
 
 @pytest.mark.parametrize("make", [dense, sparse])
-def test_does_not_depend_on_spans(make: Callable[..., Blueprint]) -> None:
+def test_does_not_depend_on_spans(make: Callable[..., Qwen3Builder]) -> None:
     """A parameter starts the same in the whole model and in any span, a tied head like the embedding."""
     model = make(num_hidden_layers=4, tie_word_embeddings=True)
-    spans = [Span(0, 4, True, True), Span(0, 1, True, False), Span(1, 3, False, False), Span(3, 4, False, True)]
+    spans = [
+        LayerRange(0, 4, True, True),
+        LayerRange(0, 1, True, False),
+        LayerRange(1, 3, False, False),
+        LayerRange(3, 4, False, True),
+    ]
     found: dict[str, torch.Tensor] = {}
     for module in map(model.build, spans):
         for name, parameter in module.named_parameters():

@@ -8,25 +8,25 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from drawloom.components.model.qwen3.builder import Blueprint
-from drawloom.components.ports.model import Span
+from drawloom.components.model.qwen3.builder import Qwen3Builder
+from drawloom.components.ports.model import LayerRange
 from support.qwen3 import dense, one_document, packed, sparse, whole
 from support.split_passes import Products, grads_for, in_one, same, split_of, taken
 from support.split_stages import Stage
 
 SPLITS = [
-    [Span(0, 1, True, False), Span(1, 3, False, True)],
-    [Span(0, 0, True, False), Span(0, 3, False, False), Span(3, 3, False, True)],
+    [LayerRange(0, 1, True, False), LayerRange(1, 3, False, True)],
+    [LayerRange(0, 0, True, False), LayerRange(0, 3, False, False), LayerRange(3, 3, False, True)],
 ]
 
 
-Make = Callable[..., Blueprint]
+Make = Callable[..., Qwen3Builder]
 both = pytest.mark.parametrize(
     "make", [dense, partial(sparse, mlp_only_layers=[1], router_aux_loss_coef=0.5)], ids=["dense", "with experts"]
 )
 
 
-def built(model: Blueprint, spans: list[Span], weights: nn.Module) -> list[nn.Module]:
+def built(model: Qwen3Builder, spans: list[LayerRange], weights: nn.Module) -> list[nn.Module]:
     """Modules of spans, with the weights of the whole under the same names."""
     state = weights.state_dict()
     modules = [model.build(span) for span in spans]
@@ -38,7 +38,7 @@ def built(model: Blueprint, spans: list[Span], weights: nn.Module) -> list[nn.Mo
 @pytest.mark.parametrize("spans", SPLITS, ids=["two spans", "three spans, ends without layers"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @both
-def test_chained_spans_equal_the_whole(spans: list[Span], tied: bool, make: Make) -> None:
+def test_chained_spans_equal_the_whole(spans: list[LayerRange], tied: bool, make: Make) -> None:
     """Chained spans give bitwise the losses and logits of the whole, and gradients that add up to its gradients."""
     model = make(num_hidden_layers=3, tie_word_embeddings=tied)
     module = whole(model)
@@ -62,7 +62,7 @@ def test_chained_spans_equal_the_whole(spans: list[Span], tied: bool, make: Make
 
 @pytest.mark.parametrize("spans", SPLITS)
 @both
-def test_names_do_not_depend_on_the_split(spans: list[Span], make: Make) -> None:
+def test_names_do_not_depend_on_the_split(spans: list[LayerRange], make: Make) -> None:
     """Spans name their parameters as the whole does, and together hold each; a tied head brings the embedding."""
     for tied in (False, True):
         model = make(num_hidden_layers=3, tie_word_embeddings=tied)
@@ -79,7 +79,7 @@ def test_names_do_not_depend_on_the_split(spans: list[Span], make: Make) -> None
 def test_stages_put_every_matrix_off(ends: tuple[bool, bool], tied: bool, recompute: bool, make: Make) -> None:
     """Two backward passes of the first, a middle, the last or the only stage give what one gives, recomputed or not."""
     model = make(tie_word_embeddings=tied)
-    module = model.build(Span(0, 2, *ends)).double()
+    module = model.build(LayerRange(0, 2, *ends)).double()
     for parameter in module.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
     if recompute:

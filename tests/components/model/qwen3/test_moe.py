@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from drawloom.components.model.qwen3.moe import Qwen3Sparse
+from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.model.qwen3.rope_scaling import RopeScaling
-from drawloom.components.ports.data import IGNORED
-from drawloom.components.ports.model import Model, Span
-from drawloom.graph.types.port_match import misfits
+from drawloom.components.ports.data import IGNORE_INDEX
+from drawloom.components.ports.model import LayerRange, Model
+from drawloom.graph.types.port_match import mismatches
 from support.kernels import DEVICE
 from support.qwen3 import kernels_on, names_in_transformers, one_document, packed, sparse, to, twin, whole
 
@@ -40,23 +40,23 @@ CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
 
 @pytest.fixture(params=list(SHAPES.values()), ids=list(SHAPES))
-def model(request: pytest.FixtureRequest) -> Qwen3Sparse:
+def model(request: pytest.FixtureRequest) -> Qwen3Moe:
     """A model of each shape, which balances nothing."""
     torch.manual_seed(0)
     return sparse(router_aux_loss_coef=0.0, **request.param)
 
 
-def random_rows(model: Qwen3Sparse, rows: int, length: int) -> tuple[Tensor, Tensor]:
+def random_rows(model: Qwen3Moe, rows: int, length: int) -> tuple[Tensor, Tensor]:
     tokens, targets = torch.randint(model.vocab_size, (2, rows, length))
-    return tokens, targets.masked_fill(torch.rand(rows, length) < 0.2, IGNORED)
+    return tokens, targets.masked_fill(torch.rand(rows, length) < 0.2, IGNORE_INDEX)
 
 
 def test_fits_its_port() -> None:
     """The component keeps the promises of a Model."""
-    assert misfits(Qwen3Sparse, Model) == []
+    assert mismatches(Qwen3Moe, Model) == []
 
 
-def test_logits_equal(model: Qwen3Sparse) -> None:
+def test_logits_equal(model: Qwen3Moe) -> None:
     """Without targets the module gives transformers' logits."""
     module, tokens = whole(model), torch.randint(model.vocab_size, (3, 19))
     expected = twin(model, dict(module.named_parameters()))(tokens).logits
@@ -65,7 +65,7 @@ def test_logits_equal(model: Qwen3Sparse) -> None:
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def test_losses_and_every_gradient_equal(model: Qwen3Sparse) -> None:
+def test_losses_and_every_gradient_equal(model: Qwen3Moe) -> None:
     """Each token's loss, and the gradient of every parameter, are those that transformers' logits give."""
     assert_parity(model, *random_rows(model, 2, 23))
 
@@ -89,20 +89,20 @@ def test_parity_for_random_sizes(data: st.DataObject) -> None:
     assert_parity(model, *random_rows(model, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 9))))
 
 
-def assert_parity(model: Qwen3Sparse, tokens: Tensor, targets: Tensor) -> None:
+def assert_parity(model: Qwen3Moe, tokens: Tensor, targets: Tensor) -> None:
     module = whole(model).to(tokens.device)
     shared = to(tokens.device, one_document(len(tokens), tokens.shape[1], targets))
     theirs = twin(model, dict(module.named_parameters())).to(tokens.device)
     losses = module(tokens, shared)
     logits = theirs(tokens).logits.flatten(0, 1)
-    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none").view_as(losses)
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view_as(losses)
     torch.testing.assert_close(losses, expected, **CLOSE)
     weights = torch.rand(losses.shape).to(losses.device)
     assert_gradients_equal(model, module, theirs, (losses * weights).sum(), (expected * weights).sum())
 
 
 def assert_gradients_equal(
-    model: Qwen3Sparse, module: nn.Module, theirs: nn.Module, our_loss: Tensor, their_loss: Tensor
+    model: Qwen3Moe, module: nn.Module, theirs: nn.Module, our_loss: Tensor, their_loss: Tensor
 ) -> None:
     """The same parameters, under their two names, with the same gradients."""
     ours, others = dict(module.named_parameters()), dict(theirs.named_parameters())
@@ -137,10 +137,10 @@ def test_balance_is_that_of_transformers(normalised: bool) -> None:
     model = sparse(num_hidden_layers=1, router_aux_loss_coef=0.7, norm_topk_prob=normalised)
     module, (tokens, targets) = whole(model), random_rows(model, 1, 23)
     theirs = twin(model, dict(module.named_parameters()), output_router_logits=True)
-    count = (targets != IGNORED).sum()
+    count = (targets != IGNORE_INDEX).sum()
     found = module(tokens, one_document(1, 23, targets)).sum() / count
-    expected = theirs(tokens, labels=F.pad(tokens, (0, 1), value=IGNORED)[:, 1:])  # for its auxiliary loss alone
-    of_tokens = F.cross_entropy(expected.logits[0], targets[0], ignore_index=IGNORED)
+    expected = theirs(tokens, labels=F.pad(tokens, (0, 1), value=IGNORE_INDEX)[:, 1:])  # for its auxiliary loss alone
+    of_tokens = F.cross_entropy(expected.logits[0], targets[0], ignore_index=IGNORE_INDEX)
     whole_loss = of_tokens + 0.7 * expected.aux_loss
     torch.testing.assert_close(found, of_tokens, **CLOSE)
     # Executors go back from the sum of losses, and what they find is divided by the number of tokens in the end.
@@ -152,15 +152,15 @@ def test_balance_is_the_mean_over_layers_and_tokens() -> None:
     torch.manual_seed(2)
     model = sparse(num_hidden_layers=3, mlp_only_layers=[1], router_aux_loss_coef=0.7)
     module, (tokens, targets) = whole(model), random_rows(model, 3, 11)
-    targets[1, 2:] = IGNORED
+    targets[1, 2:] = IGNORE_INDEX
     theirs = twin(model, dict(module.named_parameters()), output_router_logits=True)
     given = theirs(tokens)
     assert len(given.router_logits) == 2
-    losses = F.cross_entropy(given.logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    losses = F.cross_entropy(given.logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     for layer in given.router_logits:
         for row, logits in enumerate(layer.view(3, 11, -1)):
             auxiliary = load_balancing_loss_func((logits,), num_experts=5, top_k=2)
-            losses = losses + 0.7 / 2 * (targets[row] != IGNORED).sum() * auxiliary
+            losses = losses + 0.7 / 2 * (targets[row] != IGNORE_INDEX).sum() * auxiliary
     assert_gradients_equal(model, module, theirs, module(tokens, one_document(3, 11, targets)).sum(), losses)
 
 
@@ -215,7 +215,7 @@ def test_no_size_depends_on_numbers(choices: dict[str, Any]) -> None:
     """
     model = sparse(kernels=kernels_on(DEVICE, **choices))
     with torch.device("meta"):
-        module = model.build(Span(0, 2, embedding=True, head=True))
+        module = model.build(LayerRange(0, 2, embedding=True, head=True))
         tokens = torch.zeros(2, 7, dtype=torch.int64)
         losses = module(tokens, one_document(2, 7, tokens))
         losses.sum().backward()

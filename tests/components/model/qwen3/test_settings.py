@@ -8,8 +8,8 @@ import attrs
 import pytest
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.model.qwen3.family import DENSE, SPARSE
-from drawloom.components.model.qwen3.moe import Qwen3Sparse
+from drawloom.components.model.qwen3.family import DENSE, MOE
+from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.model.qwen3.rope_scaling import RopeScaling
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
 from drawloom.graph import UserError
@@ -207,11 +207,11 @@ def test_config_gives_all_sizes(tmp_path: Path) -> None:
         assert Qwen3Dense(kernels=cpu_kernels(), config=config).architecture == other.architecture
 
 
-NO_EXPERTS = dict.fromkeys(SPARSE.settings) | {"config": None, "vocabulary_multiple": 1}
+NO_EXPERTS = dict.fromkeys(MOE.settings) | {"config": None, "vocabulary_multiple": 1}
 
 
 def faults_of_experts(**settings: Any) -> Found:
-    found = faults(SPARSE, NO_EXPERTS | settings, False)
+    found = faults(MOE, NO_EXPERTS | settings, False)
     return [(fault.key, fault.why, fault.instead) for fault in found]
 
 
@@ -221,7 +221,7 @@ def test_experts_that_fit() -> None:
     assert faults_of_experts(**SPARSE_SIZES | {"intermediate_size": None}) == []
     assert faults_of_experts(**SPARSE_SIZES | {"mlp_only_layers": [1]}) == []
     found = choose_architecture(
-        SPARSE, NO_EXPERTS | SPARSE_SIZES | {"intermediate_size": None, "mlp_only_layers": []}, None
+        MOE, NO_EXPERTS | SPARSE_SIZES | {"intermediate_size": None, "mlp_only_layers": []}, None
     )
     assert found.intermediate_size == 2 * 12  # as many channels as a token has in its experts
 
@@ -276,10 +276,10 @@ def test_faults_of_experts(changes: dict[str, Any], fault: tuple[str, str, str])
 
 def test_balance_may_stand_beside_a_config(tmp_path: Path) -> None:
     """What the loss that spreads tokens weighs is the recipe's to say; all that makes the model is the config's."""
-    other = Qwen3Sparse(kernels=cpu_kernels(), router_aux_loss_coef=0.5, **SPARSE_SIZES)
+    other = Qwen3Moe(kernels=cpu_kernels(), router_aux_loss_coef=0.5, **SPARSE_SIZES)
     (tmp_path / "config.json").write_text(json.dumps(other.hugging_face_config()))
-    assert Qwen3Sparse(kernels=cpu_kernels(), config=tmp_path).architecture == other.architecture
-    found: Any = Qwen3Sparse(kernels=cpu_kernels(), config=tmp_path, router_aux_loss_coef=0.0).architecture
+    assert Qwen3Moe(kernels=cpu_kernels(), config=tmp_path).architecture == other.architecture
+    found: Any = Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, router_aux_loss_coef=0.0).architecture
     assert (found.router_aux_loss_coef, attrs.evolve(found, balance=0.5)) == (0.0, other.architecture)
     assert [key for key, _, _ in faults_of_experts(config=tmp_path, router_aux_loss_coef=0.0, num_experts=5)] == [
         "num_experts"

@@ -69,4 +69,4 @@ def test_moves_of_a_known_iteration() -> None:
     assert early_moves(table, 3) == [Move(1, 0, "state_io", 1), Move(2, 0, "circ_storage", 0)]
     assert late_moves(table, 0) == [Move(0, 1, "shift")]
     assert late_moves(table, 4) == [Move(0, 1, "shift"), Move(1, 2, "shift")]
-    assert late_moves(Timetable(3, 6, 2, hop=2), 4) == []
+    assert late_moves(Timetable(3, 6, 2, latency=2), 4) == []

@@ -14,7 +14,7 @@ from torch import nn
 from drawloom.components.pipeline.circular.pipeline import CircularPipeline, blocks_of, own_stages
 from drawloom.components.pipeline.circular.remat import Remat
 from drawloom.components.pipeline.circular.ring import Ring
-from drawloom.components.ports.model import Span
+from drawloom.components.ports.model import LayerRange
 from support.circular import (
     EXACT,
     Block,
@@ -121,16 +121,16 @@ def test_a_language_model_runs_in_it() -> None:
     tokens = torch.randint(0, 29, (4, 2, 5), generator=torch.Generator().manual_seed(3))
     shared = one_document(8, 5, tokens.roll(-1, 2).flatten(0, 1))
     decoder(tokens.flatten(0, 1), shared).sum().backward()
-    parts = [model.build(Span(n, n + 1, embedding=False, head=False)).double() for n in range(4)]
+    parts = [model.build(LayerRange(n, n + 1, embedding=False, head=False)).double() for n in range(4)]
     for number, part in enumerate(parts):
         part.load_state_dict(decoder.state_dict(), strict=False)
         part.layers = nn.ModuleDict({"0": part.layers[str(number)]})  # type: ignore[dict-item, index]
     pipeline = CircularPipeline(parts, 2, batched=False)
     rows = attrs.evolve(
-        shared, positions=shared.positions.view(4, 2, 5), documents=shared.documents.view(4, 2, 5), targets=None
+        shared, positions=shared.positions.view(4, 2, 5), document_ids=shared.document_ids.view(4, 2, 5), targets=None
     )
     hidden = pipeline(decoder.embedding(tokens.flatten(0, 1)).unflatten(0, (4, 2)), rows)  # type: ignore[operator]
-    head = model.build(Span(4, 4, embedding=False, head=True)).double()
+    head = model.build(LayerRange(4, 4, embedding=False, head=True)).double()
     head.load_state_dict(decoder.state_dict(), strict=False)
     head(hidden.flatten(0, 1), shared).sum().backward()
     stacked = gradient(pipeline.get_parameter("block.layers.0.attention.q.weight")).flatten(0, 1)

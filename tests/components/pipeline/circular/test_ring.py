@@ -10,13 +10,13 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.p2p_links import p2p_links, ring
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.circular.ring import (
+    Exchange,
     Form,
-    Outbox,
+    PendingSends,
     Ring,
-    Trip,
     arrive,
-    begin_thread,
-    end_thread,
+    begin_token,
+    end_token,
     start,
 )
 from support.processes import run_ranks
@@ -34,14 +34,14 @@ def _opened() -> tuple[TorchProcesses, Ring]:
 def _hand_over(used: bool, only_some: bool) -> list[float] | None:
     """Rank 0 sends its weight to rank 1, which multiplies it, or leaves it lying; the gradient that rank 0 gets."""
     processes, ring = _opened()
-    outbox, weight = Outbox(), torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
-    thread = begin_thread(outbox, FORM.device, [weight])
+    outbox, weight = PendingSends(), torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    thread = begin_token(outbox, FORM.device, [weight])
     to, sources = ([1], []) if ring.rank == 0 else ([], [0])
-    trip = Trip(ring, outbox, to, sources, FORM)
+    trip = Exchange(ring, outbox, to, sources, FORM)
     thread = start(trip, thread, [weight] if ring.rank == 0 else [])
     thread, came = arrive(trip, thread)
     output = came[0] * 3 if came and used else weight * 5
-    [output] = end_thread(outbox, thread, [output])
+    [output] = end_token(outbox, thread, [output])
     if only_some:
         [gradient] = torch.autograd.grad(output.sum(), [weight], allow_unused=True)
     else:
@@ -68,17 +68,17 @@ def test_gradients_come_back_the_way_that_tensors_went(used: bool, only_some: bo
 def _cross() -> tuple[list[float], float]:
     """Both ranks send at once, in trips that overlap, from memory that is not contiguous."""
     processes, ring = _opened()
-    outbox, peer = Outbox(), 1 - ring.rank
+    outbox, peer = PendingSends(), 1 - ring.rank
     table = torch.arange(4.0, dtype=torch.float64).view(2, 2).requires_grad_()
-    thread = begin_thread(outbox, FORM.device, [table])
-    trips = [Trip(ring, outbox, [peer], [peer], FORM) for _ in range(2)]
+    thread = begin_token(outbox, FORM.device, [table])
+    trips = [Exchange(ring, outbox, [peer], [peer], FORM) for _ in range(2)]
     for column, trip in enumerate(trips):
         thread = start(trip, thread, [table[:, column] * (ring.rank + 1)])
     total: Tensor = torch.zeros((), dtype=torch.float64)
     for factor, trip in zip((1.0, 10.0), trips, strict=True):
         thread, [came] = arrive(trip, thread)
         total = total + factor * came.sum()
-    [total] = end_thread(outbox, thread, [total])
+    [total] = end_token(outbox, thread, [total])
     torch.autograd.backward(total)
     processes.close()
     assert table.grad is not None
@@ -108,7 +108,7 @@ class Sent:
 
 def test_messages_are_let_go_of_when_they_are_over() -> None:
     """What has been sent is not held for the rest of the pass, and at its end all that is left is waited for."""
-    outbox, first, second = Outbox(), Sent(), Sent()
+    outbox, first, second = PendingSends(), Sent(), Sent()
     outbox.add([first])
     first.over = True
     gone = weakref.ref(first)
@@ -123,6 +123,6 @@ def test_messages_are_let_go_of_when_they_are_over() -> None:
 def test_without_gradients_there_is_no_thread() -> None:
     """Where gradients are off, outputs need none; where they are on, they do, even of constants."""
     with torch.no_grad():
-        assert not begin_thread(Outbox(), FORM.device, [torch.ones(2)]).requires_grad
-    thread = begin_thread(Outbox(), FORM.device, [torch.ones(2)])
-    assert end_thread(Outbox(), thread, [torch.ones(2)])[0].requires_grad
+        assert not begin_token(PendingSends(), FORM.device, [torch.ones(2)]).requires_grad
+    thread = begin_token(PendingSends(), FORM.device, [torch.ones(2)])
+    assert end_token(PendingSends(), thread, [torch.ones(2)])[0].requires_grad

@@ -20,7 +20,7 @@ def test_every_block_sees_every_microbatch_once_and_in_order(table: Timetable) -
     for stage in range(table.stages):
         items = [table.item(iteration, stage) for iteration in range(table.iterations)]
         assert [item for item in items if item is not None] == wanted
-        assert items.count(None) == table.hop * (table.stages - 1)
+        assert items.count(None) == table.latency * (table.stages - 1)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=repr)
@@ -29,8 +29,8 @@ def test_a_stage_lags_behind_the_one_before_by_a_hop(table: Timetable) -> None:
     for iteration in range(table.iterations):
         row = [table.item(iteration, stage) for stage in range(table.stages)]
         assert any(item is not None for item in row)
-        if iteration + table.hop < table.iterations:
-            assert row[:-1] == [table.item(iteration + table.hop, stage) for stage in range(1, table.stages)]
+        if iteration + table.latency < table.iterations:
+            assert row[:-1] == [table.item(iteration + table.latency, stage) for stage in range(1, table.stages)]
 
 
 @pytest.mark.parametrize("table", TABLES, ids=repr)
@@ -45,7 +45,7 @@ def test_what_comes_round_is_there_in_time(table: Timetable) -> None:
         if table.stores:
             assert needed >= iteration + 2  # one to travel, one to be put away
         else:
-            assert needed == iteration + table.hop
+            assert needed == iteration + table.latency
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_what_comes_round_is_there_in_time(table: Timetable) -> None:
     [
         (Timetable(4, 4, 2), False),
         (Timetable(4, 8, 2), True),
-        (Timetable(4, 8, 2, hop=2), False),
-        (Timetable(4, 12, 2, hop=2), True),
+        (Timetable(4, 8, 2, latency=2), False),
+        (Timetable(4, 12, 2, latency=2), True),
         (Timetable(4, 8, 1), False),
     ],
     ids=repr,
@@ -67,7 +67,7 @@ def test_storage_is_needed_where_microbatches_outnumber_the_way_round(table: Tim
 def test_counts_of_a_known_pipeline() -> None:
     """4 stages, 8 microbatches, 2 repeats: 19 iterations, 3 of them bubble; with delay 22, of which 6."""
     assert (Timetable(4, 8, 2).iterations, Timetable(4, 8, 2).bubble_fraction) == (19, 3 / 19)
-    assert (Timetable(4, 8, 2, hop=2).iterations, Timetable(4, 8, 2, hop=2).bubble_fraction) == (22, 6 / 22)
+    assert (Timetable(4, 8, 2, latency=2).iterations, Timetable(4, 8, 2, latency=2).bubble_fraction) == (22, 6 / 22)
     assert Timetable(1, 5, 3).bubble_fraction == 0
 
 
@@ -106,8 +106,8 @@ def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
             "4 microbatches are too few for 4 stages and delayed forwarding, in which an output needs two iterations "
             "to the next stage; write 8, or no delay",
         ),
-        ((0, 1), "there is no such pipeline: Timetable(stages=0, microbatches=1, repeats=1, hop=1)"),
-        ((1, 1, 1, 3), "there is no such pipeline: Timetable(stages=1, microbatches=1, repeats=1, hop=3)"),
+        ((0, 1), "there is no such pipeline: Timetable(stages=0, microbatches=1, repeats=1, latency=1)"),
+        ((1, 1, 1, 3), "there is no such pipeline: Timetable(stages=1, microbatches=1, repeats=1, latency=3)"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(arguments: tuple[int, ...], message: str) -> None:

@@ -22,7 +22,7 @@ def test_programs_are_read_as_they_are_written(name: str, ranks: int, microbatch
     """A program comes back from its text."""
     program = schedule(name).program(ranks, microbatches)
     back = read_program(write_program(program))
-    assert (back.owners, back.microbatches) == (program.owners, microbatches)
+    assert (back.stage_to_rank, back.microbatches) == (program.stage_to_rank, microbatches)
     assert [texts(back.line(rank)) for rank in range(ranks)] == [texts(program.line(rank)) for rank in range(ranks)]
 
 

@@ -12,15 +12,15 @@ from drawloom.components.pipeline.program.row_builder import (
     W1,
     Row,
     W,
+    build_program,
     forward,
     overlap,
-    weave,
 )
 
 
 def woven(row: Row, microbatches: int = 9, *, newest_first: bool = False) -> str:
     """The line of a lone rank with two stages."""
-    program = weave([row], vee(1), microbatches, newest_first=newest_first)
+    program = build_program([row], vee(1), microbatches, newest_first=newest_first)
     return " ".join(map(str, program.line(0)))
 
 
@@ -59,8 +59,8 @@ def test_surplus_microbatches_are_left_out() -> None:
 def test_stages_follow_from_the_placement() -> None:
     """A rank's own stages are counted from its first."""
     row = [F0, F1]
-    around = weave([row] * 3, loop(3, 2), 1)
-    down_and_up = weave([row] * 3, vee(3), 1)
+    around = build_program([row] * 3, loop(3, 2), 1)
+    down_and_up = build_program([row] * 3, vee(3), 1)
     assert [str(around.line(rank)[1]) for rank in range(3)] == ["3F0", "4F0", "5F0"]
     assert [str(down_and_up.line(rank)[1]) for rank in range(3)] == ["5F0", "4F0", "3F0"]
-    assert str(weave([[forward(4)]], loop(1, 5), 1).line(0)[0]) == "4F0"
+    assert str(build_program([[forward(4)]], loop(1, 5), 1).line(0)[0]) == "4F0"

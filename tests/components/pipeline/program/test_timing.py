@@ -4,7 +4,7 @@ import pytest
 
 from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.notation import read_program
-from drawloom.components.pipeline.program.timing import Stuck, time
+from drawloom.components.pipeline.program.timing import Deadlock, time
 
 
 def test_work_waits_for_what_it_needs() -> None:
@@ -25,10 +25,10 @@ def test_a_hop_to_the_same_rank_takes_no_time() -> None:
 def test_later_sweeps_come_after_earlier_ones() -> None:
     """What costs nothing still comes in a later sweep than all it needs."""
     timing = time(read_program("0: 0F0 0I0 0W0\n1: 1F0 1I0 1W0\n"), Costs(0, 0, 0))
-    assert timing.sweep.tolist() == [0, 3, 4, 1, 2, 3]
+    assert timing.wave.tolist() == [0, 3, 4, 1, 2, 3]
 
 
 def test_what_is_stuck_is_named() -> None:
     """If no rank can go on, the error says what each waits to do."""
-    with pytest.raises(Stuck, match="rank 0 waits to do 0B0, rank 1 waits to do 1B0"):
+    with pytest.raises(Deadlock, match="rank 0 waits to do 0B0, rank 1 waits to do 1B0"):
         time(read_program("0: 0B0 0F0\n1: 1B0 1F0\n"), Costs())

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.pipeline.program.torch_csv import write_csv
-from drawloom.graph.cli.project import Workshop
+from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import Problem
 from support.schedules import schedule
 
 
 def problems(*words: str) -> list[Problem]:
     """What `check` finds in the first run with these values."""
-    workshop = Workshop.of("drawloom")
+    workshop = Project.of("drawloom")
     return workshop.graph(workshop.load("first_run", words=words)).faults
 
 

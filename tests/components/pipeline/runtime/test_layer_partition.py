@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.pipeline.runtime.layer_partition import split_layers
+from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 
 
 def sizes(*arguments: int) -> list[int]:
     """How many layers each stage holds."""
-    return [span.last - span.first for span in split_layers(*arguments)]
+    return [span.last - span.first for span in partition_layers(*arguments)]
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,9 @@ def test_every_layer_stands_in_one_stage(layers: int, stages: int) -> None:
     """Spans join without gap or overlap, ends belong to the first and last, and no stage is empty."""
     if layers < stages:
         with pytest.raises(ValueError, match="without any"):
-            split_layers(layers, stages)
+            partition_layers(layers, stages)
         return
-    spans = split_layers(layers, stages)
+    spans = partition_layers(layers, stages)
     assert [layer for span in spans for layer in range(span.first, span.last)] == list(range(layers))
     assert [span.embedding for span in spans] == [True] + [False] * (stages - 1)
     assert [span.head for span in spans] == [False] * (stages - 1) + [True]

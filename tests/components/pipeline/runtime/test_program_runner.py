@@ -12,9 +12,9 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.executor import Executor
-from drawloom.components.pipeline.runtime.activation_specs import Boundaries
+from drawloom.components.pipeline.runtime.activation_specs import ActivationSpecs
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import Shared, Span, Stage
+from drawloom.components.ports.model import BatchContext, LayerRange, Stage
 from drawloom.components.ports.program import Action, Program
 from support import pipelines
 from support.processes import RanksFailed, run_ranks
@@ -37,7 +37,7 @@ class First(nn.Module):
         self.weight = nn.Parameter(torch.arange(6, dtype=torch.float64).reshape(2, 3) / 7)
         self.spare = nn.Parameter(torch.ones(2, dtype=torch.float64))
 
-    def forward(self, inputs: Tensor, shared: Shared) -> Parcel:
+    def forward(self, inputs: Tensor, shared: BatchContext) -> Parcel:
         found = (inputs.double().unsqueeze(-1) * self.weight[0]).transpose(0, 1)
         unused = self.spare * inputs.double().sum()
         return Parcel({"found": found, "unused": unused}, (inputs.long(), inputs > 2))
@@ -51,7 +51,7 @@ class Second(nn.Module):
         self.weight = nn.Parameter(torch.full((3,), 0.5, dtype=torch.float64))
         self.apart = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
 
-    def forward(self, inputs: Parcel, shared: Shared) -> Tensor:
+    def forward(self, inputs: Parcel, shared: BatchContext) -> Tensor:
         assert inputs.nothing is None and inputs.counts[0].dtype == torch.int64 and inputs.counts[1].dtype == torch.bool
         mixed = inputs.hidden["found"] * self.weight * inputs.counts[1].transpose(0, 1).unsqueeze(-1)
         return mixed.sum() + self.apart.exp() * shared.positions.sum()
@@ -60,8 +60,8 @@ class Second(nn.Module):
 class SumOfAll:
     """The loss is the output."""
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, Shared]:
-        return batch.tokens, Shared(batch.positions, batch.documents)
+    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
+        return batch.tokens, BatchContext(batch.positions, batch.document_ids)
 
     def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         return output.square(), torch.tensor(batch.tokens.numel())
@@ -72,21 +72,21 @@ class Spread:
     """This rank's stages, and what passes between all."""
 
     local: list[Stage]
-    boundaries: Boundaries
+    boundaries: ActivationSpecs
 
-    def boundary(self, stage: int, tokens: Tensor, shared: Shared) -> Any:
+    def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
         return self.boundaries.of(stage, tokens, shared)
 
 
-SPANS = [Span(0, 1, embedding=True, head=False), Span(1, 2, embedding=False, head=True)]
+SPANS = [LayerRange(0, 1, embedding=True, head=False), LayerRange(1, 2, embedding=False, head=True)]
 
 
-def build(span: Span) -> nn.Module:
+def build(span: LayerRange) -> nn.Module:
     """The module of a stage."""
     return First() if span.embedding else Second()
 
 
-def meta(span: Span) -> nn.Module:
+def meta(span: LayerRange) -> nn.Module:
     """The module of a stage on the meta device."""
     with torch.device("meta"):
         return build(span)
@@ -105,7 +105,7 @@ class Faulty(First):
         super().__init__()
         self.fault = fault
 
-    def forward(self, inputs: Tensor, shared: Shared) -> Any:
+    def forward(self, inputs: Tensor, shared: BatchContext) -> Any:
         given = super().forward(inputs, shared)
         if inputs.shape[1] < 3:  # the first microbatch is right
             return given
@@ -131,7 +131,7 @@ def travelled(name: str, fault: str = "") -> dict[str, Any]:
         mesh.open()
         rank = mesh.index("pipeline")
         module = Faulty(fault) if fault and rank == 0 else build(SPANS[rank])
-        stages = Spread([Stage(rank, 2, SPANS[rank], module)], Boundaries(SPANS, meta))
+        stages = Spread([Stage(rank, 2, SPANS[rank], module)], ActivationSpecs(SPANS, meta))
         executor = Executor(
             stages=stages,
             boundaries=stages,
@@ -196,10 +196,10 @@ def hops(owners: tuple[int, ...]) -> float:
         mesh = RankMesh(processes=processes, pipeline=4, data_replicate=1)
         mesh.open()
         rank, count = mesh.index("pipeline"), len(owners)
-        spans = [Span(number, number + 1, number == 0, number == count - 1) for number in range(count)]
+        spans = [LayerRange(number, number + 1, number == 0, number == count - 1) for number in range(count)]
         modules = {stage: Twice(stage == count - 1) for stage, owner in enumerate(owners) if owner == rank}
         local = [Stage(stage, count, spans[stage], module) for stage, module in modules.items()]
-        stages = Spread(local, Boundaries(spans, lambda span: Twice(span.head)))
+        stages = Spread(local, ActivationSpecs(spans, lambda span: Twice(span.head)))
         schedule = Anywhere(owners)
         parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
         executor = Executor(schedule=schedule, objective=SumOfAll(), device=ComputeDevice(kind="cpu"), **parts)
@@ -216,7 +216,7 @@ class Twice(nn.Module):
         super().__init__()
         self.last = last
 
-    def forward(self, inputs: Tensor, shared: Shared) -> Tensor:
+    def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
         doubled = 2.0 * inputs.double()
         return doubled.sum() if self.last else doubled
 
@@ -231,7 +231,7 @@ class Anywhere:
     def stages_per_rank(self) -> int:
         return len(self.ranks_of_stages) // 4
 
-    def owners(self, ranks: int) -> tuple[int, ...]:
+    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return self.ranks_of_stages
 
     def program(self, ranks: int, microbatches: int) -> Program:

@@ -12,7 +12,7 @@ def test_forwards_leave_before_the_backwards_that_they_overlap() -> None:
     for rank in range(4):
         for item in lower(DualPipeV().program(4, 8), rank):
             if isinstance(item, Overlap):
-                works = [part.work for part in item.parts]
+                works = [part.op for part in item.parts]
                 assert works[0] == "F" and works[-1] == "B"
                 assert item.parts[0].stage in (0, 7) or "SEND_F" in works or (rank, item.parts[0].stage) == (3, 3)
 

@@ -3,15 +3,15 @@
 import pytest
 
 from drawloom.components.pipeline.program.costs import Costs
-from drawloom.components.pipeline.program.timing import Stuck
-from drawloom.components.pipeline.simulation.contention import Channels, carry_out
-from drawloom.components.ports.program import Action, Line
+from drawloom.components.pipeline.program.timing import Deadlock
+from drawloom.components.pipeline.simulation.contention import Channels, run_events
+from drawloom.components.ports.program import Action, RankProgram
 
 
-def line(rank: int, text: str) -> Line:
+def line(rank: int, text: str) -> RankProgram:
     """One of two ranks' lines, from labels; stage s belongs to rank s mod 2."""
     works = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "F", "B")
-    made: Line = []
+    made: RankProgram = []
     for label in text.split():
         work = next(work for work in works if work in label)
         stage, microbatch = map(int, label.split(work))
@@ -27,34 +27,34 @@ def test_crossed_messages_need_a_channel_each(channels: Channels, stuck: bool) -
     """Two ranks that both send first get through if each direction has its own channel, and not if they share one."""
     lines = [line(rank, text) for rank, text in enumerate(CROSSED)]
     if stuck:
-        with pytest.raises(Stuck, match="these wait for one another: 0SEND_F0"):
-            carry_out(lines, Costs(), channels)
+        with pytest.raises(Deadlock, match="these wait for one another: 0SEND_F0"):
+            run_events(lines, Costs(), channels)
     else:
-        assert len(carry_out(lines, Costs(), channels)) == 4
+        assert len(run_events(lines, Costs(), channels)) == 4
 
 
 def test_ranks_that_block_wait_for_each_other() -> None:
     """A rank that blocks does no work while it sends, and can't send to a rank that sends to it."""
     lines = [line(0, "0F0 0SEND_F0 0F1"), line(1, "1F5 1F6 1RECV_F0 1F0")]
     costs = Costs(comm=0.5)
-    assert carry_out(lines, costs, "direction")[0, "F", 1].start == 1
-    assert carry_out(lines, costs, "blocking")[0, "F", 1].start == 2.5
-    with pytest.raises(Stuck):
-        carry_out([line(rank, text) for rank, text in enumerate(CROSSED)], costs, "blocking")
+    assert run_events(lines, costs, "direction")[0, "F", 1].start == 1
+    assert run_events(lines, costs, "blocking")[0, "F", 1].start == 2.5
+    with pytest.raises(Deadlock):
+        run_events([line(rank, text) for rank, text in enumerate(CROSSED)], costs, "blocking")
 
 
 def test_messages_of_one_channel_follow_one_another() -> None:
     """Two messages that are ready at once take twice as long on a channel, and no longer if they are free."""
     lines = [line(0, "0F0 2F0 0SEND_F0 2SEND_F0"), line(1, "1RECV_F0 3RECV_F0 1F0 3F0")]
     costs = Costs(comm=3)
-    assert carry_out(lines, costs, "free")[3, "F", 0].start == 6
-    assert carry_out(lines, costs, "direction")[3, "F", 0].start == 8
+    assert run_events(lines, costs, "free")[3, "F", 0].start == 6
+    assert run_events(lines, costs, "direction")[3, "F", 0].start == 8
 
 
 def test_messages_wait_for_their_receive() -> None:
     """A message is not under way before its receive is posted, which is when the work before it is over."""
     costs = Costs(comm=0.5)
-    late = carry_out([line(0, "0F0 0SEND_F0"), line(1, "1F7 1F8 1RECV_F0 1F0")], costs)
-    early = carry_out([line(0, "0F0 0SEND_F0"), line(1, "1RECV_F0 1F7 1F8 1F0")], costs)
+    late = run_events([line(0, "0F0 0SEND_F0"), line(1, "1F7 1F8 1RECV_F0 1F0")], costs)
+    early = run_events([line(0, "0F0 0SEND_F0"), line(1, "1RECV_F0 1F7 1F8 1F0")], costs)
     assert (late[0, "SEND_F", 0].start, late[1, "F", 0].start) == (2, 2.5)
     assert (early[0, "SEND_F", 0].start, early[1, "F", 0].start) == (1, 2)

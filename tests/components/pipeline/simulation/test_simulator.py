@@ -6,7 +6,7 @@ import pytest
 
 from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.notation import read_program
-from drawloom.components.pipeline.program.timing import Stuck
+from drawloom.components.pipeline.program.timing import Deadlock
 from drawloom.components.pipeline.simulation.simulator import simulate
 
 PROGRAM = read_program("0: 0F0 0F1 0F2 0I0 0W0 0B1 0B2\n1: 1F0 1I0 1F1 1I1 1W0 1F2 1W1 1B2\n")
@@ -54,5 +54,5 @@ def test_tensors_between_stages_are_counted() -> None:
 
 def test_a_program_that_never_ends_is_stuck() -> None:
     """There is no simulation of a deadlock."""
-    with pytest.raises(Stuck):
+    with pytest.raises(Deadlock):
         simulate(read_program("0: 0B0 0F0\n"), Costs())

@@ -57,7 +57,7 @@ def test_each_overlap_has_a_frame() -> None:
     """A frame reaches from the start of the first part to the end of the last."""
     simulation = simulate(schedule("dual_pipe_v").program(4, 8), Costs())
     frames = [item for item in drawn(simulation).iter(f"{SVG}rect") if item.attrib["fill"] == "none"]
-    assert len(frames) == int(simulation.program.joined.sum())
+    assert len(frames) == int(simulation.program.overlaps_previous.sum())
     assert {float(frame.attrib["width"]) for frame in frames} == {3 * 26.0, 4 * 26.0}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.split_backward import accumulate
-from drawloom.kernels.deferred_grads import PutOff
+from drawloom.kernels.deferred_grads import DeferredGrad
 from support.split_passes import KINDS, Watch, grads_for, in_one, in_two, made, same, split_of, taken
 from support.split_stages import Ops
 
@@ -110,13 +110,13 @@ def test_gradients_exist_a_share_at_a_time(at_once: int, monkeypatch: pytest.Mon
         most.append(len(computed))
         computed.clear()
 
-    compute = PutOff.compute
+    compute = DeferredGrad.compute
 
-    def counted(each: PutOff) -> Tensor:
+    def counted(each: DeferredGrad) -> Tensor:
         computed.append(1)
         return compute(each)
 
-    monkeypatch.setattr(PutOff, "compute", counted)
+    monkeypatch.setattr(DeferredGrad, "compute", counted)
     for parameter in stage.parameters():
         parameter.register_post_accumulate_grad_hook(added)  # type: ignore[no-untyped-call]
     split.backward_weight()
@@ -128,15 +128,15 @@ def test_a_fresh_gradient_is_taken_over() -> None:
     """A weight without `.grad` gets the very tensor that was computed, and one that has some keeps its own."""
     stage, inputs = made("affine", "ours")
     computed: list[int] = []
-    compute = PutOff.compute
+    compute = DeferredGrad.compute
 
-    def noted(each: PutOff) -> Tensor:
+    def noted(each: DeferredGrad) -> Tensor:
         grad = compute(each)
         computed.append(grad.data_ptr())
         return grad
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PutOff, "compute", noted)
+        patch.setattr(DeferredGrad, "compute", noted)
         for _ in range(2):
             split, outputs = split_of(stage, inputs)
             split.backward_input(outputs, grads_for(outputs), inputs)

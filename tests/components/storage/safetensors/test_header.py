@@ -26,7 +26,7 @@ from drawloom.components.storage.safetensors.header import (
     parse_header,
 )
 from drawloom.components.storage.safetensors.writer import check_writable, layout
-from drawloom.components.storage.tensor_source import TensorKind
+from drawloom.components.storage.tensor_source import TensorSpec
 
 
 def entries_of(file: bytes) -> dict[str, Entry]:
@@ -52,7 +52,7 @@ def test_every_dtype_is_the_librarys() -> None:
     file = save(tensors)
     entries = entries_of(file)
     assert {name: entry.kind for name, entry in entries.items()} == {
-        name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
+        name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
     }
     head, planned = layout({name: entry.kind for name, entry in entries.items()})
     assert planned == entries
@@ -235,20 +235,20 @@ def test_never_laxer_on_made_up_headers(header: dict[str, Any], body: int) -> No
 @given(st.lists(st.tuples(st.sampled_from([*DTYPES]), st.lists(st.integers(0, 3), max_size=4)), max_size=5))
 def test_all_that_fits_is_accepted(kinds: list[tuple[str, list[int]]]) -> None:
     """Whatever we lay out ourselves, we and the library accept; being strict does not refuse good files."""
-    head, entries = layout({f"t{n}": TensorKind(tuple(s), DTYPES[code]) for n, (code, s) in enumerate(kinds)})
+    head, entries = layout({f"t{n}": TensorSpec(tuple(s), DTYPES[code]) for n, (code, s) in enumerate(kinds)})
     assert agrees(head + bytes(max((entry.end for entry in entries.values()), default=0)))
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("../a", TensorKind((1,), torch.float32), "no name for a tensor"),
-        ("__metadata__", TensorKind((1,), torch.float32), "no name for a tensor"),
-        ("a", TensorKind((1,), torch.complex128), "has the dtype torch.complex128"),
-        ("a", TensorKind((1,) * 9, torch.float32), "has 9 dimensions"),
+        ("../a", TensorSpec((1,), torch.float32), "no name for a tensor"),
+        ("__metadata__", TensorSpec((1,), torch.float32), "no name for a tensor"),
+        ("a", TensorSpec((1,), torch.complex128), "has the dtype torch.complex128"),
+        ("a", TensorSpec((1,) * 9, torch.float32), "has 9 dimensions"),
     ],
 )
-def test_what_could_not_be_read_is_not_written(name: str, kind: TensorKind, message: str) -> None:
+def test_what_could_not_be_read_is_not_written(name: str, kind: TensorSpec, message: str) -> None:
     """The same rules hold for what we write."""
     with pytest.raises(ValueError, match=message):
         check_writable({name: kind})

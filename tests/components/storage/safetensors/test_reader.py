@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from drawloom.components.storage.safetensors.header import DTYPES
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
-from drawloom.components.storage.tensor_source import TensorKind
+from drawloom.components.storage.tensor_source import TensorSpec
 from drawloom.graph import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -37,7 +37,7 @@ def test_single_file(tmp_path: Path) -> None:
     """Shapes and dtypes are known before a tensor is read."""
     save_file({"a": torch.ones(2, 3, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     source = open_safetensors_folder(tmp_path)
-    assert source.kinds() == {"a": TensorKind((2, 3), torch.bfloat16)}
+    assert source.kinds() == {"a": TensorSpec((2, 3), torch.bfloat16)}
     assert torch.equal(source.tensor("a"), torch.ones(2, 3, dtype=torch.bfloat16))
 
 

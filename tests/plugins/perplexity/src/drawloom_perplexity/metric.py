@@ -15,7 +15,7 @@ class Perplexity:
 
     def measure(self, step: Step) -> Mapping[str, Value]:
         """Nothing in a step without a loss, such as one that was refused."""
-        loss = step.values.get("loss")
+        loss = step.outputs.get("loss")
         if loss is None:
             return {"perplexity": None}
         return {"perplexity": min(math.exp(min(float(loss), 700.0)), self.most)}

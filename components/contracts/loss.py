@@ -2,18 +2,18 @@
 
 import torch
 
-from drawloom.components.ports.data import IGNORED, Batch
-from drawloom.components.ports.pipeline import Objective
+from drawloom.components.ports.data import IGNORE_INDEX, Batch
+from drawloom.components.ports.pipeline import Loss
 from drawloom.graph.testing import expect
 
 
 def _batch(ignored: bool = False) -> Batch:
     tokens = torch.arange(12).reshape(2, 6)
-    targets = torch.full_like(tokens, IGNORED) if ignored else tokens + 1
+    targets = torch.full_like(tokens, IGNORE_INDEX) if ignored else tokens + 1
     return Batch(tokens, targets, torch.arange(6).expand(2, 6).clone(), torch.zeros(2, 6, dtype=torch.int64))
 
 
-def losses_are_summed(objective: Objective) -> None:
+def losses_are_summed(objective: Loss) -> None:
     """The loss is the sum of the losses by token, whose weights are summed beside it; both are single numbers."""
     losses = torch.ones(2, 6, requires_grad=True)
     total, weight = objective.loss(losses, _batch())
@@ -24,13 +24,15 @@ def losses_are_summed(objective: Objective) -> None:
     )
 
 
-def what_is_ignored_weighs_nothing(objective: Objective) -> None:
+def what_is_ignored_weighs_nothing(objective: Loss) -> None:
     """A batch in which nothing is to be learned has the weight 0."""
     _, weight = objective.loss(torch.zeros(2, 6), _batch(ignored=True))
     expect(float(weight) == 0, f"nothing weighs {float(weight)}")
 
 
-def the_model_sees_tokens(objective: Objective) -> None:
+def the_model_sees_tokens(objective: Loss) -> None:
     """The first stage takes as many rows and tokens as the batch has, and all stages see their places."""
     tokens, shared = objective.inputs(_batch())
-    expect(tokens.shape == shared.positions.shape == shared.documents.shape == (2, 6), "the model sees another shape")
+    expect(
+        tokens.shape == shared.positions.shape == shared.document_ids.shape == (2, 6), "the model sees another shape"
+    )
