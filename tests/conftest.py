@@ -9,6 +9,8 @@ import os
 import pytest
 import torch
 
+from support import seeding  # noqa: F401 - Hypothesis is told of torch's generators
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 

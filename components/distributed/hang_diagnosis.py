@@ -11,11 +11,11 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import attrs
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from drawloom.components.distributed.alarm import Alarm
 
 log = logging.getLogger("drawloom.distributed")
 
@@ -42,12 +42,13 @@ class HangMonitor:
     The roll of some processes, as one of them sees it. `store` keeps it; a single process has none.
 
     `place` is where this process is, in words for the others; `waits` the deed and the group in which it waits for
-    them; `lost` whether the store is gone.
+    them; `lost` whether the store is gone. `alarm` is looked at as often as the roll.
     """
 
     rank: int
     size: int
     store: Any = None
+    alarm: Alarm | None = None
     place: str = ""
     blocked_in: tuple[str, str] | None = None
     lost: bool = False
@@ -78,25 +79,31 @@ class HangMonitor:
         Who keeps the others waiting, in words, as far as it can be known; empty if it can't, or if this process waits
         for nobody. It takes a second.
         """
-        if self.lost:
-            return LOST
         if self.store is None:
-            return ""
-        answer = self._own()
-        if not (answer.blocked_in or answer.beside):
-            time.sleep(ANSWER_TIMEOUT)  # this process may be about to end, and the others about to ask where it is
             return ""
         answers: dict[int, RankStatus] = {}
         asking = threading.Thread(target=self._ask, args=(answers,), daemon=True)  # the store may hang as well
         asking.start()
         asking.join(ANSWER_TIMEOUT + TICK)
-        return diagnosis(dict(answers), self.size) if answers and not self.lost else LOST
+        if self.alarm is not None and self.alarm.failure is not None:
+            return self.alarm.failure.text
+        if self.lost or not answers:
+            return LOST
+        if len(answers) == self.size and self._is_waited_for(answers):
+            time.sleep(ANSWER_TIMEOUT)  # this process may be about to end, and the others about to ask where it is
+            return ""
+        return diagnosis(dict(answers), self.size)
+
+    def _is_waited_for(self, answers: Mapping[int, RankStatus]) -> bool:
+        """Whether others wait and this rank does not. Where a GPU waits and no host, nobody is known to wait."""
+        waiting = {rank for rank, answer in answers.items() if answer.blocked_in or answer.beside}
+        return bool(waiting) and self.rank not in waiting
 
     def _ask(self, answers: dict[int, RankStatus]) -> None:
         try:
             self._answer()
             self.store.set("called", b"1")
-            answers[self.rank] = RankStatus(self.place, "waits")
+            answers[self.rank] = self._own()
             end = time.monotonic() + ANSWER_TIMEOUT
             while len(answers) < self.size and time.monotonic() < end:
                 for rank in range(self.size):
@@ -116,14 +123,18 @@ class HangMonitor:
 
     def _watch(self) -> None:
         while not self._closing.wait(TICK):
+            if self.alarm is not None:
+                self.alarm.expire()
             if self.store is not None and not self.lost:
                 self._look()
 
     def _look(self) -> None:
-        """Answer if the roll was called."""
+        """Answer if the roll was called, and see whether a rank has failed."""
         try:
             if self.store.check(["called"]):
                 self._answer()
+            if self.alarm is not None:
+                self.alarm.look()
         except RuntimeError:
             self.lost = True
 
@@ -149,12 +160,6 @@ def _words(waits: tuple[str, str] | None) -> str:
 
 def _at(answer: RankStatus) -> str:
     return f" ({answer.place})" if answer.place else ""
-
-
-def connect(address: str, port: int, name: str, seconds: float) -> Any:
-    """The store of the processes that were started together, by a connection of its own; `name` is this start's."""
-    store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
-    return PrefixStore(f"drawloom/{name}", store)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -15,6 +15,9 @@ class Launch:
     """
     This process's number and how many there are, over all machines and on this one; and where the processes find one
     another, if torchrun started this one.
+
+    `store_is_there` says that torchrun keeps the addresses of all, and not rank 0; `attempt` tells its starts apart,
+    and into `error_file` a worker writes why it failed.
     """
 
     rank: int = 0
@@ -23,6 +26,9 @@ class Launch:
     local_world_size: int = 1
     address: str = ""
     port: int = 0
+    store_is_there: bool = False
+    attempt: str = ""
+    error_file: str = ""
 
     @property
     def alone(self) -> bool:
@@ -50,7 +56,14 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     _check_below(numbers, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     port = _number("MASTER_PORT", environment["MASTER_PORT"])
     rank, world_size, local_rank, local_world_size = numbers.values()
-    return Launch(rank, world_size, local_rank, local_world_size, environment["MASTER_ADDR"], port)
+    return Launch(
+        *(rank, world_size, local_rank, local_world_size),
+        address=environment["MASTER_ADDR"],
+        port=port,
+        store_is_there=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=environment.get("TORCHELASTIC_RUN_ID", "") + environment.get("TORCHELASTIC_RESTART_COUNT", ""),
+        error_file=environment.get("TORCHELASTIC_ERROR_FILE", ""),
+    )
 
 
 def _number(name: str, text: str) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.hang_diagnosis import HangMonitor
 from drawloom.components.distributed.process_group import peer_errors
-from drawloom.components.ports.distributed import Channel, P2PChannel, Pending, Processes
+from drawloom.components.ports.distributed import Communicator, P2PChannel, Pending, Processes
 
 Edge = tuple[int, int]
 
@@ -25,7 +25,7 @@ Edge = tuple[int, int]
 class P2PWork:
     """A send or receive that is under way; it holds its tensor until then, and no longer."""
 
-    channel: "TorchCommunicator"
+    communicator: "TorchCommunicator"
     _work: Any
     _tensor: Tensor | None
 
@@ -40,7 +40,7 @@ class P2PWork:
         Raises a UserError if the peer is gone or takes too long.
         """
         if self._work is not None:
-            with peer_errors(self.channel.roll, "a message", self.channel.name, self.channel.ranks):
+            with peer_errors(self.communicator.roll, "a message", self.communicator.name, self.communicator.ranks):
                 self._work.wait()
             self._work = self._tensor = None  # a work that is done would keep its tensor
 
@@ -67,11 +67,11 @@ class TorchCommunicator:
 
 
 @attrs.frozen
-class P2PLink:
-    """What this rank sends to a peer goes through one channel, what it receives from it through the other."""
+class TorchP2PChannel:
+    """What this rank sends to a peer goes through one communicator, what it receives from it through the other."""
 
-    outgoing: Channel
-    incoming: Channel
+    outgoing: Communicator
+    incoming: Communicator
 
     def send(self, tensor: Tensor) -> Pending:
         """Start to send a contiguous tensor."""
@@ -96,10 +96,10 @@ def p2p_links(
     links: dict[int, P2PChannel] = {}
     for low, high in (edge for edges_at_once in rounds(edges) for edge in edges_at_once):
         if here in (low, high):
-            up, down = (
-                processes.channel(f"{name} link", line[start], line[end]) for start, end in ((low, high), (high, low))
-            )
-            links[high if here == low else low] = P2PLink(up, down) if here == low else P2PLink(down, up)
+            up = processes.communicator(f"{name} link", line[low], line[high])
+            down = processes.communicator(f"{name} link", line[high], line[low])
+            peer = high if here == low else low
+            links[peer] = TorchP2PChannel(up, down) if here == low else TorchP2PChannel(down, up)
     return dict(sorted(links.items()))
 
 

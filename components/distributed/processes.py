@@ -1,6 +1,8 @@
 """The processes that torchrun started, or this one alone; it owns torch's default process group."""
 
+import logging
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,15 +13,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed.hang_diagnosis import HangMonitor, connect
+from drawloom.components.distributed.alarm import Alarm
+from drawloom.components.distributed.hang_diagnosis import HangMonitor
 from drawloom.components.distributed.launch import Launch, read_launch
+from drawloom.components.distributed.machine import machine
 from drawloom.components.distributed.p2p_links import TorchCommunicator
 from drawloom.components.distributed.parent import watch_parent
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup, peer_errors
-from drawloom.components.ports.distributed import Channel, Device, Group
+from drawloom.components.distributed.stores import connect
+from drawloom.components.ports.distributed import Communicator, Device, Group
 from drawloom.graph import UserError, above, component, setting
 
+log = logging.getLogger("drawloom.distributed")
+
 FOR_EVER = timedelta(days=30)
+LAST_RESORT = timedelta(seconds=30)
 
 
 @component(change="free")
@@ -33,8 +41,9 @@ class TorchProcesses:
     _joined: bool = attrs.field(init=False, default=False)
     _limit: timedelta = attrs.field(init=False)
     _handles: list[Any] = attrs.field(init=False, factory=list)
-    _channels: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
+    _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
     _store: Any = attrs.field(init=False, default=None)
+    _alarm: Alarm | None = attrs.field(init=False, default=None)
     _monitor: HangMonitor = attrs.field(init=False, factory=lambda: HangMonitor(0, 1))
 
     @property
@@ -62,7 +71,7 @@ class TorchProcesses:
         self._launch = read_launch()
         if self._launch.address:
             watch_parent(os.getppid())
-        self._limit = timedelta(seconds=self.timeout)
+        self._limit = self._wait_of(self.timeout)
         if dist.is_initialized():
             raise UserError(
                 "torch has a default process group already, and this run would change it; call "
@@ -74,31 +83,46 @@ class TorchProcesses:
 
     def close(self) -> None:
         """Leave the other processes; torch is as it was."""
-        self._monitor.stop()
+        if self._alarm is not None:
+            self._alarm.leave()
         if self._joined:
             self._joined = False
             self._handles = []
-            self._close_channels()
+            self._close_communicators()
             dist.destroy_process_group()
+        self._monitor.stop()  # not before: after a failure it ends a process that does not come out of what is above
+        if self._alarm is not None:
+            self._alarm.close()
+            self._alarm = None
+
+    def on_failure(self, error: BaseException) -> BaseException | None:
+        """End all ranks when this one fails; what is told of it is told here, where the first of them fails."""
+        if not isinstance(error, Exception):
+            return None
+        if self._alarm is not None:
+            return SystemExit(self._alarm.ring_for(error, self._monitor.place).exit_code)
+        if not isinstance(error, UserError) and log.hasHandlers():
+            log.error("%s", error, exc_info=error, extra={"told": True})  # the terminal gets it from Python itself
+        return None
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
         """A group for each of these sets of ranks, disjoint and with all ranks; gives the one of this process."""
         groups = [(self.rank in ranks, self._make(name, ranks)) for ranks in sets]
         return next(group for own, group in groups if own)
 
-    def channel(self, name: str, sender: int, receiver: int) -> Channel:
+    def communicator(self, name: str, sender: int, receiver: int) -> Communicator:
         """
-        The one-way channel of this name between two ranks, of which this is one; connected when first asked for.
+        The one-way communicator of this name between two ranks, of which this is one; connected when first asked for.
 
         Both ranks ask; where ranks ask for several, all follow one order (see p2p_links).
         """
         key = f"{name} {sender}->{receiver}"
-        if key not in self._channels:
-            self._channels[key] = self._connect(key, (sender, receiver))
-        return self._channels[key]
+        if key not in self._communicators:
+            self._communicators[key] = self._connect(key, (sender, receiver))
+        return self._communicators[key]
 
     def control_group(self, name: str) -> Group:
-        """All processes, on CPUs, by a channel of their own where they wait for one another as long as they live."""
+        """All processes, on CPUs, by a group of their own where they wait for one another as long as they live."""
         if not self._joined:
             return SingleProcess()
         ranks = list(range(self.world_size))
@@ -107,11 +131,11 @@ class TorchProcesses:
 
     def set_timeout(self, seconds: float) -> None:
         """From now on a process waits this long for the others in any group, also in groups that are made later."""
-        self._limit = timedelta(seconds=seconds)
+        self._limit = self._wait_of(seconds)
         for handle in [dist.group.WORLD, *self._handles] if self._joined else []:
             dist.distributed_c10d._set_pg_timeout(self._limit, handle)
-        for channel in self._channels.values():
-            channel.backend._set_default_timeout(self._limit)
+        for communicator in self._communicators.values():
+            communicator.backend._set_default_timeout(self._limit)
 
     def set_location(self, place: str) -> None:
         """Where this process is, for the others to be told if it keeps them waiting."""
@@ -121,15 +145,36 @@ class TorchProcesses:
         """Who keeps the others waiting, in words, as far as it can be known; empty if it can't. It takes a second."""
         return self._monitor.diagnose()
 
+    def fail(self, text: str) -> None:
+        """Tell why this rank ends, unless another one was first, and let all others end."""
+        if self._alarm is not None:
+            self._alarm.ring(text)
+        else:
+            log.error("%s", text)
+
+    def _wait_of(self, seconds: float) -> timedelta:
+        """
+        How long groups wait. With NCCL no host waits, and torch ends a process whose device waits for too long without
+        a word of ours: whoever watches the run is given time to do better.
+        """
+        limit = timedelta(seconds=seconds)
+        return limit + LAST_RESORT if self.device.backend == "nccl" else limit
+
     def _start_monitor(self) -> HangMonitor:
         """A roll of this start of the processes; a process that is alone has nobody to look at."""
         launch = self._launch
         roll = HangMonitor(self.rank, self.world_size)
         if self._joined:
             world = TorchGroup("world", range(self.world_size), dist.group.WORLD, self._where, roll)
-            name = "-".join(map(str, world.gather_json(os.getpid())))
+            here = machine() if hasattr(os, "pidfd_open") else ""
+            every = world.gather_json([secrets.token_hex(8), here, os.getpid()])
+            name = every[0][0]  # stores may outlive a start, and processes may start twice
+            peers = {rank: process for rank, (_, where, process) in enumerate(every) if where == every[self.rank][1]}
             roll.store = connect(launch.address, launch.port, name, self.timeout)
             self._store = connect(launch.address, launch.port, f"{name}/p2p", self.timeout)
+            del peers[self.rank]
+            self._alarm = roll.alarm = Alarm(self.rank, roll.store, peers, launch.error_file)
+            self._alarm.open()
             roll.start()
         return roll
 
@@ -164,10 +209,10 @@ class TorchProcesses:
             raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
         with peer_errors(self._monitor, "a connection", name, ranks):
             backend = self._backend(name, ranks)
-        channel = TorchCommunicator(name, ranks, backend, self._where, self._monitor)
+        communicator = TorchCommunicator(name, ranks, backend, self._where, self._monitor)
         probe = torch.zeros(1, device=self._where)
-        (channel.send(probe) if self.rank == ranks[0] else channel.receive(probe)).wait()
-        return channel
+        (communicator.send(probe) if self.rank == ranks[0] else communicator.receive(probe)).wait()
+        return communicator
 
     def _backend(self, name: str, ranks: tuple[int, int]) -> Any:
         """
@@ -187,10 +232,10 @@ class TorchProcesses:
         backend.eager_connect_single_device(self._where)
         return backend
 
-    def _close_channels(self) -> None:
-        channels, self._channels = self._channels, {}
-        for channel in channels.values() if self.device.backend == "nccl" else ():
-            channel.backend.shutdown()
+    def _close_communicators(self) -> None:
+        communicators, self._communicators = self._communicators, {}
+        for communicator in communicators.values() if self.device.backend == "nccl" else ():
+            communicator.backend.shutdown()
 
 
 @contextmanager

@@ -90,8 +90,8 @@ def is_line(record: logging.LogRecord) -> bool:
 
 
 def is_no_line(record: logging.LogRecord) -> bool:
-    """Whether this is any other message."""
-    return not is_line(record)
+    """Whether this is any other message, and none that is told on the terminal by other means."""
+    return not is_line(record) and not getattr(record, "told", False)
 
 
 def _file(path: str) -> logging.Handler:

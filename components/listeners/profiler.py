@@ -51,7 +51,7 @@ class Profiler:
 
     def _trace(self, moment: str, step: Step) -> None:
         if moment == "step_started":
-            running = profile(activities=_activities())
+            running = profile(activities=_activities(), acc_events=True)  # torch 2.11 warns of what it drops otherwise
             running.start()
             self._running = running
         elif moment == "step_ended" and self._running is not None:

@@ -129,5 +129,5 @@ class Timeouts:
             faulthandler.dump_traceback(file, all_threads=True)
         accused = self.processes.diagnose()
         why = f"; {accused}" if accused else ""
-        hangs = "rank %d hangs: %s took more than %g s%s%s; stacks are in %s"
-        log.error(hangs, rank, self._where, limit, phase, why, path)
+        took = f"{self._where} took more than {limit:g} s{phase}"
+        self.processes.fail(f"rank {rank} hangs: {took}{why}; stacks are in {path}")

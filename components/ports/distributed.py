@@ -51,7 +51,7 @@ class Pending(Protocol):
         ...
 
 
-class Channel(Protocol):
+class Communicator(Protocol):
     """
     One direction between two ranks: one of them sends, the other receives.
 
@@ -65,7 +65,7 @@ class Channel(Protocol):
 
 
 class P2PChannel(Protocol):
-    """A channel to a peer and one from it, so that neither direction ever waits for the other."""
+    """A communicator to a peer and one from it, so that neither direction ever waits for the other."""
 
     def send(self, tensor: Tensor) -> Pending: ...
 
@@ -104,9 +104,9 @@ class Processes(Protocol):
         """
         ...
 
-    def channel(self, name: str, sender: int, receiver: int) -> Channel:
+    def communicator(self, name: str, sender: int, receiver: int) -> Communicator:
         """
-        The one-way channel of this name between two ranks, of which this is one; connected when first asked for.
+        The one-way communicator of this name between two ranks, of which this is one; connected when first asked for.
 
         Both ranks ask; where ranks ask for several, all follow one order, or they wait for each other for ever.
         """
@@ -114,7 +114,7 @@ class Processes(Protocol):
 
     def control_group(self, name: str) -> Group:
         """
-        All processes, on CPUs and by a channel of their own: a thread may use it whatever the others are doing.
+        All processes, on CPUs and by a communicator of their own: a thread may use it whatever the others are doing.
 
         It waits for the others as long as they live. All processes ask for the same groups in the same order.
         """
@@ -135,6 +135,10 @@ class Timed(Protocol):
 
     def diagnose(self) -> str:
         """Who keeps the others waiting, in words, as far as it can be known; empty if it can't. It takes a second."""
+        ...
+
+    def fail(self, text: str) -> None:
+        """Tell why this rank ends, unless another one was first, and let all others end."""
         ...
 
 

@@ -65,10 +65,9 @@ class Trainer:
         self._refused = self._refused + 1 if step.skip_reason else 0
         if self._refused >= self.max_skipped_steps:
             raise UserError(
-                f"{self._refused} steps in a row were refused, at last step {step.index}: {step.skip_reason}; "
-                "to go back, "
-                "remove the checkpoints that were saved since (the newest with a finite loss is always kept), lower "
-                "the rate or clip more, and start the run again"
+                f"{self._refused} steps in a row were skipped, at last step {step.index}: {step.skip_reason}; to go "
+                "back, remove the checkpoints that were saved since (the newest with a finite loss is always kept), "
+                "lower the learning rate or clip more, and start the run again"
             )
 
     def _stop(self, step: Step, signal: int) -> None:

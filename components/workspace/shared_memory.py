@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drawloom.components.distributed.machine import machine
 from drawloom.components.storage.durable_files import FileWriter
 from drawloom.components.storage.safetensors.header import BadHeader
 from drawloom.components.storage.safetensors.reader import tensors_in
@@ -65,12 +66,6 @@ def open_shared(ticket: Ticket) -> Packed:
         return Packed(parse(view(text)[TOKEN:].tobytes(), most=MAX_PARTS), tensors_in(tensors))
     except (BadHeader, ValueError) as error:
         raise UserError(f"the memory that process {ticket['process']} shared can't be read: {error}") from error
-
-
-def machine() -> str:
-    """What all processes that can open one another's memory have in common: the running system and its processes."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
 @contextmanager

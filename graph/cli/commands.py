@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drawloom.graph.cli.exit_codes import FAULTY, FINE, print_problems
+from drawloom.graph.cli.exit_codes import FAULTY, FINE
 from drawloom.graph.cli.project import Project
 from drawloom.graph.drawing.draw import FORMATS, draw
 from drawloom.graph.inspect.diff import diff
@@ -74,7 +74,7 @@ def _takes_subject(parser: argparse.ArgumentParser) -> None:
 
 def _graph(options: argparse.Namespace, workshop: Project) -> Any:
     graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words))
-    print_problems(problem for problem in graph.problems if problem.warning)
+    options.voice.warn(problem for problem in graph.problems if problem.warning)
     return graph
 
 

@@ -6,10 +6,10 @@ import re
 import sys
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 from drawloom.graph.cli.commands import COMMANDS
-from drawloom.graph.cli.exit_codes import FINE, INTERRUPTED, print_problems
+from drawloom.graph.cli.exit_codes import FAILED, FAULTY, FINE, INTERRUPTED, Voice, told
 from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import Problem, RecipeError, UserError
 
@@ -17,27 +17,35 @@ OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)+=")
 FLAG = re.compile(r"--[\w-]+(\.[\w-]+)+(=|$)")
 
 
-def main(arguments: Sequence[str] | None = None, workshop: Project | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, workshop: Project | None = None, voice: Voice | None = None) -> int:
     """Run one command; its exit code."""
-    workshop = workshop or Project.of("drawloom")
-    rest, words = split_words(sys.argv[1:] if arguments is None else arguments)
-    options = _parser(workshop, rest).parse_args(rest)
-    options.words = words
-    if words and not hasattr(options, "overlay"):
-        return print_problems([Problem("DL110", f"{options.command} takes no values like {words[0]!r}")])
+    voice = voice or Voice()
     try:
-        return int(options.main(options, workshop.importing(getattr(options, "imports", ()))))
+        return _command(sys.argv[1:] if arguments is None else arguments, workshop or Project.of("drawloom"), voice)
     except RecipeError as error:
-        return print_problems(error.problems)
+        return voice.fail(told(error.problems), FAULTY)
     except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+        return voice.fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if voice.warns:
+            print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output went away, which is its right
         return FINE
+    except Exception as error:
+        if voice.is_first(repr(error)):
+            raise
+        return FAILED
+
+
+def _command(arguments: Sequence[str], workshop: Project, voice: Voice) -> int:
+    rest, words = split_words(arguments)
+    options = _parser(workshop, rest).parse_args(rest)
+    options.words, options.voice = words, voice
+    if words and not hasattr(options, "overlay"):
+        raise RecipeError([Problem("DL110", f"{options.command} takes no values like {words[0]!r}")])
+    return int(options.main(options, workshop.importing(getattr(options, "imports", ()))))
 
 
 def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -56,8 +64,16 @@ def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, words
 
 
+class _Parser(argparse.ArgumentParser):
+    """One whose errors are told like those of everybody else."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse, which expects that it does not return."""
+        raise UserError(f"{self.format_usage()}{self.prog}: error: {message}", FAULTY)
+
+
 def _parser(workshop: Project, arguments: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="drawloom", description="Weave training runs from components, by recipe.")
+    parser = _Parser(prog="drawloom", description="Weave training runs from components, by recipe.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (function, summary, add) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)

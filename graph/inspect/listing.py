@@ -39,8 +39,8 @@ def _short(found: Spec | Problem) -> str:
 
 
 def _long(name: str, found: Spec | Problem) -> Iterator[str]:
-    origin = f" ({found.distribution})" if isinstance(found, Spec) and found.distribution else ""
-    yield f"{name}: {_short(found)}{origin}"
+    from_package = f" ({found.distribution})" if isinstance(found, Spec) and found.distribution else ""
+    yield f"{name}: {_short(found)}{from_package}"
     if isinstance(found, Spec):
         yield from _fields(found)
 

@@ -31,8 +31,9 @@ class Container(Mapping[str, Any]):
     The objects of a graph's nodes, those that `roots` need.
 
     `build` constructs, which costs little; as a context manager it also opens what has `open()`, in order, and closes
-    what has `close()`, in reverse. `given` are objects to use in place of nodes: they are checked like nodes, but
-    neither opened nor closed. `spans` says how long each node took.
+    what has `close()`, in reverse. When something fails, what is open and has `on_failure(error)` is told before
+    anything is closed, and may give another exception to raise in its place. `given` are objects to use in place of
+    nodes: they are checked like nodes, but neither opened nor closed. `spans` says how long each node took.
     """
 
     graph: Graph
@@ -42,6 +43,7 @@ class Container(Mapping[str, Any]):
     spans: list[Timing] = attrs.field(factory=list, init=False)
     _objects: dict[str, Any] = attrs.field(factory=dict, init=False)
     _opened: NamedExitStack = attrs.field(factory=NamedExitStack, init=False)
+    _told: list[str] = attrs.field(factory=list, init=False)
 
     def build(self) -> None:
         """Construct every needed node once, then fill in what takes every node of a kind."""
@@ -108,11 +110,13 @@ class Container(Mapping[str, Any]):
                 if name not in self.given:
                     self._open(name, item)
         except BaseException as error:
-            self._opened.close_all(error)
+            self._fail(error)
             raise
         return self
 
     def _open(self, name: str, item: Any) -> None:
+        if hasattr(item, "on_failure"):
+            self._told.append(name)
         if hasattr(item, "close"):
             self._opened.push(name, lambda: self._close(name, item))
         if hasattr(item, "open"):
@@ -128,7 +132,19 @@ class Container(Mapping[str, Any]):
             item.close()
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: TracebackType | None) -> None:
-        self._opened.close_all(error)
+        if error is None:
+            self._opened.close_all(None)
+        else:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Close everything. It raises what is to be raised in the error's place, if there is such a thing."""
+        instead = error
+        while self._told:
+            instead = self._objects[self._told.pop()].on_failure(instead) or instead
+        self._opened.close_all(instead)
+        if instead is not error:
+            raise instead from error
 
     def __getitem__(self, name: str) -> Any:
         return self._objects[name]

@@ -17,9 +17,10 @@ def main() -> int:
 
         watch_parent(parent)
     try:
+        from drawloom.components.distributed.voice import voice_of_this_rank
         from drawloom.graph.cli.main import main as command_line
 
-        return command_line()
+        return command_line(voice=voice_of_this_rank())
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:

@@ -118,7 +118,7 @@ LIMITS = ("listeners.timeouts.step=2", "listeners.timeouts.first_step=30", "list
 def test_a_rank_that_stands_still_is_named(place: Path, rank: int) -> None:
     """The other one ends within the limit and some seconds, and says in its log which rank does not answer."""
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(_struck, 2, place, (*LONG, *LIMITS), (rank,), 3, int(signal.SIGSTOP), timeout=9, lost={rank})
+        run_ranks(_struck, 2, place, (*LONG, *LIMITS), (rank,), 3, int(signal.SIGSTOP), timeout=20, lost={rank})
     told = _told(caught.value, place, 1 - rank)
     assert f"rank {rank} does not answer" in told
     assert "Traceback" not in told
@@ -135,7 +135,7 @@ def test_a_rank_that_stands_still_at_any_moment_is_named(tmp_path: Path) -> None
         saving = ("checkpoint.every=2", f"staging.use=checkpoint.staging.{['blocking', 'none'][number // 2 % 2]}")
         arguments = (*LONG, *LIMITS, "listeners.timeouts.saving=2", *saving)
         with pytest.raises(RanksFailed) as caught:
-            run_ranks(_struck, 2, place, arguments, (rank,), 3 + number, int(signal.SIGSTOP), timeout=9, lost={rank})
+            run_ranks(_struck, 2, place, arguments, (rank,), 3 + number, int(signal.SIGSTOP), timeout=20, lost={rank})
         assert f"rank {rank} does not answer" in _told(caught.value, place, 1 - rank)
 
 
@@ -169,32 +169,6 @@ def test_a_long_first_step_is_no_hang(place: Path) -> None:
     limits = ("listeners.timeouts.step=0.5", "listeners.timeouts.first_step=30")
     outcomes = run_ranks(_slow, 2, place, (*TWO, *limits), 1, 1, 3.3)
     assert [outcome.code for outcome in outcomes] == [0, 0]
-
-
-def _fail(folder: Path, arguments: Sequence[str], rank: int, number: int) -> Outcome:
-    """A process of a run, of which one rank has a fault in one step."""
-    run = ForwardBackward.run_phase
-
-    def faulty(self: ForwardBackward, step: Step) -> None:
-        if step.index == number and int(os.environ["RANK"]) == rank:
-            raise ZeroDivisionError("the cause of it all")
-        run(self, step)
-
-    put(ForwardBackward, "run_phase", faulty)
-    return command(folder, arguments, None)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_with_a_fault_tells_it_and_the_other_points_to_it(place: Path, rank: int) -> None:
-    """The traceback is that of the first cause; the other rank ends within seconds and names whose log to read."""
-    began = time.monotonic()
-    with pytest.raises(RanksFailed) as caught:
-        run_ranks(_fail, 2, place, LONG, rank, 4, timeout=30)
-    assert time.monotonic() - began < 15
-    assert "the cause of it all" in caught.value.failures[rank]
-    other = caught.value.values[1 - rank]
-    assert other.code == 1 and f"rank {rank}" in other.text and "see its log" in other.text
-    assert "the cause of it all" not in other.text and "Traceback" not in other.text
 
 
 def _workers(agent: int) -> list[int]:

@@ -292,7 +292,7 @@ def test_a_run_that_diverged_stops_and_keeps_a_good_checkpoint(place: Path) -> N
         "checkpoint.keep=2",
     )
     outcome = drawloom(place, *TINY, *words)[0]
-    assert outcome.code == 1 and "6 steps in a row were refused, at last step 7: " in outcome.text
+    assert outcome.code == 1 and "6 steps in a row were skipped, at last step 7: " in outcome.text
     assert [row.get("skipped", False) for row in rows(place / "runs/tiny")] == [False, *[True] * 6]
     saved = [step_of(path) for path in committed(place / "runs/tiny/checkpoints")]
     assert saved[0] == 1 and len(saved) == 3

@@ -48,8 +48,8 @@ class Timetable:
         if rounds < self.latency:
             raise ValueError(
                 f"{self.microbatches} microbatches are too few for {self.stages} stages and delayed forwarding, in "
-                f"which an output needs two iterations to the next stage; write {self.latency * self.stages}, "
-                "or no delay"
+                "which an output needs two iterations to the next stage; write "
+                f"{self.latency * self.stages}, or no delay"
             )
 
     @property

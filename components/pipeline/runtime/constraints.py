@@ -13,7 +13,7 @@ def misfits(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Pro
     made = _made(schedule)
     if made is None:
         return
-    ranks, layers = mesh.settings.get("pipeline", 1), model.settings.get("layers")
+    ranks, layers = mesh.settings.get("pipeline", 1), model.settings.get("num_hidden_layers")
     try:
         stages = len(made.stage_to_rank(ranks))
     except UserError as error:
@@ -36,4 +36,4 @@ def _too_few(layers: int, ranks: int, per_rank: int, model: str) -> tuple[str, s
     stages = ranks * per_rank
     fewer = f"write pipeline = {layers // per_rank} or less, or " if layers >= per_rank else ""
     text = f"{layers} layers can't be split over {ranks} ranks with {per_rank} stages on each"
-    return text, f"{fewer}write layers = {stages} or more in [{model}]"
+    return text, f"{fewer}write num_hidden_layers = {stages} or more in [{model}]"

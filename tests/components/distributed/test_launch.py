@@ -20,6 +20,14 @@ def test_torchrun_says_which_process_this_is() -> None:
     assert read_launch(TORCHRUN) == Launch(5, 8, 1, 4, "127.0.0.1", 29500)
 
 
+def test_a_start_of_torchrun_is_told_from_the_one_before() -> None:
+    """By the run and the number of restarts; torchrun also says where a worker tells its failure."""
+    more = {"TORCHELASTIC_RUN_ID": "ab-", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_ERROR_FILE": "/tmp/error"}
+    launch = read_launch(TORCHRUN | more | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert (launch.attempt, launch.error_file, launch.store_is_there) == ("ab-2", "/tmp/error", True)
+    assert not read_launch(TORCHRUN | more | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).store_is_there
+
+
 def test_without_variables_there_is_one_process() -> None:
     """An address alone, which clusters set for everybody, makes no group."""
     assert read_launch({"MASTER_ADDR": "host", "MASTER_PORT": "1", "HOME": "/"}) == Launch(0, 1, 0, 1)

@@ -31,7 +31,7 @@ class Pretended:
         self.asked.append((name, sets))
         return SingleProcess()
 
-    def channel(self, name: str, sender: int, receiver: int) -> Any:
+    def communicator(self, name: str, sender: int, receiver: int) -> Any:
         raise AssertionError("nothing travels here")
 
     def control_group(self, name: str) -> Group:

@@ -1,8 +1,8 @@
 """Choosing implementations by name."""
 
+import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,8 +31,6 @@ from drawloom.kernels.rope import rope_eager
 from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
 from support.kernels import DEVICE
 from support.qwen3 import cpu_kernels, kernels_on
-
-SOURCE = str(Path(__file__).parents[3] / "src")
 
 
 @pytest.mark.parametrize("port", [Kernels, ExpertKernels])
@@ -161,4 +159,5 @@ kernels.open()
 x = torch.randn(2, 3, 4, 8, requires_grad=True)
 kernels.swiglu(kernels.rms_norm(x, torch.ones(8), 1e-6), x).sum().backward()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": SOURCE})
+    path = os.pathsep.join(path for path in sys.path if path)  # wherever this process found its packages
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": path})

@@ -24,11 +24,12 @@ class Groups:
     """Notes the limits that groups of ranks get."""
 
     limits: list[float] = attrs.field(factory=list)
-    fail: bool = False
+    fails: bool = False
     place: str = ""
+    told: list[str] = attrs.field(factory=list)
 
     def set_timeout(self, seconds: float) -> None:
-        if self.fail:
+        if self.fails:
             raise RuntimeError("no such group")
         self.limits.append(seconds)
 
@@ -37,6 +38,9 @@ class Groups:
 
     def diagnose(self) -> str:
         return "rank 7 does not answer"
+
+    def fail(self, text: str) -> None:
+        self.told.append(text)
 
 
 @attrs.define
@@ -111,10 +115,10 @@ def test_whoever_waits_for_others_can_say_so_first(timeouts: Timeouts) -> None:
 
 
 def test_a_step_beyond_its_limit_ends_the_process(
-    timeouts: Timeouts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    timeouts: Timeouts, groups: Groups, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """
-    The error names rank, step, phase and limit, and who keeps it waiting; the stacks, this function's among them, are
+    The failure names rank, step, phase and limit, and who keeps it waiting; the stacks, this function's among them, are
     in the rank's log. At half of the time there was a warning.
     """
     timeouts.step = 0.05
@@ -128,6 +132,8 @@ def test_a_step_beyond_its_limit_ends_the_process(
     path = tmp_path / "log" / "rank-0.log"
     assert caplog.messages == [
         "rank 0 is slow: step 2 takes more than 0.025 s by now in phase [clip], and its limit is 0.05 s",
+    ]
+    assert groups.told == [
         "rank 0 hangs: step 2 took more than 0.05 s in phase [clip]; rank 7 does not answer; stacks are in "
         + str(path),
     ]
@@ -157,17 +163,19 @@ def test_failing_it_watches_no_more(timeouts: Timeouts, groups: Groups) -> None:
     """It is told nothing after it raised, so an old limit must not end a healthy run."""
     timeouts.step = 0.5
     _tell(timeouts, "step_ended", 1)
-    groups.fail = True
+    groups.fails = True
     with pytest.raises(RuntimeError, match="no such group"):
         _tell(timeouts, "saving_started", 2)
     assert not timeouts.exit.called.wait(0.8)  # type: ignore[attr-defined]
 
 
-def test_a_log_that_hangs_does_not_keep_the_process(timeouts: Timeouts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_hangs_does_not_keep_the_process(
+    timeouts: Timeouts, groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The message may hang where the run hangs; the process ends all the same."""
     gate = threading.Event()
     monkeypatch.setattr("drawloom.components.listeners.timeouts.REPORT_TIMEOUT", 0.05)
-    monkeypatch.setattr("drawloom.components.listeners.timeouts.log.error", lambda *_: gate.wait(10))
+    monkeypatch.setattr(Groups, "fail", lambda *_: gate.wait(10))
     timeouts.first_step = 0.01
     timeouts.on_event(Event("run_started"))
     assert timeouts.exit.called.wait(5)  # type: ignore[attr-defined]

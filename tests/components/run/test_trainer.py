@@ -114,7 +114,7 @@ def test_a_run_that_learns_nothing_any_more_stops(refused: set[int], last: int) 
     record = Refusing(which=refused)
     run = trainer(record, steps=10, max_skipped_steps=3).run
     if last < 10:
-        with pytest.raises(UserError, match=f"3 steps in a row were refused, at last step {last}: the loss is nan;"):
+        with pytest.raises(UserError, match=f"3 steps in a row were skipped, at last step {last}: the loss is nan;"):
             run()
     else:
         run()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import tomli
 
+from drawloom.graph.cli.exit_codes import Voice
 from drawloom.graph.cli.main import main, split_words
 from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import RecipeError
@@ -59,11 +60,42 @@ def test_exit_codes(workshop: Project, arguments: list[str], code: int, capsys: 
 
 
 @pytest.mark.parametrize("arguments", [["check"], ["fly"], ["check", "small", "--fast"], ["check", "small", "more"]])
-def test_what_is_not_recognised_is_refused(workshop: Project, arguments: list[str]) -> None:
-    """Words and flags that no command knows end with exit code 2."""
-    with pytest.raises(SystemExit) as caught:
-        main(arguments, workshop)
-    assert caught.value.code == 2
+def test_what_is_not_recognised_is_refused(
+    workshop: Project, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Words and flags that no command knows end with exit code 2, and with how the command is used."""
+    assert main(arguments, workshop) == 2
+    assert capsys.readouterr().err.startswith("usage: drawloom ")
+
+
+@pytest.mark.parametrize("arguments", [["fly"], ["check", "nowhere"], ["check", "small", "page.title=3"], ["fault"]])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_several_processes_one_tells_a_failure(
+    workshop: Project,
+    arguments: list[str],
+    is_first: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first; the exit code of the others is the same, and they print nothing, not even a traceback."""
+    voice = Voice(warns=False, is_first=lambda _: is_first)
+    if arguments == ["fault"]:
+        arguments = ["check", "small"]
+        monkeypatch.setattr(Project, "load", lambda *_: 1 / 0)
+        if is_first:
+            with pytest.raises(ZeroDivisionError):
+                main(arguments, workshop, voice)
+            return
+    code = main(arguments, workshop, voice)
+    assert code == main(arguments, workshop, Voice(is_first=lambda _: False)) != 0
+    assert bool(capsys.readouterr().err) == is_first
+
+
+@pytest.mark.parametrize("warns", [True, False])
+def test_of_several_processes_one_warns(workshop: Project, warns: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """What all of them know alike is told by the one that is to tell it."""
+    assert main(["check", "small", 'spare.use="pages.plain"', "spare.title=A"], workshop, Voice(warns)) == 0
+    assert ("warning" in capsys.readouterr().err) == warns
 
 
 def test_show_can_be_checked_again(workshop: Project, tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:

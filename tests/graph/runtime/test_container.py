@@ -1,7 +1,8 @@
 """Living objects."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import UserError
+from support.shop.components.stores.disk import Disk
 
 Shop = Callable[..., Graph]
 
@@ -107,6 +109,64 @@ def test_a_mistake_found_while_opening_says_where(shop: Shop, workshop: Project,
     monkeypatch.setattr(graph.nodes["second"].spec.cls, "open", _refuse)
     with pytest.raises(UserError, match=r"^override: \[s[a-z]+\] there is no such folder$"), workshop.container(graph):
         pass
+
+
+def _watching(container: Any, instead: BaseException | None = None) -> list[str]:
+    """Let both stores hear of failures, and the first of them give an exception to raise; what happens to both."""
+    container.build()
+    happened: list[str] = []
+    kind = type(container["store"])
+
+    def hear(disk: Any, error: BaseException) -> BaseException | None:
+        name = "store" if disk.folder == Path("first") else "second"
+        happened.append(f"{name} hears {error}")
+        disk.journal = Journal(name, happened)
+        return instead if name == "second" else None
+
+    kind.on_failure = hear
+    return happened
+
+
+@pytest.fixture
+def deaf() -> Iterator[None]:
+    """Stores hear of failures no more after the test."""
+    yield
+    kind: Any = Disk
+    if "on_failure" in vars(kind):
+        del kind.on_failure
+
+
+def test_who_is_open_hears_of_a_failure_before_anything_is_closed(deaf: None, shop: Shop, workshop: Project) -> None:
+    """Last opened first; what one of them gives is raised in place of the error, which is its cause."""
+    container = workshop.container(shop(disks()))
+    happened = _watching(container, SystemExit(3))
+    with pytest.raises(SystemExit) as caught, container:
+        raise ValueError("the cause")
+    assert happened == ["second hears the cause", "store hears 3", "second close", "store close"]
+    assert caught.value.code == 3 and isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_failure_while_opening_is_heard_of_by_who_is_open(deaf: None, shop: Shop, workshop: Project) -> None:
+    """Also by the one that can't open, and its error comes out if nobody gives another."""
+    container = workshop.container(shop(disks(second="open")))
+    happened = _watching(container)
+    with pytest.raises(RuntimeError, match="second can't open"), container:
+        pass
+    assert happened == [
+        "second hears second can't open",
+        "store hears second can't open",
+        "second close",
+        "store close",
+    ]
+
+
+def test_without_a_failure_nobody_hears_of_one(deaf: None, shop: Shop, workshop: Project) -> None:
+    """An orderly end is none."""
+    container = workshop.container(shop(disks()))
+    happened = _watching(container)
+    with container:
+        pass
+    assert happened == []
 
 
 def _refuse(_disk: Any) -> None:

@@ -11,6 +11,7 @@ from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.triton import grouped_gemm_blocks
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
 from support.kernels import DEVICE, assert_all_close, assert_close, drawn, dtypes, exact, few, layouts
+from support.seeding import seeds
 
 
 def ends_of(counts: list[int]) -> Tensor:
@@ -19,6 +20,7 @@ def ends_of(counts: list[int]) -> Tensor:
 
 @few
 @given(
+    seeds,
     st.lists(st.integers(0, 40), min_size=1, max_size=6),
     st.integers(0, 5),
     st.integers(1, 90),
@@ -28,6 +30,7 @@ def ends_of(counts: list[int]) -> Tensor:
     st.booleans(),
 )
 def test_equals_eager(
+    _seed: object,
     counts: list[int],
     unused: int,
     inputs: int,
@@ -68,6 +71,7 @@ def test_tiles_of_several_experts() -> None:
 
 @few
 @given(
+    seeds,
     st.lists(st.integers(0, 150), min_size=1, max_size=4),
     st.integers(0, 5),
     st.tuples(st.integers(1, 20), st.integers(1, 40)),
@@ -75,7 +79,7 @@ def test_tiles_of_several_experts() -> None:
     st.booleans(),
 )
 def test_by_blocks(
-    counts: list[int], unused: int, sizes: tuple[int, int], dtype: torch.dtype, transposed: bool
+    _seed: object, counts: list[int], unused: int, sizes: tuple[int, int], dtype: torch.dtype, transposed: bool
 ) -> None:
     """Fetched in blocks, what belongs to others or to nobody, NaN at that, has no part in rows or gradients."""
     inputs, outputs = (8 * size for size in sizes)

@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 from drawloom.kernels.indices_to_multihot import indices_to_multihot_eager
 from drawloom.kernels.triton.indices_to_multihot import indices_to_multihot_triton
 from support.kernels import DEVICE, assert_close, drawn, dtypes, exact, few, layouts
+from support.seeding import seeds
 
 
 @few
-@given(st.integers(0, 60), st.integers(1, 6), st.integers(1, 70), dtypes, layouts)
-def test_equals_eager(tokens: int, choices: int, experts: int, dtype: torch.dtype, layout: str) -> None:
+@given(seeds, st.integers(0, 60), st.integers(1, 6), st.integers(1, 70), dtypes, layouts)
+def test_equals_eager(_seed: object, tokens: int, choices: int, experts: int, dtype: torch.dtype, layout: str) -> None:
     """Any numbers of tokens, choices and experts, twice the same or nobody, give the same tables and gradients."""
     experts_of = torch.randint(-1, experts, (tokens, choices), device=DEVICE)
     probabilities = drawn(layout, tokens, choices, dtype=dtype)

@@ -13,6 +13,7 @@ from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
 from drawloom.kernels.triton import linear_cross_entropy
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
 from support.kernels import DEVICE, assert_all_close, drawn, dtypes, exact, few, layouts
+from support.seeding import seeds
 
 
 @pytest.fixture(params=["at once", "in chunks"])
@@ -30,6 +31,7 @@ def targets_of(shape: tuple[int, ...], words: int) -> Tensor:
 
 @few
 @given(
+    seeds,
     st.lists(st.integers(0, 12), max_size=2),
     st.integers(1, 40),
     st.integers(1, 300),
@@ -40,6 +42,7 @@ def targets_of(shape: tuple[int, ...], words: int) -> Tensor:
     st.sampled_from([1, 2**20]),
 )
 def test_equals_eager(
+    _seed: object,
     shape: list[int],
     width: int,
     words: int,

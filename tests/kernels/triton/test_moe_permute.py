@@ -10,6 +10,7 @@ from drawloom.kernels.moe_permute import moe_permute_eager, moe_unpermute_eager
 from drawloom.kernels.moe_routes import Routes, moe_routes_eager
 from drawloom.kernels.triton.moe_permute import moe_permute_triton, moe_unpermute_triton
 from support.kernels import DEVICE, assert_all_close, assert_close, drawn, dtypes, exact, few, layouts
+from support.seeding import seeds
 
 cases = (st.integers(0, 9), st.integers(1, 5), st.integers(1, 6), st.integers(1, 40))
 
@@ -20,9 +21,9 @@ def routes_of(tokens: int, choices: int, experts: int, of_nobody: bool = True) -
 
 
 @few
-@given(*cases, dtypes, layouts, layouts)
+@given(seeds, *cases, dtypes, layouts, layouts)
 def test_permutes_as_eager(
-    tokens: int, choices: int, experts: int, width: int, dtype: torch.dtype, layout: str, of_grad: str
+    _seed: object, tokens: int, choices: int, experts: int, width: int, dtype: torch.dtype, layout: str, of_grad: str
 ) -> None:
     """Rows and their probabilities are copies, bit for bit, also where nobody needs them; gradients are sums."""
     x, probabilities = drawn(layout, tokens, width, dtype=dtype), drawn("contiguous", tokens, choices)
@@ -37,9 +38,17 @@ def test_permutes_as_eager(
 
 
 @few
-@given(*cases, dtypes, layouts, layouts, st.sampled_from(["none", "frozen", "learned"]))
+@given(seeds, *cases, dtypes, layouts, layouts, st.sampled_from(["none", "frozen", "learned"]))
 def test_adds_up_as_eager(
-    tokens: int, choices: int, experts: int, width: int, dtype: torch.dtype, layout: str, of_grad: str, weights: str
+    _seed: object,
+    tokens: int,
+    choices: int,
+    experts: int,
+    width: int,
+    dtype: torch.dtype,
+    layout: str,
+    of_grad: str,
+    weights: str,
 ) -> None:
     """Sums by token, weighted or not, and their gradients are those of float64; rows of nobody get zero."""
     rows, routes = drawn(layout, tokens * choices, width, dtype=dtype), routes_of(tokens, choices, experts)

@@ -7,17 +7,21 @@ from hypothesis import strategies as st
 from drawloom.kernels.moe_routes import moe_routes_eager
 from drawloom.kernels.triton.moe_routes import moe_routes_triton
 from support.kernels import DEVICE, few
+from support.seeding import seeds
 
 
 @few
 @given(
+    seeds,
     st.integers(0, 60),
     st.integers(1, 9),
     st.integers(1, 70),
     st.sampled_from([torch.int32, torch.int64]),
     st.booleans(),
 )
-def test_equals_eager(tokens: int, choices: int, experts: int, dtype: torch.dtype, strided: bool) -> None:
+def test_equals_eager(
+    _seed: object, tokens: int, choices: int, experts: int, dtype: torch.dtype, strided: bool
+) -> None:
     """Any numbers of tokens, choices and experts, some of nobody, give the same tables."""
     shape = (choices, tokens) if strided else (tokens, choices)
     experts_of = torch.randint(-1, experts, shape, dtype=dtype, device=DEVICE)

@@ -11,10 +11,12 @@ from drawloom.kernels.qk_norm_rope import qk_norm_rope_eager
 from drawloom.kernels.rope_frequencies import rope_angles
 from drawloom.kernels.triton.qk_norm_rope import qk_norm_rope_triton
 from support.kernels import DEVICE, assert_all_close, drawn, dtypes, exact, few, layouts
+from support.seeding import seeds
 
 
 @few
 @given(
+    seeds,
     st.tuples(st.integers(0, 2), st.integers(0, 4)),
     st.tuples(st.integers(1, 5), st.integers(1, 3)),
     st.integers(1, 9),
@@ -23,7 +25,13 @@ from support.kernels import DEVICE, assert_all_close, drawn, dtypes, exact, few,
     layouts,
 )
 def test_equals_eager(
-    tokens: tuple[int, int], heads: tuple[int, int], pairs: int, dtype: torch.dtype, layout: str, of_grad: str
+    _seed: object,
+    tokens: tuple[int, int],
+    heads: tuple[int, int],
+    pairs: int,
+    dtype: torch.dtype,
+    layout: str,
+    of_grad: str,
 ) -> None:
     """Any shape and strides, with other heads for keys than for queries, give results and gradients of float64."""
     inputs: Any = [drawn(layout, *tokens, count, 2 * pairs, dtype=dtype) for count in heads]

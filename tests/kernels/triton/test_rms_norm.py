@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_triton
 from support.kernels import DEVICE, assert_all_close, assert_close, drawn, dtypes, exact, few, layouts
+from support.seeding import seeds
 
 shapes = st.lists(st.integers(0, 9), max_size=2).flatmap(
     lambda most: st.integers(1, 70).map(lambda width: (*most, width))
@@ -15,9 +16,15 @@ shapes = st.lists(st.integers(0, 9), max_size=2).flatmap(
 
 
 @few
-@given(shapes, dtypes, dtypes, layouts, layouts, st.booleans())
+@given(seeds, shapes, dtypes, dtypes, layouts, layouts, st.booleans())
 def test_equals_eager(
-    shape: tuple[int, ...], dtype: torch.dtype, of_weight: torch.dtype, layout: str, of_grad: str, zero_centred: bool
+    _seed: object,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    of_weight: torch.dtype,
+    layout: str,
+    of_grad: str,
+    zero_centred: bool,
 ) -> None:
     """Any shape, zero rows included, any strides and dtypes give result and gradients of float64, rounded."""
     x, weight = drawn(layout, *shape, dtype=dtype), drawn("contiguous", shape[-1], dtype=of_weight)
@@ -33,8 +40,10 @@ def test_equals_eager(
 
 
 @few
-@given(shapes, dtypes, layouts, layouts)
-def test_adds_what_comes_before(shape: tuple[int, ...], dtype: torch.dtype, layout: str, of_residual: str) -> None:
+@given(seeds, shapes, dtypes, layouts, layouts)
+def test_adds_what_comes_before(
+    _seed: object, shape: tuple[int, ...], dtype: torch.dtype, layout: str, of_residual: str
+) -> None:
     """The fused sum is bitwise the sum, its norm bitwise the norm of the sum, and the gradient bitwise both added."""
     x, residual = drawn(layout, *shape, dtype=dtype), drawn(of_residual, *shape, dtype=dtype)
     weight, grads = drawn("contiguous", shape[-1]), [drawn("contiguous", *shape, dtype=dtype).detach() for _ in "ab"]

@@ -10,6 +10,7 @@ from drawloom.kernels.rope import rope_eager
 from drawloom.kernels.rope_frequencies import rope_angles
 from drawloom.kernels.triton.rope import rope_triton
 from support.kernels import DEVICE, assert_close, drawn, dtypes, exact, few, layouts
+from support.seeding import seeds
 
 shapes = st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(1, 5))
 channels = st.integers(1, 9).flatmap(lambda pairs: st.tuples(st.just(pairs), st.integers(0, 5)))
@@ -22,8 +23,9 @@ def angles_of(rows: int, length: int, pairs: int) -> tuple[Tensor, Tensor]:
 
 
 @few
-@given(shapes, channels, dtypes, layouts, layouts, st.booleans())
+@given(seeds, shapes, channels, dtypes, layouts, layouts, st.booleans())
 def test_equals_eager(
+    _seed: object,
     shape: tuple[int, int, int],
     channels: tuple[int, int],
     dtype: torch.dtype,
@@ -46,8 +48,8 @@ def test_equals_eager(
 
 
 @few
-@given(shapes, dtypes, layouts)
-def test_in_place(shape: tuple[int, int, int], dtype: torch.dtype, layout: str) -> None:
+@given(seeds, shapes, dtypes, layouts)
+def test_in_place(_seed: object, shape: tuple[int, int, int], dtype: torch.dtype, layout: str) -> None:
     """In place, the tensor itself changes to the same bits, and its gradient is the same."""
     x, (cos, sin) = drawn(layout, *shape, 10, dtype=dtype), angles_of(*shape[:2], 3)
     expected = rope_triton(x, cos, sin)

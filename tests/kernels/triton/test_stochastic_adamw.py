@@ -12,6 +12,7 @@ from torch import Tensor
 from drawloom.kernels.stochastic_adamw import StochasticAdamwEager, Trained, numbers_of
 from drawloom.kernels.triton.stochastic_adamw import PART, StochasticAdamwTriton
 from support.kernels import BOUNDARIES, DEVICE, few
+from support.seeding import seeds
 
 WIDE, NARROW = torch.float32, torch.bfloat16
 kinds = st.tuples(st.integers(0, 1500), st.sampled_from([WIDE, NARROW]), st.sampled_from([WIDE, NARROW]))
@@ -47,8 +48,10 @@ def step_both(ours: list[Trained], theirs: list[Trained], gradients: list[list[T
 
 
 @few
-@given(st.lists(kinds, min_size=1, max_size=4), st.sampled_from([WIDE, NARROW]))
-def test_same_bits(shapes: list[tuple[int, torch.dtype, torch.dtype]], of_gradients: torch.dtype) -> None:
+@given(seeds, st.lists(kinds, min_size=1, max_size=4), st.sampled_from([WIDE, NARROW]))
+def test_same_bits(
+    _seed: object, shapes: list[tuple[int, torch.dtype, torch.dtype]], of_gradients: torch.dtype
+) -> None:
     """Weights of all sizes and dtypes, empty ones too, with gradients of either dtype, change as the eager twin's."""
     ours, theirs = twins(shapes)
     gradients = [[torch.randn(t.weight.shape).to(DEVICE, of_gradients) for t in ours] for _ in range(2)]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
 from drawloom.kernels.triton.swiglu import swiglu_halves_triton, swiglu_triton
 from support.kernels import DEVICE, assert_all_close, assert_close, drawn, dtypes, exact, few, layouts
+from support.seeding import seeds
 
 shapes = st.lists(st.integers(0, 6), max_size=2).flatmap(
     lambda most: st.integers(0, 60).map(lambda last: (*most, last))
@@ -15,8 +16,10 @@ shapes = st.lists(st.integers(0, 6), max_size=2).flatmap(
 
 
 @few
-@given(shapes, dtypes, layouts, layouts, layouts)
-def test_equals_eager(shape: tuple[int, ...], dtype: torch.dtype, of_gate: str, of_up: str, of_grad: str) -> None:
+@given(seeds, shapes, dtypes, layouts, layouts, layouts)
+def test_equals_eager(
+    _seed: object, shape: tuple[int, ...], dtype: torch.dtype, of_gate: str, of_up: str, of_grad: str
+) -> None:
     """Any shape and strides, zero rows included, give result and gradients of float64, rounded."""
     gate, up = drawn(of_gate, *shape, dtype=dtype, scale=3), drawn(of_up, *shape, dtype=dtype)
     grad, wide = drawn(of_grad, *shape, dtype=dtype).detach(), exact(gate, up)
@@ -28,8 +31,10 @@ def test_equals_eager(shape: tuple[int, ...], dtype: torch.dtype, of_gate: str, 
 
 
 @few
-@given(shapes, dtypes, dtypes, layouts)
-def test_scales_vectors(shape: tuple[int, ...], dtype: torch.dtype, of_scale: torch.dtype, layout: str) -> None:
+@given(seeds, shapes, dtypes, dtypes, layouts)
+def test_scales_vectors(
+    _seed: object, shape: tuple[int, ...], dtype: torch.dtype, of_scale: torch.dtype, layout: str
+) -> None:
     """A factor for each vector is in the result, in the gradients, and gets one itself."""
     gate, up = drawn(layout, *shape, dtype=dtype), drawn("contiguous", *shape, dtype=dtype)
     scale, grad = drawn("contiguous", *shape[:-1], dtype=of_scale), drawn("contiguous", *shape, dtype=dtype).detach()
@@ -42,8 +47,10 @@ def test_scales_vectors(shape: tuple[int, ...], dtype: torch.dtype, of_scale: to
 
 
 @few
-@given(shapes, dtypes, layouts, st.booleans())
-def test_halves_of_one_tensor(shape: tuple[int, ...], dtype: torch.dtype, layout: str, scaled: bool) -> None:
+@given(seeds, shapes, dtypes, layouts, st.booleans())
+def test_halves_of_one_tensor(
+    _seed: object, shape: tuple[int, ...], dtype: torch.dtype, layout: str, scaled: bool
+) -> None:
     """Gate and up beside each other give what they give as two tensors."""
     both = drawn(layout, *shape[:-1], 2 * shape[-1], dtype=dtype)
     inputs = (both, drawn("contiguous", *shape[:-1])) if scaled else (both,)

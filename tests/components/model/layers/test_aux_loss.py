@@ -5,10 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.model.layers.aux_loss import inject_aux_loss_grad
+from support.seeding import seeds
 
 
-@given(st.integers(0, 3), st.integers(0, 7), st.integers(1, 6), st.data())
-def test_gradient_is_that_of_the_loss(rows: int, length: int, experts: int, data: st.DataObject) -> None:
+@given(seeds, st.integers(0, 3), st.integers(0, 7), st.integers(1, 6), st.data())
+def test_gradient_is_that_of_the_loss(_seed: object, rows: int, length: int, experts: int, data: st.DataObject) -> None:
     """Probabilities pass, and back comes what autograd finds of the formula, added to what came from behind."""
     choices = data.draw(st.integers(1, experts))
     probabilities = torch.randn(rows, length, experts, dtype=torch.float64).softmax(-1).requires_grad_()

@@ -151,7 +151,7 @@ STRETCHES = [
 def test_stretched_positions_go_to_transformers_and_back(tmp_path: Path, rope: RopeScaling) -> None:
     """How positions are stretched is read again from what we write, and from what transformers saves of that."""
     for make, family, kind in ((dense, DENSE, transformers.Qwen3Config), (sparse, MOE, transformers.Qwen3MoeConfig)):
-        model = make(rope_scaling=rope, rope_base=500.0, max_positions=32)
+        model = make(rope_scaling=rope, rope_theta=500.0, max_position_embeddings=32)
         (tmp_path / "config.json").write_text(json.dumps(model.hugging_face_config()))
         assert read_config(family, tmp_path) == model.architecture
         kind.from_pretrained(tmp_path).save_pretrained(tmp_path / "theirs")

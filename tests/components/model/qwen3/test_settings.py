@@ -280,7 +280,7 @@ def test_balance_may_stand_beside_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(other.hugging_face_config()))
     assert Qwen3Moe(kernels=cpu_kernels(), config=tmp_path).architecture == other.architecture
     found: Any = Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, router_aux_loss_coef=0.0).architecture
-    assert (found.router_aux_loss_coef, attrs.evolve(found, balance=0.5)) == (0.0, other.architecture)
+    assert (found.router_aux_loss_coef, attrs.evolve(found, router_aux_loss_coef=0.5)) == (0.0, other.architecture)
     assert [key for key, _, _ in faults_of_experts(config=tmp_path, router_aux_loss_coef=0.0, num_experts=5)] == [
         "num_experts"
     ]

@@ -21,7 +21,7 @@ def test_each_stage_wants_a_layer() -> None:
     words = ("mesh.pipeline=2", "schedule.use=pipeline.schedules.interleaved_1f1b", "schedule.stages_per_rank=4")
     (found,) = problems(*words)
     assert (found.node, found.text) == ("mesh", "4 layers can't be split over 2 ranks with 4 stages on each")
-    assert found.hint == "write pipeline = 1 or less, or write layers = 8 or more in [model]"
+    assert found.hint == "write pipeline = 1 or less, or write num_hidden_layers = 8 or more in [model]"
     assert problems(*words, "model.num_hidden_layers=8") == problems(*words, "mesh.pipeline=1") == []
 
 
