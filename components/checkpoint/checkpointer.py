@@ -1,8 +1,9 @@
-"""Checkpoints in the run folder: saved by all ranks together, restored by all from the same step."""
+"""The checkpointer: snapshot, stage, write in the background, commit, remove what has expired; and restore."""
 
 import logging
-from collections.abc import Callable
-from concurrent.futures import wait
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -11,15 +12,14 @@ import attrs
 import torch
 
 from drawloom.components.checkpoint import commit
-from drawloom.components.checkpoint.io_errors import SaveIOError
-from drawloom.components.checkpoint.manifest import CorruptCheckpoint
-from drawloom.components.checkpoint.reader import FOLDER, committed, none_whole, step_of
-from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, names_of, read_states
-from drawloom.components.checkpoint.retention import Retention, RetentionPolicy, Values
-from drawloom.components.checkpoint.snapshot import CommitProtocol, PendingSave, ShardPlan, Snapshot
-from drawloom.components.checkpoint.space import check_space
+from drawloom.components.checkpoint.io_errors import check_space, described
+from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, step_of
+from drawloom.components.checkpoint.reader import none_whole
+from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, read_states
+from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
+from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, names_of
 from drawloom.components.checkpoint.threads import run_now, submit
-from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
+from drawloom.components.distributed.rank_errors import Agreed, run_on_all, run_on_rank0
 from drawloom.components.ports.cadence import Cadence, a_cadence, due
 from drawloom.components.ports.distributed import Group, Mesh, Processes
 from drawloom.components.ports.run import Durable, Event, Events, RunFolder, Stateful, Step
@@ -32,13 +32,23 @@ CLOSE_TIMEOUT = 20.0  # seconds that a run which ends by an error waits for a ch
 log = logging.getLogger("drawloom.checkpoint")
 
 
+@attrs.define
+class Writing:
+    """A save in the background: of which step, its bytes on all ranks, and whether the state may change already."""
+
+    step: int
+    bytes: int
+    done: Future[None]
+    staged: bool
+
+
 @component(reads=("weights", "loss?", "validation_loss?"), change="free")
 class Checkpointer:
     """
-    Saves every stateful node after some steps and after the last, and brings back the newest whole state.
+    Saves every stateful node after some steps and after the last, and restores the newest valid checkpoint.
 
-    With `staging` a copy is written while training goes on; without it training waits for the disk. Where the disk
-    fails, training goes on from what is committed.
+    With `staging` a copy is written while training continues; without it training waits for the disk. After an I/O
+    error training continues, and the next save is tried.
     """
 
     folder: RunFolder
@@ -50,26 +60,28 @@ class Checkpointer:
     staging: Stager | None = None
     events: Events | None = None
     every: Cadence = setting(default="last", check=a_cadence, doc="steps between checkpoints; the last is always saved")
-    keep: int = setting(default=3, check=at_least(1), doc="checkpoints that stay, the newest ones")
-    keep_every: int | None = setting(default=None, check=at_least(1), doc="steps whose multiples stay for ever")
-    best: str | None = setting(default=None, doc="number by which the best stays too, such as validation_loss")
+    keep: int = setting(default=3, check=at_least(1), doc="how many checkpoints are kept, the newest ones")
+    keep_every: int | None = setting(
+        default=None, check=at_least(1), doc="checkpoints of steps that are multiples of this never expire"
+    )
+    best: str | None = setting(
+        default=None, doc="number by which the best checkpoint is kept too, such as validation_loss"
+    )
     best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="which value of that number is best")
     failures: int = setting(default=3, check=at_least(1), doc="saves that may fail in a row before the run stops")
 
-    _begun: int = attrs.field(init=False, default=0)
-    _failed: int = attrs.field(init=False, default=0)
-    _trouble: str = attrs.field(init=False, default="")
-    _skipped: int = attrs.field(init=False, default=0)
-    _writing: PendingSave | None = attrs.field(init=False, default=None)
+    _saved: int = attrs.field(init=False, default=0)  # the step of the newest save that has not failed
+    _failed: int = attrs.field(init=False, default=0)  # how many saves failed in a row
+    _writing: Writing | None = attrs.field(init=False, default=None)
     _group: Group | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Make the folder of checkpoints, and sweep out what a dead run left."""
+        """Create the folder of checkpoints, and sweep what a killed run left."""
         run_on_rank0(self.mesh.world, lambda: commit.prepare(self._checkpoints))
         self._group = self.processes.control_group("checkpoint")
 
     def close(self) -> None:
-        """Wait a little for what is being written, and give the memory of copies back."""
+        """Wait for the save in the background, but not for ever, and free the memory of copies."""
         if self._writing is not None:
             wait([self._writing.done], CLOSE_TIMEOUT)
             self._writing = None
@@ -77,23 +89,29 @@ class Checkpointer:
             self.staging.close()
 
     def run_phase(self, step: Step) -> None:
-        """Save, if it is time to; after the last step always, and then wait for the disk too."""
+        """Save after the steps of the cadence in the background, and after the last one before this returns."""
         if self._writing is not None and self._is_done(self._writing):
-            self._finish_writing()
+            self._finish()
         if step.last:
             self.save(step)
         elif due(self.every, step):
-            self._told(step, self._begin)
-        self._tell_trouble()
+            with self._saving(step):
+                self._start(step)
+                if not self._in_background:
+                    self._finish()
 
     def save(self, step: Step) -> None:
         """
-        Commit the state after a step, unless that is done. All ranks call this.
+        Commit the state after a step before this returns, unless it is committed. All ranks call this.
 
-        Raises UserError on every rank if any of them fails; what was committed before is untouched.
+        Raises UserError on every rank if it fails on any; what was committed before is untouched.
         """
-        if step.index != self._begun or self._writing is not None:
-            self._told(step, self._begin_and_finish)
+        if step.index == self._saved and self._writing is None:
+            return
+        with self._saving(step):
+            if step.index != self._saved:
+                self._start(step)
+            self._finish(required=True)
 
     def staged(self) -> None:
         """Return when the state may change although it is being saved. All ranks call this."""
@@ -103,145 +121,140 @@ class Checkpointer:
 
     def restore(self) -> int:
         """
-        Load the newest whole checkpoint into every stateful node; its step, 0 if there is none.
+        Load the newest valid checkpoint into every stateful node; its step, 0 if there is none.
 
-        A damaged one is named in a warning, passed over, and left as it is. Raises UserError if all are damaged, or if
-        there is no room for another one.
+        A damaged one is skipped with a warning. Raises UserError if all are damaged, or if there is no room for
+        another checkpoint.
         """
         found = self._find()
         if found is not None:
             self._load(found)
-        self._begun = found.manifest.step if found else 0
+        self._saved = found.manifest.step if found else 0
         self._check_space(found.manifest.bytes if found else 0)
-        return self._begun
+        return self._saved
 
     @property
     def _checkpoints(self) -> Path:
         return self.folder.folder / FOLDER
 
+    @property
+    def _in_background(self) -> bool:
+        return self.staging is not None and self.staging.copies
+
     @cached_property
-    def _rotation(self) -> Retention:
+    def _retention(self) -> Retention:
         return Retention(RetentionPolicy(self.keep, self.keep_every, self.best, self.best_is))
 
     @cached_property
-    def _committer(self) -> CommitProtocol:
+    def _protocol(self) -> commit.CommitProtocol:
         shares = ShardPlan.of(self.states, self.mesh.world)
-        return CommitProtocol(
-            self._group or self.mesh.world, shares, self.recipe, self._make_records_last, self._rotate
-        )
+        return commit.CommitProtocol(self._group or self.mesh.world, shares, self.recipe)
 
-    def _told(self, step: Step, work: Callable[[Step], None]) -> None:
-        """Do something that takes longer than a step may, and tell listeners so."""
-        events = self.events
-        if events is not None:
-            events.emit(Event("saving_started", step))
+    @contextmanager
+    def _saving(self, step: Step) -> Iterator[None]:
+        """Tell listeners that ranks may wait longer for one another than a step takes."""
+        if self.events is not None:
+            self.events.emit(Event("saving_started", step))
         try:
-            work(step)
+            yield
         finally:
-            if events is not None:
-                events.emit(Event("saving_ended", step))
+            if self.events is not None:
+                self.events.emit(Event("saving_ended", step))
 
-    def _begin(self, step: Step) -> None:
-        """Copy the state and begin to write it, when the one before is written."""
-        self._finish_writing()
-        self._tell_trouble()
-        committer, checkpoint = self._committer, self._checkpoints / f"step-{step.index}"
-        taken: list[Snapshot] = []
-        sizes = run_on_all(self.mesh.world, lambda: self._take(step, taken))
-        [snapshot] = taken
-        copied = self.staging is not None and self.staging.copies
-        begin = submit if copied else run_now
-        done = begin("checkpoint", lambda: committer.commit(checkpoint, snapshot))
-        self._writing = PendingSave(step.index, sum(sizes), done, snapshot.staged)
-        self._begun = step.index
-        if not copied:
-            self._finish_writing()
+    def _start(self, step: Step) -> None:
+        """Take and stage a snapshot, and write it; first wait for the save before, so that there is only one copy."""
+        self._finish()
+        shares, checkpoint = self._protocol.shares, self._checkpoints / f"step-{step.index}"
+        snapshot, sizes = run_on_all(
+            self.mesh.world,
+            lambda: shares.take(self.states, step, self.staging),
+            share=lambda taken: taken.bytes,
+        )
+        run = submit if self._in_background else run_now
+        done = run("checkpoint", lambda: self._write(checkpoint, snapshot))
+        self._writing = Writing(step.index, sum(sizes), done, snapshot.staged)
+        self._saved = step.index
 
-    def _take(self, step: Step, taken: list[Snapshot]) -> int:
-        """Copy this rank's share; how many bytes it has."""
-        taken.append(self._committer.shares.take(self.states, step, self.staging))
-        return taken[0].bytes
+    def _write(self, checkpoint: Path, snapshot: Snapshot) -> None:
+        """Write and commit a snapshot, and remove expired checkpoints; in the background, if staging copies."""
+        self._flush_logs()
+        self._protocol.save(checkpoint, snapshot)
+        if self._protocol.group.rank == 0:
+            log.info("saved %s", checkpoint)
+            self._retention.mark_valid(checkpoint, snapshot.values)
+            self._remove_expired(checkpoint)
 
-    def _begin_and_finish(self, step: Step) -> None:
-        if step.index != self._begun:
-            self._begin(step)
-        self._finish_writing()
-        if self._skipped == step.index:
-            self._skipped = 0
-            raise UserError(f"the checkpoint after step {step.index} failed: {self._trouble}")
-
-    def _tell_trouble(self) -> None:
-        """Say that a checkpoint was skipped, in one line, and only once."""
-        if self._skipped:
-            log.warning("checkpoint %d skipped: %s", self._skipped, self._trouble)
-            self._skipped = 0
-
-    def _is_done(self, under_way: PendingSave) -> bool:
-        """Whether it is on all ranks."""
-        waiting = torch.tensor(0 if under_way.done.done() else 1)
-        self.mesh.world.max(waiting)
-        return not waiting.item()
-
-    def _finish_writing(self) -> None:
-        """Wait for what is being written. The run can live with trouble with the disk, for a while."""
-        under_way, self._writing = self._writing, None
-        if under_way is None:
-            return
-        try:
-            under_way.done.result()
-            self._failed = 0
-        except SaveIOError as trouble:
-            self._begun, self._skipped, self._failed = 0, under_way.step, self._failed + 1
-            self._trouble = trouble.told(self._checkpoints, under_way.bytes)
-            if self._failed >= self.failures:
-                raise UserError(
-                    f"{self._failed} checkpoints in a row failed, at last the one after step {under_way.step}: "
-                    f"{self._trouble}; see to the disk, and start the run again: it goes on from what is committed"
-                ) from trouble
-        except UserError as error:
-            raise UserError(f"the checkpoint after step {under_way.step} failed: {error}", error.exit_code) from error
-
-    def _make_records_last(self) -> None:
-        """What is written down of the steps before a checkpoint lasts at least as long as it."""
+    def _flush_logs(self) -> None:
+        """Flush metric logs to disk before committing, so that a checkpoint never outlives its logs."""
         for name, record in self.records.items():
             try:
                 record.flush()
             except OSError as error:
                 log.warning("[%s] is not safe from a power cut: %s", name, error)
 
-    def _rotate(self, saved: Path, values: Values) -> None:
-        """Make room, now that a checkpoint is committed. A failure changes nothing of what is."""
-        log.info("saved %s", saved)
-        self._rotation.mark_valid(saved, values)
+    def _remove_expired(self, saved: Path) -> None:
         try:
-            commit.discard(self._rotation.expired(self._checkpoints, saved))
-        except OSError as error:
-            log.warning("%s could not be tidied: %s", self._checkpoints, error)
+            commit.discard(self._retention.expired(self._checkpoints, saved))
+        except OSError as error:  # the new checkpoint is committed all the same, and the next save tries again
+            log.warning("expired checkpoints in %s could not be removed: %s", self._checkpoints, error)
+
+    def _is_done(self, writing: Writing) -> bool:
+        """Whether a save is done on all ranks."""
+        waiting = torch.tensor(0 if writing.done.done() else 1)
+        self.mesh.world.max(waiting)
+        return not waiting.item()
+
+    def _finish(self, *, required: bool = False) -> None:
+        """
+        Wait for the save in the background, if there is one.
+
+        If an I/O error has failed it, that is one warning, and an error only if the save is `required`, or if
+        `failures` saves in a row have failed.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            writing.done.result()
+            self._failed = 0
+        except UserError as error:
+            if not isinstance(error, Agreed) or error.errno is None:
+                text = f"the checkpoint after step {writing.step} failed: {error}"
+                raise UserError(text, error.exit_code) from error
+            self._saved, self._failed = 0, self._failed + 1
+            why = described(error, self._checkpoints, writing.bytes)
+            if self._failed >= self.failures:
+                raise UserError(
+                    f"{self._failed} checkpoints in a row failed, at last the one after step {writing.step}: {why}; "
+                    "repair the disk or make room, and start the run again: it resumes from the newest checkpoint"
+                ) from error
+            if required:
+                raise UserError(f"the checkpoint after step {writing.step} failed: {why}") from error
+            log.warning("checkpoint %d skipped: %s", writing.step, why)
 
     def _find(self) -> LoadedCheckpoint | None:
-        """The newest checkpoint that is whole on all ranks, read by each as far as it needs it."""
+        """The newest checkpoint that is valid on all ranks; each has read what it needs."""
         world, damaged = self.mesh.world, dict[Path, str]()
         for step in reversed(run_on_rank0(world, lambda: [step_of(path) for path in committed(self._checkpoints)])):
-            checkpoint, found = self._checkpoints / f"step-{step}", list[LoadedCheckpoint]()
-            faults = run_on_all(world, lambda: self._read(checkpoint, found))  # noqa: B023
-            if not any(faults):
-                self._rotation.mark_valid(checkpoint, found[0].manifest.values)
-                return found[0]
+            checkpoint = self._checkpoints / f"step-{step}"
+            found, faults = run_on_all(world, lambda: self._read(checkpoint), share=_fault)  # noqa: B023
+            if isinstance(found, LoadedCheckpoint) and not any(faults):
+                self._retention.mark_valid(checkpoint, found.manifest.values)
+                return found
             damaged[checkpoint] = "; ".join(filter(None, dict.fromkeys(faults)))
-            self._rotation.mark_invalid(checkpoint)
-            log.warning("%s is damaged and passed over: %s", checkpoint, damaged[checkpoint])
+            self._retention.mark_invalid(checkpoint)
+            log.warning("%s is damaged and skipped: %s", checkpoint, damaged[checkpoint])
         if damaged:
             raise none_whole(self._checkpoints, damaged)
         return None
 
-    def _read(self, checkpoint: Path, found: list[LoadedCheckpoint]) -> str:
-        """Read what this rank needs; what is wrong with it, if anything is."""
+    def _read(self, checkpoint: Path) -> LoadedCheckpoint | CorruptCheckpoint:
+        """What this rank needs of a checkpoint, or what is wrong with it."""
         world = self.mesh.world
         try:
-            found.append(read_states(checkpoint, self.states, world.rank, world.size))
+            return read_states(checkpoint, self.states, world.rank, world.size)
         except CorruptCheckpoint as error:
-            return str(error)
-        return ""
+            return error
 
     def _load(self, found: LoadedCheckpoint) -> None:
         world = self.mesh.world
@@ -255,11 +268,15 @@ class Checkpointer:
         try:
             return {change.node for change in self.recipe.changes((checkpoint / LOCK).read_text("utf-8"))}
         except (RecipeError, ValueError):
-            return set()  # then the nodes must be the same
+            return set()  # an older recipe that this version can't read; then the nodes must be the same
 
     def _check_space(self, last: int) -> None:
-        """`last` is how many bytes the newest checkpoint has."""
-        now = self._committer.shares.take(self.states, Step(0, 0))
+        """`last` is the size of the newest checkpoint in bytes, 0 if there is none."""
+        now = self._protocol.shares.take(self.states, Step(0, 0))
         fresh = any(names_of(node) and not node.state_dict() for node in self.states.values())
         likely = now.bytes * (3 if fresh else 1)  # an optimizer that has not stepped will have two moments, most likely
         check_space(self.mesh.world, self._checkpoints, now.bytes, max(likely, last // self.mesh.world.size))
+
+
+def _fault(found: LoadedCheckpoint | CorruptCheckpoint) -> str:
+    return str(found) if isinstance(found, CorruptCheckpoint) else ""

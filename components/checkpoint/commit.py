@@ -1,66 +1,118 @@
 """
-A checkpoint on its way to the disk: written aside, renamed when it is whole.
+How a checkpoint gets onto the disk: written under a temporary name, and renamed when all ranks have written.
 
-After every step of it a crash, or a power cut, leaves either what was committed before or that and the new one: files
-are on the disk before the manifest that names them, all names before the rename, the rename before older ones go.
+After every system call a crash, or a power cut, leaves either what was committed before, or that and the new
+checkpoint: files are flushed before the manifest that lists them, everything before the rename, and the rename before
+expired checkpoints are removed.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
 from torch import Tensor
 
-from drawloom.components.checkpoint.manifest import MANIFEST, Manifest
+from drawloom.components.checkpoint.manifest import MANIFEST, Manifest, step_of
+from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.checkpoint.threads import map_parallel
-from drawloom.components.storage import durable_files
-from drawloom.components.storage.durable_files import Content
-from drawloom.components.storage.safetensors.header import layout
-from drawloom.components.storage.tensor_bytes import bytes_of
-from drawloom.components.storage.tensor_source import TensorSpec
+from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
+from drawloom.components.ports.distributed import Group
+from drawloom.components.storage import atomic_write, durable_files
+from drawloom.components.storage.safetensors.writer import write_tensors
+from drawloom.components.storage.sha256_stream import Content
+from drawloom.graph import ResolvedRecipe, UserError
+from drawloom.graph.recipe.lockfile import LOCK
 
-ASIDE = ".tmp-"
-TRASH = ".trash-"
-KEPT = ".damaged-"
+ASIDE = ".tmp-"  # being written
+TRASH = ".trash-"  # being removed
+KEPT = ".damaged-"  # kept for inspection
 
 SHARD = 2**28  # bytes of tensors in a file
-WRITERS = 2  # files that are written at a time: what keeps a disk busy while digests are computed
+WRITERS = 2  # files written at a time: enough to keep a disk busy while hashes are computed
+
+
+@attrs.frozen
+class CommitProtocol:
+    """
+    Writes checkpoints, all ranks together: each its part, then rank 0 the recipe and the manifest.
+
+    Every rank calls `save` for the same checkpoints in the same order. It may run in a thread beside training, so
+    nothing else uses `group`.
+    """
+
+    group: Group
+    shares: ShardPlan
+    recipe: ResolvedRecipe
+
+    def save(self, checkpoint: Path, snapshot: Snapshot) -> None:
+        """
+        Write and commit a checkpoint.
+
+        Raises Agreed on every rank if an I/O error occurs on any; what was committed before is untouched.
+        """
+        aside = checkpoint.with_name(ASIDE + checkpoint.name)
+        rank = self.group.rank
+        try:
+            run_on_rank0(self.group, lambda: begin(aside))
+            _, written = run_on_all(
+                self.group, lambda: write_rank(aside, rank, snapshot.tree, snapshot.ready()), share=_as_json
+            )
+            run_on_rank0(self.group, lambda: self._commit(aside, checkpoint, snapshot, written))
+        except UserError:
+            if rank == 0:
+                with suppress(OSError):  # the next save, or the next start, sweeps what is left
+                    durable_files.remove_folder(aside)
+            raise
+
+    def _commit(self, aside: Path, checkpoint: Path, snapshot: Snapshot, written: list[dict[str, Any]]) -> None:
+        files = {name: Content(**content) for by_name in written for name, content in by_name.items()}
+        files[LOCK] = durable_files.write_file(aside / LOCK, self.recipe.text.encode())
+        manifest = Manifest(
+            step=step_of(checkpoint),
+            recipe=self.recipe.hash,
+            world_size=self.group.size,
+            replicated=self.shares.replicated,
+            local=self.shares.local,
+            spread=list(self.shares.sharded),
+            values=snapshot.values,
+            files=files,
+        )
+        commit(aside, checkpoint, manifest)
 
 
 def prepare(checkpoints: Path) -> None:
-    """Make the folder of checkpoints last, and sweep out what a dead run left half written or half removed."""
-    durable_files.make_folder(checkpoints)
-    durable_files.sync_folder(checkpoints.parent)
+    """Create the folder of checkpoints, and sweep what a killed run was writing or removing."""
+    checkpoints.mkdir(exist_ok=True)
+    durable_files.sync(checkpoints.parent)
     _sweep(checkpoints)
 
 
-def begin(checkpoint: Path) -> Path:
-    """An empty folder in which a checkpoint is written. What failed saves and rotations left is swept out."""
-    _sweep(checkpoint.parent)
-    aside = checkpoint.with_name(ASIDE + checkpoint.name)
-    durable_files.make_folder(aside)
-    return aside
+def begin(aside: Path) -> None:
+    """An empty folder in which a checkpoint is written. What failed saves and removals left is swept."""
+    _sweep(aside.parent)
+    aside.mkdir(exist_ok=True)
 
 
 def write_rank(aside: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, Content]:
     """
-    Write the states of a rank, tensor by tensor; file name to content.
+    Write the part of a rank; file name to content.
 
-    No tensor changes meanwhile. There is no second copy of them, but for those that are not dense or not on the CPU,
-    one at a time in each of the files that are written side by side.
+    No tensor may change meanwhile. A tensor is copied only if it is not contiguous or not on the CPU, one at a time in
+    each of the files that are written at a time.
     """
-    tree_name = tree_file(rank)
-    contents = {tree_name: durable_files.write_file(aside / tree_name, json.dumps(tree, allow_nan=False).encode())}
-    shards = split(tensors)
-    names = [tensors_file(rank, number) for number in range(len(shards))]
-    works = [partial(_write_shard, aside / name, shard) for name, shard in zip(names, shards, strict=True)]
-    return contents | dict(zip(names, map_parallel("writer", works, WRITERS), strict=True))
+    name = tree_file(rank)
+    contents = {name: durable_files.write_file(aside / name, json.dumps(tree, allow_nan=False).encode())}
+    shards = {tensors_file(rank, number): shard for number, shard in enumerate(split(tensors))}
+    works = [partial(write_tensors, aside / name, shard) for name, shard in shards.items()]
+    return contents | dict(zip(shards, map_parallel("writer", works, WRITERS), strict=True))
 
 
 def tree_file(rank: int) -> str:
-    """The name of the file that says where each tensor of a rank belongs."""
+    """The name of the file with a rank's tree."""
     return f"rank-{rank}.json"
 
 
@@ -70,7 +122,7 @@ def tensors_file(rank: int, number: int = 0) -> str:
 
 
 def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Tensors in files of about the same size, so that they are written and read side by side; at least one file."""
+    """Tensors in files of about the same size, so that they are written and read in parallel; at least one file."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -82,37 +134,26 @@ def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     return shards
 
 
-def commit(checkpoint: Path, manifest: Manifest) -> None:
-    """Turn what was written aside into the checkpoint. A damaged one in its place is kept under another name."""
-    aside = checkpoint.with_name(ASIDE + checkpoint.name)
+def commit(aside: Path, checkpoint: Path, manifest: Manifest) -> None:
+    """Write the manifest and rename the folder. A damaged checkpoint of the same step is kept under another name."""
     durable_files.write_file(aside / MANIFEST, manifest.write())
-    durable_files.sync_folder(aside)
+    durable_files.sync(aside)
     if checkpoint.exists():
-        durable_files.rename(checkpoint, _free_name(checkpoint))
-    durable_files.rename(aside, checkpoint)
-    durable_files.sync_folder(checkpoint.parent)
+        atomic_write.rename(checkpoint, _free_name(checkpoint))
+    atomic_write.rename(aside, checkpoint)
 
 
 def discard(checkpoints: Iterable[Path]) -> None:
-    """Remove checkpoints; a crash leaves of each all or nothing under its name."""
+    """Remove checkpoints; after a crash each is whole or gone."""
     for checkpoint in checkpoints:
         trash = checkpoint.with_name(TRASH + checkpoint.name)
         durable_files.remove_folder(trash)
-        durable_files.rename(checkpoint, trash)
-        durable_files.sync_folder(checkpoint.parent)
+        atomic_write.rename(checkpoint, trash)
         durable_files.remove_folder(trash)
 
 
-def _write_shard(path: Path, tensors: Mapping[str, Tensor]) -> Content:
-    return durable_files.write_parts(path, safetensors(tensors))
-
-
-def safetensors(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """The bytes of a safetensors file, part by part."""
-    head, entries = layout({name: TensorSpec(tuple(each.shape), each.dtype) for name, each in tensors.items()})
-    yield memoryview(head)
-    for name in entries:
-        yield bytes_of(tensors[name])
+def _as_json(contents: Mapping[str, Content]) -> dict[str, Any]:
+    return {name: attrs.asdict(content) for name, content in contents.items()}
 
 
 def _sweep(checkpoints: Path) -> None:

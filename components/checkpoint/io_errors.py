@@ -1,73 +1,59 @@
-"""What the disk can do to a checkpoint, told in one line; the run can live with it for a while."""
+"""The disk under the checkpoints: whether it has room for them, and I/O errors during a save as one log line."""
 
 import errno
-from collections.abc import Callable
+import logging
 from pathlib import Path
-from typing import Any
 
-import attrs
-
-from drawloom.components.distributed.rank_errors import run_on_all
+from drawloom.components.distributed.rank_errors import Agreed, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage import durable_files
+from drawloom.graph import UserError
 
 UNITS = ("bytes", "kB", "MB", "GB", "TB")
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-
-@attrs.frozen
-class SaveIOError(Exception):
-    """A system call failed for some rank, and nothing was committed: on which path, and what the system says."""
-
-    where: str
-    reason: str
-    full: bool
-
-    def told(self, checkpoints: Path, need: int) -> str:
-        """In a line; a full disk with what was needed and what is there."""
-        if not self.full:
-            return f"{self.where}{self.reason}"
-        return f"disk full: needs {size(need)}, {_free(checkpoints)} free in {checkpoints} ({self.where}{self.reason})"
+log = logging.getLogger("drawloom.checkpoint")
 
 
-def run_io_on_all(group: Group, work: Callable[[], Any]) -> list[Any]:
+def described(error: Agreed, checkpoints: Path, need: int) -> str:
+    """An I/O error in a line; a full disk with the bytes that were needed and those that are free."""
+    if error.errno not in FULL:
+        return str(error)
+    try:
+        free = size(durable_files.free(checkpoints))
+    except OSError:  # the folder may be gone
+        free = "an unknown number of bytes"
+    return f"disk full: needs {size(need)}, {free} free in {checkpoints} ({error})"
+
+
+def check_space(world: Group, checkpoints: Path, sure: int, likely: int) -> None:
     """
-    What `work` gave on each rank, as JSON carries it, by rank, on every rank.
+    UserError on all ranks if there is no room for one checkpoint, and a warning if there is none for two.
 
-    If the system failed any of them, every rank raises the Trouble of the first.
+    `sure` is how many bytes a checkpoint has on this rank at least, `likely` how many it will have after some steps.
+    It takes room for two, because the last one is removed only after the next one is committed.
     """
-
-    def attempt() -> dict[str, Any]:
-        try:
-            return {"value": work()}
-        except OSError as error:
-            return {"trouble": _trouble(error, f"rank {group.rank}: " if group.size > 1 else "")}
-
-    outcomes = run_on_all(group, attempt)
-    for outcome in outcomes:
-        if "trouble" in outcome:
-            raise SaveIOError(**outcome["trouble"])
-    return [outcome["value"] for outcome in outcomes]
-
-
-def run_io_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
-    """What `work` gave on the main rank, the only one that does it, on every rank."""
-    return run_io_on_all(group, work if group.rank == 0 else lambda: None)[0]
+    totals = [sum(column) for column in zip(*world.gather_json([sure, likely]), strict=True)]
+    run_on_rank0(world, lambda: _check_space(checkpoints, *totals))
 
 
 def size(count: int) -> str:
-    """Bytes for people."""
+    """Bytes for people, in powers of a thousand."""
     power = min((len(str(count)) - 1) // 3, len(UNITS) - 1)
     return f"{count} bytes" if not power else f"{count / 1000**power:.1f} {UNITS[power]}"
 
 
-def _trouble(error: OSError, rank: str) -> dict[str, Any]:
-    path = f"{error.filename}: " if error.filename else ""
-    return {"where": rank + path, "reason": error.strerror or str(error), "full": error.errno in FULL}
-
-
-def _free(folder: Path) -> str:
-    try:
-        return size(durable_files.free(folder))
-    except OSError:
-        return "nobody knows how much"
+def _check_space(checkpoints: Path, sure: int, likely: int) -> None:
+    free = durable_files.free(checkpoints)
+    if free < sure:
+        raise UserError(
+            f"{checkpoints}: a checkpoint needs {size(sure)}, and {size(free)} are free; make room, or set the folder "
+            "of the run to another disk"
+        )
+    if free < 2 * likely:
+        log.warning(
+            "%s: a checkpoint will need about %s, and %s are free; without room for two, saving may fail",
+            checkpoints,
+            size(likely),
+            size(free),
+        )

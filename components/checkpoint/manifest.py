@@ -1,8 +1,12 @@
-"""What a checkpoint says of itself: the last file that is written, and the first that is believed."""
+"""
+The checkpoint manifest: written last, verified first.
 
-import hashlib
+It lists every file of a checkpoint with size and SHA-256, and carries a checksum of its own.
+"""
+
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -12,11 +16,14 @@ from typing import Any
 import attrs
 
 from drawloom.components.checkpoint.threads import map_parallel
-from drawloom.components.storage import durable_files as files
-from drawloom.components.storage.durable_files import Content
-from drawloom.components.storage.strict_json import parse
+from drawloom.components.storage.durable_files import names
+from drawloom.components.storage.regular_file import hash_file, read_file
+from drawloom.components.storage.sha256_stream import Content
+from drawloom.components.storage.strict_json import checksum, parse
 from drawloom.graph import UserError
 
+FOLDER = "checkpoints"
+STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 FORMAT = 2
 MANIFEST = "manifest.json"
 LARGEST = 2**24  # bytes of a manifest
@@ -27,17 +34,17 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class CorruptCheckpoint(Exception):
-    """A checkpoint is not what was committed; the words say which files, and what is wrong with each."""
+    """A checkpoint differs from what was committed; the message names the files, and what is wrong with each."""
 
 
 @attrs.frozen
 class Manifest:
     """
-    The step after which a checkpoint was saved, by which recipe, by how many ranks, and every file of it.
+    The step after which a checkpoint was saved, the hash of its recipe, the number of ranks, and every file.
 
-    `replicated` names the nodes whose state is the same on all ranks and held by rank 0, `local` those of which each
-    rank has its own, and `spread` those whose entries are spread over the ranks. `values` are numbers that the step
-    left behind, such as its loss; None for one that is not finite.
+    `replicated` names the nodes whose state is the same on all ranks and saved by rank 0, `local` those of which each
+    rank saves a state of its own, and `spread` those whose entries are sharded over ranks. `values` are the numbers of
+    the step, such as its loss, by which retention chooses the best; None for one that is not finite.
     """
 
     step: int
@@ -52,19 +59,27 @@ class Manifest:
     def write(self) -> bytes:
         """The text of `manifest.json`."""
         content = {"format": FORMAT, **attrs.asdict(self)}
-        return json.dumps({**content, "digest": _digest(content)}, indent=1).encode() + b"\n"
+        return json.dumps({**content, "digest": checksum(content)}, indent=1).encode() + b"\n"
 
     @property
     def bytes(self) -> int:
-        """How much all files have together."""
+        """The size of all files together."""
         return sum(content.size for content in self.files.values())
+
+
+def committed(checkpoints: Path) -> list[Path]:
+    """The folders of committed checkpoints, oldest step first, valid or not."""
+    return sorted((checkpoints / name for name in names(checkpoints) if STEP.fullmatch(name)), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was saved, from its name."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """
-    The manifest of a checkpoint.
-
-    Raises Damaged if it is not as it was written, UserError if a newer version wrote it.
+    The manifest of a checkpoint. Raises Damaged if it is invalid, UserError if a newer version of drawloom wrote it.
     """
     content = _read(checkpoint)
     version = content.pop("format")
@@ -88,7 +103,7 @@ def verify(checkpoint: Path) -> Manifest:
 
 def faults_of_folder(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
     """Which files are missing, and which are too many."""
-    found, listed = set(files.names(checkpoint)), {*manifest.files, MANIFEST}
+    found, listed = set(names(checkpoint)), {*manifest.files, MANIFEST}
     yield from (f"{name} is missing" for name in sorted(listed - found))
     yield from (f"{name} does not belong there" for name in sorted(found - listed))
 
@@ -98,7 +113,7 @@ def faults_of_files(checkpoint: Path, committed: Mapping[str, Content]) -> Itera
 
     def fault(name: str) -> str:
         try:
-            return difference(name, files.content(checkpoint / name), committed[name])
+            return difference(name, hash_file(checkpoint / name), committed[name])
         except FileNotFoundError:
             return ""  # the folder's faults have it
         except OSError as error:
@@ -114,22 +129,22 @@ def difference(name: str, found: Content, committed: Content) -> str:
     return "" if found == committed else f"{name} has other bytes than were committed"
 
 
-def quick_check(checkpoint: Path) -> bool:
-    """Whether manifest, names and sizes are as they were committed: what can be seen without reading it all."""
+def quick_check(checkpoint: Path) -> Manifest | None:
+    """The manifest, if it and all names and sizes are as committed: what can be checked without reading the files."""
     try:
         manifest = read_manifest(checkpoint)
-        sizes = {name: files.size(checkpoint / name) for name in manifest.files}
+        sizes = {name: os.lstat(checkpoint / name).st_size for name in manifest.files}
     except (CorruptCheckpoint, UserError, OSError):
-        return False
-    return all(sizes[name] == content.size for name, content in manifest.files.items())
+        return None
+    return manifest if all(sizes[name] == content.size for name, content in manifest.files.items()) else None
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:
-    """What the manifest says, if it has its own digest."""
-    if not files.is_folder(checkpoint):
-        raise CorruptCheckpoint("it is a link, or no folder")
+    """The content of the manifest without its checksum, which is verified."""
+    if checkpoint.is_symlink() or not checkpoint.is_dir():
+        raise CorruptCheckpoint("it is a symbolic link, or no folder")
     try:
-        text, _ = files.read_file(checkpoint / MANIFEST, LARGEST)
+        text, _ = read_file(checkpoint / MANIFEST, LARGEST)
         content: dict[str, Any] = parse(text, most=len(text))
         digest = content.pop("digest")
         version = content["format"]
@@ -137,15 +152,15 @@ def _read(checkpoint: Path) -> dict[str, Any]:
         raise CorruptCheckpoint(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CorruptCheckpoint(f"{MANIFEST} can't be read ({type(error).__name__})") from error
-    if digest != _digest(content):
-        raise CorruptCheckpoint(f"{MANIFEST} does not have its own digest")
+    if digest != checksum(content):
+        raise CorruptCheckpoint(f"{MANIFEST} has a checksum mismatch")
     if type(version) is not int:
         raise CorruptCheckpoint(f"{MANIFEST} has no format that is a number")
     return content
 
 
 def _of_today(content: dict[str, Any], version: int) -> dict[str, Any]:
-    """The same, as the newest version would have written it."""
+    """The content as the newest version would have written it."""
     if version == 1:
         return {**content, "spread": [], "values": {}}
     return content
@@ -157,8 +172,8 @@ def _structure(content: dict[str, Any]) -> Manifest:
     if odd := [name for name, fits in ENTRIES.items() if not fits(content[name])]:
         raise CorruptCheckpoint(f"{MANIFEST} has something else than a manifest has as {odd[0]}")
     listed = {name: Content(**each) for name, each in content.pop("files").items()}
-    if names := [name for name in listed if not NAME.fullmatch(name) or name in (".", "..", MANIFEST)]:
-        raise CorruptCheckpoint(f"{MANIFEST} lists {names[0]!r:.99}, which is no plain file name")
+    if bad := [name for name in listed if not NAME.fullmatch(name) or name in (".", "..", MANIFEST)]:
+        raise CorruptCheckpoint(f"{MANIFEST} lists {bad[0]!r:.99}, which is no plain file name")
     return Manifest(files=listed, **content)
 
 
@@ -198,8 +213,3 @@ ENTRIES: Mapping[str, Callable[[Any], bool]] = {
     "files": _are_files,
     "values": _are_values,
 }
-
-
-def _digest(content: dict[str, Any]) -> str:
-    """Of the content in one fixed way of writing, however the file writes it."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

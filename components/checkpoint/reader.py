@@ -1,7 +1,6 @@
-"""Checkpoints as they are found: the newest that is whole, and what it holds."""
+"""Reads checkpoints: the newest valid one of a run, and the states that it holds."""
 
 import logging
-import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from itertools import count, takewhile
@@ -13,37 +12,38 @@ from torch import Tensor
 
 from drawloom.components.checkpoint.commit import tensors_file, tree_file
 from drawloom.components.checkpoint.manifest import (
+    FOLDER,
     MANIFEST,
     READERS,
     CorruptCheckpoint,
     Manifest,
+    committed,
     difference,
     read_manifest,
     verify,
 )
-from drawloom.components.checkpoint.state_tree import Tree, entries, named, unpack
 from drawloom.components.checkpoint.threads import map_parallel
-from drawloom.components.storage import durable_files
-from drawloom.components.storage.safetensors.header import BadHeader, header_length, parse_header
+from drawloom.components.storage.regular_file import hash_file, read_file, regular_file
+from drawloom.components.storage.safetensors.header import BadHeader
+from drawloom.components.storage.safetensors.reader import read_header, read_tensor
+from drawloom.components.storage.sha256_stream import Content
+from drawloom.components.storage.state_tree import Tree, entries, named, unpack
 from drawloom.components.storage.strict_json import parse
-from drawloom.components.storage.tensor_bytes import empty
 from drawloom.graph import UserError
 
-FOLDER = "checkpoints"
-STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 LARGEST_TREE = 2**28  # bytes
 
 Pick = Callable[[int, str], Collection[str] | bool]
-"""Of a rank's file and a node: the entries of its state that are wanted, or all of them, or none."""
+"""Given the rank that wrote a state and its node: the entries that are wanted, or whether all of them are."""
 
 log = logging.getLogger("drawloom.checkpoint")
 
 
 def newest(run_folder: Path) -> Path | None:
     """
-    The newest checkpoint of a run of which every byte is as it was committed; None if there is no checkpoint at all.
+    The newest checkpoint of a run whose every byte is as committed; None if the run has none.
 
-    A damaged one is named in a warning, passed over, and left as it is. Raises UserError if all are damaged.
+    A damaged one is skipped with a warning. Raises UserError if all are damaged.
     """
     damaged = {}
     for path in reversed(committed(run_folder / FOLDER)):
@@ -54,14 +54,14 @@ def newest(run_folder: Path) -> Path | None:
             if not path.exists():
                 return newest(run_folder)  # the run that owns the folder has just removed it
             damaged[path] = str(error)
-            log.warning("%s is damaged and passed over: %s", path, error)
+            log.warning("%s is damaged and skipped: %s", path, error)
     if damaged:
         raise none_whole(run_folder / FOLDER, damaged)
     return None
 
 
 def none_whole(checkpoints: Path, damaged: Mapping[Path, str]) -> UserError:
-    """What a person is told whose checkpoints are all damaged."""
+    """The error if all checkpoints of a run are damaged, with what is wrong with each."""
     lines = [f"no checkpoint in {checkpoints} is whole:"]
     lines += [f"  {path}: {fault}" for path, fault in damaged.items()]
     return UserError("\n".join([*lines, "put one back from a copy, or remove them all to start afresh"]))
@@ -69,7 +69,7 @@ def none_whole(checkpoints: Path, damaged: Mapping[Path, str]) -> UserError:
 
 def load_node(checkpoint: Path, node: str) -> dict[str, Any]:
     """
-    The saved state of one node, rank 0's if each rank has its own.
+    The saved state of one node; rank 0's, if each rank has its own.
 
     Raises UserError if there is none, or if it is damaged.
     """
@@ -86,20 +86,9 @@ def load_node(checkpoint: Path, node: str) -> dict[str, Any]:
     return state
 
 
-def committed(checkpoints: Path) -> list[Path]:
-    """The folders of steps, oldest first, whole or not."""
-    paths = [checkpoints / name for name in durable_files.names(checkpoints) if STEP.fullmatch(name)]
-    return sorted(paths, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was saved, by its name."""
-    return int(checkpoint.name.removeprefix("step-"))
-
-
 @attrs.define
 class Reader:
-    """Reads what ranks wrote. `verified` are the files that were read to their end, and are as they were committed."""
+    """Reads what ranks wrote. `verified` are the files that were hashed to their end, and are as committed."""
 
     checkpoint: Path
     manifest: Manifest
@@ -107,11 +96,11 @@ class Reader:
     _trees: dict[int, dict[str, Tree]] = attrs.field(init=False, factory=dict)
 
     def tree(self, rank: int) -> dict[str, Tree]:
-        """Node to tree, of all that one rank wrote; Damaged if that is not what was committed."""
+        """The trees that one rank wrote, by node; Damaged if they are not what was committed."""
         if rank not in self._trees:
             name = tree_file(rank)
             try:
-                text, found = durable_files.read_file(self.checkpoint / name, LARGEST_TREE)
+                text, found = read_file(self.checkpoint / name, LARGEST_TREE)
                 self._verify(name, found)
                 self._trees[rank] = entries(parse(text, most=len(text)))
                 for part in self._trees[rank].values():
@@ -124,9 +113,9 @@ class Reader:
 
     def states(self, rank: int, pick: Pick) -> dict[str, dict[str, Any]]:
         """
-        Node to state, of what is picked from all that one rank wrote; Damaged if that is not what was committed.
+        The picked states that one rank wrote, by node; Damaged if they are not what was committed.
 
-        What is read is read to its end, and compared with its digest, before anything is given.
+        Every file that is read is hashed to its end, and verified before any of it is returned.
         """
         tree = self.tree(rank)
         try:
@@ -139,7 +128,7 @@ class Reader:
         return states
 
     def _tensors(self, rank: int, wanted: Collection[str]) -> dict[str, Tensor]:
-        """The wanted tensors of a rank; its files are read side by side, each once and in order."""
+        """The wanted tensors of a rank; its files are read in parallel, each once and from start to end."""
         names = list(takewhile(self.manifest.files.__contains__, map(partial(tensors_file, rank), count())))
         if not names:
             raise CorruptCheckpoint(f"{MANIFEST} does not list {tensors_file(rank)}")
@@ -147,20 +136,22 @@ class Reader:
         return dict(item for tensors in map_parallel("reader", works, READERS) for item in tensors.items())
 
     def _tensors_of(self, name: str, wanted: Collection[str]) -> dict[str, Tensor]:
-        """The wanted tensors of a file; if it has none, it is not read to its end."""
+        """The wanted tensors of a file; if it has none, only its header is read."""
         try:
-            with durable_files.reading(self.checkpoint / name) as file:
-                tensors = _wanted_tensors(file, wanted)
+            with regular_file(self.checkpoint / name, hashed=True) as file:
+                begin, found = read_header(file)
+                in_order = sorted(found.keys() & wanted, key=lambda each: (found[each].start, found[each].end))
+                tensors = {each: read_tensor(file, begin, found[each]) for each in in_order}
                 if tensors:
                     self._verify(name, file.content())
                 return tensors
         except OSError as error:
             raise CorruptCheckpoint(f"{name} can't be read ({error.strerror})") from error
         except BadHeader as error:
-            self._verify(name, durable_files.content(self.checkpoint / name))
+            self._verify(name, hash_file(self.checkpoint / name))  # damage is the likelier reason
             raise CorruptCheckpoint(f"{name} can't be read: {error}") from error
 
-    def _verify(self, name: str, found: durable_files.Content) -> None:
+    def _verify(self, name: str, found: Content) -> None:
         if name not in self.manifest.files:
             raise CorruptCheckpoint(f"{MANIFEST} does not list {name}")
         if fault := difference(name, found, self.manifest.files[name]):
@@ -169,22 +160,7 @@ class Reader:
 
 
 def _picked(tree: Tree, wanted: Collection[str] | bool) -> Tree | None:
-    """The wanted part of a node's tree, None if nothing of it is."""
+    """The wanted part of a node's tree, None if nothing of it is wanted."""
     if isinstance(wanted, bool):
         return tree if wanted else None
     return {"dict": {name: part for name, part in entries(tree).items() if name in wanted}}
-
-
-def _wanted_tensors(file: durable_files.Reading, wanted: Collection[str]) -> dict[str, Tensor]:
-    length = header_length(file.read(min(8, file.size)), file.size)
-    found = parse_header(file.read(length), file.size - 8 - length)
-    tensors: dict[str, Tensor] = {}
-    if not found.keys() & wanted:
-        return tensors
-    for name, entry in sorted(found.items(), key=lambda item: (item[1].start, item[1].end)):
-        if name in wanted:
-            tensors[name], memory = empty(entry.kind)
-            file.fill(memory)
-        else:
-            file.skip(entry.end - entry.start)
-    return tensors

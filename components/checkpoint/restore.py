@@ -1,4 +1,4 @@
-"""A checkpoint into the nodes of a run."""
+"""Restores the nodes of a run from a checkpoint."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,26 +15,17 @@ from drawloom.components.checkpoint.manifest import (
     read_manifest,
 )
 from drawloom.components.checkpoint.reader import Reader
-from drawloom.components.checkpoint.state_tree import entries
+from drawloom.components.checkpoint.snapshot import is_local, names_of
 from drawloom.components.ports.run import Stateful
+from drawloom.components.storage.state_tree import entries
 from drawloom.graph import UserError
 
 log = logging.getLogger("drawloom.checkpoint")
 
 
-def is_local(node: Stateful) -> bool:
-    """Whether each rank has a state of its own."""
-    return bool(getattr(node, "state_is_local", False))
-
-
-def names_of(node: Stateful) -> list[str] | None:
-    """The names whose entries this rank holds, if the entries of the state are spread over ranks; None if not."""
-    return list(node.state_names()) if hasattr(node, "state_names") else None
-
-
 @attrs.frozen
 class LoadedCheckpoint:
-    """What a rank read: its states by node, and of nodes that are spread the names of all entries that there are."""
+    """What a rank has read: the states of its nodes, and of sharded nodes the names of all entries that were saved."""
 
     checkpoint: Path
     manifest: Manifest
@@ -44,9 +35,9 @@ class LoadedCheckpoint:
 
 def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int, size: int) -> LoadedCheckpoint:
     """
-    Read what a rank needs, and verify its share of the files that it does not need.
+    Read what a rank needs, and verify its part of the files that it does not need.
 
-    If no rank raises Damaged, every file of the checkpoint is as it was committed.
+    If no rank raises Damaged, every file of the checkpoint is as committed.
     """
     manifest = read_manifest(checkpoint)
     if faults := list(faults_of_folder(checkpoint, manifest)):
@@ -76,8 +67,8 @@ def compare(
     changed: Collection[str],
 ) -> None:
     """
-    UserError if a checkpoint has other nodes than `states`, except for the `changed` ones: the recipe was allowed to
-    add and remove them. And if nodes that are spread have other entries than all ranks together hold, by rank.
+    UserError if a checkpoint has other nodes than `states`, except for the `changed` ones, which the recipe was allowed
+    to add or remove; or if a sharded node has other entries than all ranks together hold (`held`, by rank).
     """
     manifest = found.manifest
     saved = dict.fromkeys([*manifest.replicated, *manifest.spread], False) | dict.fromkeys(manifest.local, True)
@@ -95,7 +86,7 @@ def compare(
 
 
 def load(found: LoadedCheckpoint, states: Mapping[str, Stateful]) -> None:
-    """Load what was read. A rank that had no state of its own keeps the one that it has."""
+    """Load what was read. A node whose state this rank did not save (the world has grown) keeps its fresh state."""
     for name, node in states.items():
         if name in found.states:
             _load(found.checkpoint, name, node, found.states[name])
@@ -107,7 +98,7 @@ def _wanted(node: Stateful) -> Collection[str] | bool:
 
 
 def _ranks(manifest: Manifest, rank: int) -> Iterable[int]:
-    """Whose files a rank has to look into."""
+    """The ranks whose files this rank reads."""
     return range(manifest.world_size) if manifest.spread else sorted({0, rank} & {*range(manifest.world_size)})
 
 
@@ -121,7 +112,7 @@ def _names(reader: Reader) -> dict[str, set[str]]:
 
 
 def _compare_entries(checkpoint: Path, name: str, saved: set[str], here: set[str]) -> None:
-    """An optimizer that has not stepped has no entry at all."""
+    """UserError if they differ, unless nothing was saved: an optimizer that has not stepped has no entries."""
     if not saved or saved == here:
         return
     parts = [("it lacks", here - saved), ("it has, and nothing here has,", saved - here)]

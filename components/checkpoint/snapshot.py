@@ -1,42 +1,32 @@
-"""What one rank saves of a step, and how all ranks make a checkpoint of it."""
+"""A snapshot of the state after a step: what this rank saves of every stateful node."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import attrs
 from torch import Tensor
 
-from drawloom.components.checkpoint import commit as writing
-from drawloom.components.checkpoint.io_errors import SaveIOError, run_io_on_all, run_io_on_rank0
-from drawloom.components.checkpoint.manifest import Manifest
-from drawloom.components.checkpoint.reader import step_of
-from drawloom.components.checkpoint.restore import is_local, names_of
-from drawloom.components.checkpoint.state_tree import Tree, pack
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import Stateful, Step
 from drawloom.components.ports.staging import Stager
-from drawloom.components.storage import durable_files
-from drawloom.components.storage.durable_files import Content
-from drawloom.graph import ResolvedRecipe
-from drawloom.graph.recipe.lockfile import LOCK
+from drawloom.components.storage.state_tree import Tree, pack
 
 
-@attrs.define
-class PendingSave:
-    """A checkpoint on its way: of which step, how many bytes this rank has of it, and whether it may change."""
+def is_local(node: Stateful) -> bool:
+    """Whether each rank has a state of its own."""
+    return bool(getattr(node, "state_is_local", False))
 
-    step: int
-    bytes: int
-    done: Future[None]
-    staged: bool
+
+def names_of(node: Stateful) -> list[str] | None:
+    """The names of the entries that this rank holds, if the state is sharded by entry over ranks; None if not."""
+    return list(node.state_names()) if hasattr(node, "state_names") else None
 
 
 @attrs.frozen
 class Snapshot:
-    """What a rank saves of a step: a tree, the tensors that it names, how many bytes they have, and some numbers."""
+    """What a rank saves of a step: a tree, the tensors that it names, their bytes, and the numbers of the step."""
 
     tree: Tree
     tensors: dict[str, Tensor] | Future[dict[str, Tensor]]
@@ -45,21 +35,21 @@ class Snapshot:
 
     @property
     def staged(self) -> bool:
-        """Whether all are copied."""
+        """Whether the stager has made all copies."""
         return not isinstance(self.tensors, Future)
 
     def ready(self) -> dict[str, Tensor]:
-        """The tensors, when all are copied."""
+        """The tensors, as soon as all copies are made."""
         return self.tensors.result() if isinstance(self.tensors, Future) else self.tensors
 
 
 @attrs.frozen
 class ShardPlan:
     """
-    Which nodes have what kind of state, and what of it this rank writes.
+    Which part of the state this rank saves: of replicated state rank 0 saves all, of local state each rank its own.
 
-    Of state that is the same on all ranks rank 0 writes all; of entries that are spread over ranks each writes those
-    that no rank before it holds.
+    `spread` names the nodes whose entries are sharded, and of each the entries that no lower rank holds: of those that
+    several ranks hold, the lowest saves one copy.
     """
 
     replicated: list[str]
@@ -69,18 +59,17 @@ class ShardPlan:
 
     @classmethod
     def of(cls, states: Mapping[str, Stateful], group: Group) -> "ShardPlan":
-        """Ask the nodes; all ranks call it."""
+        """Compare the nodes of all ranks; all ranks call this."""
         held = {name: names for name, node in states.items() if (names := names_of(node)) is not None}
         local = [name for name, node in states.items() if is_local(node)]
-        everywhere = group.gather_json(held) if group.size > 1 else []
         spread = {name: set(names) for name, names in held.items()}
-        for other in everywhere[: group.rank]:
+        for other in group.gather_json(held)[: group.rank]:
             for name, names in other.items():
                 spread[name] -= set(names)
         return cls([name for name in states if name not in (*local, *held)], local, spread, group.rank)
 
     def take(self, states: Mapping[str, Stateful], step: Step, stager: Stager | None = None) -> Snapshot:
-        """What this rank saves; nothing of it changes afterwards, if the stager copies."""
+        """The part of this rank; a stager copies it, so that the state may change while it is written."""
         mine: dict[str, dict[str, Any]] = {}
         for name, node in states.items():
             if name in self.sharded:
@@ -92,66 +81,8 @@ class ShardPlan:
         return Snapshot(tree, tensors if stager is None else stager.stage(tensors), count, _values(step))
 
 
-@attrs.frozen
-class CommitProtocol:
-    """Makes checkpoints. Every rank calls it, in the same order; `group` is used by nobody else meanwhile."""
-
-    group: Group
-    shares: ShardPlan
-    recipe: ResolvedRecipe
-    before: Callable[[], None]
-    after: Callable[[Path, Mapping[str, float | None]], None]
-
-    def commit(self, checkpoint: Path, snapshot: Snapshot) -> None:
-        """
-        Write, and commit when all have written. `before` is called on the main rank before anything is committed,
-        `after` when it is.
-
-        Raises Trouble on every rank if the system fails any of them; what was committed before is untouched.
-        """
-        aside = Path(run_io_on_rank0(self.group, lambda: str(writing.begin(checkpoint))))
-        try:
-            written = run_io_on_all(self.group, lambda: self._write(aside, snapshot))
-            run_io_on_rank0(self.group, lambda: self._commit(checkpoint, aside, snapshot, written))
-        except SaveIOError:
-            if self.shares.rank == 0:
-                _forget(aside)
-            raise
-        if self.shares.rank == 0:
-            self.after(checkpoint, snapshot.values)
-
-    def _write(self, aside: Path, snapshot: Snapshot) -> dict[str, Any]:
-        """Write this rank's states; file name to content, as JSON carries it."""
-        written = writing.write_rank(aside, self.shares.rank, snapshot.tree, snapshot.ready())
-        return {name: attrs.asdict(content) for name, content in written.items()}
-
-    def _commit(self, checkpoint: Path, aside: Path, snapshot: Snapshot, written: list[dict[str, Any]]) -> None:
-        self.before()
-        contents = {name: Content(**content) for by_name in written for name, content in by_name.items()}
-        contents[LOCK] = durable_files.write_file(aside / LOCK, self.recipe.text.encode())
-        manifest = Manifest(
-            step=step_of(checkpoint),
-            recipe=self.recipe.hash,
-            world_size=self.group.size,
-            replicated=self.shares.replicated,
-            local=self.shares.local,
-            spread=list(self.shares.sharded),
-            values=snapshot.values,
-            files=contents,
-        )
-        writing.commit(checkpoint, manifest)
-
-
-def _forget(aside: Path) -> None:
-    """What is left of it is swept at the next save, or the next start."""
-    try:
-        durable_files.remove_folder(aside)
-    except OSError:
-        return
-
-
 def _values(step: Step) -> dict[str, float | None]:
-    """The numbers that a step left behind; one that was refused has no loss."""
+    """The numbers of a step, None for one that is not finite; a step whose update was skipped has no loss."""
     numbers = {name: value for name, value in step.outputs.items() if type(value) in (int, float)}
     values = {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
     return values | {"loss": None} if step.skip_reason else values

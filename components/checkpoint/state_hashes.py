@@ -1,16 +1,16 @@
-"""A digest of every tensor of the state after each step, to find out where two runs part."""
+"""State hashes: one of every tensor after each step, to find the first step and tensor in which two runs differ."""
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import attrs
 
-from drawloom.components.checkpoint.state_tree import entries, pack
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, Stateful, Step
-from drawloom.components.storage.tensor_bytes import bytes_of
+from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.state_tree import entries, pack
+from drawloom.components.storage.tensor_source import bytes_of
 from drawloom.graph import Every, component
 
 SHORT = 16  # hexadecimal digits of a SHA-256: enough to tell tensors apart
@@ -46,9 +46,7 @@ class StateHashes:
         path = self.folder.folder / "digests" / f"rank-{self.mesh.world.rank}.jsonl"
         path.parent.mkdir(exist_ok=True)
         kept = [line for line in read_lines(path) if json.loads(line)["step"] < step]
-        aside = path.with_suffix(".new")
-        aside.write_text("".join(line + "\n" for line in kept), "utf-8")
-        os.replace(aside, path)
+        replace_file(path, "".join(line + "\n" for line in kept).encode())
         return path
 
 
@@ -60,7 +58,7 @@ def state_hashes(states: dict[str, dict[str, object]]) -> dict[str, str]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Whole lines of a file; none if it is not there."""
+    """The complete lines of a file; none if it is missing."""
     if not path.exists():
         return []
     return [

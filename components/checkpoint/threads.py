@@ -1,4 +1,4 @@
-"""Work in a thread of its own, whose outcome waits until somebody asks."""
+"""Work in threads; results and errors are in futures."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 def submit(name: str, work: Callable[[], T]) -> Future[T]:
-    """Begin; what the work gives or raises is in the future. A thread that hangs keeps no process alive."""
+    """Run work in a daemon thread: one that hangs does not keep the process alive."""
     future: Future[T] = Future()
     threading.Thread(target=_work, args=(future, [work]), name=name, daemon=True).start()
     return future
 
 
 def map_parallel(name: str, works: Sequence[Callable[[], T]], most: int) -> list[T]:
-    """What these give, in order, done by at most so many threads; the first error, when all are over."""
+    """The results of all works, in order, from at most `most` threads; the first error, when all have ended."""
     if len(works) < 2:
         return [work() for work in works]
     shares = [submit(name, partial(_all, works[start::most])) for start in range(min(most, len(works)))]
@@ -27,7 +27,7 @@ def map_parallel(name: str, works: Sequence[Callable[[], T]], most: int) -> list
 
 
 def run_now(name: str, work: Callable[[], T]) -> Future[T]:
-    """The same without a thread: it is done when this returns."""
+    """Run work in this thread; the future is done."""
     future: Future[T] = Future()
     _work(future, [work])
     return future
@@ -38,7 +38,7 @@ def _all(works: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def _work(future: Future[T], works: list[Callable[[], T]]) -> None:
-    """Do what is in the list and forget it, with all that it holds, before anybody is told that it is done."""
+    """Run the one work in the list. It is released, with the memory it holds, before the future is done."""
     try:
         result = works.pop()()
     except BaseException as error:

@@ -4,8 +4,7 @@ import argparse
 from pathlib import Path
 
 from drawloom.components.checkpoint.io_errors import size
-from drawloom.components.checkpoint.manifest import CorruptCheckpoint, verify
-from drawloom.components.checkpoint.reader import FOLDER, committed
+from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, verify
 from drawloom.graph import UserError
 from drawloom.graph.cli.project import Project
 

@@ -8,10 +8,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
+from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.storage.atomic_folder import TempFolder, begin
+from drawloom.components.storage.atomic_write import TempFolder, begin
 from drawloom.components.storage.safetensors.header import CODES, DTYPES
 from drawloom.components.storage.tensor_source import AsType, InMemory, TensorSource, TensorSpec
 from drawloom.components.weights.dtensor_ops import gather, is_sharded
@@ -61,32 +61,31 @@ def write_shares(target: Path, mine: Share, group: Group, max_shard: int, finish
     in its place. UserError on every rank if any fails, if two would write a tensor of one name, or if the target is
     there already; it is untouched then.
     """
-    kinds = run_on_all(group, lambda: _told(mine))
+    _, kinds = run_on_all(group, lambda: _specs_json(mine), share=lambda specs: specs)
     files = plan_files([_kinds(each) for each in kinds], max_shard)  # the same on every rank
-    asides: list[TempFolder] = []
+    temporary, folders = run_on_all(group, lambda: begin(target) if group.rank == 0 else None, share=_path)
     try:
-        folder = Path(run_on_rank0(group, lambda: _begin(target, asides)))
+        folder = Path(folders[0])
         run_on_all(group, lambda: _write(folder, [file for file in files if file.writer == group.rank], mine))
-        run_on_rank0(group, lambda: _commit(asides[0], files, finish))
+        run_on_all(group, lambda: _commit(temporary, files, finish))
     finally:
-        for aside in asides:
-            aside.discard()
+        if temporary is not None:
+            temporary.discard()
 
 
-def _told(mine: Share) -> dict[str, Any]:
-    """What a rank will write, as JSON."""
+def _specs_json(mine: Share) -> dict[str, Any]:
+    """Shape and dtype of each tensor that a rank will write, as JSON."""
     kinds = {name: kind for name, kind in all_kinds(mine.source, mine.mapper).items() if name in mine.writes}
     check_names(kinds)
     return {name: [kind.shape, CODES[kind.dtype]] for name, kind in kinds.items()}
 
 
-def _kinds(told: Mapping[str, Any]) -> dict[str, TensorSpec]:
-    return {name: TensorSpec(tuple(shape), DTYPES[code]) for name, (shape, code) in told.items()}
+def _kinds(specs: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(tuple(shape), DTYPES[code]) for name, (shape, code) in specs.items()}
 
 
-def _begin(target: Path, asides: list[TempFolder]) -> str:
-    asides.append(begin(target))
-    return str(asides[0].folder)
+def _path(temporary: TempFolder | None) -> str:
+    return "" if temporary is None else str(temporary.folder)
 
 
 def _write(folder: Path, files: list[PlannedFile], mine: Share) -> None:
@@ -98,7 +97,9 @@ def _write(folder: Path, files: list[PlannedFile], mine: Share) -> None:
             pass
 
 
-def _commit(aside: TempFolder, files: list[PlannedFile], finish: Finish) -> None:
-    write_index(aside.folder, files)
-    finish(aside.folder, files)
-    aside.commit()
+def _commit(temporary: TempFolder | None, files: list[PlannedFile], finish: Finish) -> None:
+    """On the rank that has the temporary folder: complete it, and rename it to the target."""
+    if temporary is not None:
+        write_index(temporary.folder, files)
+        finish(temporary.folder, files)
+        temporary.commit()

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from drawloom.components.pipeline.program.forward_only import forward_only
 from drawloom.components.pipeline.program.lowering import lower
-from drawloom.components.pipeline.pytree import transform
 from drawloom.components.pipeline.runtime.constraints import misfits
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
@@ -22,6 +21,7 @@ from drawloom.components.ports.model import BatchContext, StageInputs, Stages
 from drawloom.components.ports.pipeline import Loss, Losses, Schedule
 from drawloom.components.ports.pipeline_state import Stack
 from drawloom.components.ports.program import RankProgram, flat
+from drawloom.components.storage.pytree import transform
 from drawloom.graph import Problem, component
 from drawloom.graph.build.node import NodeView
 

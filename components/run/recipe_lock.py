@@ -1,9 +1,9 @@
 """The recipe that a run folder belongs to, and whether another one may go on in it."""
 
 import logging
-import os
 from pathlib import Path
 
+from drawloom.components.storage.atomic_write import replace_file
 from drawloom.graph import RecipeError, ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
 
@@ -18,14 +18,14 @@ def settle_recipe(folder: Path, recipe: ResolvedRecipe) -> None:
     """
     path = folder / LOCK
     if not path.exists():
-        return _replace(path, recipe.text)
+        return replace_file(path, recipe.text.encode())
     changes = _changes(path, recipe)
     if not recipe.accept_changes and any(change.kind != "free" for change in changes):
         raise UserError(_refusal(folder, changes), exit_code=2)
     for change in changes:
         log.info("%s: the recipe changed: %s", folder, change)
     if path.read_bytes() != recipe.text.encode():
-        _replace(path, recipe.text)
+        replace_file(path, recipe.text.encode())
 
 
 def _changes(path: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
@@ -47,18 +47,3 @@ def _refusal(folder: Path, changes: list[RecipeChange]) -> str:
     lines += [f"  {change}" for change in changes]
     lines += ["free changes alone would do; name another run, or go on with --accept-changes"]
     return "\n".join(lines)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that after a crash it is there with all of its old text or all of its new."""
-    aside = path.with_name(f".{path.name}.new")
-    with open(aside, "wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -1,7 +1,6 @@
 """A short text from the finished model, for people to look at."""
 
 import logging
-import os
 from pathlib import Path
 
 from drawloom.components.ports.data import Tokenizer
@@ -9,6 +8,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Randomness, RunFolder
 from drawloom.components.sampling.generate import Sampler
+from drawloom.components.storage.atomic_write import replace_file
 from drawloom.graph import above, at_least, component, setting
 
 log = logging.getLogger("drawloom.run")
@@ -41,7 +41,7 @@ class Sample:
         text = self.prompt + self.tokenizer.decode(list(self._sampler().continued(prompt, self.tokens)))
         if self.mesh.world.rank == 0:
             log.info("a sample:\n%s", text)
-            self._write(text)
+            replace_file(self._target, text.encode())
 
     def _sampler(self) -> Sampler:
         return Sampler(
@@ -57,8 +57,3 @@ class Sample:
     @property
     def _target(self) -> Path:
         return self.folder.folder / "sample.txt"
-
-    def _write(self, text: str) -> None:
-        aside = self._target.with_suffix(".tmp")
-        aside.write_text(text, "utf-8")
-        os.replace(aside, self._target)

@@ -1,5 +1,6 @@
-"""Files from strangers, opened so that what lies in a folder is read, and nothing else is touched or waited for."""
+"""Regular files, opened for reading: links are not followed, and pipes and devices are refused before they block."""
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -8,63 +9,117 @@ from pathlib import Path
 
 import attrs
 
+from drawloom.components.storage.sha256_stream import Content, Sha256Stream
 from drawloom.graph import UserError
 
+CHUNK = 2**22  # bytes that are read or written at a time
 
-@attrs.frozen
+
+@attrs.define(eq=False)
 class RegularFile:
-    """An open file, and what tells it from another of its name: device, number, size and time of the last change."""
+    """
+    An open regular file; `identity` is its device, inode, size and time of modification.
+
+    With a `sha256` stream it is read from start to end, and every byte is hashed, those that are passed over as well:
+    what was used is what was verified, and the disk is read once.
+    """
 
     path: Path
     descriptor: int
     identity: tuple[int, int, int, int]
+    sha256: Sha256Stream | None = None
 
     @property
     def size(self) -> int:
         """Bytes."""
         return self.identity[2]
 
-    def read(self, start: int, length: int) -> bytes:
-        """Bytes from a place on; UserError if the file ends before."""
+    def read(self, offset: int, length: int) -> bytes:
+        """`length` bytes from an offset; OSError if the file ends before. The caller bounds the length."""
         buffer = bytearray(length)
-        self.read_into(memoryview(buffer), start)
+        self.read_into(memoryview(buffer), offset)
         return bytes(buffer)
 
-    def read_into(self, buffer: memoryview, start: int) -> None:
-        """Fill a buffer with the bytes from a place on; UserError if the file ends before."""
-        done = 0
-        while done < len(buffer):
-            count = os.preadv(self.descriptor, [buffer[done:]], start + done)
-            if not count:
-                raise UserError(f"{self.path} ends after {start + done} bytes, while it is read; copy it again")
-            done += count
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer, which must not change until the hash is finished; OSError if the file ends before."""
+        if self.sha256 is not None:
+            self._hash_up_to(offset)
+        while buffer:
+            count = self._read_piece(buffer[:CHUNK], offset)
+            buffer, offset = buffer[count:], offset + count
+
+    def content(self) -> Content:
+        """Size and SHA-256 of the whole file, which is hashed to its end."""
+        if self.sha256 is None:
+            raise ValueError(f"{self.path} was opened without a hash")
+        self._hash_up_to(self.size)
+        return self.sha256.finish()
+
+    def _read_piece(self, piece: memoryview, offset: int) -> int:
+        try:
+            count = os.preadv(self.descriptor, [piece], offset)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        if not count:
+            raise OSError(0, f"it ends after {offset} bytes", str(self.path))
+        if self.sha256 is not None:
+            self.sha256.update(piece[:count])
+        return count
+
+    def _hash_up_to(self, offset: int) -> None:
+        while self.sha256 is not None and self.sha256.size < offset:
+            size = min(CHUNK, offset - self.sha256.size)
+            self._read_piece(memoryview(bytearray(size)), self.sha256.size)
 
 
 @contextmanager
-def open_regular_file(path: Path, remedy: str = "copy the folder again") -> Iterator[RegularFile]:
-    """
-    A file, open to be read.
-
-    UserError, with what to do, for what is not there (its cause is the OSError then), for links, and for all that is
-    no regular file.
-    """
+def regular_file(path: Path, *, hashed: bool = False) -> Iterator[RegularFile]:
+    """A file, open for reading; OSError if it is missing, a link, or no regular file."""
     try:
-        _refuse_others(path, os.lstat(path))
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise UserError(f"{path} can't be read ({error.strerror}); {remedy}") from error
-    except ValueError as error:
-        raise UserError(f"{str(path)!r} can't be read ({error}); write another path") from error
+        _check_kind(path, os.lstat(path))  # before it is opened: opening alone has effects on some devices
+    except ValueError as error:  # a NUL in the name
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    sha256 = Sha256Stream() if hashed else None
     try:
         found = os.fstat(descriptor)
-        _refuse_others(path, found)
-        yield RegularFile(path, descriptor, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+        _check_kind(path, found)  # again: another file may have taken the name meanwhile
+        identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        yield RegularFile(path, descriptor, identity, sha256)
     finally:
+        if sha256 is not None:
+            sha256.finish()
         os.close(descriptor)
 
 
-def _refuse_others(path: Path, found: os.stat_result) -> None:
+@contextmanager
+def open_regular_file(
+    path: Path, remedy: str = "copy the folder again", *, hashed: bool = False
+) -> Iterator[RegularFile]:
+    """A file from somebody else; UserError with the remedy (and the OSError as its cause) if it can't be read."""
+    try:
+        with regular_file(path, hashed=hashed) as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"{path} can't be read ({error.strerror}); {remedy}") from error
+
+
+def read_file(path: Path, limit: int) -> tuple[bytes, Content]:
+    """All bytes of a regular file, and their hash; OSError if it is larger than `limit` bytes."""
+    with regular_file(path, hashed=True) as file:
+        if file.size > limit:
+            raise OSError(0, f"it has {file.size} bytes, and more than {limit} are not read", str(path))
+        return file.read(0, file.size), file.content()
+
+
+def hash_file(path: Path) -> Content:
+    """Size and SHA-256 of a regular file."""
+    with regular_file(path, hashed=True) as file:
+        return file.content()
+
+
+def _check_kind(path: Path, found: os.stat_result) -> None:
     if stat.S_ISLNK(found.st_mode):
-        raise UserError(f"{path} is a symbolic link, which may lead anywhere; copy the folder with `cp -rL`")
+        raise OSError(0, "it is a symbolic link, which may lead anywhere; `cp -rL` copies what it leads to", str(path))
     if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{path} is no regular file, and reading it could wait for ever; put a plain file there")
+        raise OSError(0, "it is no regular file", str(path))

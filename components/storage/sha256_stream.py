@@ -1,52 +1,54 @@
-"""SHA-256 of bytes on their way, computed beside whoever reads or writes them."""
+"""SHA-256 of a stream of bytes, computed in a thread beside the reading or writing of the stream."""
 
 import hashlib
 import queue
 import threading
-from types import TracebackType
 
-LARGE = 2**18  # bytes of a piece for which it is worth while to start a thread
-AHEAD = 4  # pieces that may wait to be digested
+import attrs
+
+LARGE = 2**18  # bytes; hashing a smaller piece takes less time than starting a thread
+AHEAD = 4  # pieces that may wait to be hashed
+
+
+@attrs.frozen
+class Content:
+    """Identifies what a file holds: its size in bytes and its SHA-256 in hexadecimal."""
+
+    size: int
+    sha256: str
 
 
 class Sha256Stream:
     """
-    Takes pieces in order; from the first large one on a thread of its own digests them, while the disk is busy.
+    Hashes pieces in the order in which they come; from the first large one on, a thread does it while the disk is busy.
 
-    A piece must stay as it is until `hex` has been called, or the block has ended.
+    A piece must not change before `finish`, which also ends the thread. `size` counts the bytes taken so far.
     """
 
     def __init__(self) -> None:
+        self.size = 0
         self._hash = hashlib.sha256()
         self._pieces: queue.Queue[memoryview | None] = queue.Queue(AHEAD)
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> "Sha256Stream":
-        return self
-
-    def __exit__(self, _kind: type | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
-        self._finish()
-
     def update(self, piece: memoryview) -> None:
         """Take the next piece."""
+        self.size += len(piece)
         if self._thread is None and len(piece) >= LARGE:
-            self._thread = threading.Thread(target=self._work, name="digest", daemon=True)
+            self._thread = threading.Thread(target=self._work, name="sha256", daemon=True)
             self._thread.start()
         if self._thread is None:
             self._hash.update(piece)
         else:
             self._pieces.put(piece)
 
-    def hex(self) -> str:
-        """The digest of all that was taken."""
-        self._finish()
-        return self._hash.hexdigest()
-
-    def _finish(self) -> None:
+    def finish(self) -> Content:
+        """Size and hash of all pieces."""
         if self._thread is not None:
             self._pieces.put(None)
             self._thread.join()
             self._thread = None
+        return Content(self.size, self._hash.hexdigest())
 
     def _work(self) -> None:
         for piece in iter(self._pieces.get, None):

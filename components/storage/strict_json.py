@@ -1,5 +1,6 @@
-"""JSON from strangers: bounded in what it costs to read, and with one meaning only."""
+"""JSON from files of anybody, read at a bounded cost and without ambiguity; and JSON in one canonical form."""
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,16 @@ def parse(text: bytes, *, most: int, integer: Callable[[str], int] = int) -> Any
         )
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
+
+
+def dumps(value: Any) -> bytes:
+    """A value in the one canonical form: sorted keys, no spaces; ValueError for NaN and infinities."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":"), sort_keys=True).encode()
+
+
+def checksum(value: Any) -> str:
+    """The SHA-256 of the canonical form, however a file formats it."""
+    return hashlib.sha256(dumps(value)).hexdigest()
 
 
 def natural(digits: str) -> int:

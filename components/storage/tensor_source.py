@@ -1,8 +1,8 @@
-"""Where named tensors come from: a folder, memory, or another source in another dtype."""
+"""Sources of named tensors (a folder, memory, another source in another dtype), and tensors as bytes of files."""
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -72,3 +72,26 @@ class AsType:
 
     def _to(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype if dtype.is_floating_point else dtype
+
+
+def empty(kind: TensorSpec) -> tuple[Tensor, memoryview]:
+    """An uninitialised tensor on the CPU, and its bytes."""
+    memory = torch.empty(kind.bytes, dtype=torch.uint8)
+    return from_memory(memory, kind), view(memory)
+
+
+def from_memory(memory: Tensor, kind: TensorSpec) -> Tensor:
+    """uint8 memory as a tensor of this shape and dtype, without a copy."""
+    return memory.view(kind.dtype).view(kind.shape)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's bytes, row by row and little-endian; copied only if it is not on the CPU, or not contiguous."""
+    dense = tensor.detach().cpu().contiguous().resolve_neg().resolve_conj()
+    return view(dense.view(-1).view(torch.uint8))
+
+
+def view(memory: Tensor) -> memoryview:
+    """The bytes of a uint8 tensor on the CPU, to be read and written in place."""
+    array: Any = memory.numpy()
+    return memoryview(array)

@@ -5,6 +5,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from drawloom.components.storage.atomic_write import rename
+
 
 def open_repository(aim: Any, folder: Path) -> Any:
     """
@@ -18,7 +20,7 @@ def open_repository(aim: Any, folder: Path) -> Any:
             shutil.rmtree(left, ignore_errors=True)
         aside = Path(tempfile.mkdtemp(prefix=".aim-", dir=folder))
         aim.Repo.from_path(str(aside), init=True)
-        (aside / ".aim").rename(folder / ".aim")
+        rename(aside / ".aim", folder / ".aim")
         aside.rmdir()
     return aim.Repo.from_path(str(folder))
 

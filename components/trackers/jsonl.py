@@ -12,6 +12,7 @@ import attrs
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, Value
+from drawloom.components.storage.atomic_write import replace_file
 from drawloom.graph import component
 
 FORMAT = 1
@@ -71,7 +72,7 @@ class JsonlTracker:
             os.ftruncate(self._file, len(kept))  # needs no room
         else:
             self.close()
-            _replace(self._path, kept)
+            replace_file(self._path, kept)
             self.open()
 
     def _write(self) -> None:
@@ -100,18 +101,3 @@ def _step_of(line: bytes) -> float:
         return int(row["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Put a file in the place of another, such that a crash leaves the one or the other."""
-    aside = path.with_name(path.name + ".new")
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -1,9 +1,9 @@
 """
-Shared memory of one machine that nobody can leak.
+Shared memory of one machine that can't leak.
 
-A segment has no name in any folder (Linux's memfd): the system frees it with the last process that holds it, however
+A segment has no name in any folder (Linux's memfd): the kernel frees it with the last process that holds it, however
 that process ends. Another process of the same user opens it through /proc. Once sealed it can't change, so that what
-was checked is what is read.
+was validated is what is read.
 """
 
 import fcntl
@@ -19,28 +19,31 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.machine import machine
-from drawloom.components.storage.safetensors.file import tensors_in, writer_into
+from drawloom.components.storage.durable_files import FileWriter
 from drawloom.components.storage.safetensors.header import BadHeader
-from drawloom.components.storage.tensor_bytes import view
-from drawloom.components.storage.tensor_source import InMemory
-from drawloom.components.workspace.tensor_json import Parcel, decode, encode
+from drawloom.components.storage.safetensors.reader import tensors_in
+from drawloom.components.storage.safetensors.writer import writer_into
+from drawloom.components.storage.state_tree import Packed
+from drawloom.components.storage.strict_json import dumps, parse
+from drawloom.components.storage.tensor_source import InMemory, view
+from drawloom.components.workspace.shared_folder import MAX_PARTS
 from drawloom.graph import UserError
 
-TOKEN = 16  # bytes by which a segment is known
+TOKEN = 16  # bytes with which a segment begins, to recognise it
 
 Ticket = dict[str, Any]
-"""Where a parcel is, as JSON: machine, process, its two open files, and the token with which the first begins."""
+"""Where a packed state is, as JSON: machine, process, its two open files, and the token of the first."""
 
 
 @contextmanager
-def shared(parcel: Parcel) -> Iterator[Ticket]:
-    """A parcel in shared memory, until the block ends or this process does; whoever opened it by then keeps it."""
+def shared(packed: Packed) -> Iterator[Ticket]:
+    """A packed state in shared memory until the block or this process ends; a process that has opened it keeps it."""
     token = secrets.token_bytes(TOKEN)
     with _segment() as text, _segment() as tensors:
         with os.fdopen(os.dup(text), "wb") as file:
-            file.write(token + encode(parcel.tree))
-        writer = writer_into(tensors, "shared memory", InMemory(parcel.tensors).kinds())
-        for name, tensor in parcel.tensors.items():
+            file.write(token + dumps(packed.tree))
+        writer = writer_into(FileWriter("shared memory", tensors), InMemory(packed.tensors).kinds())
+        for name, tensor in packed.tensors.items():
             writer.write(name, tensor)
         writer.finish()
         for descriptor in (text, tensors):
@@ -48,9 +51,9 @@ def shared(parcel: Parcel) -> Iterator[Ticket]:
         yield {"machine": machine(), "process": os.getpid(), "files": [text, tensors], "token": token.hex()}
 
 
-def open_shared(ticket: Ticket) -> Parcel:
+def open_shared(ticket: Ticket) -> Packed:
     """
-    A parcel of another process. Its tensors are that memory itself; who changes them changes a copy of his own.
+    A packed state of another process. Its tensors are views of that memory, copied on write.
 
     UserError if it is on another machine, or gone.
     """
@@ -60,7 +63,7 @@ def open_shared(ticket: Ticket) -> Parcel:
     if view(text)[:TOKEN].tobytes() != bytes.fromhex(ticket["token"]):
         raise UserError(f"the memory that process {ticket['process']} shared is gone; see that process's log")
     try:
-        return Parcel(decode(view(text)[TOKEN:].tobytes()), tensors_in(tensors))
+        return Packed(parse(view(text)[TOKEN:].tobytes(), most=MAX_PARTS), tensors_in(tensors))
     except (BadHeader, ValueError) as error:
         raise UserError(f"the memory that process {ticket['process']} shared can't be read: {error}") from error
 

@@ -19,9 +19,9 @@ from drawloom.components.distributed.launch import read_launch
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
 from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.ports.distributed import Group
+from drawloom.components.storage.state_tree import Packed, pack, unpack
 from drawloom.components.workspace.shared_folder import publish, read, withdraw
 from drawloom.components.workspace.shared_memory import open_shared, shared
-from drawloom.components.workspace.tensor_json import Parcel, decode, encode, pack, unpack
 from drawloom.graph import UserError
 
 
@@ -52,15 +52,15 @@ class NFSWorkspace:
 
         Gives the name of this generation. TypeError or ValueError for what can't be written as JSON or safetensors.
         """
-        parcel = pack(config_json)
-        if parcel.tensors:
+        tree, tensors = pack(config_json)
+        if tensors:
             raise TypeError("a configuration holds tensors; give them as weights")
-        return publish(self._folder, self.rank, Parcel(parcel.tree, weights))
+        return publish(self._folder, self.rank, Packed(tree, dict(weights)))
 
     def read_configs_and_weights_from_rank(self, target_rank: int) -> tuple[Any, dict[str, Tensor] | None]:
         """What a rank published last, or (None, None); UserError if it is damaged. The weights are on the CPU."""
         found = read(self._folder, target_rank)
-        return (None, None) if found is None else (found.tree, dict(found.tensors))
+        return (None, None) if found is None else (unpack(found.tree, {}), dict(found.tensors))
 
     def close(self) -> None:
         """Empty this rank's place."""
@@ -109,21 +109,24 @@ def get_tensors_parallel(tensor: Tensor, ranks: Sequence[int], group: Group | No
 
 @contextmanager
 def _gathered(mine: Any, ranks: Sequence[int], group: Group, workspace_path: Path | str | None) -> Iterator[list[Any]]:
-    everything: list[Any] = []
     with ExitStack() as lent:
-        told = run_on_all(group, lambda: {"ranks": [*ranks], "ticket": _lend(mine, ranks, group, workspace_path, lent)})
-        if any(each["ranks"] != [*ranks] for each in told):
-            raise UserError(f"ranks were {[each['ranks'] for each in told]} on the ranks of a group; give all the same")
-        run_on_all(group, lambda: everything.extend(_collect(mine, told, ranks, group, workspace_path)))
+        _, tickets = run_on_all(
+            group, lambda: _lend(mine, ranks, group, workspace_path, lent), share=lambda ticket: ticket
+        )
+        asked = group.gather_json([*ranks])
+        if any(each != [*ranks] for each in asked):
+            raise UserError(f"ranks were {asked} on the ranks of a group; give all the same")
+        others = [tickets[rank] for rank in ranks[1:]]
+        gathered, _ = run_on_all(group, lambda: _collect(mine, others, ranks[0] == group.rank, workspace_path))
     with _ending_together(group):
         try:
-            yield everything
+            yield gathered
         finally:
-            everything.clear()
+            gathered.clear()
 
 
 def _lend(mine: Any, ranks: Sequence[int], group: Group, path: Path | str | None, lent: ExitStack) -> Any:
-    """Lay down what is ours, unless we are the reader, until `lent` is closed; where it is."""
+    """Publish what this rank has, unless it is the reader, until `lent` is closed; a ticket for it."""
     if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= rank < group.size for rank in ranks):
         raise UserError(f"ranks = {[*ranks]} are not places, each once, in a group of {group.size}; count from 0")
     if group.rank not in ranks[1:]:
@@ -134,22 +137,23 @@ def _lend(mine: Any, ranks: Sequence[int], group: Group, path: Path | str | None
     return {"rank": workspace.rank, "generation": publish(Path(path).absolute(), workspace.rank, pack(mine))}
 
 
-def _collect(mine: Any, told: list[Any], ranks: Sequence[int], group: Group, path: Path | str | None) -> Iterator[Any]:
-    """On the first of the ranks, what all of them laid down."""
-    if group.rank != ranks[0]:
-        return
-    own = pack(mine)
-    yield unpack(Parcel(decode(encode(own.tree)), own.tensors))  # as the others' arrive: lists for tuples
-    for ticket in (told[rank]["ticket"] for rank in ranks[1:]):
-        if path is None:
-            yield unpack(open_shared(ticket))
-        elif parcel := read(Path(path).absolute(), ticket["rank"], ticket["generation"]):
-            yield unpack(parcel)
+def _collect(mine: Any, tickets: list[Any], is_reader: bool, path: Path | str | None) -> list[Any]:
+    """On the reader its own and what the others published, on other ranks nothing."""
+    return [mine, *(unpack(*_opened(ticket, path)) for ticket in tickets)] if is_reader else []
+
+
+def _opened(ticket: Any, path: Path | str | None) -> Packed:
+    if path is None:
+        return open_shared(ticket)
+    found = read(Path(path).absolute(), ticket["rank"], ticket["generation"])
+    if found is None:
+        raise UserError(f"{path} holds nothing of rank {ticket['rank']}; do all ranks see the same folder there?")
+    return found
 
 
 @contextmanager
 def _ending_together(group: Group) -> Iterator[None]:
-    """A block that fails on all ranks if it fails on one; who failed first-hand raises what it raised."""
+    """A block that fails on all ranks if it fails on one; a rank on which it failed raises its own error."""
     failure: Exception | None = None
     try:
         yield

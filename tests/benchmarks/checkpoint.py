@@ -20,7 +20,7 @@ from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.checkpoint.staging.overlapped import Overlapped
 from drawloom.components.ports.run import Step
-from drawloom.components.storage.tensor_bytes import bytes_of
+from drawloom.components.storage.tensor_source import bytes_of
 from support.checkpoints import Memory, checkpointer
 from support.dcp import begin_save
 
@@ -110,7 +110,7 @@ def _ours(node: Checkpointer, step: int) -> tuple[float, float]:
     node.run_phase(Step(step, 10**6))
     node.staged()  # at once: the worst that can happen to a copy that is made beside training
     stall = time.perf_counter() - began
-    node._finish_writing()
+    node._finish()
     seconds = time.perf_counter() - began
     shutil.rmtree(node.folder.folder / "checkpoints" / f"step-{step}")
     return stall, seconds

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 import drawloom
-from drawloom.components.checkpoint import manifest
 from drawloom.components.checkpoint.reader import load_node, newest
+from drawloom.components.storage.strict_json import checksum
 from drawloom.graph import UserError
 from drawloom.graph.cli.main import main
 from support.audit import Audit, places
@@ -138,7 +138,7 @@ def _digests(checkpoint: Path, **changes: Any) -> None:
         content["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     content |= changes
     del content["digest"]
-    (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": manifest._digest(content)}))
+    (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": checksum(content)}))
 
 
 def _write(name: str, data: bytes) -> Callable[[Path], None]:

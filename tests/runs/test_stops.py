@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.checkpoint import commit
-from drawloom.components.checkpoint.reader import committed, step_of
+from drawloom.components.checkpoint.manifest import committed, step_of
 from drawloom.components.phases.forward_backward import ForwardBackward
 from support.crashes import is_whole
 from support.mutations import put

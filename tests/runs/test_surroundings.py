@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.checkpoint.reader import committed, load_node, step_of
+from drawloom.components.checkpoint.manifest import committed, step_of
+from drawloom.components.checkpoint.reader import load_node
 from drawloom.components.checkpoint.staging.pinned_pool import Pool
 from drawloom.components.checkpoint.state_hashes import state_hashes
 from drawloom.components.listeners import profiler
@@ -142,13 +143,13 @@ def test_too_few_files_are_told_before_the_first_step(place: Path) -> None:
 
 def _little_memory(folder: Path, arguments: Sequence[str]) -> Outcome:
     """A run whose second copy asks for more memory than there is."""
-    lease, asked = Pool.lease, [0]
+    allocate, asked = Pool._allocate, [0]
 
     def more(self: Pool, size: int) -> Any:
         asked[0] += 1
-        return lease(self, size if asked[0] == 1 else 2**60)
+        return allocate(self, size if asked[0] == 1 else 2**60)
 
-    put(Pool, "lease", more)
+    put(Pool, "_allocate", more)
     return command(folder, arguments, None)
 
 

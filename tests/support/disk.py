@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-CALLS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
+CALLS = ("open", "write", "pwrite", "fsync", "mkdir", "rename", "unlink", "rmdir")
 
 
 @attrs.frozen
@@ -67,9 +67,9 @@ def kill_at(number: int, *, half: bool = False) -> Seen:
         nonlocal count
         count += 1
         if count == number:
-            if half and call.name == "write":
-                file, data = call.arguments
-                os.pwrite(file, data[: len(data) // 2], os.lseek(file, 0, os.SEEK_CUR))
+            if half and call.name == "pwrite":
+                file, data, offset = call.arguments
+                os.pwrite(file, data[: len(data) // 2], offset)
             os.kill(os.getpid(), signal.SIGKILL)
 
     return seen
@@ -154,7 +154,7 @@ class Shadow:
                 if os.path.dirname(to) != os.path.dirname(where):
                     raise NotImplementedError("a rename into another folder")
                 folder.change(lambda entries: entries.update({os.path.basename(to): entries.pop(name)}))
-            case "write":
+            case "write" | "pwrite":
                 file = folder.seen[name]
                 if isinstance(file, File):
                     file.seen = Path(call.path).read_bytes()

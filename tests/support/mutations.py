@@ -7,7 +7,7 @@ from typing import Any
 from drawloom.components.checkpoint import commit as writing
 from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.checkpoint.manifest import MANIFEST, Manifest
-from drawloom.components.checkpoint.snapshot import CommitProtocol, Snapshot
+from drawloom.components.checkpoint.snapshot import Snapshot
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.run.randomness import ProcessRandomness
 from drawloom.components.storage import durable_files
@@ -33,46 +33,50 @@ def no_fsync_of_folders() -> None:
     def nothing(_path: Path) -> None:
         return
 
-    put(durable_files, "sync_folder", nothing)
+    put(durable_files, "sync", nothing)
 
 
 def no_rename() -> None:
     """A checkpoint is written in its place."""
 
-    def begin(checkpoint: Path) -> Path:
+    def begin(checkpoint: Path) -> None:
         durable_files.remove_folder(checkpoint)
-        durable_files.make_folder(checkpoint)
-        return checkpoint
+        checkpoint.mkdir()
 
-    def commit(checkpoint: Path, manifest: Manifest) -> None:
+    def commit(_aside: Path, checkpoint: Path, manifest: Manifest) -> None:
         durable_files.write_file(checkpoint / MANIFEST, manifest.write())
-        durable_files.sync_folder(checkpoint)
+        durable_files.sync(checkpoint)
 
+    def nothing(_checkpoints: Path) -> None:
+        return
+
+    put(writing, "ASIDE", "")
     put(writing, "begin", begin)
     put(writing, "commit", commit)
+    put(writing, "_sweep", nothing)
 
 
 def rotate_before_commit() -> None:
     """Room is made for a checkpoint before it is there."""
-    commit = CommitProtocol.commit
+    save = writing.CommitProtocol.save
 
-    def early(committer: CommitProtocol, checkpoint: Path, snapshot: Snapshot) -> None:
-        if committer.shares.rank == 0:
+    def early(protocol: writing.CommitProtocol, checkpoint: Path, snapshot: Snapshot) -> None:
+        if protocol.group.rank == 0:
             writing.discard(sorted(checkpoint.parent.glob("step-*")))
-        commit(committer, checkpoint, snapshot)
+        save(protocol, checkpoint, snapshot)
 
-    put(CommitProtocol, "commit", early)
+    put(writing.CommitProtocol, "save", early)
 
 
 def manifest_first() -> None:
     """The manifest is renamed into place although the folder that it names is not on the disk."""
-    sync = durable_files.sync_folder
+    sync = durable_files.sync
 
     def late(path: Path) -> None:
         if not path.name.startswith(writing.ASIDE):
             sync(path)
 
-    put(durable_files, "sync_folder", late)
+    put(durable_files, "sync", late)
 
 
 def no_moments() -> None:

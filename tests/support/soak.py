@@ -32,7 +32,7 @@ from drawloom.components.checkpoint.snapshot import ShardPlan
 from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.ports.run import Step
 from drawloom.components.run.trainer import Trainer
-from drawloom.components.storage import durable_files
+from drawloom.components.storage import atomic_write
 from drawloom.graph.cli.main import main
 from drawloom.graph.cli.project import Project
 from support.crashes import is_whole
@@ -333,7 +333,7 @@ class _Watch:
             (ShardPlan, "take", "copy"),
             (writing, "write_rank", "write"),
             (writing, "commit", "commit"),
-            (durable_files, "rename", "rename"),
+            (atomic_write, "rename", "rename"),
             (writing, "discard", "rotate"),
             (Checkpointer, "close", "end"),
         ):
@@ -345,8 +345,8 @@ class _Watch:
             self._set(2, step)
             return step
 
-        def noted_commit(checkpoint: Path, *rest: Any) -> None:
-            commit(checkpoint, *rest)
+        def noted_commit(aside: Path, checkpoint: Path, *rest: Any) -> None:
+            commit(aside, checkpoint, *rest)
             self._set(3, int(checkpoint.name.removeprefix("step-")))
 
         def noisy(phase: Synchronize, step: Step) -> None:

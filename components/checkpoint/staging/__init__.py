@@ -1,1 +1,1 @@
-"""Copies of a state that stay as they are while training goes on, and while they are written."""
+"""Staging: copies of a state that are written while training continues."""

@@ -16,9 +16,7 @@ class Blocking:
 
     copies: ClassVar[bool] = True
 
-    keep: bool = setting(
-        default=True, doc="whether memory is kept for the next copy, which is then several times faster"
-    )
+    keep: bool = setting(default=True, doc="whether memory is kept for the next copy, which is several times faster")
     type_check: bool = setting(
         default=True, doc="whether values of unknown types are refused; if not, Python copies them"
     )
@@ -28,12 +26,12 @@ class Blocking:
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """No: there is nothing to wait for."""
+        """False: the copy is complete when `stage` returns."""
         return self._synchronize_after_execute
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The copy. Its memory is used for nothing else as long as anybody holds a part of it."""
+        """A copy of the state on the CPU. Its memory is reused when the last tensor of it is gone."""
         if self._pool is None:
             self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())
         staged, copies = plan_copies(state_dict, self._pool, type_check=self.type_check)
@@ -44,10 +42,10 @@ class Blocking:
         return staged
 
     def synchronize_staging(self) -> None:
-        """Nothing: the state may change as soon as `stage` has returned."""
+        """Returns at once: the state may change as soon as `stage` has returned."""
 
     def close(self) -> None:
-        """Give memory back, that of copies in use when they are not any more."""
+        """Free the memory of copies; of those in use, when they are gone."""
         if self._pool is not None:
             self._pool.clear()
             self._pool = None

@@ -1,30 +1,31 @@
 """
-A state with room for a copy of its tensors, and what has to be copied where.
+Allocates CPU memory for a copy of a state dict, and lists the copies to make.
 
-Tensors that share memory share it in the copy too: what is copied is the stretch of a storage that overlapping tensors
-cover together. Where they are a small part of that stretch, such as one column of a large table, each is copied
-by itself.
+Tensors that share memory share it in the copy too: what is copied is the range of a storage that overlapping tensors
+cover together. Where they are a small part of that range, such as one column of a large table, each is copied by
+itself.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.checkpoint.staging.pinned_pool import Pool, aligned
+from drawloom.components.checkpoint.staging.pinned_pool import Pool
+from drawloom.components.storage.pytree import leaves, transform_with_path
 
-SPARSE = 2  # a stretch with more bytes than so many times those of its tensors is not copied as a whole
-WIDEST = 16  # bytes of the widest element: where a stretch may begin
+SPARSE = 2  # a range with more than so many times the bytes of its tensors is not copied as a whole
+WIDEST = 16  # bytes of the widest element: ranges begin at multiples of it
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @attrs.frozen
 class Copy:
-    """Numbers on their way: from a tensor to one of the same shape, which is on the CPU."""
+    """A copy to make: from a tensor to one of the same shape and dtype on the CPU."""
 
     source: Tensor
     target: Tensor
@@ -34,173 +35,126 @@ class Copy:
         return self.target.nbytes
 
     def make(self, *, non_blocking: bool = False) -> None:
-        """Copy them; from a GPU `non_blocking` only begins to."""
+        """Copy; from a GPU `non_blocking` only enqueues it on the current stream."""
         self.target.copy_(self.source, non_blocking=non_blocking)
 
 
 def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -> tuple[dict[str, Any], list[Copy]]:
     """
-    A state like this one with new tensors on the CPU, dense unless they are tied, and what to copy into them.
+    A state like this one with new, uninitialised tensors on the CPU, and the copies that fill them.
 
-    Plain values and containers are copied already. Anything else is refused with a TypeError that says where it is,
-    or, without `type_check`, copied as Python copies objects.
+    Plain values and containers are copied already. Tensors are contiguous, unless they overlap others. Anything else
+    is refused with a TypeError that has its path, or, without `type_check`, deep-copied.
     """
-    tensors: list[Tensor] = []
-    copied = _each(state, (), lambda tensor: _TensorSlot(_collect(tensors, tensor)), type_check)
-    staged, copies = _stage(tensors, pool)
-    return _fill(copied, staged), copies
+    sources = [part for leaf in leaves(state) if isinstance(leaf, Tensor) for part in _parts(leaf)]
+    targets, copies = _allocate(list({_key(part): part for part in sources}.values()), pool)
+
+    def staged(path: tuple[Any, ...], value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _like(path, value, targets)
+        if isinstance(value, PLAIN):
+            return value
+        if type_check:
+            raise TypeError(f"{'/'.join(map(str, path))} is a {type(value).__name__}, which can't be staged")
+        return copy.deepcopy(value)
+
+    return transform_with_path(staged, state), copies
 
 
-def _collect(tensors: list[Tensor], tensor: Tensor) -> int:
-    tensors.append(tensor)
-    return len(tensors) - 1
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor, or those that it wraps, such as the local shard of a DTensor."""
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        for part in (getattr(tensor, name) for name in names):
+            if isinstance(part, Tensor):  # a DTensor also names its mesh
+                yield from _parts(part)
+    elif _has_storage(tensor):
+        yield tensor.detach()
 
 
-@attrs.frozen
-class _TensorSlot:
-    """Stands where a tensor will be."""
-
-    number: int
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
-@attrs.frozen
-class _Wrapper:
-    """Stands where a tensor will be that is made of others, such as a shard of a distributed one."""
-
-    kind: type
-    parts: dict[str, Any]
-    context: Any
-    size: torch.Size
-    stride: tuple[int, ...]
+def _key(tensor: Tensor) -> Any:
+    """Equal for tensors that show the same memory in the same way."""
+    memory = (tensor.device, tensor.data_ptr()) if tensor.numel() else None
+    return memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def _each(value: Any, path: tuple[str, ...], leaf: Callable[[Tensor], _TensorSlot], type_check: bool) -> Any:
-    if isinstance(value, Tensor):
-        return _tensor(value, path, leaf)
-    if isinstance(value, dict):
-        return {key: _each(part, (*path, str(key)), leaf, type_check) for key, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_each(part, (*path, str(place)), leaf, type_check) for place, part in enumerate(value))
-    if type(value) in PLAIN:
-        return value
-    if type_check:
-        raise TypeError(f"{'/'.join(path)} is a {type(value).__name__}, which can't be staged")
-    return copy.deepcopy(value)
-
-
-def _tensor(tensor: Tensor, path: tuple[str, ...], leaf: Callable[[Tensor], _TensorSlot]) -> Any:
+def _like(path: tuple[Any, ...], tensor: Tensor, targets: dict[Any, Tensor]) -> Any:
+    """The copy of a tensor; of a wrapper, one that wraps the copies."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         found = {name: getattr(tensor, name) for name in names}
-        parts = {name: _tensor(part, path, leaf) if isinstance(part, Tensor) else part for name, part in found.items()}
-        return _Wrapper(type(tensor), parts, context, tensor.size(), tensor.stride())
-    if tensor.layout != torch.strided or tensor.device.type == "meta":
-        raise TypeError(f"{'/'.join(path)} is a {tensor.layout} tensor on {tensor.device}, which can't be staged")
-    return leaf(tensor.detach().resolve_conj().resolve_neg())
-
-
-def _fill(value: Any, staged: list[Tensor]) -> Any:
-    if isinstance(value, _TensorSlot):
-        return staged[value.number]
-    if isinstance(value, _Wrapper):
-        parts = {name: _fill(part, staged) for name, part in value.parts.items()}
-        made = value.kind.__tensor_unflatten__  # type: ignore[attr-defined]
-        return made(parts, value.context, value.size, value.stride)
-    if isinstance(value, dict):
-        return {key: _fill(part, staged) for key, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_fill(part, staged) for part in value)
-    return value
+        parts = {name: _like(path, part, targets) if isinstance(part, Tensor) else part for name, part in found.items()}
+        wrap = type(tensor).__tensor_unflatten__  # type: ignore[attr-defined]
+        return wrap(parts, context, tensor.size(), tensor.stride())
+    if not _has_storage(tensor):
+        what = f"a {tensor.layout} tensor on {tensor.device}"
+        raise TypeError(f"{'/'.join(map(str, path))} is {what}, which can't be staged")
+    return targets[_key(tensor)]
 
 
 @attrs.define
 class _StorageRange:
-    """Bytes of a storage, from `start` to `end`, and the tensors that lie there, by their numbers."""
+    """Bytes of a storage, from `start` to `end`, and the tensors in it."""
 
     start: int
     end: int
-    members: list[int]
+    members: list[Tensor]
+
+    def is_dense(self) -> bool:
+        """Whether it is worth copying as a whole; views of conjugates and negatives need their values resolved."""
+        lazy = any(each.is_conj() or each.is_neg() for each in self.members)
+        return not lazy and self.end - self.start <= SPARSE * sum(each.nbytes for each in self.members)
+
+    def source(self) -> Tensor:
+        """Its bytes, as a uint8 tensor."""
+        flat = torch.empty(0, dtype=torch.uint8, device=self.members[0].device)
+        return flat.set_(self.members[0].untyped_storage(), self.start, (self.end - self.start,), (1,))
 
 
-def _stage(tensors: list[Tensor], pool: Pool) -> tuple[list[Tensor], list[Copy]]:
-    staged = [torch.empty(each.shape if not each.numel() else 0, dtype=each.dtype) for each in tensors]
-    whole, single = _plan(tensors)
-    sizes = [*(each.end - each.start for each in whole), *(tensors[group[0]].nbytes for group in single)]
+def _allocate(tensors: list[Tensor], pool: Pool) -> tuple[dict[Any, Tensor], list[Copy]]:
+    """The copy of each of these distinct tensors, by its key, and the copies to make."""
+    targets = {_key(each): torch.empty(each.shape, dtype=each.dtype) for each in tensors if not each.numel()}
+    stretches = list(_stretches([each for each in tensors if each.numel()]))
+    whole = [stretch for stretch in stretches if stretch.is_dense()]
+    single = [member for stretch in stretches if not stretch.is_dense() for member in stretch.members]
+    memory = iter(pool.tensors([*(each.end - each.start for each in whole), *(each.nbytes for each in single)]))
     copies: list[Copy] = []
-    with pool.lease(sum(map(aligned, sizes))) as lease:
-        for stretch in whole:
-            target = lease.part(stretch.end - stretch.start)
-            copies.append(Copy(_bytes(tensors[stretch.members[0]], stretch), target))
-            for number in stretch.members:
-                staged[number] = _inside(tensors[number], stretch, target)
-        for group in single:
-            first = tensors[group[0]]
-            dense = lease.part(first.nbytes).view(first.dtype).view(first.shape)
-            copies.append(Copy(first, dense))
-            for number in group:
-                staged[number] = dense
-    return staged, copies
+    for stretch, target in zip(whole, memory, strict=False):
+        copies.append(Copy(stretch.source(), target))
+        for member in stretch.members:
+            offset = int(member.storage_offset()) - stretch.start // member.itemsize
+            view = torch.empty(0, dtype=member.dtype)
+            targets[_key(member)] = view.set_(target.untyped_storage(), offset, member.shape, member.stride())
+    for member, target in zip(single, memory, strict=False):
+        dense = target.view(member.dtype).view(member.shape)
+        copies.append(Copy(member, dense))
+        targets[_key(member)] = dense
+    return targets, copies
 
 
-def _plan(tensors: list[Tensor]) -> tuple[list[_StorageRange], list[list[int]]]:
-    """Stretches that are copied as a whole, and groups of equal tensors of which one is copied by itself."""
-    whole: list[_StorageRange] = []
-    single: list[list[int]] = []
-    for stretch in _stretches(tensors):
-        groups = _equal(stretch.members, tensors)
-        if stretch.end - stretch.start <= SPARSE * sum(tensors[group[0]].nbytes for group in groups):
-            whole.append(stretch)
-        else:
-            single += groups
-    return whole, single
+def _stretches(tensors: Sequence[Tensor]) -> Iterator[_StorageRange]:
+    """The ranges of storages that overlapping tensors cover together."""
+    by_storage: dict[Any, list[_StorageRange]] = {}
+    for tensor in tensors:
+        key = tensor.device, tensor.untyped_storage().data_ptr()
+        by_storage.setdefault(key, []).append(_extent(tensor))
+    for stretches in by_storage.values():
+        last, *others = sorted(stretches, key=lambda each: (each.start, each.end))
+        for stretch in others:
+            if stretch.start < last.end:
+                last.end, last.members = max(last.end, stretch.end), last.members + stretch.members
+            else:
+                yield last
+                last = stretch
+        yield last
 
 
-def _stretches(tensors: list[Tensor]) -> Iterator[_StorageRange]:
-    by_storage: dict[tuple[str, int], list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        if tensor.numel():
-            key = str(tensor.device), tensor.untyped_storage().data_ptr()
-            by_storage.setdefault(key, []).append(number)
-    for numbers in by_storage.values():
-        yield from _merged(_StorageRange(*_extent(tensors[number]), [number]) for number in numbers)
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage between which a tensor lies."""
+def _extent(tensor: Tensor) -> _StorageRange:
+    """The range from a tensor's first element to its last."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start // WIDEST * WIDEST, start + int(last + 1) * tensor.itemsize
-
-
-def _merged(stretches: Iterable[_StorageRange]) -> Iterator[_StorageRange]:
-    ordered = sorted(stretches, key=lambda each: (each.start, each.end))
-    last = ordered[0]
-    for each in ordered[1:]:
-        if each.start < last.end:
-            last.end, last.members = max(last.end, each.end), last.members + each.members
-        else:
-            yield last
-            last = each
-    yield last
-
-
-def _equal(numbers: list[int], tensors: list[Tensor]) -> list[list[int]]:
-    groups: dict[Any, list[int]] = {}
-    for number in numbers:
-        tensor = tensors[number]
-        key = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-        groups.setdefault(key, []).append(number)
-    return list(groups.values())
-
-
-def _bytes(tensor: Tensor, stretch: _StorageRange) -> Tensor:
-    """A stretch of a tensor's storage."""
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(tensor.untyped_storage(), stretch.start, (stretch.end - stretch.start,), (1,))
-
-
-def _inside(tensor: Tensor, stretch: _StorageRange, copied: Tensor) -> Tensor:
-    """Where a tensor lies in the copy of its stretch."""
-    offset = (tensor.storage_offset() * tensor.itemsize - stretch.start) // tensor.itemsize
-    like = torch.empty(0, dtype=tensor.dtype)
-    return like.set_(copied.untyped_storage(), offset, tensor.shape, tensor.stride())
+    return _StorageRange(start // WIDEST * WIDEST, start + int(last + 1) * tensor.itemsize, [tensor])

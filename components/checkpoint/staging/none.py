@@ -1,4 +1,4 @@
-"""No copies: what is written is the state itself."""
+"""No staging: the state itself is written."""
 
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ class NoStaging:
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Yes, though it can't help: whoever uses this with torch waits for the upload before the state changes."""
+        """True, though it changes nothing: with torch's async_save, wait for the upload before the state changes."""
         return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:

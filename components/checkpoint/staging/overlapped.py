@@ -12,12 +12,12 @@ from drawloom.components.checkpoint.staging.pinned_pool import KEPT, Pool
 from drawloom.components.checkpoint.threads import submit
 from drawloom.graph import component, setting
 
-SMALL = 2**16  # bytes; what is this small is copied at once, for counters and sums may change before the weights do
+SMALL = 2**16  # bytes; smaller tensors are copied at once: counters and sums may change before the weights do
 
 
 @attrs.frozen
 class Underway:
-    """A copy that has begun: what it will be, and the events of GPUs after which their part of it is done."""
+    """A copy that has begun: its future, and the CUDA events after which the copies from GPUs are done."""
 
     future: Future[dict[str, Any]]
     events: list[torch.cuda.Event]
@@ -49,12 +49,12 @@ class Overlapped:
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Yes, unless whoever saves calls `synchronize_staging` before the state changes."""
+        """True: torch waits for the copy, unless the caller uses `synchronize_staging` before the state changes."""
         return self._synchronize_after_execute
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
-        """What will be the copy. Its memory is used for nothing else as long as anybody holds a part of it."""
+        """A future copy of the state on the CPU. Its memory is reused when the last tensor of it is gone."""
         if self._pool is None:
             self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())
         staged, copies = plan_copies(state_dict, self._pool, type_check=self.type_check)
@@ -67,8 +67,8 @@ class Overlapped:
 
     def synchronize_staging(self) -> None:
         """
-        Return when the state may change. For what is on a GPU that is at once: work that is given to its current
-        stream from now on is done after the copy.
+        Return when the state may change. For tensors on a GPU that is at once: work that is enqueued on the current
+        stream from now on runs after the copy.
         """
         underway, self._underway = self._underway, []
         for each in underway:
@@ -78,7 +78,7 @@ class Overlapped:
                 each.future.result()
 
     def close(self) -> None:
-        """Give memory back, that of copies in use when they are not any more."""
+        """Free the memory of copies; of those in use, when they are gone."""
         self._underway = []
         self._streams = {}
         if self._pool is not None:
@@ -108,12 +108,12 @@ def _copied_at_once(copy: Copy) -> bool:
 def _finish(
     staged: dict[str, Any], copies: list[Copy], later: list[Copy], events: list[torch.cuda.Event]
 ) -> dict[str, Any]:
-    """In a thread; it holds all sources until their copies are done, lest their memory is used for something else."""
+    """Runs in a thread. It holds all sources until their copies are done, so that their memory is not reused."""
     with torch.no_grad():
         for copy in later:
             copy.make()
     for event in events:
         while not event.query():  # type: ignore[no-untyped-call]
-            time.sleep(0.001)  # event.synchronize() may spin, and takes a processor from training
+            time.sleep(0.001)  # event.synchronize() may spin, and takes a core from training
     copies.clear()
     return staged

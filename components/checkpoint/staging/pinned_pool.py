@@ -1,101 +1,72 @@
 """
-Memory that is kept from one copy to the next.
+Host memory for copies of the state, reused from one copy to the next.
 
 Fresh memory costs a page fault for every page, several times as much as copying into memory that was used before. A
-buffer belongs to whoever holds a tensor in it, and is used again when the last one is gone: nobody has to give it back,
-and no two copies can be in the same place.
+buffer returns to the pool when the last tensor in it is gone, so nothing has to be released by hand, and no two copies
+share a buffer.
 """
 
 import threading
 import weakref
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
 from drawloom.graph import UserError
 
-KEPT = 2  # unused buffers: one for the next copy, one in case it begins before the last is written
-ALIGNED = 64  # bytes, as torch does itself
+KEPT = 2  # unused buffers: one for the next copy, one in case that begins before the last is written
+ALIGNED = 64  # bytes, as torch aligns its own memory
 SMALLEST = 2**20  # bytes of a buffer
 
-
-@attrs.define(eq=False)
-class Buffer:
-    """Some bytes; `memory` exports them, `holders` counts the tensors that lie in it."""
-
-    size: int
-    memory: Any
-    holders: int = 0
-
-
-class Lease:
-    """A buffer while parts of it are handed out."""
-
-    def __init__(self, pool: "Pool", buffer: Buffer) -> None:
-        self._pool = pool
-        self._buffer = buffer
-        self._end = 0
-
-    def part(self, size: int) -> Tensor:
-        """The next bytes, at least one of them, as a uint8 tensor with a storage of its own."""
-        start, self._end = self._end, self._end + aligned(size)
-        exported = memoryview(self._buffer.memory)[start : start + size]
-        self._pool.hold(self._buffer)
-        weakref.finalize(exported, self._pool.release, self._buffer).atexit = False
-        return torch.frombuffer(exported, dtype=torch.uint8)
-
-    def __enter__(self) -> "Lease":
-        self._pool.hold(self._buffer)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.release(self._buffer)
+Buffer = Any
+"""A numpy array of uint8: what it exports to tensors keeps it alive, and it can be watched by weakref.finalize."""
 
 
 class Pool:
-    """Buffers on the CPU, `pinned` for fast copies from a GPU; `kept` of those that are unused wait for the next."""
+    """Buffers on the CPU, `pinned` for fast copies from a GPU; of those that are unused, `kept` wait for the next."""
 
     def __init__(self, *, kept: int = KEPT, pinned: bool = False) -> None:
         self._kept = kept
         self._pinned = pinned
         self._unused: list[Buffer] = []
-        self._lock = threading.RLock()  # a finalizer may run wherever the holder of the lock makes an object
+        self._lock = threading.RLock()  # reentrant: a finalizer may run while this thread holds it
 
-    def lease(self, size: int) -> Lease:
-        """A buffer of at least so many bytes, to be used in a `with` block."""
-        with self._lock:
-            fitting = [buffer for buffer in reversed(self._unused) if size <= buffer.size <= 2 * max(size, SMALLEST)]
-            if fitting:
-                buffer = min(fitting, key=lambda each: each.size)
-                self._unused.remove(buffer)
-                return Lease(self, buffer)
-            self._unused.clear()  # the state has another size than before
-        return Lease(self, self._make(size))
+    def tensors(self, sizes: Sequence[int]) -> list[Tensor]:
+        """
+        Uninitialised uint8 tensors of these sizes (each at least 1) in one buffer, each with a storage of its own.
+
+        UserError if there is no memory for them.
+        """
+        starts = [0, *accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
+        buffer = self._buffer(starts[-1])
+        exporter = buffer[:]  # lives as long as a tensor in it
+        weakref.finalize(exporter, self._release, buffer).atexit = False
+        parts = [memoryview(exporter)[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        return [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
 
     def clear(self) -> None:
-        """Keep nothing from now on; what is in use goes when it is not."""
+        """Keep no unused buffers from now on."""
         with self._lock:
             self._kept = 0
             self._unused.clear()
 
-    def hold(self, buffer: Buffer) -> None:
-        """Count one more tensor in a buffer."""
+    def _buffer(self, size: int) -> Buffer:
+        """An unused buffer, or a new one; unused ones that don't fit are dropped, as the state has another size now."""
         with self._lock:
-            buffer.holders += 1
+            fitting = [buffer for buffer in self._unused if size <= buffer.size <= 2 * max(size, SMALLEST)]
+            if not fitting:
+                self._unused.clear()
+                return self._allocate(max(size, SMALLEST))
+            best = min(fitting, key=lambda buffer: buffer.size)
+            self._unused = [buffer for buffer in self._unused if buffer is not best]
+            return best
 
-    def release(self, buffer: Buffer) -> None:
-        """Count one tensor less."""
-        with self._lock:
-            buffer.holders -= 1
-            if not buffer.holders and len(self._unused) < self._kept:
-                self._unused.append(buffer)
-
-    def _make(self, size: int) -> Buffer:
-        size = max(SMALLEST, size)
+    def _allocate(self, size: int) -> Buffer:
         try:
-            return Buffer(size, torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned).numpy())
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned).numpy()
         except (RuntimeError, MemoryError) as error:
             why = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
             raise UserError(
@@ -103,7 +74,7 @@ class Pool:
                 'staging.use = "checkpoint.staging.none", which copies nothing'
             ) from error
 
-
-def aligned(size: int) -> int:
-    """So many bytes, up to where the next part may begin."""
-    return -(-size // ALIGNED) * ALIGNED
+    def _release(self, buffer: Buffer) -> None:
+        with self._lock:
+            if len(self._unused) < self._kept:
+                self._unused.append(buffer)

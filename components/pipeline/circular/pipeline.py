@@ -21,7 +21,7 @@ from drawloom.components.pipeline.circular.ring import Ring
 from drawloom.components.pipeline.circular.running import AtOnce, InTurn, SideOutputs
 from drawloom.components.pipeline.circular.stacking import stack_blocks, tensors_of
 from drawloom.components.pipeline.circular.timetable import Timetable
-from drawloom.components.pipeline.pytree import fill, leaves
+from drawloom.components.storage.pytree import fill, leaves
 
 
 class CircularPipeline(nn.Module):

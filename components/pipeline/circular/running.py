@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from drawloom.components.pipeline.circular.remat import Remat, with_remat
 from drawloom.components.pipeline.circular.stacking import tensors_of
-from drawloom.components.pipeline.pytree import fill, leaves
+from drawloom.components.storage.pytree import fill, leaves
 
 SideOutputs = dict[str, Tensor]
 Weights = dict[str, Tensor]

@@ -7,8 +7,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.pipeline.pytree import branches, leaves, transform
 from drawloom.components.ports.model import BatchContext, LayerRange
+from drawloom.components.storage.pytree import branches, leaves, transform
 
 Key = tuple[Any, ...]
 

@@ -8,9 +8,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.pytree import leaves, transform
 from drawloom.components.ports.distributed import P2PChannel, Pending
 from drawloom.components.ports.program import Message
+from drawloom.components.storage.pytree import leaves, transform
 
 MessageKey = tuple[Message, int, int]
 """Which message: its kind on the receiving side, the stage that takes it, the microbatch."""

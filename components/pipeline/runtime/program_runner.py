@@ -7,7 +7,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.pytree import leaves
 from drawloom.components.pipeline.runtime.activation_specs import mismatch
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
@@ -16,6 +15,7 @@ from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, StageInputs
 from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.program import Action, RankProgram, flat
+from drawloom.components.storage.pytree import leaves
 from drawloom.graph import UserError
 
 Place = tuple[int, int]

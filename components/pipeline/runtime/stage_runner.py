@@ -6,12 +6,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.pytree import leaves, transform
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Stage
 from drawloom.components.ports.pipeline import Loss
+from drawloom.components.storage.pytree import leaves, transform
 
 
 @attrs.define(eq=False)

@@ -12,10 +12,10 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from drawloom.components.pipeline.pytree import transform
 from drawloom.components.pipeline.state.cell import Cell
 from drawloom.components.pipeline.state.sharding import check_spec
 from drawloom.components.ports.pipeline_state import PipelineState, SpecTree
+from drawloom.components.storage.pytree import transform
 
 
 class PipelineStateError(ValueError):

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from drawloom.components.pipeline.pytree import branches, rebuild
 from drawloom.components.ports.pipeline_state import Replicate, Shard, SpecTree, Stack
+from drawloom.components.storage.pytree import branches, rebuild
 
 
 def spec_of_whole(value: Any) -> SpecTree:

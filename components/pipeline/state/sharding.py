@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.pytree import branches, rebuild
 from drawloom.components.ports.pipeline_state import Replicate, Shard, SpecTree, Stack
+from drawloom.components.storage.pytree import branches, rebuild
 
 
 def shard_tree(tree: Any, spec: SpecTree, count: int, *, even: bool = True) -> list[Any]:

@@ -1,13 +1,12 @@
 """
-The header of a safetensors file, checked before it is believed, and written.
+Parses and validates the header of a safetensors file.
 
-A file is the length of the header (8 bytes, little-endian), the header (JSON: tensor name to dtype, shape and place)
-and the bytes of the tensors without gaps: https://github.com/huggingface/safetensors#format. The library accepts
-more than is checked here, takes time that grows with the square of the number of tensors, and waits at pipes for
-ever; what is accepted here it accepts too, and reads alike.
+A file is the length of the header (8 bytes, little-endian), the header (JSON: tensor name to dtype, shape and offsets)
+and the bytes of the tensors without gaps: https://github.com/huggingface/safetensors#format. The safetensors library
+validates less, takes time that grows with the square of the number of tensors, and blocks on pipes; whatever is
+accepted here it accepts as well, and reads alike.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -90,34 +89,9 @@ def header_length(first: bytes, size: int) -> int:
     return length
 
 
-def layout(kinds: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
-    """What a file with these tensors begins with, and the entry of each, in the order in which they lie in the file."""
-    ranks = {dtype: rank for rank, dtype in enumerate(CODES)}
-    entries: dict[str, Entry] = {}
-    end = 0
-    for name in sorted(kinds, key=lambda name: (ranks[kinds[name].dtype], name)):
-        start, end = end, end + kinds[name].bytes
-        entries[name] = Entry(kinds[name], start, end)
-    written = {METADATA: {"format": "pt"}} | {name: _written(entry) for name, entry in entries.items()}
-    text = json.dumps(written, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, entries
-
-
-def check_writable(kinds: Mapping[str, TensorSpec]) -> None:
-    """ValueError if there is a tensor that can't be written, or not be read again."""
-    for name, kind in kinds.items():
-        if not _good_name(name):
-            raise ValueError(f"{name!r:.99} is no name for a tensor in a file")
-        if kind.dtype not in CODES:
-            raise ValueError(f"{name} has the dtype {kind.dtype}, for which files have no word")
-        if len(kind.shape) > MAX_DIMENSIONS:
-            raise ValueError(f"{name} has {len(kind.shape)} dimensions, and more than {MAX_DIMENSIONS} are not read")
-
-
-def _written(entry: Entry) -> dict[str, Any]:
-    shape, places = list(entry.kind.shape), [entry.start, entry.end]
-    return {"dtype": CODES[entry.kind.dtype], "shape": shape, "data_offsets": places}
+def is_name(name: str) -> bool:
+    """Whether a tensor may have this name: no control characters, and no way out of a folder."""
+    return bool(NAME.fullmatch(name)) and ".." not in name and name != METADATA
 
 
 def _check_metadata(metadata: Any) -> None:
@@ -131,12 +105,8 @@ def _check_metadata(metadata: Any) -> None:
         raise BadHeader(f"its {METADATA} holds half a character") from None
 
 
-def _good_name(name: str) -> bool:
-    return bool(NAME.fullmatch(name)) and ".." not in name and name != METADATA
-
-
 def _entry(name: str, content: Any) -> Entry:
-    if not _good_name(name):
+    if not is_name(name):
         raise BadHeader(f"{name!r:.99} is no name for a tensor")
     if not isinstance(content, dict) or content.keys() != {"dtype", "shape", "data_offsets"}:
         raise BadHeader(f"{name} is not described by dtype, shape and data_offsets alone")

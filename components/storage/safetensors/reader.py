@@ -1,4 +1,8 @@
-"""Tensors from a Hugging Face folder of safetensors files, one at a time; the folder may come from a stranger."""
+"""
+Reads safetensors: the header of an open file, single tensors, a Hugging Face folder of files, and a file in memory.
+
+Files may come from anybody: headers are validated, and nothing outside of the folder is opened.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -10,11 +14,10 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.storage.format_names import format_names
-from drawloom.components.storage.regular_file import open_regular_file
+from drawloom.components.storage.regular_file import RegularFile, open_regular_file
 from drawloom.components.storage.safetensors.header import BadHeader, Entry, header_length, parse_header
 from drawloom.components.storage.strict_json import parse
-from drawloom.components.storage.tensor_bytes import empty
-from drawloom.components.storage.tensor_source import TensorSpec
+from drawloom.components.storage.tensor_source import TensorSpec, empty, from_memory, view
 from drawloom.graph import UserError
 
 SINGLE = "model.safetensors"
@@ -30,8 +33,8 @@ class SafetensorsFile:
     """A file whose header was checked: its tensors, where their bytes begin, and what tells it from another."""
 
     path: Path
-    entries: Mapping[str, Entry]
     begin: int
+    entries: Mapping[str, Entry]
     identity: tuple[int, int, int, int]
 
 
@@ -47,13 +50,35 @@ class SafetensorsFolder:
 
     def tensor(self, name: str) -> Tensor:
         place = self.places[name]
-        entry = place.entries[name]
-        tensor, memory = empty(entry.kind)
         with open_regular_file(place.path) as file:
             if file.identity != place.identity:
                 raise UserError(f"{place.path} was changed while {name} was read; copy it again")
-            file.read_into(memory, place.begin + entry.start)
-        return tensor
+            return read_tensor(file, place.begin, place.entries[name])
+
+
+def read_header(file: RegularFile) -> tuple[int, dict[str, Entry]]:
+    """The offset at which the tensors of a file begin, and its entries by name; BadHeader if it is invalid."""
+    length = header_length(file.read(0, min(8, file.size)), file.size)
+    return 8 + length, parse_header(file.read(8, length), file.size - 8 - length)
+
+
+def read_tensor(file: RegularFile, begin: int, entry: Entry) -> Tensor:
+    """A tensor of a file whose tensors begin at an offset, in memory of its own on the CPU."""
+    tensor, memory = empty(entry.kind)
+    file.read_into(memory, begin + entry.start)
+    return tensor
+
+
+def tensors_in(memory: Tensor) -> dict[str, Tensor]:
+    """The tensors of a file in memory (uint8, one dimension), as views of it; BadHeader if it is invalid."""
+    size = memory.numel()
+    length = header_length(view(memory)[:8].tobytes(), size)
+    body = memory[8 + length :]
+    entries = parse_header(view(memory)[8 : 8 + length].tobytes(), size - 8 - length)
+    try:
+        return {name: from_memory(body[entry.start : entry.end], entry.kind) for name, entry in entries.items()}
+    except RuntimeError as error:  # the writer aligns every tensor, other writers may not
+        raise BadHeader(f"a tensor is not aligned to its elements: {error}") from error
 
 
 def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
@@ -80,10 +105,7 @@ def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
 def read_safetensors_header(path: Path) -> SafetensorsFile:
     """What a file says that it holds; UserError if it can't be believed."""
     with open_regular_file(path) as file, _in_words(path):
-        length = header_length(file.read(0, min(8, file.size)), file.size)
-        begin = 8 + length
-        entries = parse_header(file.read(8, length), file.size - begin)
-        return SafetensorsFile(path, entries, begin, file.identity)
+        return SafetensorsFile(path, *read_header(file), file.identity)
 
 
 def _read_shard(folder: Path, file: str, name: str) -> SafetensorsFile:

@@ -112,7 +112,7 @@ def test_saving_ends_even_when_it_fails(tmp_path: Path) -> None:
     diary, memory = Diary(), Memory({"bad": {1, 2}})
     node = checkpointer(tmp_path, {"memory": memory}, events=diary)
     for _ in range(2):
-        with pytest.raises(TypeError, match="memory/bad is a set, which a checkpoint can't hold"):
+        with pytest.raises(TypeError, match="memory/bad is a set, which can't be saved"):
             node.save(Step(1, 2))
     assert [moment for moment, _ in diary.told] == ["saving_started", "saving_ended"] * 2
     memory.state = state_of(1)
@@ -259,7 +259,7 @@ def test_trouble_with_tidying_is_a_warning(
     monkeypatch.setattr("drawloom.components.checkpoint.commit.discard", refuse)
     save_steps(tmp_path, 2, keep=1)
     assert restored(tmp_path) == 2
-    assert "could not be tidied" in caplog.text
+    assert "could not be removed" in caplog.text
 
 
 def test_restoring_changes_nothing_on_the_disk(tmp_path: Path) -> None:

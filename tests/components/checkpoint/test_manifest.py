@@ -10,9 +10,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from drawloom.components.checkpoint import manifest
 from drawloom.components.checkpoint.manifest import CorruptCheckpoint, Manifest, quick_check, read_manifest, verify
-from drawloom.components.storage.durable_files import Content
+from drawloom.components.storage.sha256_stream import Content
+from drawloom.components.storage.strict_json import checksum
 from drawloom.graph import UserError
 from support.checkpoints import save_steps
 
@@ -120,7 +120,7 @@ def test_what_is_no_manifest_is_damage_even_with_a_right_digest(checkpoint: Path
     content = json.loads(MANIFEST.write())
     del content["digest"]
     content |= changes
-    (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": manifest._digest(content)}))
+    (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": checksum(content)}))
     with pytest.raises(
         CorruptCheckpoint, match=r"^manifest.json has (other entries|something else .* as " + min(changes) + ")"
     ):

@@ -69,7 +69,7 @@ def test_a_damaged_file_is_named_and_the_step_before_is_taken(
     before = sorted(os.listdir(folder))
     assert restored(tmp_path) == 2
     [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.startswith(f"{folder} is damaged and passed over: {name} ")
+    assert warning.startswith(f"{folder} is damaged and skipped: {name} ")
     assert sorted(os.listdir(folder)) == before
 
 

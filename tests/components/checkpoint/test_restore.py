@@ -20,7 +20,7 @@ from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.ports.run import Step
 from drawloom.components.run.job import NamedRun
 from drawloom.components.run.randomness import ProcessRandomness
-from drawloom.components.storage import durable_files
+from drawloom.components.storage import atomic_write, durable_files
 from drawloom.graph import UserError
 from support.checkpoints import Memory, OwnMemory, SpreadMemory, checkpointer
 from support.processes import RanksFailed, run_ranks
@@ -60,15 +60,16 @@ def _fault(folder: Path, where: str, what: str, rank: int) -> tuple[str, int, An
         shared, own = Memory({"step": 2}), OwnMemory({"step": 2, "rank": mesh.world.rank})
         node = checkpointer(folder, {"shared": shared, "own": own}, mesh)
         if mesh.world.rank == rank:
-            setattr(durable_files, where, _faulty(getattr(durable_files, where), what))
+            owner = atomic_write if where == "rename" else durable_files
+            setattr(owner, where, _faulty(owner, getattr(owner, where), what))
         return _told(node), node.restore(), own.state
 
 
-def _faulty(call: Callable[..., Any], what: str) -> Callable[..., Any]:
+def _faulty(owner: Any, call: Callable[..., Any], what: str) -> Callable[..., Any]:
     def fail(*arguments: Any) -> Any:
         if what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        setattr(durable_files, call.__name__, call)
+        setattr(owner, call.__name__, call)
         raise OSError(errno.ENOSPC, "No space left on device", str(arguments[0]))
 
     return fail
@@ -150,7 +151,7 @@ def test_a_failing_commit_stops_both(tmp_path: Path) -> None:
         assert step == 1
 
 
-@pytest.mark.parametrize(("where", "rank"), [("write_file", 0), ("write_file", 1), ("rename", 0), ("sync_folder", 0)])
+@pytest.mark.parametrize(("where", "rank"), [("write_file", 0), ("write_file", 1), ("rename", 0), ("sync", 0)])
 def test_a_rank_killed_while_saving_leaves_the_step_before(tmp_path: Path, where: str, rank: int) -> None:
     """The survivor ends with an error that names the group, and the next start restores what was committed."""
     run_ranks(_save, 2, tmp_path, 1)

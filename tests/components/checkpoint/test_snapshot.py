@@ -5,7 +5,8 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from drawloom.components.checkpoint.staging.none import NoStaging
 from drawloom.components.checkpoint.staging.overlapped import Overlapped
 from drawloom.components.ports.run import Step
 from drawloom.components.storage import durable_files
-from drawloom.components.storage.durable_files import Content
+from drawloom.components.storage.durable_files import FileWriter
 from drawloom.graph import UserError
 from support.checkpoints import Diary, Memory, checkpointer, restored, state_of
 
@@ -42,17 +43,19 @@ class Disk:
         self.open.clear()
         self.reached.clear()
 
-    def write_parts(self, path: Path, parts: Iterable[memoryview]) -> Content:
+    @contextmanager
+    def new_file(self, path: Path) -> Iterator[FileWriter]:
         """As the real one, when it lets it through."""
         self.reached.set()
         self.open.wait(20)
         if self.fault is not None:
             raise self.fault
         self.written += 1
-        return REAL_WRITE(path, parts)
+        with REAL_NEW_FILE(path) as file:
+            yield file
 
 
-REAL_WRITE = durable_files.write_parts
+REAL_NEW_FILE = durable_files.new_file
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     """Open, and again at the end."""
     disk = Disk()
     disk.open.set()
-    monkeypatch.setattr(durable_files, "write_parts", disk.write_parts)
+    monkeypatch.setattr(durable_files, "new_file", disk.new_file)
     yield disk
     disk.open.set()
 
@@ -317,7 +320,7 @@ def test_memory_for_copies_does_not_grow(tmp_path: Path) -> None:
     for index in range(7, 12):
         node.run_phase(Step(index, 99))
         _wait(node)
-        node._finish_writing()
+        node._finish()
         assert stager._pool is not None
         places |= {id(buffer) for buffer in stager._pool._unused}
     assert len(places) == 1

@@ -8,7 +8,7 @@ import pytest
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
+from drawloom.components.distributed.rank_errors import Agreed, run_on_all, run_on_rank0
 from drawloom.graph import UserError
 from support.processes import run_ranks
 
@@ -34,7 +34,7 @@ def _outcomes(error: str, failing: int) -> tuple[str, str, int, list[Any], Any]:
         name, text, code = "", "", 0
     except Exception as caught:
         name, text, code = type(caught).__name__, str(caught), getattr(caught, "exit_code", 0)
-    values = run_on_all(world, lambda: [world.rank])
+    _, values = run_on_all(world, lambda: object(), share=lambda _: [world.rank])
     said = run_on_rank0(world, lambda: f"by {world.rank}")
     processes.close()
     return name, text, code, values, said
@@ -61,7 +61,15 @@ def test_a_fault_of_the_program_keeps_its_type_where_it_happened() -> None:
 
 
 def test_alone_there_is_no_rank_to_name() -> None:
-    """A single process gives what it did, and tells an error without a rank."""
-    assert run_on_all(SingleProcess(), lambda: 3) == [3]
+    """A single process has its value and what it shares, and its errors name no rank."""
+    assert run_on_all(SingleProcess(), lambda: 3, share=str) == (3, ["3"])
     with pytest.raises(UserError, match=r"^/somewhere: No space left on device$"):
         run_on_rank0(SingleProcess(), lambda: _fail("disk"))
+
+
+@pytest.mark.parametrize(("error", "code"), [("disk", 28), ("user", None)])
+def test_a_failed_system_call_is_told_apart_by_its_number(error: str, code: int | None) -> None:
+    """Whoever can live with a full disk finds the number of the error, also when it is passed on once more."""
+    with pytest.raises(Agreed) as caught:
+        run_on_rank0(SingleProcess(), lambda: run_on_rank0(SingleProcess(), lambda: _fail(error)))
+    assert (caught.value.errno, caught.value.rank) == (code, 0)

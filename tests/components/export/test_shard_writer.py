@@ -114,7 +114,7 @@ def _trouble(folder: Path, kind: str) -> tuple[str, list[str]]:
         ("name", "'../a' is no name for a tensor"),
         ("disk", "model-00002-of-00002.safetensors: No space left on device"),
         ("finish", "config.json: No space left on device"),
-        ("taken", "is there already"),
+        ("taken", "exists already"),
     ],
 )
 def test_an_error_on_one_rank_leaves_nothing(tmp_path: Path, kind: str, message: str) -> None:

@@ -1,5 +1,6 @@
 """Opening files that a stranger put into a folder."""
 
+import hashlib
 import os
 import socket
 import time
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.storage.regular_file import open_regular_file
+from drawloom.components.storage.regular_file import CHUNK, hash_file, open_regular_file, read_file, regular_file
+from drawloom.components.storage.sha256_stream import Content
 from drawloom.graph import UserError
 
 
@@ -61,7 +63,28 @@ def test_what_can_not_be_is_a_sentence(tmp_path: Path, name: str) -> None:
 def test_a_file_cut_short_meanwhile_is_told(tmp_path: Path) -> None:
     """A file that ends before what was promised is an error, not a crash and not zeros."""
     (tmp_path / "file").write_bytes(b"0123456789")
-    with open_regular_file(tmp_path / "file") as file:
+    with pytest.raises(UserError, match="it ends after 4 bytes"), open_regular_file(tmp_path / "file") as file:
         os.truncate(tmp_path / "file", 4)
-        with pytest.raises(UserError, match="file ends after 4 bytes"):
-            file.read(2, 5)
+        file.read(2, 5)
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, 2 * CHUNK + 5])
+def test_the_hash_is_that_of_the_whole_file(tmp_path: Path, size: int) -> None:
+    """Whichever parts of it are read, and also if none is."""
+    data = (bytes(range(251)) * (size // 251 + 1))[:size]
+    (tmp_path / "file").write_bytes(data)
+    expected = Content(size, hashlib.sha256(data).hexdigest())
+    assert hash_file(tmp_path / "file") == expected
+    assert read_file(tmp_path / "file", size) == (data, expected)
+    with regular_file(tmp_path / "file", hashed=True) as file:
+        third = size // 3
+        assert file.read(third, third) == data[third : 2 * third]
+        assert file.read(2 * third, 0) == b""
+        assert file.content() == expected
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    """The caller bounds what a file may cost."""
+    (tmp_path / "file").write_bytes(bytes(10))
+    with pytest.raises(OSError, match="it has 10 bytes, and more than 9 are not read"):
+        read_file(tmp_path / "file", 9)

@@ -1,8 +1,10 @@
 """Sources of tensors, one standing on another."""
 
+import pytest
 import torch
 
-from drawloom.components.storage.tensor_source import AsType, InMemory, TensorSpec
+from drawloom.components.storage.safetensors.header import DTYPES
+from drawloom.components.storage.tensor_source import AsType, InMemory, TensorSpec, bytes_of, empty, from_memory
 
 SOURCE = InMemory({"a": torch.ones(2, 3, requires_grad=True), "b": torch.tensor([1, 2])})
 
@@ -32,3 +34,38 @@ def test_what_others_hold_is_not_given_away() -> None:
     """Tensors in memory belong to whoever put them there, in whatever dtype they are asked for."""
     assert not SOURCE.owns_memory
     assert not AsType(SOURCE, torch.float16).owns_memory
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_there_and_back(dtype: torch.dtype) -> None:
+    """The bytes of a tensor of any dtype are that tensor again."""
+    tensor = torch.randint(0, 2, (3, 4)).to(dtype)
+    memory = torch.frombuffer(bytearray(bytes_of(tensor)), dtype=torch.uint8)
+    again = from_memory(memory, TensorSpec((3, 4), dtype))
+    assert again.dtype == dtype
+    assert torch.equal(again.view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,)])
+def test_odd_shapes(shape: tuple[int, ...]) -> None:
+    """Numbers without a dimension, and tensors without a number, have their bytes."""
+    tensor = torch.ones(shape)
+    assert len(bytes_of(tensor)) == 4 * tensor.numel()
+    filled, memory = empty(TensorSpec(shape, torch.float32))
+    memory[:] = bytes_of(tensor)
+    assert torch.equal(filled, tensor)
+
+
+def test_row_by_row() -> None:
+    """A tensor that lies otherwise in memory is written row by row; one that needs a gradient can be written."""
+    tensor = torch.arange(6.0, requires_grad=True).view(2, 3).T
+    assert bytes(bytes_of(tensor)) == bytes(bytes_of(torch.tensor([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]])))
+    turned = torch.view_as_complex(torch.ones(1, 2)).conj()
+    assert bytes(bytes_of(turned)) == bytes(bytes_of(torch.tensor([1 - 1j], dtype=torch.complex64)))
+
+
+def test_no_copy_of_what_lies_right() -> None:
+    """The bytes of a tensor that lies row by row on the CPU are its own memory."""
+    tensor = torch.zeros(3)
+    bytes_of(tensor)[0:4] = bytes_of(torch.ones(1))
+    assert tensor.tolist() == [1.0, 0.0, 0.0]

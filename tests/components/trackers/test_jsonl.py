@@ -157,7 +157,7 @@ def test_going_back_needs_no_room(tracker: JsonlTracker, tmp_path: Path, monkeyp
     """A run starts again on a disk that is full."""
     for step in (1, 2, 3):
         tracker.track(step, {"loss": 1.0})
-    monkeypatch.setattr("drawloom.components.trackers.jsonl._replace", lambda *_: pytest.fail("a file was written"))
+    monkeypatch.setattr("drawloom.components.trackers.jsonl.replace_file", lambda *_: pytest.fail("a file was written"))
     tracker.rewind(1)
     monkeypatch.undo()
     tracker.track(2, {"loss": 2.0})

@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from drawloom.components.storage.state_tree import Packed
+from drawloom.components.storage.strict_json import checksum
 from drawloom.components.workspace import shared_folder
 from drawloom.components.workspace.shared_folder import publish, read, withdraw
-from drawloom.components.workspace.tensor_json import Parcel
 from drawloom.graph import UserError
 
 
-def parcel(number: float = 1.0) -> Parcel:
+def parcel(number: float = 1.0) -> Packed:
     """A configuration and two tensors."""
-    return Parcel({"number": number}, {"a": torch.full((3,), number), "b": torch.ones(2, dtype=torch.bfloat16)})
+    return Packed({"number": number}, {"a": torch.full((3,), number), "b": torch.ones(2, dtype=torch.bfloat16)})
 
 
 def files(folder: Path) -> list[str]:
@@ -56,7 +57,7 @@ def test_withdrawn_is_gone(tmp_path: Path) -> None:
     publish(tmp_path, 1, parcel())
     publish(tmp_path, 12, parcel())
     (tmp_path / "rank-1-0123456789abcdef.safetensors").write_text("of a dead process")
-    (tmp_path / "rank-1.json.tmp").write_text("of a dead process")
+    (tmp_path / ".rank-1.json.tmp").write_text("of a dead process")
     (tmp_path / "rank-1.txt").write_text("somebody else's")
     withdraw(tmp_path, 1)
     assert read(tmp_path, 1) is None
@@ -89,7 +90,7 @@ def test_a_record_of_something_else_is_refused(tmp_path: Path, changes: dict[str
     path = tmp_path / "rank-0.json"
     record = json.loads(path.read_bytes()) | changes
     del record["digest"]
-    path.write_text(json.dumps({**record, "digest": shared_folder._digest(record)}))
+    path.write_text(json.dumps({**record, "digest": checksum(record)}))
     with pytest.raises(UserError, match=r"rank-0\.json is not as it was written"):
         read(tmp_path, 0)
 
@@ -157,18 +158,18 @@ def test_a_reader_meets_no_mixture(tmp_path: Path) -> None:
 def test_published_means_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are on disk before the JSON, the JSON before its rename, and the folder after it."""
     log: list[str] = []
-    fsync, replace = os.fsync, os.replace
+    fsync, rename = os.fsync, os.rename
 
     def logged(descriptor: int) -> None:
         log.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).suffix or "folder")
         fsync(descriptor)
 
-    def logged_replace(old: Path, new: Path) -> None:
+    def logged_rename(old: Path, new: Path) -> None:
         log.append("rename")
-        replace(old, new)
+        rename(old, new)
 
     monkeypatch.setattr(os, "fsync", logged)
-    monkeypatch.setattr(os, "replace", logged_replace)
+    monkeypatch.setattr(os, "rename", logged_rename)
     publish(tmp_path, 0, parcel())
     assert log == [".safetensors", ".tmp", "rename", "folder"]
 
@@ -176,7 +177,7 @@ def test_published_means_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_can_not_be_written_leaves_nothing(tmp_path: Path) -> None:
     """A tensor of a dtype that files have no word for is refused before anything is published."""
     with pytest.raises(ValueError, match="complex128"):
-        publish(tmp_path, 0, Parcel({}, {"a": torch.ones(1, dtype=torch.complex128)}))
+        publish(tmp_path, 0, Packed({}, {"a": torch.ones(1, dtype=torch.complex128)}))
     with pytest.raises(ValueError, match="no name for a tensor"):
-        publish(tmp_path, 0, Parcel({}, {"../a": torch.ones(1)}))
+        publish(tmp_path, 0, Packed({}, {"../a": torch.ones(1)}))
     assert files(tmp_path) == []

@@ -133,8 +133,8 @@ def test_nothing_to_tell_keeps_its_place(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None:
-    """Whoever fails, while writing or inside of the block, raises its own error, and all others one of it."""
-    bad = "config.bad is a object; it may hold what JSON can say, and tensors"
+    """Whoever fails, while writing or inside of the block, raises its own error, and all others a UserError of it."""
+    bad = "bad is a object, which can't be saved"
     lost = "all is lost"
     assert [rank["failing writer"] for rank in ranks] == [
         f"TypeError: {bad}" if place == 1 else f"Agreed: rank 1: TypeError: {bad}" for place in range(4)
@@ -194,7 +194,7 @@ def test_tensors() -> None:
 def test_one_rank_alone() -> None:
     """A group of one has its own configuration, as the others' would arrive, and its own tensor."""
     with get_configs_parallel({"a": (1, 2)}, [0], SingleProcess()) as configs:
-        assert configs == [{"a": [1, 2]}]
+        assert configs == [{"a": (1, 2)}]
     tensor = torch.ones(2)
     with get_tensors_parallel(tensor, [0]) as tensors:
         assert tensors[0] is tensor

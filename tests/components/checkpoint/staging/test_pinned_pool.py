@@ -5,20 +5,18 @@ import threading
 
 import torch
 
-from drawloom.components.checkpoint.staging.pinned_pool import ALIGNED, Pool, aligned
+from drawloom.components.checkpoint.staging.pinned_pool import ALIGNED, Pool
 
 
 def _place(pool: Pool, size: int) -> tuple[int, torch.Tensor]:
     """A tensor of so many bytes in a buffer of its own, and where it lies."""
-    with pool.lease(aligned(size)) as lease:
-        tensor = lease.part(size)
+    [tensor] = pool.tensors([size])
     return tensor.data_ptr(), tensor
 
 
 def test_parts_are_apart_aligned_and_of_the_asked_for_size() -> None:
     """Each has a storage of its own, as large as itself; writing into one changes no other."""
-    with Pool().lease(1000) as lease:
-        parts = [lease.part(size) for size in (1, 64, 65, 100)]
+    parts = Pool().tensors([1, 64, 65, 100])
     for number, part in enumerate(parts):
         part.fill_(number)
     assert [set(part.tolist()) for part in parts] == [{0}, {1}, {2}, {3}]
@@ -41,14 +39,22 @@ def test_memory_is_used_again_when_the_last_tensor_in_it_is_gone() -> None:
     assert other.numel() == 5000
 
 
-def test_a_lease_of_no_parts_gives_its_buffer_back() -> None:
-    """An error while parts are handed out loses no memory."""
+def test_no_tensors_hold_no_buffer() -> None:
+    """A state without tensors takes no memory away from the next one."""
     pool = Pool()
-    where, _ = _place(pool, 5000)
-    with pool.lease(5000):
-        assert _place(pool, 5000)[0] != where
-    places = {_place(pool, 5000)[0] for _ in range(3)}
-    assert len(places) == 1
+    assert pool.tensors([]) == []
+    assert len(pool._unused) == 1
+    assert len({_place(pool, 5000)[0] for _ in range(3)}) == 1
+
+
+def test_all_tensors_of_a_copy_hold_one_buffer() -> None:
+    """It is unused when the last of them is gone, in whatever order they go."""
+    pool = Pool()
+    first, second = pool.tensors([5000, 5000])
+    del first
+    assert not pool._unused
+    del second
+    assert len(pool._unused) == 1
 
 
 def test_a_pool_keeps_no_more_than_it_should() -> None:
@@ -85,5 +91,4 @@ def test_threads_may_let_go_at_any_time() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(buffer.holders == 0 for buffer in pool._unused)
     assert len({id(buffer) for buffer in pool._unused}) == len(pool._unused) <= 4

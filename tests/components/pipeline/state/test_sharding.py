@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.pipeline.pytree import branches
 from drawloom.components.pipeline.state.sharding import check_spec, shard_tree, unshard_tree
 from drawloom.components.ports.pipeline_state import Replicate, Shard, Stack
+from drawloom.components.storage.pytree import branches
 
 
 @attrs.frozen

@@ -22,11 +22,10 @@ from drawloom.components.storage.safetensors.header import (
     MAX_TENSORS,
     BadHeader,
     Entry,
-    check_writable,
     header_length,
-    layout,
     parse_header,
 )
+from drawloom.components.storage.safetensors.writer import check_writable, layout
 from drawloom.components.storage.tensor_source import TensorSpec
 
 

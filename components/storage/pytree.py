@@ -1,8 +1,9 @@
 """
-Trees of values: dicts, lists, tuples, dataclasses and attrs classes, taken apart and put together again.
+Trees of values (pytrees): dicts, lists, tuples, named tuples, dataclasses and attrs classes; anything else is a leaf.
 
-Anything else is a leaf. A node is put together without its constructor, so that fields which no constructor takes, and
-values which a constructor would refuse, pass through.
+Unlike torch.utils._pytree it walks dataclasses and attrs classes without registration, and rebuilds a node without
+calling its constructor: fields that no constructor takes, and values that one would refuse (a shape in place of a
+tensor), pass through.
 """
 
 import copy
@@ -13,21 +14,27 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-Branch = tuple[str, Any]
-"""The way to a child as one would write it behind its parent (`['x']`, `[0]`, `.x`), and the child."""
 
-
-def branches(node: Any) -> list[Branch] | None:
-    """The children of a node in their order; None if it is a leaf."""
+def children(node: Any) -> list[tuple[Any, Any]] | None:
+    """The children of a node in their order, each with its key, index or field name; None if it is a leaf."""
     if isinstance(node, Tensor):
-        return None  # at once: most leaves are, and pipelines take trees apart for each action
+        return None  # first: most leaves are tensors, and pipelines walk trees for every action
     if isinstance(node, dict):
-        return [(f"[{key!r}]", child) for key, child in node.items()]
+        return list(node.items())
     if type(node) in (list, tuple) or _is_named_tuple(node):
-        return [(f"[{place}]", child) for place, child in enumerate(node)]
+        return list(enumerate(node))
     if _has_fields(node):
-        return [(f".{name}", getattr(node, name)) for name in _fields(node)]
+        return [(name, getattr(node, name)) for name in _fields(node)]
     return None
+
+
+def branches(node: Any) -> list[tuple[str, Any]] | None:
+    """The children of a node, each with the code that leads to it: `['x']`, `[0]` or `.x`; None if it is a leaf."""
+    found = children(node)
+    if found is None:
+        return None
+    access = "[{!r}]" if isinstance(node, dict | list | tuple) else ".{}"
+    return [(access.format(key), child) for key, child in found]
 
 
 def rebuild(node: Any, children: Sequence[Any]) -> Any:
@@ -46,18 +53,22 @@ def rebuild(node: Any, children: Sequence[Any]) -> Any:
 
 
 def transform(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with each leaf replaced; every node is new."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    found = branches(tree)
+    """The tree with each leaf replaced by what `function` makes of it; every node is new."""
+    found = children(tree)
     return function(tree) if found is None else rebuild(tree, [transform(function, child) for _, child in found])
+
+
+def transform_with_path(function: Callable[[tuple[Any, ...], Any], Any], tree: Any, path: tuple[Any, ...] = ()) -> Any:
+    """As `transform`, with a function of the leaf's path (keys, indices and field names) and the leaf."""
+    found = children(tree)
+    if found is None:
+        return function(path, tree)
+    return rebuild(tree, [transform_with_path(function, child, (*path, key)) for key, child in found])
 
 
 def leaves(tree: Any) -> list[Any]:
     """All leaves, in order."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    found = branches(tree)
+    found = children(tree)
     return [tree] if found is None else [leaf for _, child in found for leaf in leaves(child)]
 
 

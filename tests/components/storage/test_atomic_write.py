@@ -1,12 +1,26 @@
-"""Folders that are whole or absent."""
+"""Files and folders that are whole or absent."""
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from drawloom.components.storage.atomic_folder import begin, whole_folder
+from drawloom.components.storage.atomic_write import begin, replace_file
 from drawloom.graph import UserError
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A folder that becomes the target at the end of the block."""
+    temporary = begin(target)
+    try:
+        yield temporary.folder
+        temporary.commit()
+    finally:
+        temporary.discard()
 
 
 def test_appears_when_done(tmp_path: Path) -> None:
@@ -68,7 +82,7 @@ def test_never_replaces_anything(tmp_path: Path, kind: str) -> None:
         target.write_text("text")
     else:
         target.symlink_to("nowhere")
-    with pytest.raises(UserError, match="is there already"), whole_folder(target):
+    with pytest.raises(UserError, match="exists already"), whole_folder(target):
         pytest.fail("the block must not run")
     assert os.listdir(tmp_path) == ["export"]
 
@@ -105,3 +119,41 @@ def test_everything_is_on_disk_before_it_appears(tmp_path: Path, monkeypatch: py
     assert {"file", "inner"} <= set(before)
     assert any(name.startswith(".export.partial") for name in before)
     assert after == [tmp_path.name]
+
+
+def test_a_replaced_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new content is flushed before the rename, the name after it, and the old content is whole until then."""
+    path, log = tmp_path / "file", list[str]()
+    path.write_text("old")
+    fsync, rename = os.fsync, os.rename
+
+    def logged_fsync(descriptor: int) -> None:
+        log.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}: {path.read_text()}")
+        fsync(descriptor)
+
+    def logged_rename(old: Path, new: Path) -> None:
+        log.append("rename")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", logged_fsync)
+    monkeypatch.setattr(os, "rename", logged_rename)
+    replace_file(path, b"new")
+    assert log == ["fsync .file.tmp: old", "rename", f"fsync {tmp_path.name}: new"]
+
+
+def test_a_file_that_can_not_be_replaced_keeps_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk leaves the old content, and nothing beside it; what a killed process left is no obstacle."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "file"
+    path.write_text("old")
+    (tmp_path / ".file.tmp").write_text("half")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(os, "fsync", full)
+        replace_file(path, b"new")
+    assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["file"])
+    (tmp_path / ".file.tmp").write_text("half")
+    replace_file(path, b"new")
+    assert (path.read_text(), os.listdir(tmp_path)) == ("new", ["file"])

@@ -1,0 +1,83 @@
+"""
+Files and folders that are whole or absent, also after a power cut.
+
+New content is written under a temporary name, flushed, and renamed: the one place in the house that renames.
+"""
+
+import os
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import attrs
+
+from drawloom.components.storage import durable_files
+from drawloom.graph import UserError
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename a file or folder within its folder, which is atomic, and flush the new name."""
+    os.rename(old, new)
+    durable_files.sync(new.parent)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Give a file new content; a crash leaves all of the old or all of the new. One process at a time."""
+    temporary = temporary_name(path)
+    temporary.unlink(missing_ok=True)  # a killed process may have left it
+    try:
+        durable_files.write_file(temporary, data)
+        rename(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def temporary_name(path: Path) -> Path:
+    """Where the new content of a file is written."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+@attrs.frozen
+class TempFolder:
+    """A folder beside the target, in which everything is written before it takes the target's name."""
+
+    target: Path
+    folder: Path
+
+    def commit(self) -> None:
+        """Flush everything and rename it to the target."""
+        durable_files.sync_tree(self.folder)
+        rename(self.folder, self.target)
+
+    def discard(self) -> None:
+        """Remove it, if it was not committed."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def begin(target: Path) -> TempFolder:
+    """
+    A new folder to write into, on the file system of the target, so that the rename is atomic.
+
+    Folders of earlier attempts are removed: of two attempts at once the first fails, and files are never mixed.
+    UserError if the target exists and is not an empty folder.
+    """
+    _refuse_if_taken(target)
+    target = target.absolute()
+    prefix = f".{target.name}.partial-"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for name in os.listdir(target.parent):
+        if name.startswith(prefix):
+            shutil.rmtree(target.parent / name, ignore_errors=True)
+    folder = target.parent / f"{prefix}{secrets.token_hex(4)}"
+    folder.mkdir()
+    return TempFolder(target, folder)
+
+
+def _refuse_if_taken(target: Path) -> None:
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if target.exists() or target.is_symlink():
+        raise UserError(f"{target} exists already; write the name of a new folder, or remove this one first")

@@ -1,0 +1,95 @@
+"""Writes one safetensors file, tensor by tensor in any order."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from drawloom.components.storage import durable_files
+from drawloom.components.storage.durable_files import FileWriter
+from drawloom.components.storage.format_names import format_names
+from drawloom.components.storage.safetensors.header import CODES, MAX_DIMENSIONS, METADATA, Entry, is_name
+from drawloom.components.storage.sha256_stream import Content
+from drawloom.components.storage.tensor_source import InMemory, TensorSpec, bytes_of
+
+
+@attrs.define
+class SafetensorsWriter:
+    """Writes announced tensors into an open, empty file, each at its offset; `missing` are those still to come."""
+
+    file: FileWriter
+    begin: int
+    missing: dict[str, Entry]
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one of the tensors; ValueError if shape or dtype are not those that were announced."""
+        entry = self.missing.pop(name)
+        found = TensorSpec(tuple(tensor.shape), tensor.dtype)
+        if found != entry.kind:
+            raise ValueError(f"{name} came as {found}, and was announced as {entry.kind}")
+        self.file.put(bytes_of(tensor), self.begin + entry.start)
+
+    def finish(self) -> None:
+        """ValueError if a tensor was announced and not written."""
+        if self.missing:
+            raise ValueError(f"{format_names(list(self.missing))} never came")
+
+
+def writer_into(file: FileWriter, kinds: Mapping[str, TensorSpec]) -> SafetensorsWriter:
+    """Write the header of these tensors into an open, empty file."""
+    head, entries = layout(kinds)
+    file.put(memoryview(head), 0)
+    return SafetensorsWriter(file, len(head), entries)
+
+
+@contextmanager
+def new_safetensors_file(path: Path, kinds: Mapping[str, TensorSpec]) -> Iterator[SafetensorsWriter]:
+    """A new file of these tensors, which is on disk at the end of the block; OSError if it exists."""
+    check_writable(kinds)  # before there is a file
+    with durable_files.new_file(path) as file:
+        writer = writer_into(file, kinds)
+        yield writer
+        writer.finish()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
+    """A new file of these tensors, flushed and hashed: they are written in the order in which they lie in the file."""
+    with new_safetensors_file(path, InMemory(tensors).kinds()) as writer:
+        for name in list(writer.missing):
+            writer.write(name, tensors[name])
+    return writer.file.content()
+
+
+def layout(kinds: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
+    """
+    What a file of these tensors begins with, and the entry of each, in the order in which they lie in the file.
+
+    It is byte for byte what the safetensors library writes: by dtype, the widest first, and then by name.
+    """
+    check_writable(kinds)
+    ranks = {dtype: rank for rank, dtype in enumerate(CODES)}
+    entries: dict[str, Entry] = {}
+    written: dict[str, Any] = {METADATA: {"format": "pt"}}
+    end = 0
+    for name in sorted(kinds, key=lambda name: (ranks[kinds[name].dtype], name)):
+        start, end = end, end + kinds[name].bytes
+        entries[name] = Entry(kinds[name], start, end)
+        written[name] = {"dtype": CODES[kinds[name].dtype], "shape": kinds[name].shape, "data_offsets": [start, end]}
+    text = json.dumps(written, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the first tensor begins at a multiple of 8
+    return len(text).to_bytes(8, "little") + text, entries
+
+
+def check_writable(kinds: Mapping[str, TensorSpec]) -> None:
+    """ValueError if there is a tensor that can't be written, or not be read again."""
+    for name, kind in kinds.items():
+        if not is_name(name):
+            raise ValueError(f"{name!r:.99} is no name for a tensor in a file")
+        if kind.dtype not in CODES:
+            raise ValueError(f"{name} has the dtype {kind.dtype}, which safetensors does not have")
+        if len(kind.shape) > MAX_DIMENSIONS:
+            raise ValueError(f"{name} has {len(kind.shape)} dimensions, and more than {MAX_DIMENSIONS} are not read")

@@ -1,0 +1,133 @@
+"""
+State dicts as files hold them: a JSON tree, and tensors by name.
+
+In the tree a dict is {"dict": {...}}, a tuple {"tuple": [...]}, a tensor {"tensor": its name}, and a float that JSON
+can't hold {"float": "nan"}; all other values are themselves. A tensor's name is its path joined by slashes, or a slash
+and a number if the path holds characters that are not allowed in names of tensors.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+Tree = Any
+"""Anything that JSON can hold."""
+
+PART = re.compile(r"[A-Za-z0-9_.\-]+")
+LONGEST = 256  # characters of a name
+
+
+class Packed(NamedTuple):
+    """A tree, and the tensors that it names."""
+
+    tree: Tree
+    tensors: dict[str, Tensor]
+
+
+def pack(state: Any) -> Packed:
+    """
+    The tree of a state, and its tensors: not copied, and a tensor that occurs twice only once.
+
+    Raises TypeError, with the path, for a value that would not come back as it is.
+    """
+    packer = _Packer()
+    return Packed(packer.pack(state, ()), packer.tensors)
+
+
+def unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+    """
+    The state of a tree and its tensors.
+
+    Raises ValueError, with all that are missing and unexpected, if the tensors are not those that the tree names.
+    """
+    wanted = named(tree)
+    missing, extra = wanted - tensors.keys(), tensors.keys() - wanted
+    if missing or extra:
+        lists = [("missing", missing), ("unexpected", extra)]
+        raise ValueError("; ".join(f"{what} {', '.join(sorted(which))}" for what, which in lists if which))
+    return _unpack(tree, tensors)
+
+
+def named(tree: Tree) -> set[str]:
+    """The names of all tensors of a tree."""
+    return set(_named(tree))
+
+
+def entries(tree: Tree) -> dict[str, Tree]:
+    """The entries of the tree of a dict; ValueError if it is the tree of something else."""
+    content = tree.get("dict") if isinstance(tree, dict) else None
+    if not isinstance(content, dict):
+        raise ValueError("a state is no dict")
+    return content
+
+
+class _Packer:
+    """Collects tensors under names while it packs a state."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[Any, str] = {}
+
+    def pack(self, value: Any, path: tuple[Any, ...]) -> Tree:
+        if isinstance(value, Tensor):
+            return {"tensor": self._name(value.detach(), path)}
+        if isinstance(value, dict):
+            if wrong := [key for key in value if type(key) is not str]:
+                raise TypeError(f"{_text(path)} has the key {wrong[0]!r}; keys of a state are strings")
+            return {"dict": {key: self.pack(part, (*path, key)) for key, part in value.items()}}
+        if type(value) in (list, tuple):
+            parts = [self.pack(part, (*path, place)) for place, part in enumerate(value)]
+            return parts if type(value) is list else {"tuple": parts}
+        if type(value) is float and not math.isfinite(value):
+            return {"float": str(value)}
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        raise TypeError(f"{_text(path)} is a {type(value).__name__}, which can't be saved")
+
+    def _name(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
+        """The name of a tensor; the first one, if the same memory has one already."""
+        name = _text(path)
+        if not path or not all(PART.fullmatch(str(part)) for part in path) or ".." in name or len(name) > LONGEST:
+            name = f"/{len(self.tensors)}"
+        memory = name if not tensor.numel() else (tensor.device, tensor.data_ptr())
+        key = memory, tensor.shape, tensor.stride(), tensor.dtype
+        if key not in self._names:
+            self._names[key] = name
+            self.tensors[name] = tensor
+        return self._names[key]
+
+
+def _text(path: tuple[Any, ...]) -> str:
+    return "/".join(map(str, path)) or "it"
+
+
+def _named(tree: Tree) -> Iterator[str]:
+    if isinstance(tree, list):
+        for part in tree:
+            yield from _named(part)
+    elif isinstance(tree, dict):
+        [(kind, content)] = tree.items()
+        if kind == "tensor":
+            yield content
+        else:
+            yield from _named([*content.values()] if kind == "dict" else content)
+
+
+def _unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(tree, list):
+        return [_unpack(part, tensors) for part in tree]
+    if not isinstance(tree, dict):
+        return tree
+    [(kind, content)] = tree.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "float":
+        return float(content)
+    if kind == "tuple":
+        return tuple(_unpack(content, tensors))
+    if kind != "dict":
+        raise ValueError(f"{kind!r} is no kind of value")
+    return {key: _unpack(part, tensors) for key, part in content.items()}
