@@ -45,3 +45,8 @@ def visible(documents: Tensor) -> Tensor:
 
 
 EAGER = Implementation(visible, attention_eager)
+
+
+def attention_on_meta(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A tensor of the result's shape and dtype on the meta device, which depends on all three as attention does."""
+    return q + (k.sum() + v.sum())

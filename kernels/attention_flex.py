@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 
-from drawloom.kernels.attention import Implementation, attention_eager
+from drawloom.kernels.attention import Implementation, attention_eager, attention_on_meta
 
 BLOCK = 128
 """Tokens in a block."""
@@ -28,7 +28,7 @@ def attention_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     Heads too small for torch's kernel go to the eager one. Tensors on the meta device give one of the right shape.
     """
     if q.is_meta:
-        return torch.empty_like(q)
+        return attention_on_meta(q, k, v)
     if q.is_cuda and q.shape[-1] < LEAST:
         return attention_eager(q, k, v, _as_booleans(mask))
     grouped = q.shape[2] != k.shape[2]

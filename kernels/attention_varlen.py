@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.kernels.attention import Implementation
+from drawloom.kernels.attention import Implementation, attention_on_meta
 
 
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -16,7 +16,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     The mask is where documents begin, as `begins` gives it. Tensors on the meta device give one of the right shape.
     """
     if q.is_meta:
-        return torch.empty_like(q)
+        return attention_on_meta(q, k, v)
     from torch.nn.attention.varlen import varlen_attn
 
     options = {}

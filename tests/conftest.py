@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture
 def room() -> Iterator[None]:
-    """An empty GPU, before and after a test that takes much of it; such tests are of the group "great"."""
+    """An empty GPU, before and after a test that takes much of it; tests of one xdist_group run one after another."""
     torch.cuda.empty_cache()
     yield
     torch.cuda.empty_cache()

@@ -42,13 +42,12 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
-def test_compiles_without_breaks(name: str, dtype: torch.dtype) -> None:
+def test_compiles_without_breaks(name: str) -> None:
     """Traced as one graph, with what comes before and after it, an operation gives the gradients that it gives else."""
     call, shapes = CALLS[name]
-    inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
 
     def compute(*given: Tensor) -> Tensor:
         found = call(*(2 * x for x in given))
@@ -57,6 +56,5 @@ def test_compiles_without_breaks(name: str, dtype: torch.dtype) -> None:
     torch.compiler.reset()  # each call is another function to it, and it takes few of them
     compiled: Any = torch.compile(compute, fullgraph=True, backend="aot_eager")
     expected, found = (torch.autograd.grad(function(*inputs), inputs) for function in (compute, compiled))
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(found, expected, atol=4 * eps, rtol=8 * eps)
+    torch.testing.assert_close(found, expected)
     assert any(gradient.any() for gradient in found)

@@ -177,7 +177,7 @@ def test_the_greedy_schedule_is_no_slower_than_those_of_fixed_order() -> None:
     """For costs of many kinds, the greedy schedule made for them is as quick as ZB1P, ZBV and DualPipeV, to 2 %."""
     for f, i, w, message in [(1, 1, 1, 0.25), (1, 1.5, 0.5, 0), (2, 1, 1, 0), (1, 1.2, 0.8, 0.1), (1, 2, 1, 0.3)]:
         costs = Costs(f, i, w, comm=message)
-        greedy = schedule("greedy", forward=f, backward_input=i, backward_weight=w, message=message)
+        greedy = schedule("greedy", forward=f, backward_input=i, backward_weight=w, comm=message)
         others = [schedule("zero_bubble_1p", stages_per_rank=2), schedule("zero_bubble_v"), schedule("dual_pipe_v")]
         best = min(simulate(other.program(4, 16), costs).makespan for other in others)
         assert simulate(greedy.program(4, 16), costs).makespan <= 1.02 * best

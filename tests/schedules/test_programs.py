@@ -140,5 +140,5 @@ def _as_parts(work: str, action: object) -> list[tuple[int, str, int]]:
 def test_the_greedy_schedule_keeps_to_its_memory() -> None:
     """Whatever the costs, a rank holds no more than the greedy schedule was given, from forwards to weights."""
     for memory, weights in product((1, 2, 4), (0.4, 1.0, 2.5)):
-        made = schedule("greedy", memory=memory, backward_weight=weights, message=0.3)
+        made = schedule("greedy", memory=memory, backward_weight=weights, comm=0.3)
         assert max(simulate(made.program(6, 18), Costs()).peak_live_weights) <= 2 * memory

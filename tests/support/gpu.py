@@ -35,7 +35,8 @@ def drawloom_run(
     """
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
     arguments = [sys.executable, "-m", *(torchrun if processes > 1 else []), "drawloom", command, *words]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    paths = [str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
     with open(folder / "printed", "w+b") as printed:
         with subprocess.Popen(

@@ -17,8 +17,8 @@ class Share:
     """One replica of several."""
 
     micro_size: int = 2
-    replicas: int = 1
-    replica: int = 0
+    dp_size: int = 1
+    dp_rank: int = 0
 
 
 def held_out(rows: Any, rows_used: int = 64, **share: int) -> Validation:
@@ -39,7 +39,7 @@ def test_every_row_is_measured_once(rows: Any, names: Any, rows_used: int, repli
     alone = [row for batch in names(list(held_out(rows, rows_used).batches())) for row in batch]
     together = []
     for replica in range(replicas):
-        data = held_out(rows, rows_used, micro_size=micro_size, replicas=replicas, replica=replica)
+        data = held_out(rows, rows_used, micro_size=micro_size, dp_size=replicas, dp_rank=replica)
         batches = names(list(data.batches()))
         assert all(0 < len(batch) <= micro_size for batch in batches)
         together += [row for batch in batches for row in batch]
