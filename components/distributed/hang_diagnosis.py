@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.distributed.alarm import Alarm
+from drawloom.components.distributed.alarm import Alarm, Failure
 
 log = logging.getLogger("drawloom.distributed")
 
@@ -85,14 +85,17 @@ class HangMonitor:
         asking = threading.Thread(target=self._ask, args=(answers,), daemon=True)  # the store may hang as well
         asking.start()
         asking.join(ANSWER_TIMEOUT + TICK)
-        if self.alarm is not None and self.alarm.failure is not None:
-            return self.alarm.failure.text
+        if failure := self._failure():
+            return failure.text
         if self.lost or not answers:
             return LOST
         if len(answers) == self.size and self._is_waited_for(answers):
             time.sleep(ANSWER_TIMEOUT)  # this process may be about to end, and the others about to ask where it is
             return ""
         return diagnosis(dict(answers), self.size)
+
+    def _failure(self) -> Failure | None:
+        return None if self.alarm is None else self.alarm.failure
 
     def _is_waited_for(self, answers: Mapping[int, RankStatus]) -> bool:
         """Whether others wait and this rank does not. Where a GPU waits and no host, nobody is known to wait."""
@@ -105,7 +108,7 @@ class HangMonitor:
             self.store.set("called", b"1")
             answers[self.rank] = self._own()
             end = time.monotonic() + ANSWER_TIMEOUT
-            while len(answers) < self.size and time.monotonic() < end:
+            while len(answers) < self.size and time.monotonic() < end and self._failure() is None:
                 for rank in range(self.size):
                     if rank not in answers and self.store.check([str(rank)]):
                         answers[rank] = RankStatus(**json.loads(self.store.get(str(rank))))
