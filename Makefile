@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test bench soak clean test-gpu bench-gpu bench-train-gpu bench-pipeline-gpu
+.PHONY: train test figures bench soak clean test-gpu bench-gpu bench-train-gpu bench-pipeline-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -13,6 +13,9 @@ test: .venv/test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not soak" -n 2 --dist loadfile
+
+figures:
+	$(PYTHON) tests/house/figures.py
 
 bench: .venv/test
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/benchmarks $(ONLY)

@@ -1,0 +1,92 @@
+"""
+Figures of the source, `make figures`: how long functions and files are, and how much of them is said in words.
+
+"Files per 1000 lines" leaves out __init__.py and files that hold a component, whose name is its path. Docstrings count
+for public classes and functions; shapes are looked for in those of functions that take or give a Tensor.
+"""
+
+import ast
+import io
+import re
+import statistics
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("graph", "components", "kernels")
+SHAPE = re.compile(r"\([a-z_0-9.* /+-]+,.*?\)|0-dimensional|scalar|any shape|\(\.\.\.")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def main() -> None:
+    """Print a line for each folder, and one for all."""
+    print(f"{'':<12}" + "".join(f"{head:>22}" for head in HEADS))
+    for folders in (*((name,) for name in FOLDERS), FOLDERS):
+        files = [path for name in folders for path in sorted((ROOT / name).rglob("*.py"))]
+        print(f"{'all' if len(folders) > 1 else folders[0]:<12}" + "".join(f"{cell:>22}" for cell in measured(files)))
+
+
+HEADS = (
+    "files",
+    "lines",
+    "files per 1000 lines",
+    "function p50/p90/max",
+    "comments per 1000",
+    "public docstrings",
+    "shapes of tensors",
+)
+
+
+def measured(files: list[Path]) -> list[str]:
+    """The cells of a line."""
+    texts = {path: path.read_text("utf-8") for path in files}
+    trees = {path: ast.parse(text) for path, text in texts.items()}
+    own = [path for path in files if path.name != "__init__.py" and "@component" not in texts[path]]
+    lines = sum(text.count("\n") for text in texts.values())
+    own_lines = sum(texts[path].count("\n") for path in own)
+    functions = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, Function)]
+    lengths = sorted((node.end_lineno or node.lineno) - node.lineno + 1 for node in functions)
+    public = [node for tree in trees.values() for node in _public(tree)]
+    tensors = [node for node in public if isinstance(node, Function) and _has_tensors(node)]
+    comments = sum(_comments(text) for text in texts.values())
+    return [
+        str(len(files)),
+        str(lines),
+        f"{1000 * len(own) / own_lines:.1f}",
+        f"{statistics.median(lengths):.0f}/{lengths[int(0.9 * len(lengths))]}/{lengths[-1]}",
+        f"{1000 * comments / lines:.1f}",
+        f"{_share([ast.get_docstring(node) is not None for node in public]):.0%}",
+        f"{_share([bool(SHAPE.search(ast.get_docstring(node) or '')) for node in tensors]):.0%}",
+    ]
+
+
+def _public(tree: ast.Module) -> Iterator[Function | ast.ClassDef]:
+    """Public functions, classes and methods."""
+    for node in tree.body:
+        if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
+            yield node
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from (part for part in node.body if isinstance(part, Function) and not part.name.startswith("_"))
+
+
+def _has_tensors(node: Function) -> bool:
+    return any("Tensor" in ast.unparse(part) for part in (node.args, node.returns) if part is not None)
+
+
+def _comments(text: str) -> int:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(token.type == tokenize.COMMENT and not _is_for_tools(token.string) for token in tokens)
+
+
+def _is_for_tools(comment: str) -> bool:
+    return comment.startswith(("# type:", "# noqa"))
+
+
+def _share(found: list[bool]) -> float:
+    return sum(found) / max(1, len(found))
+
+
+if __name__ == "__main__":
+    main()
