@@ -1,11 +1,36 @@
-"""Functions as operations of torch, for compilers that can't look into them."""
+"""Functions as operations of torch, for compilers that can't look into them; and whether Triton can run on a device."""
 
 from collections.abc import Callable
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+
+LEAST_CAPABILITY = (8, 0)
+"""Ampere: older GPUs have no bfloat16."""
+
+
+def why_no_triton(device: torch.device) -> str:
+    """Why Triton can't run on a device, or nothing. Only on a CPU is triton imported: its interpreter may be on."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cpu":
+        return "" if _interprets() else "Triton runs on GPUs, and the device is the CPU"
+    if device.type != "cuda":
+        return f"Triton runs on GPUs of NVIDIA and AMD, and the device is {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0"
+    return ""
+
+
+def _interprets() -> bool:
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """Tensors that are what they seem, and stand for no others."""

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from drawloom.kernels.rms_norm import rms_norm_eager
+
 
 def rope_eager(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, in_place: bool = False) -> Tensor:
     """
@@ -65,3 +67,17 @@ def _parts(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor, Te
     if interleaved:
         return x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2], rest
     return x[..., :pairs], x[..., pairs : 2 * pairs], rest
+
+
+def qk_norm_rope_eager(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """
+    rope(rms_norm(q)) and rope(rms_norm(k)), each with its own weight.
+
+    q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim), weights (head_dim,), cosines and sines
+    (rows, length, head_dim // 2): all channels turn, in halves.
+    """
+    return rope_eager(rms_norm_eager(q, q_weight, eps), cos, sin), rope_eager(
+        rms_norm_eager(k, k_weight, eps), cos, sin
+    )

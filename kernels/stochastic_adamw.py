@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drawloom.kernels.philox import philox
-from drawloom.kernels.stochastic_copy import AT_ONCE, halves, round_stochastically
+from drawloom.kernels.stochastic_copy import AT_ONCE, halves, philox, round_stochastically
 
 PER_DRAW = 2
 """Of the four words of a draw, one rounds the weights of two elements, one their means, one their squares."""

@@ -20,9 +20,8 @@ from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, names_of
 from drawloom.components.checkpoint.threads import run_now, submit
 from drawloom.components.distributed.rank_errors import Agreed, run_on_all, run_on_rank0
-from drawloom.components.ports.cadence import Cadence, a_cadence, due
 from drawloom.components.ports.distributed import Group, Mesh, Processes
-from drawloom.components.ports.run import Durable, Event, Events, RunFolder, Stateful, Step
+from drawloom.components.ports.run import Cadence, Durable, Event, Events, RunFolder, Stateful, Step, a_cadence, due
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, at_least, component, setting
 from drawloom.graph.recipe.lockfile import LOCK

@@ -1,9 +1,70 @@
-"""What every model does."""
+"""Contracts of the ports of models, their kernels and their parameters."""
 
 import torch
+from torch import nn
 
-from drawloom.components.ports.model import LayerRange, Model, TensorSlice
+from drawloom.components.ports.model import Kernels, LayerRange, Model, Parameters, Stages, TensorSlice
 from drawloom.graph.testing import expect
+
+CLOSE = 1e-4
+
+
+def rms_norm(kernels: Kernels) -> None:
+    """x / sqrt(mean(x²) + eps) * weight, over the last dimension."""
+    x, weight = _random(3, 5, 16), _random(16)
+    wanted = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    _expect_close(kernels.rms_norm(x, weight, 1e-6), wanted)
+
+
+def swiglu(kernels: Kernels) -> None:
+    """gate * sigmoid(gate) * up."""
+    gate, up = _random(3, 5, 16), _random(3, 5, 16)
+    _expect_close(kernels.swiglu(gate, up), gate.double() * gate.double().sigmoid() * up.double())
+
+
+def rope(kernels: Kernels) -> None:
+    """Each pair of the two halves of a head is turned by its angle."""
+    x, angles = _random(2, 5, 3, 8), _random(2, 5, 4)
+    cos, sin = angles.cos().double()[:, :, None], angles.sin().double()[:, :, None]
+    first, second = x.double().chunk(2, -1)
+    wanted = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    _expect_close(kernels.rope(x, angles.cos(), angles.sin()), wanted)
+
+
+def attention(kernels: Kernels) -> None:
+    """Softmax over earlier tokens of the same document, with groups of heads that share keys and values."""
+    q, k, v = _random(2, 6, 4, 8), _random(2, 6, 2, 8), _random(2, 6, 2, 8)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
+    k64, v64 = (x.double().repeat_interleave(2, dim=2) for x in (k, v))
+    scores = torch.einsum("rihd,rjhd->rhij", q.double(), k64) / 8**0.5
+    seen = torch.ones(6, 6, dtype=torch.bool).tril() & (documents[:, :, None] == documents[:, None, :])
+    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    found = kernels.attention(q, k, v, kernels.attention_mask(documents))
+    _expect_close(found, torch.einsum("rhij,rjhd->rihd", weights, v64))
+
+
+def linear_cross_entropy(kernels: Kernels) -> None:
+    """Minus the logarithm of the softmax of hidden times weight, at the target; 0 where it is ignored."""
+    hidden, weight, targets = _random(3, 4, 8), _random(11, 8), torch.arange(12).reshape(3, 4) % 11
+    targets[0, 1] = -100
+    logarithms = (hidden.double() @ weight.double().T).log_softmax(-1)
+    wanted = -logarithms.gather(-1, targets.clamp(min=0)[..., None])[..., 0].masked_fill(targets == -100, 0.0)
+    _expect_close(kernels.linear_cross_entropy(hidden, weight, targets), wanted)
+
+
+def nothing_is_fine(kernels: Kernels) -> None:
+    """No rows give no rows."""
+    expect(kernels.swiglu(_random(0, 16), _random(0, 16)).shape == (0, 16), "no rows are something")
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _expect_close(given: torch.Tensor, wanted: torch.Tensor) -> None:
+    expect(given.shape == wanted.shape, f"the shape is {tuple(given.shape)}, not {tuple(wanted.shape)}")
+    error = float((given.double() - wanted).abs().max())
+    expect(error < CLOSE, f"the largest error is {error:.2g}")
 
 
 def _names(model: Model, span: LayerRange) -> list[str]:
@@ -39,3 +100,26 @@ def values_follow_from_name_shape_and_seed(one: Model, other: Model) -> None:
         expect(torch.isfinite(first).all(), f"{name} begins with what is no finite number")
         differ |= not torch.equal(first, otherwise)
     expect(differ, "the seed changes nothing")
+
+
+def each_is_named_once(parameters: Parameters) -> None:
+    """Every parameter has one name, in the same order whenever it is asked for; none is left on the meta device."""
+    named = parameters.named()
+    expect(named, "there is nothing to train")
+    expect(len({name for name, _ in named}) == len(named), "two parameters have one name")
+    expect(len({id(parameter) for _, parameter in named}) == len(named), "a parameter has two names")
+    expect([name for name, _ in parameters.named()] == [name for name, _ in named], "the order changes")
+    for name, parameter in named:
+        expect(isinstance(parameter, nn.Parameter) and not parameter.is_meta, f"{name} is not made real")
+
+
+def stages_are_real_and_in_order(stages: Stages) -> None:
+    """This rank has stages, in order, each of the same number, with modules off the meta device."""
+    numbers = [stage.index for stage in stages.local]
+    expect(numbers and numbers == sorted(set(numbers)), f"this rank's stages are {numbers}")
+    expect(len({stage.count for stage in stages.local}) == 1, "stages disagree on how many there are")
+    for stage in stages.local:
+        expect(0 <= stage.index < stage.count, f"stage {stage.index} is none of {stage.count}")
+        expect(
+            not any(parameter.is_meta for parameter in stage.module.parameters()), f"stage {stage.index} is not real"
+        )

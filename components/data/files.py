@@ -3,14 +3,20 @@
 import glob
 import os
 from collections.abc import Iterable, Iterator
+from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
 
 import attrs
 
-from drawloom.components.data.split import split_of
 from drawloom.components.ports.data import Split
 from drawloom.graph import UserError
+
+
+def split_of(key: bytes, validation_fraction: float) -> Split:
+    """The split of a document, by a hash of its key, if a share `held_out` (0 to 1) of all keys is held out."""
+    fraction = int.from_bytes(blake2b(key, digest_size=8).digest(), "big") / 2**64
+    return "validation" if fraction < validation_fraction else "train"
 
 
 @attrs.frozen

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drawloom.components.data import files
-from drawloom.components.data.split import split_of
+from drawloom.components.data.files import split_of
 from drawloom.components.ports.data import Split
 from drawloom.graph import UserError, between, component, setting
 

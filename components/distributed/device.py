@@ -9,7 +9,7 @@ from typing import Literal
 import attrs
 import torch
 
-from drawloom.components.distributed.launch import read_launch
+from drawloom.components.distributed.torchrun import read_launch
 from drawloom.graph import UserError, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem

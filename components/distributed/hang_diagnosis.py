@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.distributed.alarm import Alarm, Failure
+from drawloom.components.distributed.failure_monitor import Alarm, Failure
 
 log = logging.getLogger("drawloom.distributed")
 

@@ -1,6 +1,6 @@
-"""The files of one folder, written by several ranks: each its share, the folder whole or absent."""
+"""Which rank writes what, from what each of them holds."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,14 @@ from torch import Tensor
 
 from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.model import Stages
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.atomic_write import TempFolder, begin
-from drawloom.components.storage.safetensors.header import CODES, DTYPES
+from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
 from drawloom.components.storage.tensor_source import AsType, InMemory, TensorSource, TensorSpec
-from drawloom.components.weights.dtensor_ops import gather, is_sharded
+from drawloom.components.weights.load import stream
 from drawloom.components.weights.mapper import parallel, sequential
+from drawloom.components.weights.mapper_ops import gather, is_sharded
 from drawloom.components.weights.save import (
     PlannedFile,
     all_kinds,
@@ -24,7 +26,60 @@ from drawloom.components.weights.save import (
     write_files,
     write_index,
 )
-from drawloom.components.weights.streaming import stream
+from drawloom.graph import UserError
+
+
+def holding(stages: Stages) -> dict[str, Any]:
+    """What this rank holds, as JSON: its stages, each with shape and dtype of its parameters by name."""
+    return {
+        "stages": [
+            {
+                "index": stage.index,
+                "tensors": {name: [list(p.shape), str(p.dtype)] for name, p in stage.module.named_parameters()},
+            }
+            for stage in stages.local
+        ]
+    }
+
+
+def choose_owners(mapper: Mapper, holdings: Sequence[Mapping[str, Any]]) -> list[int]:
+    """
+    For each group of a mapper the first rank that holds all of its inputs.
+
+    So of copies, replicas' or a tied head's, one is written. UserError lists what is missing and what has no place in
+    the mapper, and names tensors of which ranks hold different ones.
+    """
+    held = [_tensors(each) for each in holdings]
+    _compare(mapper, held)
+    owners = []
+    for group in mapper.groups:
+        able = [rank for rank, tensors in enumerate(held) if tensors.keys() >= set(group.inputs)]
+        if not able:
+            names = f"{format_names(group.inputs)} become {format_names(group.outputs)} together"
+            raise UserError(f"cannot export: {names}, and no rank holds them all; export from fewer pipeline stages")
+        owners.append(able[0])
+    return owners
+
+
+def _tensors(rank: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: kind for stage in rank["stages"] for name, kind in stage["tensors"].items()}
+
+
+def _compare(mapper: Mapper, held: Sequence[Mapping[str, Any]]) -> None:
+    """UserError unless the ranks hold the mapper's inputs, no others, and the same where they hold one twice."""
+    wanted = dict.fromkeys(mapper.inputs)
+    kinds: dict[str, Any] = {}
+    for tensors in held:
+        for name, kind in tensors.items():
+            if kinds.setdefault(name, kind) != kind:
+                raise UserError(f"{name} is {kinds[name]} on one rank and {kind} on another; give all the same model")
+    lists = [
+        ("missing", [name for name in wanted if name not in kinds]),
+        ("no name there for", [name for name in kinds if name not in wanted]),
+    ]
+    if told := "; ".join(f"{what} {format_names(names)}" for what, names in lists if names):
+        raise UserError(f"the tensors to write are not those of the model: {told}; export where all of it is held")
+
 
 Finish = Callable[[Path, list[PlannedFile]], None]
 """Writes what belongs beside the tensors into a folder, last of all."""

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from drawloom.graph import UserError
-from drawloom.kernels.availability import why_no_triton
+from drawloom.kernels.operation import why_no_triton
 
 KERNELS = "drawloom.kernels"
 

@@ -1,13 +1,32 @@
 """A learning rate in phases, each a curve from where the one before it ended."""
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
-from drawloom.components.learning_rate.curves import Curve, between
 from drawloom.components.ports.run import Step
 from drawloom.graph import Problem, above, at_least, component, setting
+
+Curve = Literal["linear", "cosine", "polynomial", "exponential"]
+
+SMALLEST = 1e-8
+"""What stands for zero at either end of an exponential curve, which can't reach it."""
+
+
+def between(curve: Curve, start: float, end: float, progress: float, power: float = 2.0) -> float:
+    """The value of a curve; `power` bends the polynomial one."""
+    match curve:
+        case "linear":
+            return start + (end - start) * progress
+        case "cosine":
+            return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
+        case "polynomial":
+            return start + (end - start) * math.pow(progress, power)
+        case "exponential":
+            low, high = math.log(max(start, SMALLEST)), math.log(max(end, SMALLEST))
+            return math.exp(low + (high - low) * progress)
 
 
 @attrs.frozen(kw_only=True)

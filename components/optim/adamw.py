@@ -3,9 +3,7 @@
 import attrs
 import torch
 
-from drawloom.components.optim.betas import check_betas
-from drawloom.components.optim.groups import decay_groups
-from drawloom.components.optim.torch_optimizer import TorchOptimizer
+from drawloom.components.optim.torch_optimizer import TorchOptimizer, check_betas, decay_groups
 from drawloom.components.ports.model import Parameters
 from drawloom.graph import above, at_least, component, setting
 

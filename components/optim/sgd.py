@@ -3,8 +3,7 @@
 import attrs
 import torch
 
-from drawloom.components.optim.groups import decay_groups
-from drawloom.components.optim.torch_optimizer import TorchOptimizer
+from drawloom.components.optim.torch_optimizer import TorchOptimizer, decay_groups
 from drawloom.components.ports.model import Parameters
 from drawloom.graph import above, at_least, between, component, setting
 

@@ -7,16 +7,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.optim.betas import check_betas
-from drawloom.components.optim.groups import decays
-from drawloom.components.optim.shards import local_part, shard_of
+from drawloom.components.optim.torch_optimizer import check_betas, decays, local_part, shard_of
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import RunInfo, Step
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
-from drawloom.kernels.availability import why_no_triton
+from drawloom.kernels.operation import why_no_triton
 from drawloom.kernels.stochastic_adamw import PER_DRAW, StochasticAdamwEager, Trained, numbers_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

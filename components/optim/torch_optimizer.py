@@ -1,12 +1,106 @@
-"""What the optimizers of torch have in common as a phase: a step at the step's rate, and state by parameter names."""
+"""What the optimizers share: parameter groups, a step at the step's learning rate, and state by parameter name."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import torch
+from torch import Tensor, nn
 
-from drawloom.components.optim.named_state import load_named_state, named_state
+from drawloom.components.distributed.rng import derive_seed
 from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Step
+from drawloom.graph import between
+
+
+def check_betas(value: tuple[float, float]) -> str | None:
+    """Why a pair of decays can't be, or None: each is from 0 to below 1."""
+    return next((reason for beta in value if (reason := between(0, 1)(beta))), None)
+
+
+def decays(parameter: nn.Parameter) -> bool:
+    """Whether a parameter decays."""
+    return parameter.ndim >= 2
+
+
+def decay_groups(named: Sequence[tuple[str, nn.Parameter]], decay: float) -> list[dict[str, Any]]:
+    """
+    Parameter groups for a torch optimizer; those with fewer than two dimensions get no weight decay.
+
+    Both groups are there even if they are empty: torch takes no list without groups, and a pipeline rank whose
+    parameters are all frozen has none to train.
+    """
+    matrices = [parameter for _, parameter in named if decays(parameter)]
+    vectors = [parameter for _, parameter in named if not decays(parameter)]
+    return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def named_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, Any]:
+    """Parameter name to what the optimizer keeps for it: nothing before the first step that gave it a gradient."""
+    return {name: dict(optimizer.state.get(parameter, {})) for name, parameter in named}
+
+
+def load_named_state(optimizer: torch.optim.Optimizer, named: Named, state: dict[str, Any]) -> None:
+    """
+    Replace an optimizer's state by a copy of a saved one; an empty one is that of an optimizer that has not stepped.
+
+    Raises KeyError for state of other parameters.
+    """
+    parameters = dict(named)
+    if state and parameters.keys() != state.keys():
+        raise KeyError(f"optimizer state differs for {sorted(parameters.keys() ^ state.keys())}")
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = {parameter: number for number, parameter in enumerate(every)}
+    values = {numbers[parameters[name]]: _copies(parts) for name, parts in state.items() if parts}
+    # The optimizer itself decides where each tensor belongs: a fused one counts its steps on the device.
+    optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _copies(parts: dict[str, Any]) -> dict[str, Any]:
+    """Tensors that the optimizer may change in place."""
+    return {key: part.detach().clone() if isinstance(part, Tensor) else part for key, part in parts.items()}
+
+
+@attrs.frozen
+class LocalShard:
+    """A part that is one run of the whole's elements begins at `first`; of any other, `offset` says which it is."""
+
+    first: int = 0
+    offset: tuple[int, ...] = ()
+
+    def key(self, seed: int, *purpose: str) -> int:
+        """A number for the noise of this part: the whole's, unless the part is no run of it."""
+        return derive_seed(seed, *purpose, *self.offset)
+
+
+def local_part(tensor: Any) -> Tensor:
+    """The part that this rank holds; the tensor itself unless it is distributed."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def shard_of(parameter: Any, multiple: int) -> LocalShard:
+    """Which part of the whole this rank holds; a run counts as one if it begins at a multiple of this number."""
+    if not hasattr(parameter, "to_local"):
+        return LocalShard()
+    # Takes half a second, which runs without distributed tensors need not wait.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    whole, mesh = parameter.shape, parameter.device_mesh
+    shape, offset = compute_local_shape_and_global_offset(whole, mesh, parameter.placements)
+    first = 0
+    for size, place in zip(whole, offset, strict=True):
+        first = first * size + place
+    return LocalShard(first) if _is_run(shape, whole) and first % multiple == 0 else LocalShard(offset=tuple(offset))
+
+
+def _is_run(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether a part of this shape is one run of elements: before its last divided dimension it is 1 wide."""
+    divided = [place for place, (part, size) in enumerate(zip(shape, whole, strict=True)) if part != size]
+    return not divided or all(size == 1 for size in shape[: divided[-1]])
 
 
 class TorchOptimizer:

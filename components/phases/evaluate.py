@@ -4,11 +4,10 @@ import time
 
 import torch
 
-from drawloom.components.ports.cadence import Cadence, a_cadence, due
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Executor
-from drawloom.components.ports.run import Step
+from drawloom.components.ports.run import Cadence, Step, a_cadence, due
 from drawloom.graph import component, setting
 
 

@@ -4,8 +4,7 @@ import gc
 
 import attrs
 
-from drawloom.components.ports.cadence import Cadence, a_cadence, due
-from drawloom.components.ports.run import Step
+from drawloom.components.ports.run import Cadence, Step, a_cadence, due
 from drawloom.graph import component, setting
 
 

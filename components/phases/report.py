@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
-from drawloom.components.ports.cadence import Cadence, a_cadence, due
-from drawloom.components.ports.run import Metric, Step, Tracker, Value
+from drawloom.components.ports.run import Cadence, Metric, Step, Tracker, Value, a_cadence, due
 from drawloom.graph import component, setting
 
 log = logging.getLogger("drawloom.run")

@@ -8,9 +8,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.program.forward_only import forward_only
+from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.lowering import lower
-from drawloom.components.pipeline.runtime.constraints import misfits
+from drawloom.components.pipeline.runtime.layer_partition import misfits
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
@@ -18,8 +18,7 @@ from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel
 from drawloom.components.ports.model import BatchContext, StageInputs, Stages
-from drawloom.components.ports.pipeline import Loss, Losses, Schedule
-from drawloom.components.ports.pipeline_state import Stack
+from drawloom.components.ports.pipeline import Loss, Losses, Schedule, Stack
 from drawloom.components.ports.program import RankProgram, flat
 from drawloom.components.storage.pytree import transform
 from drawloom.graph import Problem, component

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.pipeline.program.torch_csv import read_csv
+from drawloom.components.pipeline.program.notation import read_csv
 from drawloom.components.pipeline.program.validity import faults
 from drawloom.components.ports.program import Program
 from drawloom.graph import UserError, component, setting

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.pipeline.module_buffers import fill_buffers
-from drawloom.components.pipeline.program.placement import stages_of
-from drawloom.components.pipeline.runtime.activation_specs import ActivationSpecs
+from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
+from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.model import BatchContext, LayerRange, Model, Stage, Transform
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.weights.load import load_folder
-from drawloom.components.weights.persistent import persistent_tensors
+from drawloom.components.weights.load import load_folder, persistent_tensors
 from drawloom.graph import UserError, at_least, component, setting
 
 

@@ -239,3 +239,18 @@ class FinalTask(Protocol):
     def is_finished(self) -> bool: ...
 
     def finish(self) -> None: ...
+
+
+Cadence = int | Literal["last", "never"]
+
+
+def due(cadence: Cadence, step: Step) -> bool:
+    """Whether a step is one of those: each n-th and the last, the last only, or none."""
+    if isinstance(cadence, int):
+        return step.last or step.index % cadence == 0
+    return cadence == "last" and step.last
+
+
+def a_cadence(value: Cadence) -> str | None:
+    """A check: a number of steps is at least 1."""
+    return f"{value} steps is less than 1; 'never' turns it off" if isinstance(value, int) and value < 1 else None

@@ -7,8 +7,7 @@ import attrs
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.run.folder_lock import FolderLock
-from drawloom.components.run.recipe_lock import settle_recipe
+from drawloom.components.run.locks import FolderLock, settle_recipe
 from drawloom.graph import ResolvedRecipe, UserError, component
 
 

@@ -13,8 +13,7 @@ import attrs
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, RunInfo, Value
-from drawloom.components.trackers.aim_repository import run_in
-from drawloom.components.trackers.aim_run import AimRun
+from drawloom.components.trackers.aim_repository import AimRun, run_in
 from drawloom.components.trackers.background import Background, Task
 from drawloom.graph import ResolvedRecipe, UserError, above, at_least, component, setting
 

@@ -1,4 +1,4 @@
-"""A folder's tensors into a module, one group at a time."""
+"""Weights from files into modules, through a mapper, one group of tensors at a time."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -6,16 +6,52 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.weights import Mapper
-from drawloom.components.storage.format_names import format_names
+from drawloom.components.ports.weights import Mapper, TensorGroup
+from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.dtensor_ops import is_sharded, like
 from drawloom.components.weights.mapper import giving, parallel, sequential
-from drawloom.components.weights.mapper_ops import identity
-from drawloom.components.weights.persistent import persistent_tensors
-from drawloom.components.weights.streaming import kinds_given, stream
+from drawloom.components.weights.mapper_ops import identity, is_sharded, like
 from drawloom.graph import UserError
+
+
+def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by their names, each tensor once, as the module holds them."""
+    saved = module.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    return {**dict(module.named_parameters()), **buffers}
+
+
+def convert(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors at once; KeyError if one is missing, and what the mapper does not take is left out."""
+    return {
+        name: tensor
+        for group in mapper.groups
+        for name, tensor in _convert(group, [tensors[name] for name in group.inputs])
+    }
+
+
+def stream(source: TensorSource, mapper: Mapper) -> Iterator[tuple[str, Tensor]]:
+    """One tensor after another, group by group; no more than one group is in memory."""
+    for group in mapper.groups:
+        given = _convert(group, [source.tensor(name) for name in group.inputs])[::-1]
+        while given:
+            yield given.pop()
+
+
+def kinds_given(group: TensorGroup, kinds: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """What a group will give, found without reading anything; ValueError if it can't be done with such tensors."""
+    meta = [torch.empty(kinds[name].shape, dtype=kinds[name].dtype, device="meta") for name in group.inputs]
+    try:
+        return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in _convert(group, meta)}
+    except (ValueError, RuntimeError, IndexError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{', '.join(group.outputs)} can't be made of {', '.join(group.inputs)}: {reason}") from error
+
+
+def _convert(group: TensorGroup, tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
+    with torch.no_grad():
+        return list(zip(group.outputs, group.convert(tensors), strict=True))
 
 
 def load_folder(folder: Path, module: nn.Module, mapper: Mapper, device: torch.device | str = "cpu") -> None:

@@ -8,11 +8,11 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.storage.format_names import format_names
+from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import INDEX, SINGLE
 from drawloom.components.storage.safetensors.writer import check_writable, new_safetensors_file
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.streaming import kinds_given, stream
+from drawloom.components.weights.load import kinds_given, stream
 from drawloom.graph import UserError
 
 MAX_SHARD = 4 * 2**30

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drawloom.components.distributed.launch import read_launch
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
 from drawloom.components.distributed.rank_errors import run_on_all
+from drawloom.components.distributed.torchrun import read_launch
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage.state_tree import Packed, pack, unpack
 from drawloom.components.workspace.shared_folder import publish, read, withdraw

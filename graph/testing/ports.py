@@ -109,26 +109,27 @@ def expect(holds: object, otherwise: str) -> None:
 
 def contract(port: type) -> list[Property]:
     """The properties of a port's contract; a LookupError if nobody wrote one."""
-    name = contract_name(port)
+    name = contract_module(port)
     try:
         found = importlib.util.find_spec(name)
     except ModuleNotFoundError:
         found = None
-    if found is None:
-        raise LookupError(f"{port.__name__} has no contract: {name} is missing")
-    return _properties(importlib.import_module(name))
+    properties = _properties(importlib.import_module(name), port) if found else []
+    if not properties:
+        raise LookupError(f"{port.__name__} has no contract: {name} has no function that takes one")
+    return properties
 
 
-def contract_name(port: type) -> str:
-    """The module that holds a port's contract, if there is one."""
-    snake = re.sub(r"(?<!^)(?=[A-Z])", "_", port.__name__).lower()
-    package = re.sub(r"\.ports(\..*)?$", "", port.__module__)
-    return f"{package}.contracts.{snake}"
+def contract_module(port: type) -> str:
+    """The module with the contracts of the ports of a module: `a.contracts.data` for those of `a.ports.data`."""
+    return re.sub(r"\.ports(?=\.|$)", ".contracts", port.__module__)
 
 
-def _properties(module: ModuleType) -> list[Property]:
+def _properties(module: ModuleType, port: type) -> list[Property]:
+    """The public functions of a module whose first parameter is annotated with the port."""
     functions = [item for name, item in vars(module).items() if inspect.isfunction(item) and name[0] != "_"]
-    return [function for function in functions if function.__module__ == module.__name__]
+    own = [function for function in functions if function.__module__ == module.__name__]
+    return [function for function in own if next(iter(typing.get_type_hints(function).values()), None) is port]
 
 
 def check_port(implementation: str | type | Callable[[], Any], port: type, /, **values: Any) -> None:

@@ -21,8 +21,7 @@ from drawloom.kernels.cut_cross_entropy import (
 )
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import cut_cross_entropy_kernels as kernels
-from drawloom.kernels.triton.launch import check_floats, contiguous_last_dim
-from drawloom.kernels.triton.products import addmm_fp32
+from drawloom.kernels.triton.primitives import addmm_fp32, check_floats, contiguous_last_dim
 
 TILE = (128, 256)
 """Tokens and words in a tile, where no filter sets other bounds."""

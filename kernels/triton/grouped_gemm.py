@@ -13,8 +13,8 @@ from torch import Tensor
 from drawloom.kernels.grouped_gemm import Implementation, grouped_gemm
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import grouped_gemm_blocks as blocks
-from drawloom.kernels.triton.expert_tiles import MOST_ROWS, rows_of_tile
-from drawloom.kernels.triton.launch import check_floats, next_power_of_2
+from drawloom.kernels.triton.grouped_gemm_blocks import MOST_ROWS, rows_of_tile
+from drawloom.kernels.triton.primitives import check_floats, next_power_of_2
 
 ROWS = (16, 128)
 """Least and most rows in a tile: as many as an expert has on average, and what the matrix units take well."""

@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.operation import register_kernel
-from drawloom.kernels.triton.launch import check_floats, next_power_of_2
+from drawloom.kernels.triton.primitives import check_floats, next_power_of_2
 
 TILE = 4096
 """Elements of the table that a program writes."""

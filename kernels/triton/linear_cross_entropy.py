@@ -24,8 +24,7 @@ from drawloom.kernels.cut_cross_entropy import EXACT, Needs
 from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.cut_cross_entropy import TRITON
-from drawloom.kernels.triton.launch import check_floats, next_power_of_2
-from drawloom.kernels.triton.products import addmm_fp32
+from drawloom.kernels.triton.primitives import addmm_fp32, check_floats, next_power_of_2
 from drawloom.kernels.vocab_parallel import local_targets
 
 AT_ONCE = 5 * 2**28

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.moe_routes import Routes
+from drawloom.kernels.moe import Routes
 from drawloom.kernels.operation import register_kernel
-from drawloom.kernels.triton.launch import as_rows, check_floats, next_power_of_2
+from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2
 
 TILE = 4096
 """Elements of all choices that a program has at once."""

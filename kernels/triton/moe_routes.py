@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.moe_routes import NOBODY, Routes
+from drawloom.kernels.moe import NOBODY, Routes
 from drawloom.kernels.operation import register_kernel
-from drawloom.kernels.triton.launch import next_power_of_2
+from drawloom.kernels.triton.primitives import next_power_of_2
 
 ENTRIES, STEP = 256, 32
 """Choices of a part, and with how many of these they are compared at once: more would not fit."""

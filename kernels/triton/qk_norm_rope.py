@@ -14,15 +14,15 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.operation import register_kernel
-from drawloom.kernels.triton.launch import (
+from drawloom.kernels.triton.primitives import (
     angle_tables,
     check_floats,
     contiguous_last_dim,
     next_power_of_2,
+    reduce_partials,
     sm_count,
 )
 from drawloom.kernels.triton.qk_norm_rope_kernels import backward_kernel, forward_kernel
-from drawloom.kernels.triton.reduce_partials import reduce_partials
 
 TILE = 4096
 """Elements that a program of the forward pass takes; half of it at a time in the backward pass, which holds more."""

@@ -16,8 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.operation import register_kernel
-from drawloom.kernels.triton.launch import as_rows, check_floats, next_power_of_2, sm_count
-from drawloom.kernels.triton.reduce_partials import reduce_partials
+from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2, reduce_partials, sm_count
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 4096
 """Elements that a program holds at once, where a row has no more: 16 a thread."""

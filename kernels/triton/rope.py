@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.operation import register_kernel
-from drawloom.kernels.triton.launch import (
+from drawloom.kernels.triton.primitives import (
     angle_tables,
     check_floats,
     contiguous_last_dim,

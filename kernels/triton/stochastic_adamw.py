@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.stochastic_adamw import Trained
-from drawloom.kernels.triton.rounding import halves, round_stochastically, words
+from drawloom.kernels.triton.primitives import halves, round_stochastically, words
 
 PART = 2**14
 """Elements that a program takes."""

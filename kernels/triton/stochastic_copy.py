@@ -7,7 +7,7 @@ from torch import Tensor
 
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.stochastic_copy import PER_DRAW
-from drawloom.kernels.triton.rounding import halves, round_stochastically, words
+from drawloom.kernels.triton.primitives import halves, round_stochastically, words
 
 BLOCK = 1024
 

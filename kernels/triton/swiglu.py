@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.operation import register_kernel
-from drawloom.kernels.triton.launch import as_rows, check_floats, next_power_of_2
+from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2
 
 TILE = 2048
 """Elements that a program holds at once: 8 a thread, 16 bytes of each tensor of half precision."""

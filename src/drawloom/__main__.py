@@ -17,7 +17,7 @@ def main() -> int:
 
         watch_parent(parent)
     try:
-        from drawloom.components.distributed.voice import voice_of_this_rank
+        from drawloom.components.distributed.torchrun import voice_of_this_rank
         from drawloom.graph.cli.main import main as command_line
 
         return command_line(voice=voice_of_this_rank())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drawloom.kernels.cut_cross_entropy import Cut
 from drawloom.kernels.grouped_gemm import grouped_gemm_torch
-from drawloom.kernels.moe_routes import moe_routes_eager
+from drawloom.kernels.moe import moe_routes_eager
 from drawloom.kernels.rope_frequencies import rope_angles
 from drawloom.kernels.stochastic_adamw import Trained
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from drawloom.kernels.cut_cross_entropy import cut_cross_entropy_eager
 from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, weight_gradient_of
-from drawloom.kernels.embedding import embedding_eager
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
-from drawloom.kernels.linear import linear_eager
+from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
 
 

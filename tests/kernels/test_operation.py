@@ -8,14 +8,11 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.cut_cross_entropy import cut_cross_entropy_eager
-from drawloom.kernels.embedding import embedding_eager
-from drawloom.kernels.linear import linear_eager
+from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
-from drawloom.kernels.moe_permute import moe_permute_eager, moe_unpermute_eager
-from drawloom.kernels.moe_routes import moe_routes_eager
-from drawloom.kernels.qk_norm_rope import qk_norm_rope_eager
+from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
-from drawloom.kernels.rope import rope_eager
+from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
 from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
 
 TARGETS = torch.tensor([0, 3, -100, 5])

@@ -25,9 +25,9 @@ from drawloom.components.checkpoint.state_hashes import state_hashes
 from drawloom.components.listeners import profiler
 from drawloom.components.phases.report import Report
 from drawloom.components.ports.run import Step, Value
-from drawloom.components.run.folder_lock import FolderLock
+from drawloom.components.run.locks import FolderLock
 from drawloom.components.trackers.aim import AimTracker
-from drawloom.components.trackers.aim_run import AimRun
+from drawloom.components.trackers.aim_repository import AimRun
 from drawloom.graph.cli.project import Project
 from support.audit import Audit
 from support.crashes import is_whole

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from drawloom.components.pipeline.program.torch_csv import read_csv, write_csv
+from drawloom.components.pipeline.program.notation import read_csv, write_csv
 from support.schedules import schedule, texts
 from support.torch_schedules import lowered, order
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.circular.pipeline import CircularPipeline, blocks_of
-from drawloom.components.pipeline.circular.remat import Remat
 from drawloom.components.pipeline.circular.ring import Ring
+from drawloom.components.pipeline.circular.stacked_blocks import Remat
 
 WIDTH = 3
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}

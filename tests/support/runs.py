@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.distributed.voice import voice_of_this_rank
+from drawloom.components.distributed.torchrun import voice_of_this_rank
 from drawloom.graph.cli.main import main
 from support.processes import RanksFailed, run_ranks
 

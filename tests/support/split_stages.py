@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from drawloom.kernels.embedding import embedding_eager
-from drawloom.kernels.linear import linear_eager
+from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.rms_norm import rms_norm_eager
 
 WIDTH = 6

@@ -1,5 +1,6 @@
-"""What the families of Qwen3 models have in common: settings, sizes, and all but the feed-forward networks."""
+"""Initial weights that depend on a parameter's name, an element's index and the seed, and on nothing else."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
@@ -10,18 +11,38 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.qwen3.config import Qwen3Config
-from drawloom.components.model.qwen3.family import Family
-from drawloom.components.model.qwen3.hf_names import mapper_of
-from drawloom.components.model.qwen3.hugging_face import config_of
-from drawloom.components.model.qwen3.initial_weights import fill_with_initial_weights
+from drawloom.components.model.qwen3.hugging_face import Family, config_of, mapper_of
 from drawloom.components.model.qwen3.model import Qwen3ForCausalLM
-from drawloom.components.model.qwen3.rope_scaling import RopeScaling
+from drawloom.components.model.qwen3.rope import RopeScaling
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
 from drawloom.components.ports.data import Tokenizer
 from drawloom.components.ports.model import Kernels, LayerRange, TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import Problem, above, at_least, setting
+
+RESIDUAL_OUTPUTS = (".self_attn.o_proj.weight", ".mlp.down_proj.weight", ".mlp.experts.down_proj")
+
+
+def fill_with_initial_weights(
+    name: str, parameter: Tensor, *, seed: int, layers: int, std: float, part_of: TensorSlice | None = None
+) -> None:
+    """
+    Fill a parameter of any floating-point dtype, or the slice `part_of` says, on its device: norm weights with 1,
+    matrices with normal numbers of this standard deviation.
+
+    The 2 * layers matrices whose outputs are added to the residual stream get it divided by sqrt(2 * layers), so
+    that the stream does not grow with depth (GPT-2, section 2.3). The numbers are float32, rounded to the dtype.
+    """
+    if parameter.ndim < 2:
+        with torch.no_grad():
+            parameter.fill_(1.0)
+        return
+    scale = std / math.sqrt(2 * layers) if name.endswith(RESIDUAL_OUTPUTS) else std
+    part = part_of or TensorSlice(tuple(parameter.shape), (0,) * parameter.ndim)
+    fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
+
 
 T = TypeVar("T")
 

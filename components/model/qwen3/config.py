@@ -1,11 +1,10 @@
-"""The numbers that make one Qwen3 model differ from another, and which of them can't go together."""
+"""The sizes of a Qwen3 model, dense or with experts."""
 
 from collections.abc import Iterator, Sequence
 
 import attrs
 
-from drawloom.components.model.qwen3.fault import Fault
-from drawloom.components.model.qwen3.rope_scaling import RopeScaling
+from drawloom.components.model.qwen3.rope import InvalidSetting, RopeScaling
 
 
 @attrs.frozen(kw_only=True)
@@ -59,27 +58,27 @@ def has_experts(number: int, sparse_step: int, dense_layers: Sequence[int]) -> b
     return number not in dense_layers and (number + 1) % sparse_step == 0
 
 
-def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[Fault]:
+def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSetting]:
     """What is wrong with the sizes of attention."""
     if heads % kv_heads:
         whole = [number for number in range(1, heads + 1) if heads % number == 0]
         why = f"num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}"
-        yield Fault("num_key_value_heads", why, f"write one of {', '.join(map(str, whole))}")
+        yield InvalidSetting("num_key_value_heads", why, f"write one of {', '.join(map(str, whole))}")
     if head_dim % 2:
         why = f"head_dim = {head_dim} is odd, and rotary positions turn channels in pairs"
-        yield Fault("head_dim", why, f"write {head_dim + 1}")
+        yield InvalidSetting("head_dim", why, f"write {head_dim + 1}")
 
 
 def expert_faults(
     layers: int, experts: int, experts_per_token: int, sparse_step: int, dense_layers: Sequence[int]
-) -> Iterator[Fault]:
+) -> Iterator[InvalidSetting]:
     """What is wrong with the numbers of experts, and with the layers that have them."""
     if experts_per_token > experts:
         why = f"num_experts_per_tok = {experts_per_token} is more than num_experts = {experts}"
-        yield Fault("num_experts_per_tok", why, f"write {experts}, or less")
+        yield InvalidSetting("num_experts_per_tok", why, f"write {experts}, or less")
     if strange := [number for number in dense_layers if not 0 <= number < layers]:
         why = f"mlp_only_layers names layer {strange[0]}, and layers are counted from 0 to {layers - 1}"
-        yield Fault("mlp_only_layers", why, f"remove {strange[0]}")
+        yield InvalidSetting("mlp_only_layers", why, f"remove {strange[0]}")
     elif not any(has_experts(number, sparse_step, dense_layers) for number in range(layers)):
         key = "decoder_sparse_step" if sparse_step > layers else "mlp_only_layers"
-        yield Fault(key, "no layer has experts", 'write less, or use = "model.qwen3.dense"')
+        yield InvalidSetting(key, "no layer has experts", 'write less, or use = "model.qwen3.dense"')

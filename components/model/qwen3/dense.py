@@ -3,8 +3,8 @@
 from torch import nn
 
 from drawloom.components.model.qwen3.builder import Qwen3Builder
-from drawloom.components.model.qwen3.family import DENSE
-from drawloom.components.model.qwen3.swiglu import SwiGLU
+from drawloom.components.model.qwen3.decoder_layer import SwiGLU
+from drawloom.components.model.qwen3.hugging_face import DENSE
 from drawloom.graph import component
 
 

@@ -1,13 +1,40 @@
-"""The feed-forward network of a layer with experts: a router sends each token to a few of many small networks."""
+"""Mixture of experts: the router, its load-balancing auxiliary loss, and the experts."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
-from drawloom.components.model.layers.aux_loss import inject_aux_loss_grad
-from drawloom.components.model.layers.linear import Linear
+from drawloom.components.model.layers import Linear
 from drawloom.components.model.qwen3.config import Qwen3MoeConfig
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import ExpertKernels
+
+
+def inject_aux_loss_grad(probabilities: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """
+    The probabilities (rows, length, experts) as they are; backwards, with the gradient of each row's loss added.
+
+    `chosen` are the experts of each token, (rows, length, choices), `weights` what each row's loss weighs, (rows,).
+    """
+    rows, length, experts = probabilities.shape
+    slope = weights.to(probabilities.dtype) * (experts / max(length, 1) ** 2)
+    pull = probabilities.new_zeros(rows, experts)
+    pull.scatter_add_(1, chosen.flatten(1), slope.unsqueeze(1).expand(rows, length * chosen.shape[2]))
+    return _Pulled.apply(probabilities, pull)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Pulled(Function):
+    @staticmethod
+    def forward(ctx: Any, probabilities: Tensor, pull: Tensor) -> Tensor:
+        ctx.save_for_backward(pull)
+        return probabilities.view_as(probabilities)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (pull,) = ctx.saved_tensors
+        return grad + pull.unsqueeze(1), None
 
 
 class SparseMoeBlock(nn.Module):

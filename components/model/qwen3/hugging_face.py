@@ -1,8 +1,8 @@
-"""Qwen3 as Hugging Face describes it: `config.json`, in both directions."""
+"""Qwen3 as Hugging Face describes it: names of parameters, and `config.json` in both directions."""
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,89 @@ from drawloom.components.model.qwen3.config import (
     expert_faults,
     head_faults,
 )
-from drawloom.components.model.qwen3.family import Family
-from drawloom.components.model.qwen3.fault import Fault
-from drawloom.components.model.qwen3.rope_config import read_rope, rope_parameters_of
-from drawloom.components.model.qwen3.rope_scaling import rope_faults
+from drawloom.components.model.qwen3.rope import InvalidSetting, read_rope, rope_faults, rope_parameters_of
+from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.components.storage.strict_json import parse
+from drawloom.components.weights.mapper import parallel, sequential
+from drawloom.components.weights.mapper_ops import chunk, identity, unstack
 from drawloom.graph import UserError
+
+
+def mapper_of(names: Iterable[str], num_experts: int) -> Mapper:
+    """From the parameters of these names to the tensors in files; `num_experts` are those of a layer, if it has any."""
+    return parallel(*(_mapper_of(name, num_experts) for name in names))
+
+
+def _mapper_of(name: str, num_experts: int) -> Mapper:
+    layer, _, projection = name.rpartition(".")
+    experts = [f"{layer}.{expert}" for expert in range(num_experts)]
+    if name.endswith(".experts.gate_up_proj"):
+        return sequential(unstack(name, experts), parallel(*_halves(experts)))
+    if name.endswith(".experts.down_proj"):
+        return unstack(name, [f"{expert}.{projection}.weight" for expert in experts])
+    return identity(name)
+
+
+def _halves(experts: Iterable[str]) -> Iterator[Mapper]:
+    for expert in experts:
+        yield chunk(expert, [f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"])
+
+
+@attrs.frozen
+class Family:
+    """
+    A family: its component's name, its architecture, and how a `config.json` speaks of it.
+
+    `needed` are settings that have no default; `hf_defaults` is what transformers takes where a config leaves a key
+    out, as far as that is not our default.
+    """
+
+    component: str
+    called: str
+    architecture: type[Qwen3Config]
+    model_type: str
+    class_name: str
+    needed: tuple[str, ...]
+    hf_defaults: Mapping[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of a `config.json` that are read and written as they are; rotary positions have two forms."""
+        return [field.name for field in attrs.fields(self.architecture) if field.name != "rope_scaling"]
+
+    @property
+    def settings(self) -> list[str]:
+        """The names of the settings that a config gives."""
+        return [*self.keys, "rope_scaling", "rope_parameters"]
+
+
+DENSE = Family(
+    "model.qwen3.dense",
+    "a Qwen3 dense model",
+    Qwen3Config,
+    "qwen3",
+    "Qwen3ForCausalLM",
+    needed=("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
+)
+
+MOE = Family(
+    "model.qwen3.moe",
+    "a Qwen3 model with experts",
+    Qwen3MoeConfig,
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    needed=(
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+    ),
+    hf_defaults={"norm_topk_prob": False},
+)
+
 
 MAX_CONFIG = 2**20
 """Bytes that are read of a config; real ones have a few thousand."""
@@ -79,7 +155,7 @@ def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Qwen
     return architecture
 
 
-def _faults(architecture: Qwen3Config) -> Iterator[Fault]:
+def _faults(architecture: Qwen3Config) -> Iterator[InvalidSetting]:
     yield from head_faults(architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim)
     if architecture.rope_scaling is not None:
         yield from rope_faults(architecture.rope_scaling, architecture.head_dim)

@@ -4,12 +4,10 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from drawloom.components.model.layers.embedding import Embedding
-from drawloom.components.model.layers.linear import Linear
-from drawloom.components.model.layers.norm import RMSNorm
-from drawloom.components.model.qwen3.block import Block
+from drawloom.components.model.layers import Embedding, Linear, RMSNorm
 from drawloom.components.model.qwen3.config import Qwen3Config
-from drawloom.components.model.qwen3.rope_scaling import scaling_of
+from drawloom.components.model.qwen3.decoder_layer import Block
+from drawloom.components.model.qwen3.rope import scaling_of
 from drawloom.components.ports.model import BatchContext, Kernels, LayerRange
 from drawloom.kernels.rope_frequencies import rope_angles
 

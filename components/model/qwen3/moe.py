@@ -5,9 +5,9 @@ from typing import Any
 from torch import nn
 
 from drawloom.components.model.qwen3.builder import Qwen3Builder
+from drawloom.components.model.qwen3.decoder_layer import SwiGLU
 from drawloom.components.model.qwen3.experts import SparseMoeBlock
-from drawloom.components.model.qwen3.family import MOE
-from drawloom.components.model.qwen3.swiglu import SwiGLU
+from drawloom.components.model.qwen3.hugging_face import MOE
 from drawloom.components.ports.model import ExpertKernels
 from drawloom.graph import at_least, component, setting
 

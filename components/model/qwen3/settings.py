@@ -1,4 +1,4 @@
-"""From the settings of a recipe to an architecture, with everything that can be wrong on the way."""
+"""From the settings of a recipe to the configuration of a model, with everything that can be wrong on the way."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,11 +12,8 @@ from drawloom.components.model.qwen3.config import (
     has_experts,
     head_faults,
 )
-from drawloom.components.model.qwen3.family import Family
-from drawloom.components.model.qwen3.fault import Fault
-from drawloom.components.model.qwen3.hugging_face import read_config
-from drawloom.components.model.qwen3.rope_config import form_faults, take_apart
-from drawloom.components.model.qwen3.rope_scaling import rope_faults
+from drawloom.components.model.qwen3.hugging_face import Family, read_config
+from drawloom.components.model.qwen3.rope import InvalidSetting, form_faults, rope_faults, take_apart
 from drawloom.graph import UserError
 
 EXAMPLES = {
@@ -34,7 +31,7 @@ BESIDE_CONFIG = ("router_aux_loss_coef",)
 """What may be written beside a config, and is then meant instead of what that says: it makes no other model."""
 
 
-def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> Iterator[Fault]:
+def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> Iterator[InvalidSetting]:
     """What is wrong with the settings of a recipe; a setting that is None was left out."""
     given = _given(family, settings)
     if settings["config"] is not None:
@@ -42,10 +39,12 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
         return
     for key in family.needed:
         if key not in given:
-            yield Fault(key, f"{key} is missing", f"write {key} = {EXAMPLES[key]}, say, or config = a config.json")
+            yield InvalidSetting(
+                key, f"{key} is missing", f"write {key} = {EXAMPLES[key]}, say, or config = a config.json"
+            )
     if "vocab_size" not in given and not has_tokenizer:
         instead = f'write tokenizer = "@tokenizer", or vocab_size = {EXAMPLES["vocab_size"]}, say'
-        yield Fault("vocab_size", "there is neither a vocabulary nor a tokenizer to ask for it", instead)
+        yield InvalidSetting("vocab_size", "there is neither a vocabulary nor a tokenizer to ask for it", instead)
     if "hidden_size" in given and "num_attention_heads" in given:
         yield from _attention_faults(given)
     yield from form_faults(given)
@@ -89,26 +88,26 @@ def _completed(family: Family, settings: Mapping[str, Any], tokens: int | None) 
     }
 
 
-def _config_faults(family: Family, settings: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Fault]:
+def _config_faults(family: Family, settings: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
     for key in (key for key in given if key not in BESIDE_CONFIG):
-        yield Fault(key, f"{key} stands beside config, which gives it too", f"remove {key} or config")
+        yield InvalidSetting(key, f"{key} stands beside config, which gives it too", f"remove {key} or config")
     try:
         read_config(family, settings["config"])
     except UserError as error:
         why, _, instead = str(error).rpartition("; ")
-        yield Fault("config", why, instead)
+        yield InvalidSetting("config", why, instead)
 
 
-def _attention_faults(given: Mapping[str, Any]) -> Iterator[Fault]:
+def _attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
     width, heads = given["hidden_size"], given["num_attention_heads"]
     if "head_dim" not in given and width % heads:
         why = f"num_attention_heads = {heads} does not divide hidden_size = {width}, so head_dim has no default"
-        yield Fault("num_attention_heads", why, "write head_dim = 64, say")
+        yield InvalidSetting("num_attention_heads", why, "write head_dim = 64, say")
         return
     yield from head_faults(heads, given.get("num_key_value_heads", heads), given.get("head_dim", width // heads))
 
 
-def _expert_faults(given: Mapping[str, Any]) -> Iterator[Fault]:
+def _expert_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
     layers, step, dense = (
         given["num_hidden_layers"],
         given.get("decoder_sparse_step", 1),
@@ -119,7 +118,9 @@ def _expert_faults(given: Mapping[str, Any]) -> Iterator[Fault]:
     first = next((number for number in range(layers) if not has_experts(number, step, dense)), None)
     if first is not None and "intermediate_size" not in given and not found:
         why = f"intermediate_size is missing, and layer {first} has no experts"
-        yield Fault("intermediate_size", why, f"write intermediate_size = {EXAMPLES['intermediate_size']}, say")
+        yield InvalidSetting(
+            "intermediate_size", why, f"write intermediate_size = {EXAMPLES['intermediate_size']}, say"
+        )
 
 
 def _rounded_up(number: int, multiple: int) -> int:

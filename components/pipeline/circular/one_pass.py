@@ -1,4 +1,4 @@
-"""One forward pass of a circular pipeline on this rank: iterations, and what moves on between them."""
+"""One forward pass of a circular pipeline on this rank: iterations, what moves on between them, and what is kept."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,8 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.circular.buffers import Buffers
-from drawloom.components.pipeline.circular.moves import Move, early_moves, late_moves
+from drawloom.components.pipeline.circular.buffers import Buffers, Move, early_moves, late_moves
 from drawloom.components.pipeline.circular.ring import (
     Exchange,
     Form,
@@ -19,7 +18,7 @@ from drawloom.components.pipeline.circular.ring import (
     end_token,
     start,
 )
-from drawloom.components.pipeline.circular.running import Running, SideOutputs, Task
+from drawloom.components.pipeline.circular.stacked_blocks import Running, SideOutputs, Task
 from drawloom.components.pipeline.circular.timetable import Item, Timetable
 
 

@@ -16,10 +16,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.circular.one_pass import Pass
-from drawloom.components.pipeline.circular.remat import Remat, check_remat
 from drawloom.components.pipeline.circular.ring import Ring
-from drawloom.components.pipeline.circular.running import AtOnce, InTurn, SideOutputs
-from drawloom.components.pipeline.circular.stacking import stack_blocks, tensors_of
+from drawloom.components.pipeline.circular.stacked_blocks import (
+    AtOnce,
+    InTurn,
+    Remat,
+    SideOutputs,
+    check_remat,
+    stack_blocks,
+    tensors_of,
+)
 from drawloom.components.pipeline.circular.timetable import Timetable
 from drawloom.components.storage.pytree import fill, leaves
 

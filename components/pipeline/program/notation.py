@@ -1,8 +1,10 @@
-"""Programs as text: `3F7` for an action, `3F7|4B2` for an overlap, a row for each rank."""
+"""Programs as text: rows of `3F7`, and the CSV format of `torch.distributed.pipelining`."""
 
+import csv
+import io
 import re
 
-from drawloom.components.ports.program import Action, Overlap, Program, RankProgram
+from drawloom.components.ports.program import OPS, Action, Overlap, Program, RankProgram
 
 ACTION = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
@@ -32,3 +34,43 @@ def _read_line(text: str) -> RankProgram:
 def write_program(program: Program) -> str:
     """A row for each rank, such as `0: 0F0 0F1 0B0`."""
     return "".join(f"{rank}: {' '.join(map(str, program.line(rank)))}\n" for rank in range(program.ranks))
+
+
+OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+ASIDE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+
+
+def read_csv(text: str) -> Program:
+    """The program in a CSV text; a ValueError that names the cell if there is none."""
+    rows = list(csv.reader(io.StringIO(text)))
+    return Program.of([_line(cells, row) for row, cells in enumerate(rows, 1) if cells])
+
+
+def write_csv(program: Program) -> str:
+    """The CSV text of a program, as torch reads and writes it."""
+    text = io.StringIO()
+    csv.writer(text).writerows([_cell(item) for item in program.line(rank)] for rank in range(program.ranks))
+    return text.getvalue()
+
+
+def _line(cells: list[str], row: int) -> RankProgram:
+    line: RankProgram = []
+    for column, cell in enumerate(cells, 1):
+        try:
+            item = _read(cell.strip())
+        except ValueError as error:
+            raise ValueError(f"row {row}, column {column}: {error}") from None
+        line += [] if item is None else [item]
+    return line
+
+
+def _read(cell: str) -> Action | Overlap | None:
+    if not cell or ASIDE.fullmatch(cell):
+        return None
+    overlap = OVERLAP.fullmatch(cell)
+    item = read_action(overlap[1].replace(";", "|") if overlap else cell)
+    return item if isinstance(item, Overlap) or item.op in OPS else None
+
+
+def _cell(item: Action | Overlap) -> str:
+    return f"({';'.join(map(str, item.parts))})OVERLAP_F_B" if isinstance(item, Overlap) else str(item)

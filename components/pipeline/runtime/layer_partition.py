@@ -1,6 +1,43 @@
-"""Which layers each stage of a pipeline holds."""
+"""Which layers each stage holds, and whether a schedule, a mesh and a model go together."""
+
+from collections.abc import Iterator
 
 from drawloom.components.ports.model import LayerRange
+from drawloom.components.ports.pipeline import Schedule
+from drawloom.graph import UserError
+from drawloom.graph.build.node import NodeView
+from drawloom.graph.problems import Problem
+
+
+def misfits(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Problem]:
+    """What is wrong with these together: a schedule for other ranks, or more stages than layers."""
+    made = _made(schedule)
+    if made is None:
+        return
+    ranks, layers = mesh.settings.get("pipeline", 1), model.settings.get("num_hidden_layers")
+    try:
+        stages = len(made.stage_to_rank(ranks))
+    except UserError as error:
+        yield mesh.fault("pipeline", str(error))
+        return
+    if isinstance(layers, int) and layers < stages:
+        yield mesh.fault("pipeline", *_too_few(layers, ranks, made.stages_per_rank, model.name))
+
+
+def _made(schedule: NodeView) -> Schedule | None:
+    """The schedule itself, which costs nothing to make; None if something is wrong with it, which it says itself."""
+    own = getattr(schedule.component, "constraints", None)
+    if own is not None and any(own(schedule)):
+        return None
+    made: Schedule = schedule.component(**schedule.settings)
+    return made
+
+
+def _too_few(layers: int, ranks: int, per_rank: int, model: str) -> tuple[str, str]:
+    stages = ranks * per_rank
+    fewer = f"write pipeline = {layers // per_rank} or less, or " if layers >= per_rank else ""
+    text = f"{layers} layers can't be split over {ranks} ranks with {per_rank} stages on each"
+    return text, f"{fewer}write num_hidden_layers = {stages} or more in [{model}]"
 
 
 def partition_layers(layers: int, stages: int, before: int = 0, after: int = 0) -> list[LayerRange]:

@@ -7,8 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.runtime.activation_specs import mismatch
-from drawloom.components.pipeline.runtime.p2p import P2PBuffers
+from drawloom.components.pipeline.runtime.p2p import P2PBuffers, mismatch
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch

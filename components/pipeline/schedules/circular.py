@@ -7,8 +7,7 @@ breadth-first pipeline with a stage on each rank for every repeat. Unlike the si
 of microbatches.
 """
 
-from drawloom.components.pipeline.program.breadth_first import breadth_first
-from drawloom.components.pipeline.program.placement import loop
+from drawloom.components.pipeline.program.builders import breadth_first, loop
 from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
 

@@ -5,8 +5,7 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1 and figure 5 (D
 symmetry by Sea AI Lab, as in DeepSeek's `dualpipev.py`, whose eight steps are the eight lines below.
 """
 
-from drawloom.components.pipeline.program.placement import vee
-from drawloom.components.pipeline.program.row_builder import B0, B1, F0, F1, I0, I1, Row, W, build_program, overlap
+from drawloom.components.pipeline.program.builders import B0, B1, F0, F1, I0, I1, Row, W, build_program, overlap, vee
 from drawloom.components.ports.program import Program
 from drawloom.graph import component
 

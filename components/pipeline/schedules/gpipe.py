@@ -5,8 +5,7 @@ Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Every rank holds all microbatches.
 """
 
-from drawloom.components.pipeline.program.placement import loop
-from drawloom.components.pipeline.program.row_builder import B0, F0, build_program
+from drawloom.components.pipeline.program.builders import B0, F0, build_program, loop
 from drawloom.components.ports.program import Program
 from drawloom.graph import component
 

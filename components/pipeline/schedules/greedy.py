@@ -6,9 +6,9 @@ section 3. Forwards and input gradients go in the order of DualPipeV, which prov
 is less than that order needs, whatever is ready goes, the most urgent first.
 """
 
+from drawloom.components.pipeline.program.builders import vee
 from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.list_scheduling import fill_bubbles, list_schedule
-from drawloom.components.pipeline.program.placement import vee
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
 from drawloom.components.ports.program import Program
 from drawloom.graph import above, at_least, component, setting

@@ -7,8 +7,7 @@ with one stage on each rank that of GPipe. Nothing is kept for a backward.
 
 from typing import ClassVar
 
-from drawloom.components.pipeline.program.breadth_first import breadth_first
-from drawloom.components.pipeline.program.placement import loop
+from drawloom.components.pipeline.program.builders import breadth_first, loop
 from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
 

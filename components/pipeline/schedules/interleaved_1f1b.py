@@ -6,9 +6,7 @@ Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 not be equal: any number of microbatches will do.
 """
 
-from drawloom.components.pipeline.program.interleaved import interleaved
-from drawloom.components.pipeline.program.placement import loop
-from drawloom.components.pipeline.program.row_builder import backward, build_program
+from drawloom.components.pipeline.program.builders import backward, build_program, interleaved, loop
 from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
 

@@ -5,8 +5,7 @@ Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023. The bubble is th
 stages on a rank; every rank holds all microbatches.
 """
 
-from drawloom.components.pipeline.program.breadth_first import breadth_first
-from drawloom.components.pipeline.program.placement import loop
+from drawloom.components.pipeline.program.builders import breadth_first, loop
 from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
 

@@ -7,8 +7,7 @@ Warming up with twice as many forwards, rank r holds 2 (p - r) - 1, and a messag
 anyone waits for it.
 """
 
-from drawloom.components.pipeline.program.placement import loop
-from drawloom.components.pipeline.program.row_builder import B0, F0, Row, build_program
+from drawloom.components.pipeline.program.builders import B0, F0, Row, build_program, loop
 from drawloom.components.ports.program import Program
 from drawloom.graph import component, setting
 

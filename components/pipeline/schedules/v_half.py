@@ -6,9 +6,9 @@ each rank. The building block repeated leaves gaps of 3 p - 5 slots at the ends;
 work that all costs the same, the gaps are 3 p - 7 (3 p - 6 if p is odd).
 """
 
+from drawloom.components.pipeline.program.builders import vee
 from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.list_scheduling import list_schedule
-from drawloom.components.pipeline.program.placement import vee
 from drawloom.components.ports.program import Program
 from drawloom.graph import component
 

@@ -15,8 +15,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from drawloom.components.pipeline.program.placement import vee
-from drawloom.components.pipeline.program.row_builder import F0, F1, I0, I1, W0, W1, Row, build_program
+from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, build_program, vee
 from drawloom.components.ports.program import Program
 from drawloom.graph import component
 

@@ -5,9 +5,7 @@ Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2
 interleaved form. Rank r lets r weight gradients be owed, so that every rank holds what rank 0 of 1F1B holds.
 """
 
-from drawloom.components.pipeline.program.interleaved import interleaved
-from drawloom.components.pipeline.program.placement import loop
-from drawloom.components.pipeline.program.row_builder import backward_input, build_program
+from drawloom.components.pipeline.program.builders import backward_input, build_program, interleaved, loop
 from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
 

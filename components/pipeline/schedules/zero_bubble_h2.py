@@ -6,9 +6,7 @@ forwards and lets 2 r weight gradients be owed, so that every rank holds 2 p - 1
 to its own last one, no rank waits.
 """
 
-from drawloom.components.pipeline.program.interleaved import interleaved
-from drawloom.components.pipeline.program.placement import loop
-from drawloom.components.pipeline.program.row_builder import backward_input, build_program
+from drawloom.components.pipeline.program.builders import backward_input, build_program, interleaved, loop
 from drawloom.components.ports.program import Program
 from drawloom.graph import component
 

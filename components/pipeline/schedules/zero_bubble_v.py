@@ -5,8 +5,7 @@ Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6
 gradients cost the same and there are 2 p - 1 microbatches or more, no rank waits between its first action and its last.
 """
 
-from drawloom.components.pipeline.program.placement import vee
-from drawloom.components.pipeline.program.row_builder import F0, F1, I0, I1, W0, W1, Row, build_program
+from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, build_program, vee
 from drawloom.components.ports.program import Program
 from drawloom.graph import component
 

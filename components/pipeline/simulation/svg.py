@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 import attrs
 
-from drawloom.components.pipeline.program.placement import stages_of
+from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.pipeline.simulation.simulator import Bar, Simulation
 
 Colour = tuple[int, int, int]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from drawloom.components.pipeline.program.placement import stages_of
+from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.pipeline.simulation.simulator import Simulation
 from drawloom.components.ports.program import Action
 

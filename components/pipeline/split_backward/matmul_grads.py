@@ -6,16 +6,96 @@ The weight's gradient needs that of the product and the other factor, and no mor
 former, after all other hooks have seen it. Autograd goes through a transpose, and the hooks on it, with the weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd import Function
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from drawloom.components.pipeline.split_backward.autograd_graph import LEAF, TRANSPOSE, Users
 from drawloom.kernels.deferred_grads import Deferral, DeferredGrad
+
+Users = dict[Node | None, list[Node | None]]
+"""By node, the nodes that have an edge to it; None stands for the outputs of the graph."""
+
+
+LEAF: type[Node] = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+
+TRANSPOSE: type[Node] = torch._C._functions.TBackward0  # type: ignore[attr-defined]
+
+
+def users_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Users:
+    """
+    All nodes between outputs and inputs, without those of the inputs and what lies beyond, with their users.
+
+    It takes about 1 us a node. A graph is that of one microbatch; the next may lead to other leaves.
+    """
+    stops = [get_gradient_edge(tensor).node for tensor in inputs]
+    roots = [(get_gradient_edge(output).node, 0) for output in outputs]
+    users: Users = {node: [] for node in (None, *stops)}
+    nodes: list[Node | None] = [None]
+    for node in nodes:  # the list grows meanwhile
+        for child, _ in roots if node is None else node.next_functions:
+            if child in users:
+                users[child].append(node)
+            else:
+                users[child] = [node]
+                nodes.append(child)
+    for node in {None, *stops}:
+        del users[node]
+    return users
+
+
+AT_ONCE = 2**22
+"""Bytes of gradients that may exist before they are added, 4 MiB: more cost memory, fewer cost nodes (20 us each)."""
+
+
+def accumulate_grads(put_off: Sequence[DeferredGrad]) -> None:
+    """
+    Compute the gradients that wait, and add each to its weight's `.grad`.
+
+    Autograd takes a gradient over as a weight's `.grad` without a copy only if nobody else holds it. So it is computed
+    within a node of the graph, one for each share of the weights, and not beforehand.
+    """
+    # Autograd starts at the root that was made last; what the pass for the inputs found last is still in the caches.
+    roots = [_weight_grads(share) for share in reversed(_shares(put_off))]
+    if roots:
+        torch.autograd.backward(roots, [root.detach() for root in roots])  # the gradient of a root does not matter
+
+
+def _shares(put_off: Sequence[DeferredGrad]) -> list[list[DeferredGrad]]:
+    """Consecutive weights whose gradients take `AT_ONCE` bytes, or one weight if that takes more."""
+    shares: list[list[DeferredGrad]] = []
+    room = 0
+    for each in put_off:
+        if room <= 0:
+            shares.append([])
+            room = AT_ONCE
+        shares[-1].append(each)
+        room -= each.weight.nbytes
+    return shares
+
+
+def _weight_grads(put_off: list[DeferredGrad]) -> Tensor:
+    return _WeightGrads.apply(put_off, *[each.weight for each in put_off])  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _WeightGrads(Function):
+    """Its output is on the weights' device, and so their gradients are computed in the stream that is current there."""
+
+    @staticmethod
+    def forward(ctx: Any, put_off: list[DeferredGrad], *weights: Tensor) -> Tensor:
+        ctx.put_off = put_off
+        return weights[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *[each.compute() for each in ctx.put_off]
+
 
 FACTORS: dict[type[Node], tuple[str, str]] = {
     torch._C._functions.MmBackward0: ("self", "mat2"),  # type: ignore[attr-defined]

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.split_backward.accumulate import accumulate_grads
-from drawloom.components.pipeline.split_backward.autograd_graph import users_of
-from drawloom.components.pipeline.split_backward.matmul_grads import defer_products
+from drawloom.components.pipeline.split_backward.matmul_grads import accumulate_grads, defer_products, users_of
 from drawloom.graph import UserError
 from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, DeferredGrad
 

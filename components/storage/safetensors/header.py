@@ -9,7 +9,7 @@ accepted here it accepts as well, and reads alike.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -17,6 +17,15 @@ import torch
 
 from drawloom.components.storage.strict_json import natural, parse
 from drawloom.components.storage.tensor_source import TensorSpec
+
+SHOWN = 10
+
+
+def format_names(names: Sequence[str]) -> str:
+    """The names, or the first of them and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
 
 DTYPES = {
     "U64": torch.uint64,

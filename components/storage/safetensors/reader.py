@@ -13,9 +13,8 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from drawloom.components.storage.format_names import format_names
 from drawloom.components.storage.regular_file import RegularFile, open_regular_file
-from drawloom.components.storage.safetensors.header import BadHeader, Entry, header_length, parse_header
+from drawloom.components.storage.safetensors.header import BadHeader, Entry, format_names, header_length, parse_header
 from drawloom.components.storage.strict_json import parse
 from drawloom.components.storage.tensor_source import TensorSpec, empty, from_memory, view
 from drawloom.graph import UserError

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.durable_files import FileWriter
-from drawloom.components.storage.format_names import format_names
-from drawloom.components.storage.safetensors.header import CODES, MAX_DIMENSIONS, METADATA, Entry, is_name
+from drawloom.components.storage.safetensors.header import CODES, MAX_DIMENSIONS, METADATA, Entry, format_names, is_name
 from drawloom.components.storage.sha256_stream import Content
 from drawloom.components.storage.tensor_source import InMemory, TensorSpec, bytes_of
 

@@ -12,11 +12,9 @@ from benchmarks.gpu import peers
 from drawloom.kernels.attention import EAGER, Implementation
 from drawloom.kernels.cut_cross_entropy import Cut
 from drawloom.kernels.grouped_gemm import grouped_gemm_torch
-from drawloom.kernels.moe_permute import moe_permute_eager, moe_unpermute_eager
-from drawloom.kernels.moe_routes import moe_routes_eager
-from drawloom.kernels.qk_norm_rope import qk_norm_rope_eager
+from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
-from drawloom.kernels.rope import rope_eager
+from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
 from drawloom.kernels.rope_frequencies import rope_angles
 from drawloom.kernels.stochastic_adamw import Trained, numbers_of
 from drawloom.kernels.swiglu import swiglu_eager

@@ -13,8 +13,7 @@ from torch import nn
 
 from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.checkpoint.reader import load_node
-from drawloom.components.ports.cadence import Cadence
-from drawloom.components.ports.run import Step
+from drawloom.components.ports.run import Cadence, Step
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
 from support.checkpoints import Diary, Memory, checkpointer, restored, save_steps, state_of

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from drawloom.components.pipeline.program.torch_csv import write_csv
+from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.graph.cli.main import main
 from support.schedules import NAMES, schedule
 

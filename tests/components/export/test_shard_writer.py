@@ -143,8 +143,8 @@ from torch.distributed.tensor import Shard
 from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.export.shard_writer import share, write_shares
 from drawloom.components.weights.mapper import parallel
-from drawloom.components.weights.streaming import convert
-from drawloom.components.weights.dtensor_ops import distribute
+from drawloom.components.weights.load import convert
+from drawloom.components.weights.mapper_ops import distribute
 import test_shard_writer as here
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=30))

@@ -19,15 +19,12 @@ from drawloom.graph.cli.project import Project
 from drawloom.graph.registry.spec import read_spec
 from drawloom.graph.types.port_match import mismatches
 from drawloom.kernels.attention import attention_eager, visible
-from drawloom.kernels.embedding import embedding_eager
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
-from drawloom.kernels.linear import linear_eager
+from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
-from drawloom.kernels.moe_permute import moe_permute_eager, moe_unpermute_eager
-from drawloom.kernels.moe_routes import moe_routes_eager
-from drawloom.kernels.qk_norm_rope import qk_norm_rope_eager
+from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
-from drawloom.kernels.rope import rope_eager
+from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
 from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
 from support.kernels import DEVICE
 from support.qwen3 import cpu_kernels, kernels_on

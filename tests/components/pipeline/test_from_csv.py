@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.pipeline.from_csv import Table
-from drawloom.components.pipeline.program.torch_csv import write_csv
+from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.graph import UserError
 from support.schedules import schedule, texts
 

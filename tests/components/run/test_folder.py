@@ -10,8 +10,8 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.run.folder import LockedFolder
-from drawloom.components.run.folder_lock import FolderLock
 from drawloom.components.run.job import NamedRun
+from drawloom.components.run.locks import FolderLock
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
 from support.processes import run_ranks

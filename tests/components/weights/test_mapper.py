@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.components.ports.weights import Mapper
+from drawloom.components.weights.load import convert
 from drawloom.components.weights.mapper import giving, parallel, prefixed, sequential, shard
 from drawloom.components.weights.mapper_ops import (
     chunk,
@@ -24,7 +25,6 @@ from drawloom.components.weights.mapper_ops import (
     transpose,
     unstack,
 )
-from drawloom.components.weights.streaming import convert
 
 
 def in_turn(mappers: list[Mapper], tensors: dict[str, Tensor]) -> dict[str, Tensor]:

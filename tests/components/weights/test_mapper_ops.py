@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.components.ports.weights import Mapper, TensorGroup
+from drawloom.components.weights.load import convert
 from drawloom.components.weights.mapper_ops import (
     chunk,
     concatenate,
@@ -22,7 +23,6 @@ from drawloom.components.weights.mapper_ops import (
     unsqueeze,
     unstack,
 )
-from drawloom.components.weights.streaming import convert
 
 NAMES = ["layers.0.attention.q", "layers.0.attention.k", "layers.10.attention.q", "norm"]
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.kernels.indices_to_multihot import indices_to_multihot_eager
+from drawloom.kernels.moe import indices_to_multihot_eager
 from drawloom.kernels.triton.indices_to_multihot import indices_to_multihot_triton
 from support.kernels import DEVICE, assert_close, drawn, dtypes, exact, few, layouts
 from support.seeding import seeds

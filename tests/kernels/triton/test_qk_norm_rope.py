@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.qk_norm_rope import qk_norm_rope_eager
+from drawloom.kernels.rope import qk_norm_rope_eager
 from drawloom.kernels.rope_frequencies import rope_angles
 from drawloom.kernels.triton.qk_norm_rope import qk_norm_rope_triton
 from support.kernels import DEVICE, assert_all_close, drawn, dtypes, exact, few, layouts

@@ -9,9 +9,8 @@ import pytest
 import transformers
 
 from drawloom.components.model.qwen3.config import Qwen3MoeConfig
-from drawloom.components.model.qwen3.family import DENSE, MOE
-from drawloom.components.model.qwen3.hugging_face import config_of, read_config
-from drawloom.components.model.qwen3.rope_scaling import RopeScaling
+from drawloom.components.model.qwen3.hugging_face import DENSE, MOE, config_of, read_config
+from drawloom.components.model.qwen3.rope import RopeScaling
 from drawloom.graph import UserError
 from support.qwen3 import dense, sparse
 

@@ -8,9 +8,9 @@ import attrs
 import pytest
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.model.qwen3.family import DENSE, MOE
+from drawloom.components.model.qwen3.hugging_face import DENSE, MOE
 from drawloom.components.model.qwen3.moe import Qwen3Moe
-from drawloom.components.model.qwen3.rope_scaling import RopeScaling
+from drawloom.components.model.qwen3.rope import RopeScaling
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
 from drawloom.graph import UserError
 from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from drawloom.components.pipeline.circular.buffers import Buffers
-from drawloom.components.pipeline.circular.moves import Move
+from drawloom.components.pipeline.circular.buffers import Buffers, Move
 from drawloom.components.pipeline.circular.timetable import Timetable
 
 

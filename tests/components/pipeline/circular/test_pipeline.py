@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from drawloom.components.pipeline.circular.pipeline import CircularPipeline, blocks_of, own_stages
-from drawloom.components.pipeline.circular.remat import Remat
 from drawloom.components.pipeline.circular.ring import Ring
+from drawloom.components.pipeline.circular.stacked_blocks import Remat
 from drawloom.components.ports.model import LayerRange
 from support.circular import (
     EXACT,

@@ -12,7 +12,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.executor import Executor
-from drawloom.components.pipeline.runtime.activation_specs import ActivationSpecs
+from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, LayerRange, Stage
 from drawloom.components.ports.program import Action, Program

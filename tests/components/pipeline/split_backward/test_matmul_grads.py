@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drawloom.components.pipeline.split_backward.autograd_graph import users_of
-from drawloom.components.pipeline.split_backward.matmul_grads import defer_products
+from drawloom.components.pipeline.split_backward.matmul_grads import defer_products, users_of
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.kernels.deferred_grads import Deferral
 from support.split_passes import in_one, in_two, same

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from drawloom.components.pipeline.state.handler import MissingStateError, PipelineStateError, PipelineStateHandler
-from drawloom.components.ports.pipeline_state import Replicate, Shard, SpecTree, Stack
+from drawloom.components.ports.pipeline import Replicate, Shard, SpecTree, Stack
 from drawloom.components.storage.pytree import leaves
 
 NUMBERS = st.lists(st.integers(-5, 5), min_size=3, max_size=3)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.pipeline.state.sharding import check_spec, shard_tree, unshard_tree
-from drawloom.components.ports.pipeline_state import Replicate, Shard, Stack
+from drawloom.components.ports.pipeline import Replicate, Shard, Stack
 from drawloom.components.storage.pytree import branches
 
 

@@ -1,1 +1,0 @@
-"""Layers that models are made of."""

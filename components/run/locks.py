@@ -1,0 +1,124 @@
+"""
+The locks of a run folder: one run at a time (flock), and one recipe (recipe.lock.toml).
+
+The lock of the run is flock(2) on a file that stays open. It belongs to the open file, which forked children share, so
+a child closes its copy at birth: otherwise a worker that outlives a killed run would keep the folder locked.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import weakref
+from datetime import UTC, datetime
+from pathlib import Path
+
+from drawloom.components.storage.atomic_write import replace_file
+from drawloom.graph import RecipeError, ResolvedRecipe, UserError
+from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
+
+NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
+
+
+class FolderLock:
+    """Owns a folder until it is released or the process ends. Raises UserError if another process owns it."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "run.lock"
+        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(self._file, folder)
+            _sign(self._file)
+        except BaseException:
+            self.release()
+            raise
+        itself = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _release(itself()))
+
+    def release(self) -> None:
+        """Let others have the folder. A second call does nothing."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _release(lock: FolderLock | None) -> None:
+    if lock is not None:
+        lock.release()
+
+
+def _lock(file: int, folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{folder} is in use by {_holder(file)}; wait for it, or name another run") from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        raise UserError(
+            f"{folder} lies on a file system without file locks ({error.strerror}), where a second run could spoil "
+            "this one; choose a folder on another disk"
+        ) from error
+
+
+def _sign(file: int) -> None:
+    """Write down who holds the lock, for the message of a second run."""
+    holder = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps(holder).encode() + b"\n", 0)
+
+
+def _holder(file: int) -> str:
+    try:
+        holder = json.loads(os.pread(file, 4096, 0))
+        return f"process {holder['pid']} on host {holder['host']} since {holder['started']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
+log = logging.getLogger("drawloom.run")
+
+
+def settle_recipe(folder: Path, recipe: ResolvedRecipe) -> None:
+    """
+    Make this recipe the folder's own.
+
+    Raises UserError if the folder has another that differs in more than free settings, unless changes are accepted.
+    """
+    path = folder / LOCK
+    if not path.exists():
+        return replace_file(path, recipe.text.encode())
+    changes = _changes(path, recipe)
+    if not recipe.accept_changes and any(change.kind != "free" for change in changes):
+        raise UserError(_refusal(folder, changes), exit_code=2)
+    for change in changes:
+        log.info("%s: the recipe changed: %s", folder, change)
+    if path.read_bytes() != recipe.text.encode():
+        replace_file(path, recipe.text.encode())
+
+
+def _changes(path: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
+    try:
+        return recipe.changes(path.read_text("utf-8"))
+    except (RecipeError, ValueError) as error:
+        if recipe.accept_changes:
+            log.warning("%s can't be read and is written anew: %s", path, error)
+            return []
+        raise UserError(
+            f"{path} can't be read, so nobody knows whether this recipe may go on there: {error}; "
+            "--accept-changes goes on all the same",
+            exit_code=2,
+        ) from error
+
+
+def _refusal(folder: Path, changes: list[RecipeChange]) -> str:
+    lines = [f"{folder} holds a run of another recipe, which this one differs from in:"]
+    lines += [f"  {change}" for change in changes]
+    lines += ["free changes alone would do; name another run, or go on with --accept-changes"]
+    return "\n".join(lines)

@@ -1,0 +1,61 @@
+"""Which rank writes what."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+from drawloom.components.export.shard_writer import choose_owners, holding
+from drawloom.components.ports.model import LayerRange, Stage
+from drawloom.components.weights.mapper import parallel
+from drawloom.components.weights.mapper_ops import identity, stack
+from drawloom.graph import UserError
+
+
+def rank(*stages: str, dtype: str = "torch.float32") -> dict[str, Any]:
+    """A rank whose stages hold tensors of these letters."""
+    return {
+        "stages": [{"index": n, "tensors": {name: [[2], dtype] for name in names}} for n, names in enumerate(stages)]
+    }
+
+
+def test_the_first_rank_that_can_writes() -> None:
+    """Each group belongs to the first rank that holds all of it; copies further on are not written again."""
+    mapper = parallel(stack(["a", "b"], "ab"), identity("c", "d", "e"))
+    assert choose_owners(mapper, [rank("a", "c"), rank("ab", "c"), rank("bcde")]) == [1, 0, 2, 2]
+    assert choose_owners(mapper, [rank("abc", "de"), rank("abcde")]) == [0, 0, 0, 0]
+
+
+def test_what_is_missing_and_what_is_too_much_is_told() -> None:
+    """Both lists are one message."""
+    with pytest.raises(UserError, match="missing b; no name there for x"):
+        choose_owners(identity("a", "b"), [rank("a"), rank("x")])
+
+
+def test_a_group_that_no_rank_holds_is_told() -> None:
+    """Tensors that become one can't lie on two ranks."""
+    with pytest.raises(UserError, match="a, b become ab together, and no rank holds them all"):
+        choose_owners(stack(["a", "b"], "ab"), [rank("a"), rank("b")])
+
+
+def test_ranks_that_hold_different_models_are_told() -> None:
+    """Copies have one shape and one dtype."""
+    with pytest.raises(UserError, match=r"a is \[\[2\], 'torch.float32'\] on one rank and .*bfloat16"):
+        choose_owners(identity("a"), [rank("a"), rank("a", dtype="torch.bfloat16")])
+
+
+@attrs.frozen
+class OneStage:
+    """A stage with a layer in bfloat16."""
+
+    @property
+    def local(self) -> list[Stage]:
+        return [Stage(3, 4, LayerRange(0, 1, False, False), nn.Linear(2, 1, dtype=torch.bfloat16))]
+
+
+def test_what_a_rank_tells() -> None:
+    """A rank says which stages it has, and every parameter's shape and dtype."""
+    tensors = {"weight": [[1, 2], "torch.bfloat16"], "bias": [[1], "torch.bfloat16"]}
+    assert holding(OneStage()) == {"stages": [{"index": 3, "tensors": tensors}]}

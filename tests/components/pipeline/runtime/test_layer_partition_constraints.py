@@ -1,0 +1,51 @@
+"""Schedules, meshes and models that do not go together are found by `check`."""
+
+from pathlib import Path
+
+import pytest
+
+from drawloom.components.pipeline.program.notation import write_csv
+from drawloom.graph.cli.project import Project
+from drawloom.graph.problems import Problem
+from support.schedules import schedule
+
+
+def problems(*words: str) -> list[Problem]:
+    """What `check` finds in the first run with these values."""
+    workshop = Project.of("drawloom")
+    return workshop.graph(workshop.load("first_run", words=words)).errors
+
+
+def test_each_stage_wants_a_layer() -> None:
+    """More stages than layers are a problem, with the numbers to write instead."""
+    words = ("mesh.pipeline=2", "schedule.use=pipeline.schedules.interleaved_1f1b", "schedule.stages_per_rank=4")
+    (found,) = problems(*words)
+    assert (found.node, found.text) == ("mesh", "4 layers can't be split over 2 ranks with 4 stages on each")
+    assert found.hint == "write pipeline = 1 or less, or write num_hidden_layers = 8 or more in [model]"
+    assert problems(*words, "model.num_hidden_layers=8") == problems(*words, "mesh.pipeline=1") == []
+
+
+@pytest.mark.parametrize("name", ["dual_pipe_v", "zero_bubble_v", "interleaved_1f1b", "v_min"])
+def test_microbatches_never_are_a_problem(name: str) -> None:
+    """Three microbatches, for two ranks with two stages each, fit every schedule."""
+    words = (f"schedule.use=pipeline.schedules.{name}", "mesh.pipeline=2", "batch.global_size=3", "batch.micro_size=1")
+    assert problems(*words) == []
+
+
+def test_inference_learns_nothing() -> None:
+    """A schedule without backwards is a problem for training."""
+    (found,) = problems("schedule.use=pipeline.schedules.inference")
+    assert found.node == "schedule" and "only goes forward, so that nothing would be learned" in found.text
+
+
+def test_a_table_is_for_its_own_ranks(tmp_path: Path) -> None:
+    """A table for other ranks than the mesh has is one problem, and so is a file that is none."""
+    path = tmp_path / "table.csv"
+    path.write_text(write_csv(schedule("gpipe").program(2, 4)))
+    words = ("schedule.use=pipeline.from_csv", f"schedule.path={path}")
+    (found,) = problems(*words)
+    assert (found.node, found.text) == ("mesh", f"{path} is a schedule for 2 ranks, not 1")
+    assert problems(*words, "mesh.pipeline=2") == []
+    path.unlink()
+    (found,) = problems(*words)
+    assert (found.node, found.text) == ("schedule", f"{path} can't be read: No such file or directory")

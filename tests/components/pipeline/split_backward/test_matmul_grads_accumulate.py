@@ -1,0 +1,146 @@
+"""Weights get their gradients once, with all hooks, and nothing outlives that."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.pipeline.split_backward import matmul_grads
+from drawloom.kernels.deferred_grads import DeferredGrad
+from support.split_passes import KINDS, Watch, grads_for, in_one, in_two, made, same, split_of, taken
+from support.split_stages import Ops
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """Everything is computed in float64, unless a test says otherwise."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(("name", "ops"), KINDS)
+def test_hooks_are_called_once_and_in_the_second_pass(name: str, ops: Ops) -> None:
+    """Hooks of a parameter see its whole gradient, may change it, and are called as often as by a full pass."""
+    stage, inputs = made(name, ops)
+    called: Counter[str] = Counter()
+
+    def hook(name: str, parameter: nn.Parameter) -> None:
+        parameter.register_hook(lambda grad: (called.update([name]), grad * 2)[1])  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(lambda _: called.update([name + " added"]))  # type: ignore[no-untyped-call]
+
+    for each, parameter in stage.named_parameters():
+        if parameter.requires_grad:
+            hook(each, parameter)
+    expected = in_one(stage, inputs)
+    once = called.copy()
+    called.clear()
+    split, outputs = split_of(stage, inputs)
+    found = split.backward_input(outputs, grads_for(outputs), inputs)
+    assert not called
+    split.backward_weight()
+    same((found, taken(list(stage.parameters()))), expected)
+    assert called == once
+    assert set(once.values()) <= {1}
+
+
+@pytest.mark.parametrize(("name", "ops"), KINDS)
+def test_nothing_outlives_the_second_pass(name: str, ops: Ops) -> None:
+    """After it no tensor and no node of the graph lives, though the pair itself does, and no cycle is left."""
+    stage, inputs = made(name, ops)
+    in_one(stage, inputs)  # the first recomputation of a process leaves frames behind
+    with Watch(stage) as watch:
+        split, outputs = split_of(stage, inputs)
+        grads = grads_for(outputs)
+        found = split.backward_input(outputs, grads, inputs)
+        watch.add(*outputs, *inputs, *grads, *found)
+        assert watch.living()
+        del outputs, inputs, grads, found
+        split.backward_weight()
+        assert not watch.living()
+
+
+@pytest.mark.parametrize("ops", get_args(Ops))
+@pytest.mark.parametrize("name", ["transformer block", "convolutions"])
+def test_a_second_pass_that_fails_leaves_nothing(name: str, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a hook fails, what was still to come is dropped at once, and the next pair is right."""
+    monkeypatch.setattr(matmul_grads, "AT_ONCE", 1)
+    stage, inputs = made(name, ops)
+    expected = in_one(stage, inputs)
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError("in a hook")
+
+    handles = [each.register_post_accumulate_grad_hook(fail) for each in stage.parameters()]  # type: ignore[no-untyped-call]
+    with Watch(stage) as watch:
+        split, outputs = split_of(stage, inputs)
+        watch.add(*outputs)
+        grads = grads_for(outputs)
+        split.backward_input(outputs, grads, inputs)
+        held = weakref.ref(grads[0])
+        del grads
+        with pytest.raises(ArithmeticError):
+            split.backward_weight()
+        assert held() is None
+        del outputs
+        assert not watch.living()
+    for handle in handles:
+        handle.remove()
+    stage.zero_grad()
+    same(in_two(stage, inputs), expected)
+
+
+@pytest.mark.parametrize("at_once", [1, 300, 2**30])
+def test_gradients_exist_a_share_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights get their gradients in shares of so many bytes, each weight once; a share is never split."""
+    monkeypatch.setattr(matmul_grads, "AT_ONCE", at_once)
+    stage, inputs = made("transformer block", "ours")
+    expected = in_one(stage, inputs)
+    split, outputs = split_of(stage, inputs)
+    found = split.backward_input(outputs, grads_for(outputs), inputs)
+    computed: list[int] = []
+    most: list[int] = []
+
+    def added(parameter: Tensor) -> None:
+        most.append(len(computed))
+        computed.clear()
+
+    compute = DeferredGrad.compute
+
+    def counted(each: DeferredGrad) -> Tensor:
+        computed.extend([1] * (each.weight.ndim > 1))  # those of vectors have been computed before
+        return compute(each)
+
+    monkeypatch.setattr(DeferredGrad, "compute", counted)
+    for parameter in stage.parameters():
+        parameter.register_post_accumulate_grad_hook(added)  # type: ignore[no-untyped-call]
+    split.backward_weight()
+    same((found, taken(list(stage.parameters()))), expected)
+    assert max(most) == {1: 1, 300: 2, 2**30: 4}[at_once]
+
+
+def test_a_fresh_gradient_is_taken_over() -> None:
+    """A weight without `.grad` gets the very tensor that was computed, and one that has some keeps its own."""
+    stage, inputs = made("affine", "ours")
+    computed: list[int] = []
+    compute = DeferredGrad.compute
+
+    def noted(each: DeferredGrad) -> Tensor:
+        grad = compute(each)
+        computed.append(grad.data_ptr())
+        return grad
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeferredGrad, "compute", noted)
+        for _ in range(2):
+            split, outputs = split_of(stage, inputs)
+            split.backward_input(outputs, grads_for(outputs), inputs)
+            split.backward_weight()
+    weight = stage.get_parameter("a.weight")
+    assert weight.grad is not None
+    assert weight.grad.data_ptr() == computed[0] != computed[1]

@@ -1,0 +1,49 @@
+"""Both forms of one value."""
+
+import pytest
+import torch
+
+from drawloom.components.pipeline.state.handler import Cell
+from drawloom.components.ports.pipeline import Stack
+
+
+def test_each_form_is_made_once() -> None:
+    """Reading again gives the same object, until something is written."""
+    cell = Cell(2, None)
+    cell.write_shard(0, torch.ones(1))
+    cell.write_shard(1, torch.ones(1))
+    whole = cell.read()
+    assert cell.read() is whole
+    cell.write_shard(1, torch.zeros(1))
+    assert cell.read().tolist() == [1, 0]
+
+
+def test_a_read_does_not_lose_the_other_form() -> None:
+    """Parts of unequal sizes are what they were after the whole was read, and the whole after the parts were."""
+    cell = Cell(2, None)
+    parts = [torch.arange(3), torch.arange(2)]
+    for place, part in enumerate(parts):
+        cell.write_shard(place, part)
+    assert cell.read().tolist() == [0, 1, 2, 0, 1]
+    assert [cell.read_shard(place) for place in range(2)] == parts
+
+
+def test_a_failed_write_changes_nothing() -> None:
+    """A part can't replace one of a whole that can't be cut, and the whole is still there."""
+    cell = Cell(2, None)
+    cell.write(torch.arange(3))
+    with pytest.raises(ValueError, match="evenly"):
+        cell.write_shard(0, torch.ones(1))
+    assert cell.read().tolist() == [0, 1, 2]
+
+
+def test_the_specification_follows_the_last_way_of_writing() -> None:
+    """A number written for all is everybody's; written by each it is one of a row; a given specification stays."""
+    cell = Cell(2, None)
+    cell.write(torch.tensor(5.0))
+    assert [float(cell.read_shard(place)) for place in range(2)] == [5, 5]
+    cell.write(torch.tensor([5.0, 6.0]))
+    assert [cell.read_shard(place).tolist() for place in range(2)] == [[5], [6]]
+    given = Cell(2, Stack())
+    given.write(torch.tensor([5.0, 6.0]))
+    assert [given.read_shard(place).tolist() for place in range(2)] == [5, 6]

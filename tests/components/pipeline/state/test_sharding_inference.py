@@ -1,0 +1,36 @@
+"""Specifications that nobody gave."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from drawloom.components.pipeline.state.sharding import spec_of_shard, spec_of_whole
+from drawloom.components.ports.pipeline import Replicate, Shard, Stack
+
+
+@attrs.frozen
+class Rows:
+    tokens: Any
+    name: Any
+
+
+@pytest.mark.parametrize(
+    ("value", "whole", "shard"),
+    [
+        (torch.ones(2, 3), Shard(), Shard()),
+        (torch.ones(()), Replicate(), Stack()),
+        ([1, 2], Shard(), Shard()),
+        (1.5, Replicate(), Stack()),
+        (
+            {"loss": torch.ones(()), "rows": Rows(torch.ones(2), "a")},
+            {"loss": Replicate(), "rows": Rows(Shard(), Replicate())},
+            {"loss": Stack(), "rows": Rows(Shard(), Stack())},
+        ),
+    ],
+)
+def test_each_leaf_gets_what_is_meant_most_often(value: Any, whole: Any, shard: Any) -> None:
+    """Rows are cut and joined; a number is everybody's if it was written for all, and one of several if by one."""
+    assert spec_of_whole(value) == whole
+    assert spec_of_shard(value) == shard

@@ -1,0 +1,126 @@
+"""One run in a folder."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawloom.components.run.locks import FolderLock
+from drawloom.graph import UserError
+from support.processes import run_ranks
+
+
+def _try(folder: Path) -> str:
+    try:
+        FolderLock(folder).release()
+    except UserError as error:
+        return str(error)
+    return "free"
+
+
+def _outlive_a_killed_holder(folder: Path) -> tuple[bool, str]:
+    """Fork a holder that forks a worker, kill the holder, and try the lock while the worker lives."""
+    reading, writing = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        lock = FolderLock(folder)
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(60)
+        os.write(writing, str(worker).encode())
+        time.sleep(60)
+        lock.release()
+    worker = int(os.read(reading, 100))
+    held = "in use" in _try(folder)
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    os.kill(worker, 0)  # it lives
+    return held, _try(folder)
+
+
+def test_a_second_process_is_told_who_has_the_folder(tmp_path: Path) -> None:
+    """While the lock is held another process is refused, with process, host and time; afterwards it may."""
+    lock = FolderLock(tmp_path)
+    [text] = run_ranks(_try, 1, tmp_path)
+    assert text.startswith(f"{tmp_path} is in use by process {os.getpid()} on host {socket.gethostname()} since ")
+    started = datetime.fromisoformat(json.loads((tmp_path / "run.lock").read_text())["started"])
+    assert timedelta(0) <= datetime.now(UTC) - started < timedelta(seconds=60)
+    lock.release()
+    assert run_ranks(_try, 1, tmp_path) == ["free"]
+
+
+def test_the_lock_dies_with_its_holder_even_if_a_worker_lives_on(tmp_path: Path) -> None:
+    """kill -9 frees the folder, though a forked child of the holder still runs."""
+    assert run_ranks(_outlive_a_killed_holder, 1, tmp_path) == [(True, "free")]
+
+
+def _race(folder: Path, rounds: int) -> list[int]:
+    """Processes that try the lock at the same moment, again and again; how many get it each time."""
+    winners = []
+    for _ in range(rounds):
+        start, go = os.pipe()
+        told, tell = os.pipe()
+        children = []
+        for _ in range(3):
+            children.append(os.fork())
+            if not children[-1]:
+                os.close(go)
+                os.read(start, 1)  # until all are there, which closes the other end
+                try:
+                    lock = FolderLock(folder)
+                    os.write(tell, b"1")
+                    time.sleep(60)
+                    lock.release()
+                except UserError:
+                    os.write(tell, b"0")
+                os._exit(0)
+        os.close(go)
+        answers = b""
+        while len(answers) < len(children):
+            answers += os.read(told, 10)
+        winners.append(answers.count(b"1"))
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        for end in (start, told, tell):
+            os.close(end)
+    return winners
+
+
+def test_of_many_at_once_exactly_one_has_the_folder(tmp_path: Path) -> None:
+    """Again and again, each time right after the last holder was killed."""
+    assert run_ranks(_race, 1, tmp_path, 25) == [[1] * 25]
+
+
+def test_a_lock_file_that_was_left_behind_means_nothing(tmp_path: Path) -> None:
+    """What counts is the lock, not the file: old words, longer than ours or no JSON at all, are in nobody's way."""
+    (tmp_path / "run.lock").write_text("x" * 5000)
+    lock = FolderLock(tmp_path)
+    assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+    (tmp_path / "run.lock").write_text("not json")
+    assert f"{tmp_path} is in use by another process" in _try(tmp_path)
+    lock.release()
+    lock.release()
+    assert _try(tmp_path) == "free"
+
+
+@pytest.mark.parametrize("code", [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Instead of running without a lock, the run says that there is none, and leaves no file open."""
+
+    def flock(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UserError, match="without file locks"):
+        FolderLock(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == files

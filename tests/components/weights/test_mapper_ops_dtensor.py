@@ -1,0 +1,98 @@
+"""Tensors spread over ranks: into their parts, back into wholes, and loaded from a folder."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from drawloom.components.storage.tensor_source import InMemory
+from drawloom.components.weights.load import convert, kinds_given, load_folder
+from drawloom.components.weights.mapper import parallel, sequential
+from drawloom.components.weights.mapper_ops import distribute, gather, identity, is_sharded, like, stack
+from support.processes import run_ranks
+
+WHOLE = torch.arange(15.0).view(5, 3)
+
+
+def _spread(mesh: Any) -> dict[str, Any]:
+    mapper = distribute("a", mesh, [Shard(0)])
+    part = convert(mapper, {"a": WHOLE})["a"]
+    return {
+        "part": part.to_local().tolist(),  # type: ignore[attr-defined]
+        "kept": part.to_local().untyped_storage().nbytes(),  # type: ignore[attr-defined]
+        "gathered": convert(gather("a"), {"a": part})["a"].tolist(),
+        "back": convert(mapper.inverse(), {"a": part})["a"].tolist(),
+    }
+
+
+def _stacked(mesh: Any) -> dict[str, Any]:
+    spread = parallel(distribute("a", mesh, [Shard(1)]), distribute("b", mesh, [Shard(1)]))
+    tensors = convert(spread, {"a": WHOLE, "b": WHOLE + 1})
+    mapper = sequential(parallel(gather("a"), gather("b")), stack(["b", "a"], "ba"))
+    kind = kinds_given(mapper.groups[0], InMemory(tensors).kinds())["ba"]
+    return {"kind": (kind.shape, str(kind.dtype)), "made": convert(mapper, tensors)["ba"].tolist()}
+
+
+def _loaded(mesh: Any, folder: Path, device: str) -> dict[str, Any]:
+    module: Any = nn.Module()
+    for name, placement in (("a", Shard(0)), ("b", Replicate())):
+        empty = torch.empty(5, 3, device=device)
+        spread = convert(distribute(name, mesh, [placement]), {name: empty})[name]
+        module.register_parameter(name, nn.Parameter(spread))
+    module.register_parameter("c", nn.Parameter(torch.empty(5, 3, device="meta")))
+    load_folder(folder, module, identity("a", "b", "c"))
+    return {
+        "sharded": [is_sharded(parameter) for parameter in module.parameters()],
+        "placements": str(module.a.placements),
+        "values": [module.a.to_local().tolist(), module.b.to_local().tolist(), module.c.tolist()],
+    }
+
+
+def _all(folder: Path) -> dict[str, dict[str, Any]]:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    loaded = {device: _loaded(mesh, folder, device) for device in ("meta", "cpu")}
+    return {"spread": _spread(mesh), "stacked": _stacked(mesh), **loaded}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two processes found."""
+    folder = tmp_path_factory.mktemp("model")
+    save_file({"a": WHOLE, "b": WHOLE + 1, "c": WHOLE + 2}, folder / "model.safetensors")
+    return run_ranks(_all, 2, folder)
+
+
+def test_parts_and_wholes(ranks: list[dict[str, Any]]) -> None:
+    """Each rank keeps its rows and no more memory than those; gathered, every rank has all of it again."""
+    spread = [rank["spread"] for rank in ranks]
+    assert [each["part"] for each in spread] == [WHOLE[:3].tolist(), WHOLE[3:].tolist()]
+    assert [each["kept"] for each in spread] == [36, 24]
+    assert all(each["gathered"] == each["back"] == WHOLE.tolist() for each in spread)
+
+
+def test_kinds_of_gathered_tensors_are_known_before(ranks: list[dict[str, Any]]) -> None:
+    """Shapes are those of the wholes, found without a message between ranks."""
+    expected = {"kind": ((2, 5, 3), "torch.float32"), "made": torch.stack([WHOLE + 1, WHOLE]).tolist()}
+    assert [rank["stacked"] for rank in ranks] == [expected] * 2
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_sharded_parameters_are_loaded(ranks: list[dict[str, Any]], device: str) -> None:
+    """Each rank fills its parts from the folder, also of parameters on the meta device, which stay sharded."""
+    rest = [(WHOLE + 1).tolist(), (WHOLE + 2).tolist()]
+    assert [rank[device]["values"] for rank in ranks] == [[WHOLE[:3].tolist(), *rest], [WHOLE[3:].tolist(), *rest]]
+    assert all(rank[device]["sharded"] == [True, True, False] for rank in ranks)
+    assert all(rank[device]["placements"] == "(Shard(dim=0),)" for rank in ranks)
+
+
+def test_whole_tensors_stay_whole() -> None:
+    """What is no DTensor is gathered and likened as it is, without any process group."""
+    assert convert(gather("a"), {"a": WHOLE})["a"] is WHOLE
+    assert convert(like("a", WHOLE), {"a": WHOLE})["a"] is WHOLE

@@ -1,0 +1,16 @@
+"""Norm and rotation together against one after the other."""
+
+import torch
+
+from drawloom.kernels.rms_norm import rms_norm_eager
+from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
+from drawloom.kernels.rope_frequencies import rope_angles
+
+
+def test_norms_each_with_its_weight_and_turns_both() -> None:
+    """Queries and keys, of as many heads as each has, are normed with their own weights, then turned."""
+    q, k, q_weight, k_weight = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 1, 8), torch.randn(8), torch.randn(8)
+    cos, sin = rope_angles(torch.arange(3).expand(2, 3), 8, 1e4)
+    turned_q, turned_k = qk_norm_rope_eager(q, k, q_weight, k_weight, 0.1, cos, sin)
+    assert torch.equal(turned_q, rope_eager(rms_norm_eager(q, q_weight, 0.1), cos, sin))
+    assert torch.equal(turned_k, rope_eager(rms_norm_eager(k, k_weight, 0.1), cos, sin))

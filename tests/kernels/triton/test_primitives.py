@@ -1,0 +1,163 @@
+"""What all Triton kernels have in common: torch.compile takes them whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.kernels.cut_cross_entropy import Cut
+from drawloom.kernels.moe import moe_routes_eager
+from drawloom.kernels.rope_frequencies import rope_angles
+from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
+from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
+from drawloom.kernels.triton.indices_to_multihot import indices_to_multihot_triton
+from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
+from drawloom.kernels.triton.moe_permute import moe_permute_triton, moe_unpermute_triton
+from drawloom.kernels.triton.moe_routes import moe_routes_triton
+from drawloom.kernels.triton.primitives import angle_tables, as_rows, next_power_of_2
+from drawloom.kernels.triton.qk_norm_rope import qk_norm_rope_triton
+from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_triton
+from drawloom.kernels.triton.rope import rope_triton
+from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
+from drawloom.kernels.triton.swiglu import swiglu_halves_triton, swiglu_triton
+from support.kernels import DEVICE, drawn, far_apart
+
+TARGETS = torch.tensor([0, 3, -100, 5]).to(DEVICE)
+EXPERTS_OF = torch.tensor([[0, 2], [1, -1], [2, 1], [0, 1]]).to(DEVICE)
+
+
+def norms(x: Tensor, weight: Tensor) -> Tensor:
+    normed, summed = add_rms_norm_triton(rms_norm_triton(x, weight, 1e-6), x, weight, 1e-6)
+    return swiglu_triton(normed, summed)
+
+
+def halves(x: Tensor, weight: Tensor) -> Tensor:
+    return swiglu_halves_triton(x * weight, x.sum(-1))
+
+
+def rotations(x: Tensor, weight: Tensor) -> Tensor:
+    heads = x.view(1, 4, 2, 8)
+    cos, sin = torch.cos(x[None, :, :4]).detach(), torch.sin(x[None, :, :4]).detach()
+    q, k = qk_norm_rope_triton(heads, heads[:, :, :1], weight[:8], weight[8:], 1e-6, cos, sin)
+    return rope_triton(q * k, cos, sin)
+
+
+def losses(x: Tensor, weight: Tensor) -> Tensor:
+    matrix = weight * x[:1] + torch.arange(8, device=x.device)[:, None] * weight
+    cut = cut_cross_entropy_triton(x, matrix, TARGETS, Cut(soft_cap=5.0))
+    return cut + linear_cross_entropy_triton(x, matrix, TARGETS)
+
+
+def experts(x: Tensor, weight: Tensor) -> Tensor:
+    routes = moe_routes_triton(EXPERTS_OF, 3)
+    probabilities = (x[:, :2] * weight[:2]).softmax(-1)
+    rows, of_rows = moe_permute_triton(x, probabilities, routes)
+    used = (torch.arange(len(rows), device=x.device) < routes.offsets[-1])[:, None]
+    product = grouped_gemm_triton(rows, weight.expand(3, 5, 16), routes.offsets, transposed=True)
+    made = product.where(used, 0) * of_rows[:, None]
+    _, spread = indices_to_multihot_triton(EXPERTS_OF, probabilities, 3)
+    return moe_unpermute_triton(made, routes, probabilities) + spread.sum()
+
+
+@pytest.mark.parametrize("compute", [norms, halves, rotations, losses, experts])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
+def test_compiles_without_breaks(compute: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Traced as one graph, forwards and backwards, an operation gives the bits that it gives otherwise."""
+    x, weight = drawn("contiguous", 4, 16), drawn("contiguous", 16)
+    compiled: Any = torch.compile(compute, fullgraph=True, backend="aot_eager")
+    runs = []
+    for function in (compute, compiled):
+        result = function(x, weight)
+        runs.append((result, *torch.autograd.grad(result.square().sum(), (x, weight))))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*runs, strict=True))
+
+
+def test_a_copy_compiles() -> None:
+    """What writes into its argument is traced as well."""
+
+    def rounded(source: Tensor) -> Tensor:
+        target = torch.empty_like(source, dtype=torch.bfloat16)
+        stochastic_copy_triton(target, source * 2, 1, 2)
+        return target
+
+    source = torch.randn(20, device=DEVICE)
+    compiled: Any = torch.compile(rounded, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(source), rounded(source))
+
+
+ROUTES = moe_routes_eager(EXPERTS_OF, 3)
+ANGLES = rope_angles(torch.arange(4, device=DEVICE)[None], 16, 1e4)
+CUT = Cut(filter_eps=1e-6, tile=(16, 16))
+
+
+def grouped(x: Tensor, weight: Tensor) -> Tensor:
+    return grouped_gemm_triton(x, weight, torch.tensor([1, 4]).to(DEVICE, torch.int32))
+
+
+STRIDED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "rms_norm": (lambda x: rms_norm_triton(x, x[0].detach(), 1e-6), [(4, 16)]),
+    "add_rms_norm": (lambda x, y: add_rms_norm_triton(x, y, x[0].detach(), 1e-6), [(4, 16), (4, 16)]),
+    "swiglu": (swiglu_triton, [(4, 16), (4, 16)]),
+    "swiglu_halves": (lambda x: swiglu_halves_triton(x, x[:, 0].detach()), [(4, 16)]),
+    "rope": (lambda x: rope_triton(x, *ANGLES), [(1, 4, 3, 16)]),
+    "qk_norm_rope": (
+        lambda q, k: qk_norm_rope_triton(q, k, q[0, 0, 0].detach(), k[0, 0, 0].detach(), 1e-6, *ANGLES),
+        [(1, 4, 3, 16), (1, 4, 2, 16)],
+    ),
+    "linear_cross_entropy": (lambda x, w: linear_cross_entropy_triton(x, w, TARGETS), [(4, 16), (8, 16)]),
+    "cut_cross_entropy": (lambda x, w: cut_cross_entropy_triton(x, w, TARGETS), [(4, 16), (8, 16)]),
+    "cut_cross_entropy, filtered": (lambda x, w: cut_cross_entropy_triton(x, w, TARGETS, CUT), [(4, 16), (8, 16)]),
+    "moe_permute": (lambda x, p: moe_permute_triton(x, p, ROUTES), [(4, 16), (4, 2)]),
+    "moe_unpermute": (lambda x, p: moe_unpermute_triton(x, ROUTES, p), [(8, 16), (4, 2)]),
+    "indices_to_multihot": (lambda p: indices_to_multihot_triton(EXPERTS_OF, p, 3)[1], [(4, 2)]),
+    "grouped_gemm": (grouped, [(4, 16), (2, 16, 3)]),
+}
+"""Every kernel that takes strides: a function of a few tensors, and their shapes."""
+
+DIMENSIONS = [(name, d) for name, (_, shapes) in STRIDED.items() for d in range(max(map(len, shapes)))]
+
+
+@pytest.mark.xdist_group("far apart")
+@pytest.mark.usefixtures("room")
+@pytest.mark.parametrize(("name", "dimension"), DIMENSIONS)
+def test_strides_beyond_32_bits(name: str, dimension: int) -> None:
+    """Inputs and incoming gradients whose elements lie 2^31 apart, along any dimension, give the same."""
+    compute, shapes = STRIDED[name]
+    inputs = [drawn("contiguous", *shape, dtype=torch.bfloat16) for shape in shapes]
+    apart = [far_apart(x, dimension) if dimension < x.ndim else x for x in inputs]
+    runs = []
+    for given in (inputs, apart):
+        found = compute(*given)
+        results = list(found) if isinstance(found, tuple) else [found]
+        gradients = [torch.full_like(result, 0.5) for result in results]
+        if given is apart:
+            gradients = [far_apart(g, dimension) if dimension < g.ndim else g for g in gradients]
+        runs.append((*results, *torch.autograd.grad(results, given, gradients)))
+    torch.testing.assert_close(*runs)  # a GPU reads them in other layouts, and sums in another order
+
+
+def test_rows() -> None:
+    """Rows are views where they can be, and always have their elements side by side."""
+    x = torch.arange(24.0).view(2, 3, 4)
+    assert as_rows(x).data_ptr() == x.data_ptr()
+    assert as_rows(x[..., :2]).data_ptr() == x.data_ptr()
+    for strided in (x.transpose(0, 1), x.transpose(1, 2), x[..., ::2]):
+        rows = as_rows(strided)
+        assert rows.stride(1) == 1
+        assert torch.equal(rows, strided.reshape(-1, strided.shape[-1]))
+
+
+def test_angle_tables() -> None:
+    """Cosines and sines come out with one set of strides, and are the same tensors if they have one already."""
+    cos, sin = torch.rand(1, 3, 4).expand(2, 3, 4), torch.rand(2, 3, 4)
+    assert angle_tables(sin, sin + 1)[0] is sin
+    found = angle_tables(cos, sin)
+    assert found[0].stride() == found[1].stride()
+    assert torch.equal(found[0], cos)
+
+
+def test_power_of_two() -> None:
+    """The least that is no less."""
+    assert [next_power_of_2(number) for number in (1, 2, 3, 4, 5, 1000)] == [1, 2, 4, 4, 8, 1024]

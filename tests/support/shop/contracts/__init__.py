@@ -1,1 +1,0 @@
-"""What the shop's ports promise of behaviour."""
