@@ -85,11 +85,13 @@ class DeferredGrad:
         return total
 
     def _first(self) -> Tensor:
-        """The first part that waits, which waits no more."""
+        """The first part that waits, which waits no more, in the dtype in which the weight's gradients are summed."""
         compute, tensors, versions = self._waiting.pop(0)
         if versions != [tensor._version for tensor in tensors]:
             raise ChangedInPlaceError(_changed(tensors, versions, self.weight))
-        return compute(*tensors)
+        part = compute(*tensors)
+        # A weight that is a view (a transpose) is no leaf: what its leaf sums in, autograd sees to afterwards.
+        return part.to(dtype=self.weight.grad_dtype) if self.weight.is_leaf else part
 
 
 class Deferral:

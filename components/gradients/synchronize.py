@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from functools import reduce
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drawloom.components.gradients.norm import total_norm
 from drawloom.components.ports.distributed import Mesh, Precision, Reduce
-from drawloom.components.ports.model import SpreadParameters
+from drawloom.components.ports.model import SpreadParameters, gradient_of
 from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.run import Step
 from drawloom.graph import above, component, setting
@@ -36,13 +36,13 @@ class Synchronize:
         losses: Losses = step.outputs["losses"]
         total, weight, step.tokens = self._sums(losses, step.tokens)
         self.parameters.sum_shared()
-        gradients = [_gradient(parameter) for _, parameter in self.parameters.named()]
+        gradients = [gradient_of(parameter) for _, parameter in self.parameters.named()]
         for bucket in self._buckets(gradients):
             self._sum(bucket)
         if weight > 0 and gradients:  # a pipeline rank whose parameters are all frozen has none
             torch._foreach_mul_(gradients, 1 / weight)
         step.outputs["loss"] = total / weight if weight > 0 else math.nan
-        counted = [_gradient(parameter) for _, parameter in self.parameters.counted()]
+        counted = [gradient_of(parameter) for _, parameter in self.parameters.counted()]
         step.outputs["grad_norm"] = total_norm(counted, self.reduce)
         step.skip_reason = step.skip_reason or _refusal(step, weight)
 
@@ -74,13 +74,6 @@ class Synchronize:
         self.mesh.replicas.sum(flat)
         for gradient, part in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """A parameter's gradient; zeros where nothing reached it, so that all ranks sum the same tensors."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
 
 
 def _refusal(step: Step, weight: float) -> str:

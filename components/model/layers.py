@@ -14,8 +14,8 @@ class Linear(nn.Linear):
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., inputs) to (..., outputs), in the weight's dtype."""
-        return self.kernels.linear(x, self.weight)
+        """(..., inputs), of any floating dtype, to (..., outputs), in the weight's dtype."""
+        return self.kernels.linear(x.to(self.weight.dtype), self.weight)
 
 
 class RMSNorm(nn.Module):

@@ -5,11 +5,10 @@ from typing import Any, Literal
 
 import attrs
 import torch
-from torch import Tensor
 
 from drawloom.components.optim.torch_optimizer import check_betas, decays, local_part, shard_of
 from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.model import Parameters
+from drawloom.components.ports.model import Parameters, gradient_of
 from drawloom.components.ports.run import RunInfo, Step
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.build.node import NodeView
@@ -72,7 +71,7 @@ class StochasticAdamW:
         if not step.skip_reason:
             self._steps += 1
             numbers = numbers_of(step.outputs["lr"], self.betas, self.eps, self._steps)
-            self._stepper.step([_gradient(parameter) for parameter in parameters], numbers, self._steps)
+            self._stepper.step([local_part(gradient_of(part)) for part in parameters], numbers, self._steps)
         for parameter in parameters:
             parameter.grad = None
 
@@ -113,9 +112,3 @@ class StochasticAdamW:
         from drawloom.kernels.triton.stochastic_adamw import StochasticAdamwTriton
 
         return StochasticAdamwTriton
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    """The local part of a gradient; zeros where nothing reached the parameter."""
-    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return local_part(gradient)

@@ -1,6 +1,7 @@
 """What the optimizers share: parameter groups, a step at the step's learning rate, and state by parameter name."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -116,8 +117,22 @@ class TorchOptimizer:
         for group in self._optimizer.param_groups:
             group["lr"] = step.outputs["lr"]
         if not step.skip_reason:
-            self._optimizer.step()
+            with self._narrow_gradients():
+                self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def _narrow_gradients(self) -> Iterator[None]:
+        """Cast gradients that are wider than their parameter: torch's fused optimizers take one dtype for both."""
+        wide = [part for _, part in self.parameters.named() if part.grad is not None and part.grad.dtype != part.dtype]
+        dtypes = [part.grad_dtype for part in wide]
+        for part in wide:
+            narrow, part.grad = part.grad.to(part.dtype), None  # type: ignore[union-attr]
+            part.grad_dtype = part.dtype
+            part.grad = narrow
+        yield
+        for part, dtype in zip(wide, dtypes, strict=True):  # autograd sums the next step's gradients in it again
+            part.grad, part.grad_dtype = None, dtype
 
     def state_names(self) -> list[str]:
         """The names of the parameters that this rank trains."""

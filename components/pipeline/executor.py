@@ -17,7 +17,7 @@ from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel
-from drawloom.components.ports.model import BatchContext, StageInputs, Stages
+from drawloom.components.ports.model import BatchContext, StageInputs, TrainableStages
 from drawloom.components.ports.pipeline import Loss, Losses, Schedule, Stack
 from drawloom.components.ports.program import RankProgram, flat
 from drawloom.components.storage.pytree import transform
@@ -29,7 +29,7 @@ from drawloom.graph.build.node import NodeView
 class Executor:
     """Runs programs on this rank's stages; on one rank, that is the plain training loop."""
 
-    stages: Stages
+    stages: TrainableStages
     boundaries: StageInputs
     schedule: Schedule
     objective: Loss
@@ -56,12 +56,15 @@ class Executor:
         """Forward and backward of every microbatch; gradients of the sum of losses are added to the parameters'."""
         line = self._training_line(len(microbatches))
         passage = self._passage([self._load(batch) for batch in microbatches], split_stages(line))
+        self.stages.cast_weights()
         passage.run(line)
+        self.stages.hand_over_gradients()
         return passage.losses(self.device.device)
 
     def evaluate(self, microbatches: Iterator[Batch]) -> Losses:
         """Forward of every microbatch; nothing is kept of them but their losses."""
         passage = self._passage([self._load(batch) for batch in microbatches])
+        self.stages.cast_weights()
         with torch.inference_mode():
             passage.run(self._forward_line(len(passage.microbatches)))
         return passage.losses(self.device.device)
@@ -78,6 +81,7 @@ class Executor:
         """Hand the output of each microbatch out as soon as it is there, on the rank that holds the last stage."""
         passage = self._passage([MicrobatchInputs(*self._moved(microbatch)) for microbatch in microbatches])
         passage.each_output = each_output
+        self.stages.cast_weights(only_if_changed=True)
         with torch.inference_mode():
             passage.run(self._forward_line(len(microbatches)))
 

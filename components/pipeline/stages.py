@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.pipeline.module_buffers import fill_buffers
+from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype
 from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.model import BatchContext, LayerRange, Model, Stage, Transform
+from drawloom.components.ports.model import BatchContext, LayerRange, Model, Stage, Transform, gradient_of
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.weights.load import load_folder, persistent_tensors
@@ -41,8 +43,9 @@ class MaterializedStages:
     )
     weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
     _local: list[Stage] = attrs.field(init=False, factory=list)
+    _store: ParameterStore = attrs.field(init=False, default=None)
     _boundaries: ActivationSpecs = attrs.field(init=False, default=None)
-    _shared: dict[str, tuple[list[int], str]] = attrs.field(init=False, factory=dict)
+    _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
     _elsewhere: set[str] = attrs.field(init=False, factory=set)
 
     def open(self) -> None:
@@ -50,11 +53,15 @@ class MaterializedStages:
         owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
         spans = self._split(len(owners))
         mine = stages_of(self.mesh.index("pipeline"), owners)
-        self._boundaries = ActivationSpecs(spans, self._build)
+        self._boundaries = ActivationSpecs(spans, self._build_for_compute)
         modules = {index: self._build(spans[index]) for index in mine}
         run_on_all(self.mesh.world, lambda: self._fill(modules.values()))
         tie(list(modules.values()))
-        self._local = [Stage(index, len(spans), spans[index], module) for index, module in modules.items()]
+        self._store = ParameterStore.of(modules.values(), self.precision)
+        self._local = [
+            Stage(index, len(spans), spans[index], module, self._store.masters) for index, module in modules.items()
+        ]
+        self._check_patterns()
         self._find_shared()
 
     @property
@@ -74,20 +81,26 @@ class MaterializedStages:
         """Those that no earlier pipeline rank holds as well."""
         return [(name, parameter) for name, parameter in self.named() if name not in self._elsewhere]
 
+    def cast_weights(self, only_if_changed: bool = False) -> None:
+        """Cast parameters to what layers compute with."""
+        self._store.cast(only_if_changed)
+
+    def hand_over_gradients(self) -> None:
+        """Give the gradients of a step's microbatches to the parameters that the optimizer keeps."""
+        self._store.hand_over_gradients()
+
     def sum_shared(self) -> None:
         """Add up gradients of parameters that several pipeline ranks hold; a rank without one adds nothing."""
         mine = dict(self.named())
-        for name, (shape, kind) in self._shared.items():
-            parameter, dtype = mine.get(name), getattr(torch, kind)
-            wide = torch.promote_types(dtype, self.precision.reduce)
-            if parameter is None:
+        wide = torch.promote_types(self.precision.gradient, self.precision.reduce)
+        for name, shape in self._shared.items():
+            if (parameter := mine.get(name)) is None:
                 self.mesh.group("pipeline").sum(torch.zeros(shape, dtype=wide, device=self.device.device))
                 continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            total = parameter.grad.to(wide)
+            gradient = gradient_of(parameter)
+            total = gradient.to(wide)
             self.mesh.group("pipeline").sum(total)
-            parameter.grad.copy_(total)
+            gradient.copy_(total)
 
     def state_names(self) -> list[str]:
         """The names of the parameters and persistent buffers that this rank holds."""
@@ -109,19 +122,29 @@ class MaterializedStages:
     def _find_shared(self) -> None:
         """Which parameters stand on several pipeline ranks: a tied embedding, on the first and the last."""
         group = self.mesh.group("pipeline")
-        held = {name: ([*part.shape], str(part.dtype).removeprefix("torch.")) for name, part in self.named()}
-        shapes: list[dict[str, tuple[list[int], str]]] = group.gather_json(held)
+        shapes: list[dict[str, list[int]]] = group.gather_json({name: [*part.shape] for name, part in self.named()})
         times = Counter(name for names in shapes for name in names)
-        everywhere = {name: form for names in shapes for name, form in names.items()}
+        everywhere = {name: shape for names in shapes for name, shape in names.items()}
         self._shared = {name: everywhere[name] for name in sorted(times) if times[name] > 1}
         self._elsewhere = {name for names in shapes[: group.rank] for name in names}
 
     def _all(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for stage in self._local for name, parameter in stage.module.named_parameters()}
+        return {name: parameter for stage in self._local for name, parameter in stage.named_parameters()}
 
     def _held(self) -> list[dict[str, Tensor]]:
         """What each local stage keeps from step to step."""
-        return [persistent_tensors(stage.module) for stage in self._local]
+        return [{**persistent_tensors(stage.module), **dict(stage.named_parameters())} for stage in self._local]
+
+    def _check_patterns(self) -> None:
+        """UserError for a pattern of `precision.uncast` that is the name of no parameter on any rank."""
+        patterns = self.precision.uncast
+        names = [name for stage in self._local for name, _ in stage.module.named_parameters()]
+        found = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
+        everywhere = {pattern for each in self.mesh.group("pipeline").gather_json(found) for pattern in each}
+        if unknown := [pattern for pattern in patterns if pattern not in everywhere]:
+            raise UserError(
+                f"precision.uncast: no parameter is called {unknown[0]!r}; one is {names[0]!r}", exit_code=2
+            )
 
     def _split(self, stages: int) -> list[LayerRange]:
         try:
@@ -139,6 +162,14 @@ class MaterializedStages:
         for parameter in module.parameters():  # buffers, such as frequencies, keep the dtype that their module chose
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(self.precision.parameter)
+        return module
+
+    def _build_for_compute(self, span: LayerRange) -> nn.Module:
+        """The same in the dtypes in which layers compute, on the meta device: what its activations will look like."""
+        module = self._build(span)
+        for name, parameter in module.named_parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(compute_dtype(name, self.precision))
         return module
 
     def _fill(self, modules: Iterable[nn.Module]) -> None:

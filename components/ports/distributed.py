@@ -199,19 +199,32 @@ class Device(Protocol):
 
 @port
 class Precision(Protocol):
-    """In what dtype each kind of number is kept."""
+    """In which dtype each kind of number is kept."""
 
     @property
-    def parameter(self) -> torch.dtype: ...
+    def parameter(self) -> torch.dtype:
+        """Of parameters, as the optimizer and checkpoints keep them."""
+        ...
 
     @property
-    def compute(self) -> torch.dtype: ...
+    def compute(self) -> torch.dtype:
+        """Of activations, and of the copies of parameters that layers multiply with."""
+        ...
 
     @property
-    def gradient(self) -> torch.dtype: ...
+    def gradient(self) -> torch.dtype:
+        """Of gradients, summed over the microbatches of a step."""
+        ...
 
     @property
-    def reduce(self) -> torch.dtype: ...
+    def reduce(self) -> torch.dtype:
+        """Of sums over ranks, at least: wider numbers stay as wide as they are."""
+        ...
+
+    @property
+    def uncast(self) -> Sequence[str]:
+        """Patterns (fnmatch) of names of parameters that layers use in the parameter dtype."""
+        ...
 
 
 @port

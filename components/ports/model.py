@@ -1,8 +1,10 @@
 """Models as blueprints, and the modules that they become."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.weights import Mapper
@@ -184,12 +186,22 @@ class ExpertKernels(Kernels, Protocol):
 
 @attrs.frozen
 class Stage:
-    """One stage of the pipeline that this rank owns: its number, how many there are in all, and its real module."""
+    """
+    One stage of the pipeline that this rank owns: its number, how many there are in all, and its real module.
+
+    The module computes with its own parameters. Where these are casts, `masters` holds what they are cast from.
+    """
 
     index: int
     count: int
     span: LayerRange
     module: nn.Module
+    masters: Mapping[str, nn.Parameter] = attrs.field(factory=dict)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What checkpoints and exports save: the master of each parameter, or the parameter itself if it has none."""
+        for name, parameter in self.module.named_parameters():
+            yield name, self.masters.get(name, parameter)
 
 
 @port
@@ -199,6 +211,23 @@ class Stages(Protocol):
     @property
     def local(self) -> list[Stage]:
         """This rank's stages, in order."""
+        ...
+
+
+@port
+class TrainableStages(Stages, Protocol):
+    """Stages whose modules may compute with casts of the parameters that the optimizer keeps."""
+
+    def cast_weights(self, only_if_changed: bool = False) -> None:
+        """
+        Before the forward passes of a step: cast parameters to what layers compute with.
+
+        `only_if_changed` does it only if a step was taken since the last time, or a parameter was changed in place.
+        """
+        ...
+
+    def hand_over_gradients(self) -> None:
+        """After the backward passes of a step: gradients are those of the parameters that the optimizer keeps."""
         ...
 
 
@@ -213,11 +242,25 @@ class StageInputs(Protocol):
 
 @port
 class Parameters(Protocol):
-    """The parameters that this rank trains."""
+    """
+    The parameters that this rank trains, as the optimizer keeps them, in `precision.parameter`.
+
+    Layers may compute with casts of them (`Stages`): whoever changes a parameter does so in place, and the next forward
+    pass uses the new numbers. Between forward_backward and the optimizer the gradient of each is its `.grad`, summed
+    over this rank's microbatches, in `precision.gradient`; it is None if nothing reached the parameter. Clippers,
+    metrics and optimizers read and change it there, and the optimizer sets it to None.
+    """
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Fully qualified names and parameters, each once, in a stable order."""
         ...
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """A parameter's gradient, in place; zeros where nothing reached it, so that all ranks sum the same tensors."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    return parameter.grad
 
 
 @port

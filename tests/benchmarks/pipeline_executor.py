@@ -112,6 +112,12 @@ class World:
     def links(self, dimension: str, edges: Any) -> dict[int, AtOnce]:
         return {peer: AtOnce() for peer in range(RANKS)}
 
+    def cast_weights(self, only_if_changed: bool = False) -> None:
+        pass
+
+    def hand_over_gradients(self) -> None:
+        pass
+
     def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Tensor:
         return self.between
 

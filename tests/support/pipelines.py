@@ -1,5 +1,6 @@
 """A small model over pipeline ranks, and what a step of it leaves behind."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
@@ -72,7 +73,16 @@ Case = tuple[str, int, bool, bool]
 """A schedule, how many microbatches, whether embedding and head are tied, and whether the first layer is frozen."""
 
 
-def steps(cases: list[Case], replicas: int = 1, kind: Literal["cpu", "cuda"] = "cpu") -> list[dict[str, Any]]:
+FLOAT64 = {"parameter": "float64"}  # sums stay in float64
+MIXED = {"parameter": "float32", "compute": "bfloat16"}
+
+
+def steps(
+    cases: list[Case],
+    replicas: int = 1,
+    kind: Literal["cpu", "cuda"] = "cpu",
+    dtypes: Mapping[str, Any] = FLOAT64,
+) -> list[dict[str, Any]]:
     """
     What a step of each case leaves on this rank, in all processes that were started together, or in this one.
 
@@ -85,12 +95,14 @@ def steps(cases: list[Case], replicas: int = 1, kind: Literal["cpu", "cuda"] = "
     try:
         mesh = RankMesh(processes=processes, pipeline=processes.world_size // replicas, data_replicate=replicas)
         mesh.open()
-        return [_step(*case, mesh, device) for case in cases]
+        return [_step(*case, mesh, device, DtypePolicy(**dtypes)) for case in cases]
     finally:
         processes.close()
 
 
-def _step(name: str, microbatches: int, tied: bool, frozen: bool, mesh: RankMesh, device: Any) -> dict[str, Any]:
+def _step(
+    name: str, microbatches: int, tied: bool, frozen: bool, mesh: RankMesh, device: Any, precision: DtypePolicy
+) -> dict[str, Any]:
     """Gradients by name, as the optimizer gets them; this rank's part of the loss, and the validation loss."""
     sizes: dict[str, Any] = {
         "hidden_size": 16,
@@ -99,7 +111,6 @@ def _step(name: str, microbatches: int, tied: bool, frozen: bool, mesh: RankMesh
         "head_dim": 8,
         "intermediate_size": 24,
     }
-    precision = DtypePolicy(parameter="float64", compute="float64", gradient="float64")  # sums stay in float64
     stages = MaterializedStages(
         model=Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=tied, num_hidden_layers=8, vocab_size=20, **sizes),
         schedule=schedule(name),

@@ -1,5 +1,8 @@
 """Dtypes by purpose."""
 
+import re
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,11 +11,29 @@ from drawloom.graph.registry.spec import read_spec
 
 
 def test_names_become_dtypes() -> None:
-    """Each purpose has its own dtype, and float32 where nothing is said."""
-    precision = DtypePolicy(parameter="bfloat16", compute="float16", gradient="float64")
+    """Each purpose has its own dtype; compute and gradient are those of parameters where nothing is said."""
+    precision = DtypePolicy(parameter="float32", compute="bfloat16", gradient="float64")
     given = (precision.parameter, precision.compute, precision.gradient, precision.reduce)
-    assert given == (torch.bfloat16, torch.float16, torch.float64, torch.float32)
+    assert given == (torch.float32, torch.bfloat16, torch.float64, torch.float32)
     assert DtypePolicy().compute is torch.float32
+    half = DtypePolicy(parameter="bfloat16")
+    assert (half.compute, half.gradient, half.reduce) == (torch.bfloat16, torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"parameter": "float16"}, "gradients underflow in float16; write 'bfloat16'"),
+        ({"compute": "float16"}, "gradients underflow in float16"),
+        ({"parameter": "bfloat16", "compute": "float32"}, "compute = 'float32' is wider than parameter = 'bfloat16'"),
+        ({"compute": "float32", "gradient": "bfloat16"}, "gradient = 'bfloat16' is narrower than compute = 'float32'"),
+        ({"uncast": ("*norm*",)}, "nothing is cast, since compute and parameter are both 'float32'"),
+    ],
+)
+def test_dtypes_that_cannot_work_together_are_refused(values: dict[str, Any], message: str) -> None:
+    """What would train wrongly or do nothing is refused, with the values in the message."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DtypePolicy(**values)
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
@@ -30,4 +51,5 @@ def test_recipes_write_the_purposes_without_underscores() -> None:
         "compute",
         "gradient",
         "reduce",
+        "uncast",
     ]

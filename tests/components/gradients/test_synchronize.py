@@ -21,6 +21,7 @@ class Float32:
     compute: torch.dtype = torch.float32
     gradient: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
+    uncast: tuple[str, ...] = ()
 
 
 class NoReduction:

@@ -61,6 +61,12 @@ class Local:
 
     local: list[Stage]
 
+    def cast_weights(self, only_if_changed: bool = False) -> None:
+        pass
+
+    def hand_over_gradients(self) -> None:
+        pass
+
     def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
         raise AssertionError("nothing travels on one rank")
 

@@ -100,6 +100,7 @@ class Half:
     compute: torch.dtype = torch.bfloat16
     gradient: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
+    uncast: tuple[str, ...] = ()
 
 
 class Freeze:

@@ -76,6 +76,12 @@ class Spread:
     local: list[Stage]
     boundaries: ActivationSpecs
 
+    def cast_weights(self, only_if_changed: bool = False) -> None:
+        pass
+
+    def hand_over_gradients(self) -> None:
+        pass
+
     def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
         return self.boundaries.of(stage, tokens, shared)
 

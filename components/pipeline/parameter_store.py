@@ -1,0 +1,91 @@
+"""
+Masters and compute copies: what the optimizer keeps of a parameter, and what layers multiply with.
+
+A module's own parameter is the compute copy, cast from its master once a step. Copies persist, so that their addresses
+can be captured. Autograd sums the gradients of microbatches in `Tensor.grad_dtype` on the copy; after the last one the
+sum becomes the master's `.grad`, and nothing is copied. Micikevicius et al. 2018, "Mixed Precision Training", arXiv
+1710.03740, section 3.1, without the loss scaling, which bfloat16 does not need.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import attrs
+import torch
+from torch import nn
+
+from drawloom.components.ports.distributed import Precision
+
+
+@attrs.define(eq=False)
+class ParameterStore:
+    """The parameters of modules on one rank: alone, or replicated over ranks, each of them whole."""
+
+    masters: Mapping[str, nn.Parameter]
+    _pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]
+    _cast_at: list[int] = attrs.field(factory=list)
+
+    @classmethod
+    def of(cls, modules: Iterable[nn.Module], precision: Precision) -> "ParameterStore":
+        """
+        Take over the real parameters of modules, all in `precision.parameter` and tied already.
+
+        Those that layers compute with in another dtype are replaced, in the modules, by copies; frozen ones keep
+        nothing but the copy, for no optimizer needs more.
+        """
+        copies: dict[nn.Parameter, nn.Parameter] = {}
+        masters: dict[str, nn.Parameter] = {}
+        for module in modules:
+            for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+                if not parameter.is_floating_point():
+                    continue
+                dtype = compute_dtype(name, precision)
+                if parameter.dtype != dtype:
+                    copy = copies.setdefault(parameter, _copy(parameter, dtype))
+                    _replace(module, name, copy)
+                    if parameter.requires_grad:
+                        masters[name] = parameter
+                for each in (parameter, copies.get(parameter)):
+                    if each is not None and each.requires_grad:
+                        each.grad_dtype = precision.gradient
+        return cls(masters, [(parameter, copies[parameter]) for parameter in dict.fromkeys(masters.values())])
+
+    def cast(self, only_if_changed: bool = False) -> None:
+        """Cast the masters to the copies; `only_if_changed`, if a step or a load may have changed one since."""
+        versions = [master._version for master, _ in self._pairs]
+        if not self._pairs or (only_if_changed and versions == self._cast_at):
+            return
+        with torch.no_grad():
+            torch._foreach_copy_([copy for _, copy in self._pairs], [master for master, _ in self._pairs])
+        self._cast_at = versions
+
+    def hand_over_gradients(self) -> None:
+        """Make the copies' gradients those of the masters, added to what a master has already."""
+        for master, copy in self._pairs:
+            if copy.grad is not None:
+                master.grad = copy.grad if master.grad is None else master.grad.add_(copy.grad)
+                copy.grad = None
+        # An optimizer comes next, and torch's fused ones change parameters without a change of their versions.
+        self._cast_at = []
+
+    def bytes(self) -> dict[str, int]:
+        """Bytes of masters and of compute copies that are tensors of their own."""
+        return {
+            "masters": sum(master.nbytes for master, _ in self._pairs),
+            "compute copies": sum(copy.nbytes for _, copy in self._pairs),
+        }
+
+
+def compute_dtype(name: str, precision: Precision) -> torch.dtype:
+    """The dtype in which layers use a floating-point parameter."""
+    keeps = any(fnmatchcase(name, pattern) for pattern in precision.uncast)
+    return precision.parameter if keeps else precision.compute
+
+
+def _copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+
+
+def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, parameter)

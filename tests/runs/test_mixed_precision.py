@@ -1,0 +1,81 @@
+"""Runs with float32 masters whose layers compute in bfloat16."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from support.runs import drawloom, rows, series, write_corpus
+
+LEARNED = ("step", "loss", "grad_norm", "lr")
+EXPERTS = """
+[model]
+use = "model.qwen3.moe"
+tokenizer = "@tokenizer"
+num_hidden_layers = 2
+hidden_size = 16
+num_attention_heads = 2
+num_key_value_heads = 1
+head_dim = 8
+tie_word_embeddings = true
+num_experts = 4
+num_experts_per_tok = 2
+moe_intermediate_size = 16
+"""
+MODELS = {"dense": "[model]\nnum_hidden_layers = 2\n", "experts": EXPERTS}
+UNCAST = {"dense": '"*norm.weight"', "experts": '"*norm.weight", "*.mlp.gate.weight"'}
+
+
+@pytest.fixture(params=MODELS)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A folder with a recipe, of a dense model or of one with experts."""
+    write_corpus(tmp_path)
+    (tmp_path / "mixed.toml").write_text(
+        'extends = "./tiny.toml"\n[precision]\ncompute = "bfloat16"\n'
+        f"uncast = [{UNCAST[request.param]}]\n{MODELS[request.param]}\n"
+        "[lr]\nstart = 1.0\nphases = [{ to = 1.0, steps = 1 }]\n",
+        "utf-8",
+    )
+    yield tmp_path
+
+
+def test_a_resumed_run_has_the_same_bits(place: Path) -> None:
+    """A run in two parts has the losses of a run in one; the masters, in float32, are what is saved and exported."""
+    common = ["run", "mixed.toml", "evaluate.every=2", "trainer.on_finish=['@export']"]
+    for steps in (2, 5):
+        [outcome] = drawloom(place, *common, f"trainer.steps={steps}", "run.name=parts", "--accept-changes")
+        assert outcome.code == 0, outcome.text
+    assert drawloom(place, *common, "trainer.steps=5", "run.name=whole")[0].code == 0
+    parts, whole = place / "runs/parts", place / "runs/whole"
+    assert series(parts, *LEARNED) == series(whole, *LEARNED)
+    assert rows(whole)[-1]["validation_loss"] == rows(parts)[-1]["validation_loss"]
+    with safe_open(whole / "export/model.safetensors", "pt") as file:
+        exported = {name: file.get_tensor(name) for name in file.keys()}
+    assert {tensor.dtype for tensor in exported.values()} == {torch.float32}
+    weight = exported["model.layers.0.self_attn.q_proj.weight"]
+    assert not torch.equal(weight, weight.bfloat16().float()), "what is exported was rounded"
+
+
+def test_ranks_learn_what_one_process_does(place: Path) -> None:
+    """Two replicas, and two stages of a pipeline, have the losses of one process but for roundings in bfloat16."""
+    common = ["run", "mixed.toml", "trainer.steps=4", "trainer.on_finish=[]", "batch.micro_size=2"]
+    layouts = {"one": (1, ""), "replicas": (2, "mesh.pipeline=1"), "stages": (2, "mesh.pipeline=2")}
+    losses = {}
+    for name, (ranks, word) in layouts.items():
+        outcomes = drawloom(place, *common, f"run.name={name}", *filter(None, [word]), ranks=ranks)
+        assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
+        losses[name] = series(place / "runs" / name, "loss")
+    for name in ("replicas", "stages"):
+        for (one,), (other,) in zip(losses["one"], losses[name], strict=True):
+            assert other == pytest.approx(one, rel=2e-3)
+
+
+def test_a_pattern_without_a_parameter_is_refused(tmp_path: Path) -> None:
+    """What would be left as it is must exist: a slip in a pattern would go unnoticed otherwise."""
+    write_corpus(tmp_path)
+    words = ("run", "tiny.toml", "precision.compute=bfloat16", 'precision.uncast=["*nrom.weight"]')
+    [outcome] = drawloom(tmp_path, *words)
+    assert outcome.code == 2 and "no parameter is called '*nrom.weight'" in outcome.text
+    assert "Traceback" not in outcome.text
