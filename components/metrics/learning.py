@@ -1,8 +1,11 @@
 """How the learning goes: what the phases of a step left behind."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
-from drawloom.components.ports.run import Step, Value
+from torch import Tensor
+
+from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component
 
 NAMES = ("loss", "grad_norm", "lr", "validation_loss")
@@ -12,7 +15,13 @@ NAMES = ("loss", "grad_norm", "lr", "validation_loss")
 class Learning:
     """`loss`, `grad_norm`, `lr` and `validation_loss`, as far as the step has them."""
 
-    def measure(self, step: Step) -> Mapping[str, Value]:
-        """Floats; a refused step has no loss, and says `refused`."""
+    accumulators: ClassVar[Mapping[str, Accumulator]] = {}
+
+    def update(self, step: Step) -> Mapping[str, Tensor]:
+        """Nothing: the phases that left these values combined them."""
+        return {}
+
+    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+        """Floats; a skipped step has no loss, and says `skipped`."""
         values: dict[str, Value] = {name: float(step.outputs[name]) for name in NAMES if name in step.outputs}
         return {"loss": None, **values} | {"loss": None, "skipped": True} if step.skip_reason else values

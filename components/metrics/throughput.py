@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
+from torch import Tensor
 
-from drawloom.components.ports.run import Step, Value
+from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component
 
 SHORTEST = 1e-9  # seconds; a clock may stand still between two readings
@@ -21,7 +22,9 @@ class Throughput:
     """
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
+    accumulators: ClassVar[Mapping[str, Accumulator]] = {}
     _tokens: int = attrs.field(init=False, default=0)
+    _last: Mapping[str, Value] = attrs.field(init=False, factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """The tokens so far."""
@@ -31,8 +34,13 @@ class Throughput:
         """Count on from there."""
         self._tokens = int(state["tokens"])
 
-    def measure(self, step: Step) -> Mapping[str, Value]:
-        """Count the step's tokens, over all ranks."""
+    def update(self, step: Step) -> Mapping[str, Tensor]:
+        """Count the step's tokens, which are those of all ranks already, and read the clock."""
         self._tokens += step.tokens
         seconds = self.clock() - step.started - step.excluded_seconds
-        return {"tokens": self._tokens, "tokens_per_second": step.tokens / max(seconds, SHORTEST)}
+        self._last = {"tokens": self._tokens, "tokens_per_second": step.tokens / max(seconds, SHORTEST)}
+        return {}
+
+    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+        """What was counted."""
+        return self._last

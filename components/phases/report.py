@@ -1,10 +1,13 @@
 """What is written down about each step, and the line that people read."""
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 
 import attrs
 
+from drawloom.components.phases.metric_totals import Measured, measure
+from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.run import Cadence, Metric, Step, Tracker, Value, a_cadence, due
 from drawloom.graph import component, setting
 
@@ -13,21 +16,53 @@ log = logging.getLogger("drawloom.run")
 
 @component(reads=("loss", "grad_norm?", "lr?", "validation_loss?"), change="free")
 class Report:
-    """Collects every metric of a step, hands them to every tracker, and logs the step line."""
+    """
+    Collects every metric of a step, hands them to every tracker, and logs the step line.
 
+    On a GPU a step is written down when the next one is measured, so that the host need not wait for its numbers; the
+    last one, and one after which a checkpoint is saved, at once.
+    """
+
+    mesh: Mesh
+    device: Device
     metrics: list[Metric] = attrs.field(factory=list)
     trackers: list[Tracker] = attrs.field(factory=list)
     every: Cadence = setting(default=1, check=a_cadence, doc='steps between lines in the log, or "last" or "never"')
 
     _rewound: bool = attrs.field(init=False, default=False)
     _dropped: set[int] = attrs.field(init=False, factory=set)
+    _waiting: Measured | None = attrs.field(init=False, default=None)
+    # A checkpoint that is written in the background flushes from its own thread.
+    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
 
     def run_phase(self, step: Step) -> None:
-        """Write the step down; the first of a process takes back what a run that was killed wrote of later ones."""
-        values = {name: value for metric in self.metrics for name, value in metric.measure(step).items()}
+        """Measure the step; the first of a process takes back what a run that was killed wrote of later ones."""
         if not self._rewound:
             self._rewound = True
             self._each(lambda tracker: tracker.rewind(step.index - 1))
+        self._write_waiting()
+        self._waiting = measured = measure(self.metrics, step, self.mesh, self.device)
+        if measured.arrived is None or step.last:
+            self._write_waiting()
+
+    def flush(self) -> None:
+        """Write down a step that waits, and return when trackers that keep files have it on the disk."""
+        self._write_waiting()
+        for tracker in self.trackers:
+            if flush := getattr(tracker, "flush", None):
+                flush()
+
+    def close(self) -> None:
+        """Write down a step that waits: a run that was stopped ends with it."""
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        with self._lock:
+            measured, self._waiting = self._waiting, None
+            if measured is not None:
+                self._write(measured.step, measured.values(self.metrics))
+
+    def _write(self, step: Step, values: Mapping[str, Value]) -> None:
         self._each(lambda tracker: tracker.track(step.index, values))
         if step.skip_reason:
             log.warning("step %d/%d refused: %s", step.index, step.total, step.skip_reason)

@@ -166,12 +166,46 @@ Value = float | bool | None
 """What is written down under a metric's name: a number, yes or no, or nothing that can be said."""
 
 
+@attrs.frozen
+class Accumulator:
+    """
+    A float64 tensor of fixed shape that is combined over ranks at each step.
+
+    `of` says which ranks have a part in a sum: "data" is what replicas see differently, such as losses, and "model" is
+    what they hold alike, such as norms of gradients, of which one replica's is taken.
+    """
+
+    op: Literal["sum", "max", "min"] = "sum"
+    shape: tuple[int, ...] = ()
+    of: Literal["data", "model"] = "data"
+
+    def identity(self) -> torch.Tensor:
+        """What changes nothing when it is combined: the part of a rank that has none."""
+        value = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}[self.op]
+        return torch.full(self.shape, value, dtype=torch.float64)
+
+
 @port
 class Metric(Protocol):
-    """Numbers worth writing down about each step."""
+    """
+    Numbers worth writing down about each step.
 
-    def measure(self, step: Step) -> Mapping[str, Value]:
-        """Name to value, for this step."""
+    Each rank calls `update` once a step. What it gives is combined over all ranks, together with that of all other
+    metrics, and `compute` makes values of the totals, which are the same on every rank. A metric of what a step has on
+    every rank already needs no accumulators.
+    """
+
+    @property
+    def accumulators(self) -> Mapping[str, Accumulator]:
+        """By name, what is combined over ranks; the same on every rank once the run is open."""
+        ...
+
+    def update(self, step: Step) -> Mapping[str, torch.Tensor]:
+        """This rank's part of accumulators, on any device; those that it leaves out it has no part in."""
+        ...
+
+    def compute(self, totals: Mapping[str, torch.Tensor], step: Step) -> Mapping[str, Value]:
+        """Name to value, for this step, from float64 totals on the CPU. On a GPU it is called a step later."""
         ...
 
 

@@ -1,0 +1,41 @@
+"""A named sum of the loss: by token, by microbatch, or as it is."""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from drawloom.components.metrics.named_sums import by_microbatch, losses_of, total_of
+from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.graph import component, setting
+
+
+@component(change="free")
+class Mean:
+    """
+    `of`, a named sum of the loss such as `accuracy` or `z_loss`, divided by how much there was to sum.
+
+    Over all microbatches and replicas. By `token` each counts by its weight, so that the mean does not depend on how
+    rows are dealt out; by `microbatch` it is the mean of the microbatches' means; by `step` it is the sum itself.
+    """
+
+    of: str = setting(doc="a named sum of the loss, or 'loss'")
+    per: Literal["token", "microbatch", "step"] = setting(default="token", doc="what it is divided by")
+    name: str = setting(default="", doc="what it is called in logs; the name of the sum if left out")
+
+    accumulators: ClassVar[Mapping[str, Accumulator]] = {"total": Accumulator(), "count": Accumulator()}
+
+    def update(self, step: Step) -> Mapping[str, Tensor]:
+        """Sum and divisor over this rank's microbatches; nothing on ranks without the last stage."""
+        if (losses := losses_of(step)) is None:
+            return {}
+        if self.per == "microbatch":
+            means = by_microbatch(losses, self.of)
+            return {"total": means.nansum(), "count": (~means.isnan()).sum()}
+        return {"total": total_of(losses, self.of), "count": losses.weight}
+
+    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+        """The mean; None in a step in which nothing weighs anything, or that is not finite."""
+        total = totals["total"] if self.per == "step" else totals["total"] / totals["count"]
+        return {self.name or self.of: float(total) if torch.isfinite(total) and totals["count"] > 0 else None}

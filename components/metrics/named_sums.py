@@ -1,0 +1,33 @@
+"""What a loss left behind of a step, by name: for the whole step, and by microbatch."""
+
+from torch import Tensor
+
+from drawloom.components.ports.pipeline import Losses
+from drawloom.components.ports.run import Step
+from drawloom.graph import UserError
+
+
+def losses_of(step: Step) -> Losses | None:
+    """The step's losses, on ranks that hold the last stage; None on others."""
+    losses: Losses | None = step.outputs.get("losses")
+    return None if losses is None or losses.state is None else losses
+
+
+def total_of(losses: Losses, name: str) -> Tensor:
+    """A named sum over this rank's microbatches, or `loss` itself: float64, 0-dimensional. UserError for others."""
+    if name == "loss":
+        return losses.total
+    if name not in losses.sums:
+        known = ", ".join(["loss", *losses.sums])
+        raise UserError(f"the loss has no sum called {name!r}, which a metric is of; write one of {known}", exit_code=2)
+    return losses.sums[name]
+
+
+def by_microbatch(losses: Losses, name: str) -> Tensor:
+    """The same divided by the microbatch's weights: float64 (microbatches,), NaN where nothing weighs anything."""
+    total_of(losses, name)
+    state = losses.state
+    if state is None:
+        raise ValueError("ranks without the last stage have no losses")
+    values: Tensor = state["loss"] if name == "loss" else state["sums"][name]
+    return values.double() / state["weight"].double()

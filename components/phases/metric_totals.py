@@ -1,0 +1,78 @@
+"""All metrics of a step, combined over ranks: packed into one reduction for each kind, read when they are needed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.ports.distributed import Device, Mesh
+from drawloom.components.ports.run import Accumulator, Metric, Step, Value
+
+OPS = ("sum", "max", "min")
+
+
+@attrs.frozen
+class Measured:
+    """A step and its totals by op: float64 (numbers,), on their way from the device to the CPU."""
+
+    step: Step
+    packed: Mapping[str, Tensor]
+    arrived: torch.cuda.Event | None
+
+    def values(self, metrics: Sequence[Metric]) -> dict[str, Value]:
+        """What each metric makes of its totals, once they are on the CPU."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        left = {op: iter(_unpacked(metrics, op, packed)) for op, packed in self.packed.items()}
+        found: dict[str, Value] = {}
+        for metric in metrics:
+            totals = {name: next(left[each.op]) for name, each in metric.accumulators.items()}
+            found |= metric.compute(totals, self.step)
+        return found
+
+
+def measure(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -> Measured:
+    """Take every metric's part of this rank and combine the parts of all; on a GPU the host does not wait for it."""
+    parts = [(metric.accumulators, metric.update(step)) for metric in metrics]
+    packed = {op: torch.cat(found) for op in OPS if (found := [*_packed(parts, op, mesh, device.device)])}
+    for op, tensor in packed.items():
+        if op == "sum":
+            mesh.world.sum(tensor)
+        elif op == "max":
+            mesh.world.max(tensor)
+        else:
+            mesh.world.max(tensor.neg_())
+            tensor.neg_()
+    if device.device.type != "cuda":
+        return Measured(step, packed, None)
+    host = {op: tensor.to("cpu", non_blocking=True) for op, tensor in packed.items()}
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return Measured(step, host, arrived)
+
+
+def _packed(
+    parts: Sequence[tuple[Mapping[str, Accumulator], Mapping[str, Tensor]]],
+    op: str,
+    mesh: Mesh,
+    device: torch.device,
+) -> Iterator[Tensor]:
+    """This rank's parts of one op, flat: what changes nothing where it has none, or where another rank counts."""
+    first_replica = mesh.replicas.rank == 0
+    for accumulators, given in parts:
+        for name, each in accumulators.items():
+            if each.op == op:
+                has_part = name in given and (op != "sum" or each.of == "data" or first_replica)
+                part = given[name] if has_part else each.identity()
+                yield part.detach().to(device, torch.float64).reshape(each.shape).flatten()
+
+
+def _unpacked(metrics: Sequence[Metric], op: str, packed: Tensor) -> Iterator[Tensor]:
+    place = 0
+    for metric in metrics:
+        for each in metric.accumulators.values():
+            if each.op == op:
+                size = torch.Size(each.shape).numel()
+                yield packed[place : place + size].view(each.shape)
+                place += size
