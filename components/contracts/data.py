@@ -3,10 +3,19 @@
 import tempfile
 from pathlib import Path
 
+import attrs
 import numpy as np
 import torch
 
-from drawloom.components.ports.data import IGNORE_INDEX, Corpus, PackedDataset, Tokenizer, TrainingData, ValidationData
+from drawloom.components.ports.data import (
+    IGNORE_INDEX,
+    Batch,
+    Corpus,
+    PackedDataset,
+    Tokenizer,
+    TrainingData,
+    ValidationData,
+)
 from drawloom.graph.testing import expect
 
 
@@ -67,15 +76,17 @@ def it_is_saved_for_others(tokenizer: Tokenizer) -> None:
         expect(any(Path(folder).iterdir()), "nothing was saved")
 
 
+TENSORS = tuple(field.name for field in attrs.fields(Batch))
+"""The tensors of a batch."""
+
+
 def rows_have_one_length(rows: PackedDataset) -> None:
-    """A batch has a row for each index, every tensor is int64 of shape (rows, length)."""
+    """A batch has a row for each index, every tensor is of shape (rows, length), weights float32 and others int64."""
     expect(rows.length >= 1 and rows.count("train") >= 1, "there is no row, or no token in a row")
     batch = rows.batch("train", [0, rows.count("train") - 1])
-    for name in ("tokens", "targets", "positions", "document_ids"):
-        tensor = getattr(batch, name)
-        expect(
-            tensor.dtype == torch.int64 and tensor.shape == (2, rows.length), f"{name} is {tensor.dtype} {tensor.shape}"
-        )
+    for name in TENSORS:
+        tensor, dtype = getattr(batch, name), torch.float32 if name == "weights" else torch.int64
+        expect(tensor.dtype == dtype and tensor.shape == (2, rows.length), f"{name} is {tensor.dtype} {tensor.shape}")
 
 
 def a_row_is_the_same_whenever_it_is_asked_for(one: PackedDataset, other: PackedDataset) -> None:
@@ -83,7 +94,7 @@ def a_row_is_the_same_whenever_it_is_asked_for(one: PackedDataset, other: Packed
     last = one.count("train") - 1
     expect(other.count("train") == one.count("train"), "two that are made alike have different numbers of rows")
     together, turned = one.batch("train", [0, last]), other.batch("train", [last, 0])
-    for name in ("tokens", "targets", "positions", "document_ids"):
+    for name in TENSORS:
         expect(torch.equal(getattr(together, name), getattr(turned, name).flip(0)), f"{name} depend on the order")
 
 
@@ -96,6 +107,16 @@ def targets_are_the_next_tokens(rows: PackedDataset) -> None:
     expect((batch.positions[:, 1:][~inside] == 0).all(), "a document does not begin at position 0")
     learned = inside & (batch.targets[:, :-1] != IGNORE_INDEX)
     expect((batch.targets[:, :-1][learned] == batch.tokens[:, 1:][learned]).all(), "a target is not the next token")
+
+
+def tokens_without_a_target_weigh_nothing(rows: PackedDataset) -> None:
+    """Weights are finite and not negative, 0 wherever there is no target, and not 0 everywhere."""
+    batch = rows.batch("train", list(range(min(8, rows.count("train")))))
+    expect(
+        bool(batch.weights.isfinite().all()) and bool((batch.weights >= 0).all()), "a weight is negative or infinite"
+    )
+    expect(bool((batch.weights[batch.targets == IGNORE_INDEX] == 0).all()), "a token without a target has a weight")
+    expect(bool(batch.weights.any()), "no token of the first rows has a weight")
 
 
 STEPS = 3

@@ -3,7 +3,17 @@
 import torch
 from torch import nn
 
-from drawloom.components.ports.model import Kernels, LayerRange, Model, Parameters, Stages, TensorSlice
+from drawloom.components.ports.data import IGNORE_INDEX
+from drawloom.components.ports.model import (
+    BatchContext,
+    Head,
+    Kernels,
+    LayerRange,
+    Model,
+    Parameters,
+    Stages,
+    TensorSlice,
+)
 from drawloom.graph.testing import expect
 
 CLOSE = 1e-4
@@ -44,12 +54,16 @@ def attention(kernels: Kernels) -> None:
 
 
 def linear_cross_entropy(kernels: Kernels) -> None:
-    """Minus the logarithm of the softmax of hidden times weight, at the target; 0 where it is ignored."""
+    """-log softmax(hidden @ weight.T) at the target, 0 where it is ignored, times the token's weight; and the lse."""
     hidden, weight, targets = _random(3, 4, 8), _random(11, 8), torch.arange(12).reshape(3, 4) % 11
     targets[0, 1] = -100
     logarithms = (hidden.double() @ weight.double().T).log_softmax(-1)
     wanted = -logarithms.gather(-1, targets.clamp(min=0)[..., None])[..., 0].masked_fill(targets == -100, 0.0)
-    _expect_close(kernels.linear_cross_entropy(hidden, weight, targets), wanted)
+    token_weights = torch.arange(12.0).reshape(3, 4)
+    for given, factors in ((None, torch.ones(3, 4)), (token_weights, token_weights)):
+        losses, lse = kernels.linear_cross_entropy(hidden, weight, targets, given)
+        _expect_close(losses, wanted * factors)
+        _expect_close(lse, (hidden.double() @ weight.double().T).logsumexp(-1))
 
 
 def nothing_is_fine(kernels: Kernels) -> None:
@@ -63,7 +77,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 def _expect_close(given: torch.Tensor, wanted: torch.Tensor) -> None:
     expect(given.shape == wanted.shape, f"the shape is {tuple(given.shape)}, not {tuple(wanted.shape)}")
-    error = float((given.double() - wanted).abs().max())
+    error = float((given.detach().double() - wanted.detach()).abs().max())
     expect(error < CLOSE, f"the largest error is {error:.2g}")
 
 
@@ -100,6 +114,32 @@ def values_follow_from_name_shape_and_seed(one: Model, other: Model) -> None:
         expect(torch.isfinite(first).all(), f"{name} begins with what is no finite number")
         differ |= not torch.equal(first, otherwise)
     expect(differ, "the seed changes nothing")
+
+
+def its_head_is_for_losses(model: Model) -> None:
+    """`finish` gets hidden states and a head, whose losses, means and chunks are those of its logits."""
+    module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
+    for name, parameter in module.named_parameters():
+        model.initialise(name, parameter.data, 1)
+    tokens = torch.arange(10).reshape(2, 5) % model.vocab_size
+    targets = (tokens + 1) % model.vocab_size
+    targets[0, 1] = IGNORE_INDEX
+    shared = BatchContext(torch.arange(5).repeat(2, 1), torch.zeros_like(tokens))
+
+    def finish(hidden: torch.Tensor, head: Head) -> str:
+        expect(hidden.shape[:2] == (2, 5), f"hidden states have the shape {tuple(hidden.shape)}")
+        logits = head.logits(hidden).double()
+        expect(logits.shape == (2, 5, model.vocab_size), f"logits have the shape {tuple(logits.shape)}")
+        losses, lse = head.token_losses(hidden, targets)
+        wanted = logits.logsumexp(-1) - logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        _expect_close(losses, wanted.masked_fill(targets == IGNORE_INDEX, 0.0))
+        _expect_close(lse, logits.logsumexp(-1))
+        _expect_close(head.mean_logits(hidden), logits.mean(-1))
+        picked = head.map_logits(lambda part, ids: part.gather(-1, ids[:, None])[:, 0], hidden, tokens, max_bytes=1)
+        _expect_close(picked, logits.gather(-1, tokens[..., None])[..., 0])
+        return "finished"
+
+    expect(module(tokens, shared, finish) == "finished", "the module does not give what `finish` does")
 
 
 def each_is_named_once(parameters: Parameters) -> None:

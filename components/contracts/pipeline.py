@@ -1,7 +1,12 @@
 """Contracts of the ports of pipelines: schedules and losses."""
 
+from collections.abc import Callable
+
+import attrs
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
 from drawloom.components.ports.pipeline import Loss, Schedule
@@ -55,32 +60,109 @@ def _done(program: Program, work: int) -> list[tuple[int, int]]:
     return sorted(zip(program.stage[chosen].tolist(), program.microbatch[chosen].tolist(), strict=True))
 
 
-def _batch(ignored: bool = False) -> Batch:
-    tokens = torch.arange(12).reshape(2, 6)
-    targets = torch.full_like(tokens, IGNORE_INDEX) if ignored else tokens + 1
-    return Batch(tokens, targets, torch.arange(6).expand(2, 6).clone(), torch.zeros(2, 6, dtype=torch.int64))
+WIDTH, VOCAB = 8, 11
+"""Channels of the hidden states, and words of the vocabulary, that a loss is tried with."""
 
 
-def losses_are_summed(objective: Loss) -> None:
-    """The loss is the sum of the losses by token, whose weights are summed beside it; both are single numbers."""
-    losses = torch.ones(2, 6, requires_grad=True)
-    total, weight = objective.loss(losses, _batch())
-    expect(total.ndim == weight.ndim == 0, "a sum is no single number")
+class _Head:
+    """A head in plain torch, in float64."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.weight = torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logits = self.logits(hidden)
+        losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+        losses = losses.view(targets.shape)
+        return losses if weights is None else losses * weights, logits.logsumexp(-1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight.T
+
+    def mean_logits(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden).mean(-1)
+
+    def map_logits(
+        self, function: Callable[..., Tensor], hidden: Tensor, *tensors: Tensor, max_bytes: int = 0
+    ) -> Tensor:
+        parts = (tensor.flatten(0, 1) for tensor in tensors)
+        return function(self.logits(hidden).flatten(0, 1), *parts).view(hidden.shape[:-1])
+
+
+def _batch(rows: int = 4) -> Batch:
+    """Rows of 6 tokens, of different weights, some without a target."""
+    tokens = torch.arange(6 * rows).reshape(rows, 6) % VOCAB
+    targets = (tokens + 1) % VOCAB
+    targets[:, 5] = IGNORE_INDEX
+    weights = (torch.arange(1.0, 6 * rows + 1).reshape(rows, 6) / 7).masked_fill(targets == IGNORE_INDEX, 0)
+    return Batch(tokens, targets, torch.arange(6).repeat(rows, 1), torch.zeros_like(tokens), weights)
+
+
+def _rows(batch: Batch, first: int, last: int) -> Batch:
+    return Batch(*(tensor[first:last] for tensor in attrs.astuple(batch, recurse=False)))
+
+
+def _hidden(rows: int = 4) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(rows, 6, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def _ready(loss: Loss) -> Loss:
+    """The loss with its module, if it has one, off the meta device, in float64, and with initial values."""
+    if (module := getattr(loss, "module", None)) is not None:
+        module.to_empty(device="cpu").double()
+        torch.manual_seed(3)
+        for owner in module.modules():
+            if hasattr(owner, "reset_parameters"):
+                owner.reset_parameters()
+    return loss
+
+
+def _sums(found: tuple[Tensor, Tensor, dict[str, Tensor]]) -> dict[str, Tensor]:
+    total, weight, sums = found
+    return {"the loss": total.detach(), "the weight": weight, **sums}
+
+
+def losses_are_sums(loss: Loss) -> None:
+    """Every result is a single number, the loss can be differentiated, and the weight is that of the batch."""
+    hidden, head, batch = _hidden(), _Head(), _batch()
+    total, weight, sums = _ready(loss).loss(hidden, head, batch)
+    for name, each in _sums((total, weight, sums)).items():
+        expect(each.ndim == 0, f"{name} is no single number but a tensor of shape {tuple(each.shape)}")
     expect(total.requires_grad, "the loss can't be differentiated")
+    grads = torch.autograd.grad(total, (hidden, head.weight), allow_unused=True)
+    expect(grads[0] is not None and bool(grads[0].any()), "the loss does not depend on the hidden states")
+    expect(grads[0] is not None and bool(grads[0].isfinite().all()), "a gradient is not finite")
+    expect(torch.allclose(weight.double(), batch.weights.double().sum()), f"the weight is {weight.item()}")
+
+
+def rows_add_up(loss: Loss) -> None:
+    """The sums of some rows and those of the others add up to the sums of all, so that microbatches may be any."""
+    hidden, head, batch = _hidden(), _Head(), _batch()
+    whole = _sums(_ready(loss).loss(hidden, head, batch))
+    parts = [_sums(loss.loss(hidden[a:b], head, _rows(batch, a, b))) for a, b in ((0, 1), (1, 4))]
+    for name, each in whole.items():
+        expect(all(name in part for part in parts), f"{name} is not in every microbatch")
+        summed = parts[0][name].double() + parts[1][name].double()
+        expect(torch.allclose(each.double(), summed), f"of parts, {name} is {summed.item()}, of all {each.item()}")
+
+
+def tokens_count_by_their_weights(loss: Loss) -> None:
+    """With twice the weights all sums are twice as large, and a token of weight 0 has no part in them."""
+    hidden, head, batch = _hidden(), _Head(), _batch()
+    one = _sums(_ready(loss).loss(hidden, head, batch))
+    two = _sums(loss.loss(hidden, head, attrs.evolve(batch, weights=2 * batch.weights)))
+    for name, each in one.items():
+        expect(torch.allclose(2 * each.double(), two[name].double()), f"with twice the weights {name} is not doubled")
+    none = attrs.evolve(batch, weights=torch.zeros_like(batch.weights))
+    for name, each in _sums(loss.loss(hidden, head, none)).items():
+        expect(float(each) == 0, f"where no token counts, {name} is {float(each)}")
+
+
+def the_model_sees_tokens(loss: Loss) -> None:
+    """The first stage gets as many rows and tokens as the batch has, and all stages their positions and documents."""
+    tokens, shared = loss.inputs(_batch())
     expect(
-        torch.allclose(total.double(), weight.double()), f"losses of 1 make {total.item()} of weight {weight.item()}"
-    )
-
-
-def what_is_ignored_weighs_nothing(objective: Loss) -> None:
-    """A batch in which nothing is to be learned has the weight 0."""
-    _, weight = objective.loss(torch.zeros(2, 6), _batch(ignored=True))
-    expect(float(weight) == 0, f"nothing weighs {float(weight)}")
-
-
-def the_model_sees_tokens(objective: Loss) -> None:
-    """The first stage takes as many rows and tokens as the batch has, and all stages see their places."""
-    tokens, shared = objective.inputs(_batch())
-    expect(
-        tokens.shape == shared.positions.shape == shared.document_ids.shape == (2, 6), "the model sees another shape"
+        tokens.shape == shared.positions.shape == shared.document_ids.shape == (4, 6), "the model sees another shape"
     )

@@ -54,6 +54,7 @@ class Packed:
             targets=torch.from_numpy(np.where(inside, tokens[:, 1:], IGNORE_INDEX)),
             positions=torch.from_numpy(places - np.maximum(starts[here], places[:, :1])),
             document_ids=torch.from_numpy(here - here[:, :1]),
+            weights=torch.from_numpy(inside.astype(np.float32)),
         )
 
 

@@ -3,6 +3,8 @@
 from hashlib import blake2b
 from typing import NoReturn
 
+import attrs
+
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Group
 from drawloom.graph import UserError
@@ -31,7 +33,7 @@ def _refuse(first: int, second: int, what: str) -> NoReturn:
 
 def _fingerprint(batch: Batch) -> str:
     digest = blake2b(digest_size=16)
-    for tensor in (batch.tokens, batch.targets, batch.positions, batch.document_ids):
+    for tensor in attrs.astuple(batch, recurse=False):
         digest.update(f"{tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -157,6 +157,6 @@ def _answer(rows: PackedDataset, split: Split, indices: list[int]) -> tuple[np.n
     """A batch as arrays, which travel by value, or what went wrong."""
     try:
         batch = rows.batch(split, indices)
-        return tuple(tensor.numpy() for tensor in (batch.tokens, batch.targets, batch.positions, batch.document_ids))
+        return tuple(tensor.numpy() for tensor in attrs.astuple(batch, recurse=False))
     except Exception:
         return traceback.format_exc()

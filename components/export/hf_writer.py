@@ -37,7 +37,7 @@ def write_folder(
     mapper = model.hugging_face_mapper()
     with get_configs_parallel(holding(stages), range(group.size), group, workspace) as holdings:
         owners = run_on_rank0(group, lambda: choose_owners(mapper, holdings))
-    tensors = {name: tensor for stage in stages.local for name, tensor in stage.named_parameters()}
+    tensors = {name: tensor for stage in stages.local for name, tensor in stage.model_parameters().items()}
     mine = share(tensors, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
 
     def finish(folder: Path, files: list[PlannedFile]) -> None:

@@ -35,7 +35,7 @@ def holding(stages: Stages) -> dict[str, Any]:
         "stages": [
             {
                 "index": stage.index,
-                "tensors": {name: [list(p.shape), str(p.dtype)] for name, p in stage.named_parameters()},
+                "tensors": {name: [list(p.shape), str(p.dtype)] for name, p in stage.model_parameters().items()},
             }
             for stage in stages.local
         ]

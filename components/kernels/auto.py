@@ -91,10 +91,10 @@ class AutoKernels:
         return {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}
 
     @cached_property
-    def _of_loss(self) -> Any:
-        """What the loss is told besides its tensors: which targets are ignored, and how logits are cut."""
+    def _cross_entropy_option(self) -> Any:
+        """The fourth argument of the cross entropy: which targets are ignored, or with that how logits are cut."""
         cuts = self.chosen("linear_cross_entropy").name == "cut"
-        return Cut(ignored=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
+        return Cut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._functions["linear"](x, weight)  # type: ignore[no-any-return]
@@ -125,8 +125,11 @@ class AutoKernels:
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         return self._functions["attention"].attend(q, k, v, mask)  # type: ignore[no-any-return]
 
-    def linear_cross_entropy(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return self._functions["linear_cross_entropy"](hidden, weight, targets, self._of_loss)  # type: ignore[no-any-return]
+    def linear_cross_entropy(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        function, option = self._functions["linear_cross_entropy"], self._cross_entropy_option
+        return function(hidden, weight, targets, option, token_weights)  # type: ignore[no-any-return]
 
     def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
         return self._functions["swiglu_halves"](both, scale)  # type: ignore[no-any-return]

@@ -1,20 +1,58 @@
 """The loss of a language model: each token predicted from those before it."""
 
+import torch
 from torch import Tensor
 
-from drawloom.components.ports.data import IGNORE_INDEX, Batch
-from drawloom.components.ports.model import BatchContext
-from drawloom.graph import component
+from drawloom.components.ports.data import Batch
+from drawloom.components.ports.model import BatchContext, Head
+from drawloom.graph import at_least, between, component, setting
 
 
 @component
 class NextToken:
-    """Cross entropy of the next token, in nats; every token that has a target weighs the same."""
+    """
+    Cross entropy of the next token, in nats, each token's weighted by the batch.
+
+    Named sums are `cross_entropy`, without smoothing and z-loss, and where they are on `z_loss` and `accuracy`.
+    """
+
+    z_loss: float = setting(
+        default=0.0, check=at_least(0), doc="coefficient of log(sum(exp(logits)))^2, which keeps logits small; 0 is off"
+    )
+    label_smoothing: float = setting(
+        default=0.0, check=between(0, 1), doc="share of each target's probability that is spread over the vocabulary"
+    )
+    accuracy: bool = setting(
+        default=False,
+        change="free",
+        doc="whether to count the targets that are likeliest, for one more product with the head",
+    )
 
     def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
-        """Token ids for the first stage; positions, documents and targets for all."""
-        return batch.tokens, BatchContext(batch.positions, batch.document_ids, batch.targets)
+        """Token ids, int64 (rows, length), for the first stage; positions, documents and weights for all."""
+        return batch.tokens, BatchContext(batch.positions, batch.document_ids, batch.weights)
 
-    def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The sum of losses by token (rows, length), and the number of tokens that have a target."""
-        return output.sum(), (batch.targets != IGNORE_INDEX).sum()
+    def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The sum of the tokens' losses, of their weights, and named sums; hidden is (rows, length, hidden_size)."""
+        losses, lse = head.token_losses(hidden, batch.targets, batch.weights)
+        total = losses.sum()
+        sums = {"cross_entropy": total.detach()}
+        if self.label_smoothing:
+            # torch's definition: the cross entropy with a mixture of the target and all words alike.
+            uniform = ((lse - head.mean_logits(hidden)) * batch.weights).sum()
+            total = (1 - self.label_smoothing) * total + self.label_smoothing * uniform
+        if self.z_loss:
+            # Chowdhery et al. 2022, "PaLM", section 5: z_loss = 1e-4 * log^2 Z.
+            penalty = self.z_loss * (lse.square() * batch.weights).sum()
+            total = total + penalty
+            sums["z_loss"] = penalty.detach()
+        if self.accuracy:
+            with torch.no_grad():
+                correct = head.map_logits(_is_likeliest, hidden, batch.targets)
+            sums["accuracy"] = (correct * batch.weights).sum()
+        return total, batch.weights.sum(), sums
+
+
+def _is_likeliest(logits: Tensor, targets: Tensor) -> Tensor:
+    """1.0 where the target int64 (tokens,) has the greatest of the logits (tokens, vocabulary), float32 (tokens,)."""
+    return (logits.argmax(-1) == targets).float()

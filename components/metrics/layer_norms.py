@@ -16,7 +16,7 @@ from drawloom.graph import component
 LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
 
 
-@component(reads=("synced_gradients", "weights"), change="free")
+@component(reads=("gradients",), change="free")
 class LayerNorms:
     """
     `grad_norm/<layer>` and `weight_norm/<layer>`: 2-norms over the parameters of each layer, on all stages.
@@ -35,7 +35,9 @@ class LayerNorms:
         """Learn the layers of all stages."""
         mine = [layer_of(name) for name, _ in self.parameters.named()]
         names = {name for each in self.mesh.group("pipeline").gather_json(mine) for name in each}
-        self._layers = sorted(names, key=lambda name: (not name.isdecimal(), name.zfill(9)))
+        self._layers = sorted(
+            names, key=lambda name: (not name.isdecimal(), len(name) if name.isdecimal() else 0, name)
+        )
 
     def run_phase(self, step: Step) -> None:
         """Square the gradients and weights while there are gradients."""

@@ -30,4 +30,5 @@ def by_microbatch(losses: Losses, name: str) -> Tensor:
     if state is None:
         raise ValueError("ranks without the last stage have no losses")
     values: Tensor = state["loss"] if name == "loss" else state["sums"][name]
-    return values.double() / state["weight"].double()
+    weights: Tensor = state["weight"]
+    return values.double() / weights.double()

@@ -1,7 +1,11 @@
-"""Layers that compute with the recipe's kernels: linear, RMSNorm, embedding."""
+"""Layers that compute with the recipe's kernels: linear, RMSNorm, embedding, and the head that a loss uses."""
 
+from collections.abc import Callable
+
+import attrs
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from drawloom.components.ports.model import Kernels
 
@@ -42,3 +46,49 @@ class Embedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids, int64 (...), to vectors (..., hidden_size) of the weight's dtype."""
         return self.kernels.embedding(tokens, self.weight)
+
+
+@attrs.define(eq=False)  # not frozen: torch 2.11 can't trace how a frozen class sets its attributes
+class LinearHead:
+    """
+    A head without a bias: logits are hidden @ weight.T.
+
+    weight: (vocab_size, hidden_size), of a layer or of the embedding that it is tied to.
+    """
+
+    weight: Tensor
+    kernels: Kernels
+
+    def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """hidden (..., hidden_size), targets int64 (...), weights float32 (...) to losses and lse, float32 (...)."""
+        return self.kernels.linear_cross_entropy(hidden.to(self.weight.dtype), self.weight, targets, weights)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., hidden_size) to (..., vocab_size), in the weight's dtype."""
+        return self.kernels.linear(hidden.to(self.weight.dtype), self.weight)
+
+    def mean_logits(self, hidden: Tensor) -> Tensor:
+        """(..., hidden_size) to (...), at least float32."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        # The mean of the logits is the logit of the weight's mean row: one product with a vector.
+        return hidden.to(dtype) @ self.weight.mean(0, dtype=dtype)
+
+    def map_logits(
+        self, function: Callable[..., Tensor], hidden: Tensor, *tensors: Tensor, max_bytes: int = 2**28
+    ) -> Tensor:
+        """`function` of the logits of (..., hidden_size), chunk by chunk; one number by token, (...)."""
+        size = max(1, max_bytes // (len(self.weight) * torch.float32.itemsize))
+        shape = hidden.shape[:-1]
+        flat = [tensor.flatten(0, len(shape) - 1) for tensor in (hidden, *tensors)]
+        chunks = zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
+        return torch.cat([self._map_chunk(function, *parts) for parts in chunks]).view(shape)
+
+    def _map_chunk(self, function: Callable[..., Tensor], hidden: Tensor, *parts: Tensor) -> Tensor:
+        def compute(hidden: Tensor, *parts: Tensor) -> Tensor:
+            return function(self.logits(hidden), *parts)
+
+        if not torch.is_grad_enabled():
+            return compute(hidden, *parts)
+        # Re-entrant checkpoints can't go backward in two parts, as zero-bubble schedules do.
+        computed: Tensor = checkpoint(compute, hidden, *parts, use_reentrant=False)
+        return computed

@@ -47,7 +47,7 @@ def measure(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -
     if device.device.type != "cuda":
         return Measured(step, packed, None)
     host = {op: tensor.to("cpu", non_blocking=True) for op, tensor in packed.items()}
-    arrived = torch.cuda.Event()
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
     return Measured(step, host, arrived)
 

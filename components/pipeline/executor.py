@@ -46,6 +46,11 @@ class Executor:
         for mesh, schedule, stages in zip(*map(node.neighbours, ("mesh", "schedule", "stages")), strict=True):
             for model in stages.neighbours("model"):
                 yield from misfits(schedule, mesh, model)
+        for stages, loss in zip(node.neighbours("stages"), node.neighbours("objective"), strict=True):
+            for other in stages.neighbours("loss"):
+                if other.name != loss.name:
+                    text = f"the stages hold the parameters of [{other.name}], and [{loss.name}] is computed"
+                    yield node.fault("objective", text, f'write objective = "@{other.name}"')
 
     def open(self) -> None:
         """Connect this rank to those that its stages send to or receive from."""
@@ -86,7 +91,7 @@ class Executor:
             passage.run(self._forward_line(len(microbatches)))
 
     def _passage(self, loads: Sequence[MicrobatchInputs], split: Set[int] = frozenset()) -> ProgramRunner:
-        state = PipelineStateHandler({"loss": Stack(), "weight": Stack()}, max(1, len(loads)))
+        state = PipelineStateHandler(dict.fromkeys(("loss", "weight", "sums"), Stack()), max(1, len(loads)))
         works = {
             stage.index: StageRunner(stage, self.objective, state, split=stage.index in split)
             for stage in self.stages.local

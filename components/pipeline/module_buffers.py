@@ -1,18 +1,22 @@
 """
-The buffers of a module that was built on the meta device, where what its constructor put into them is lost.
+Initial values of a module that was built on the meta device, where what its constructor put into tensors is lost.
 
-torch's convention brings them back: a module that owns buffers fills them in `reset_parameters()`, along with the
-parameters that it owns itself.
+torch's convention brings them back: a module that owns buffers, or parameters that no blueprint initialises, fills them
+in `reset_parameters()`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed
 from drawloom.graph import UserError
+
+Tensors = Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
+"""Those tensors of a module, by their names in it, that its `reset_parameters()` has to fill."""
 
 
 def fill_buffers(module: nn.Module, device: torch.device, seed: int) -> None:
@@ -23,44 +27,65 @@ def fill_buffers(module: nn.Module, device: torch.device, seed: int) -> None:
     parameters that it owns become real as well. Raises UserError for an owner that does not fill all of its buffers.
     """
     for name, owner in module.named_modules():
-        if any(True for _ in owner.buffers(recurse=False)):
-            _fill(name, owner, device, derive_seed(seed, "buffers", name))
+        if any(True for _ in _buffers(owner)):
+            _fill(name, owner, device, derive_seed(seed, "buffers", name), _buffers)
 
 
-def _fill(name: str, owner: nn.Module, device: torch.device, seed: int) -> None:
+def fill_parameters(name: str, module: nn.Module, device: torch.device, seed: int) -> None:
+    """
+    Make all parameters and buffers of a module called `name` real, with the values that their owners give them.
+
+    As for buffers alone, what an owner draws follows from the seed and its name. Raises UserError for an owner that
+    does not fill all of its tensors.
+    """
+    for path, owner in module.named_modules(prefix=name):
+        if any(True for _ in _tensors(owner)):
+            _fill(path, owner, device, derive_seed(seed, "initial weights", path), _tensors)
+
+
+def _fill(name: str, owner: nn.Module, device: torch.device, seed: int, tensors: Tensors) -> None:
     owner.to_empty(device=device, recurse=False)
-    # An inherited reset_parameters() may not know of a buffer: one that it fills does not depend on what was there.
-    first, second = (_values(name, owner, device, seed, before) for before in (0, 1))
+    # An inherited reset_parameters() may not know of a tensor: one that it fills does not depend on what was there.
+    first, second = (_values(name, owner, device, seed, before, tensors) for before in (0, 1))
     if left := [key for key, value in first.items() if not torch.equal(value, second[key])]:
         raise _unfilled(name, owner, left, "has a reset_parameters() that does not fill them")
 
 
-def _values(name: str, owner: nn.Module, device: torch.device, seed: int, before: int) -> dict[str, Tensor]:
+def _values(
+    name: str, owner: nn.Module, device: torch.device, seed: int, before: int, tensors: Tensors
+) -> dict[str, Tensor]:
+    """The owner's tensors after `reset_parameters()`, having been `before` everywhere."""
     reset = getattr(owner, "reset_parameters", None)
     if reset is None:
-        raise _unfilled(name, owner, [key for key, _ in _own(owner)], "has no reset_parameters() that fills them")
+        raise _unfilled(name, owner, [key for key, _ in tensors(owner)], "has no reset_parameters() that fills them")
     with torch.no_grad(), device, _seeded(device, seed):
-        for _, buffer in _own(owner):
-            buffer.fill_(before)
+        for _, tensor in tensors(owner):
+            tensor.fill_(before)
         reset()
-    return {key: buffer.clone() for key, buffer in _own(owner)}
+    return {key: tensor.detach().clone() for key, tensor in tensors(owner)}
 
 
-def _own(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _buffers(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return owner.named_buffers(recurse=False)
+
+
+def _tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(owner.named_parameters(recurse=False), _buffers(owner))
 
 
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    # manual_seed seeds the generators of all devices, so that of the CPU is forked too, which is fork_rng's default.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
 
 
-def _unfilled(name: str, owner: nn.Module, buffers: list[str], why: str) -> UserError:
+def _unfilled(name: str, owner: nn.Module, tensors: list[str], why: str) -> UserError:
     where = f"the module {name} ({type(owner).__name__})" if name else f"the module {type(owner).__name__}"
+    kind = "buffers" if set(tensors) <= {key for key, _ in _buffers(owner)} else "tensors"
     return UserError(
-        f"{where} registers the buffers {', '.join(buffers)}, but {why}: it is built without memory, so that what its "
+        f"{where} registers the {kind} {', '.join(tensors)}, but {why}: it is built without memory, so that what its "
         "constructor puts there is lost",
         exit_code=2,
     )

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from drawloom.components.ports.distributed import Precision
+from drawloom.components.ports.model import LOSS
 
 
 @attrs.define(eq=False)
@@ -77,8 +78,8 @@ class ParameterStore:
 
 
 def compute_dtype(name: str, precision: Precision) -> torch.dtype:
-    """The dtype in which layers use a floating-point parameter."""
-    keeps = any(fnmatchcase(name, pattern) for pattern in precision.uncast)
+    """The dtype in which layers use a floating-point parameter; those of a loss, which is no layer, are not cast."""
+    keeps = name.startswith(f"{LOSS}.") or any(fnmatchcase(name, pattern) for pattern in precision.uncast)
     return precision.parameter if keeps else precision.compute
 
 

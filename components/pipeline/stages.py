@@ -1,7 +1,7 @@
 """A model's blueprint made real: the stages that this rank owns, with their parameters."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rank_errors import run_on_all
-from drawloom.components.pipeline.module_buffers import fill_buffers
+from drawloom.components.pipeline.module_buffers import fill_buffers, fill_parameters
 from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype
 from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.model import BatchContext, LayerRange, Model, Stage, Transform, gradient_of
-from drawloom.components.ports.pipeline import Schedule
+from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Stage, Transform, gradient_of
+from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.weights.load import load_folder, persistent_tensors
-from drawloom.graph import UserError, at_least, component, setting
+from drawloom.graph import Problem, UserError, at_least, component, setting
+from drawloom.graph.build.node import NodeView
 
 
 @component
@@ -29,6 +30,7 @@ class MaterializedStages:
     """This rank's stages: built on the meta device, transformed, materialised, then initialised or loaded."""
 
     model: Model
+    loss: Loss
     schedule: Schedule
     mesh: Mesh
     device: Device
@@ -47,6 +49,15 @@ class MaterializedStages:
     _boundaries: ActivationSpecs = attrs.field(init=False, default=None)
     _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
     _elsewhere: set[str] = attrs.field(init=False, factory=set)
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """The module of a loss belongs to the stages, so the loss itself can't be one."""
+        for loss in node.neighbours("loss"):
+            if issubclass(loss.component, nn.Module):
+                where = f"under [{loss.name}] and [{node.name}]"
+                text = f"{loss.use!r} is an nn.Module, which a checkpoint would save {where}"
+                yield loss.fault("use", text, "let the component hold an nn.Module as its attribute `module`")
 
     def open(self) -> None:
         """Make the modules real."""
@@ -157,6 +168,8 @@ class MaterializedStages:
     def _build(self, span: LayerRange) -> nn.Module:
         with torch.device("meta"):
             module = self.model.build(span)
+        if span.head and (of_loss := getattr(self.loss, "module", None)) is not None:
+            module.add_module(LOSS, of_loss)
         for transform in self.transforms:
             module = transform.transform(module)
         for parameter in module.parameters():  # buffers, such as frequencies, keep the dtype that their module chose
@@ -174,16 +187,19 @@ class MaterializedStages:
 
     def _fill(self, modules: Iterable[nn.Module]) -> None:
         """Make parameters and buffers real, with the numbers that the run starts from."""
+        device, seed = self.device.device, self.job.seed
         for module in modules:
             if self.weights is None:
-                module.to_empty(device=self.device.device)
-            fill_buffers(module, self.device.device, self.job.seed)
+                module.to_empty(device=device)
+            fill_buffers(module, device, seed)
+            if (of_loss := getattr(module, LOSS, None)) is not None:
+                fill_parameters(LOSS, of_loss, device, seed)
             if self.weights is not None:
-                mapper = self.model.hugging_face_mapper().inverse()
-                load_folder(self.weights, module, mapper, self.device.device)
+                load_folder(self.weights, module, self.model.hugging_face_mapper().inverse(), device)
                 continue
             for name, parameter in module.named_parameters():
-                self.model.initialise(name, parameter.data, self.job.seed)
+                if not name.startswith(f"{LOSS}."):
+                    self.model.initialise(name, parameter.data, seed)
 
 
 def tie(modules: Sequence[nn.Module]) -> None:

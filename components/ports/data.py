@@ -55,16 +55,19 @@ class Tokenizer(Protocol):
 @attrs.frozen
 class Batch:
     """
-    One microbatch of packed documents; every tensor is int64 of shape (rows, length).
+    One microbatch of packed documents; every tensor has shape (rows, length), and is int64 unless it says otherwise.
 
-    `targets` is the token after each (IGNORED where there is none to learn), `positions` counts from 0 in each
-    document, `documents` numbers the documents of a row: attention stays inside equal numbers.
+    `targets` is the token after each, IGNORE_INDEX where there is none to learn. `positions` counts from 0 in each
+    document. `document_ids` numbers the documents of a row: attention stays inside equal numbers. `weights`, float32 of
+    0 and more, is the weight of each token's loss, 0 where there is no target. A data set makes it from whole rows, so
+    that it does not depend on how a batch is cut into microbatches, or a row into parts.
     """
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor
     document_ids: Tensor
+    weights: Tensor
 
 
 @port

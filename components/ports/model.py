@@ -1,6 +1,6 @@
 """Models as blueprints, and the modules that they become."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import attrs
@@ -24,14 +24,15 @@ class LayerRange:
 @attrs.frozen
 class BatchContext:
     """
-    What every stage of a pipeline sees of a microbatch: int64 tensors of shape (rows, length).
+    What every stage of a pipeline sees of a microbatch: positions and document ids, int64 (rows, length).
 
-    With `targets` the last stage gives a loss for each token, without them it gives logits.
+    `weights`, float32 (rows, length), says how much each token counts for losses inside of the model, such as a
+    router's; without them there are none, as in inference.
     """
 
     positions: Tensor
     document_ids: Tensor
-    targets: Tensor | None = None
+    weights: Tensor | None = None
 
 
 @attrs.frozen
@@ -42,15 +43,58 @@ class TensorSlice:
     offsets: tuple[int, ...]
 
 
+class Head(Protocol):
+    """
+    The end of a model, from hidden states to the vocabulary, as a loss uses it inside of the last stage's forward.
+
+    Its weights, whether tied, with a bias, capped or split over ranks, are its own business.
+    """
+
+    def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """
+        The cross entropy of each token, in nats, and the log-sum-exp of its logits, without holding all logits.
+
+        hidden: (rows, length, hidden_size); targets: int64 (rows, length); weights: float32 (rows, length), by which
+        losses are multiplied. Both results are (rows, length), at least float32, and differentiable in hidden and in
+        the head's parameters. A loss is 0 where the target is IGNORE_INDEX; lse is that of the logits everywhere.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """All logits (..., vocab_size), in the parameters' dtype, of some hidden states (..., hidden_size)."""
+        ...
+
+    def mean_logits(self, hidden: Tensor) -> Tensor:
+        """The mean of each token's logits over the vocabulary: (...), at least float32; hidden (..., hidden_size)."""
+        ...
+
+    def map_logits(
+        self, function: Callable[..., Tensor], hidden: Tensor, *tensors: Tensor, max_bytes: int = 2**28
+    ) -> Tensor:
+        """
+        What `function` makes of the logits, chunk by chunk: (rows, length) of hidden (rows, length, hidden_size).
+
+        `function(logits, *parts)` takes logits (tokens, vocab_size) and the same tokens of each of `tensors`, (rows,
+        length, ...), and gives one number for each token. A chunk's logits take at most `max_bytes` as float32, or are
+        those of one token; for the backward pass they are computed again, so that at no time all exist.
+        """
+        ...
+
+
+Finish = Callable[[Tensor, Head], Any]
+"""Ends a forward pass: from the last hidden states (rows, length, hidden_size) and the head to a tree of tensors."""
+
+
 @port
 class Model(Protocol):
     """
     A blueprint: it makes modules, and holds none.
 
-    A module's `forward(inputs, shared)` takes token ids (rows, length) on the first stage and hidden states
-    (rows, length, width) on the others; it gives hidden states, and on the last stage float32 losses by token
-    (rows, length), 0 where ignored, or logits (rows, length, vocabulary). Parameter names hold global layer numbers,
-    so that they are the same however the layers are split.
+    A module's `forward(inputs, shared, finish=None)` takes token ids (rows, length) on the first stage and hidden
+    states (rows, length, hidden_size) on the others, and gives hidden states. On a span with the head these are the
+    normed ones that logits are made of, and with `finish` the module gives `finish(hidden, head)` instead: what it
+    computes with the head's weights is then inside of this forward, where hooks and recomputation expect it. Parameter
+    names hold global layer numbers, so that they are the same however the layers are split; none begins with `loss.`.
     """
 
     @property
@@ -144,8 +188,16 @@ class Kernels(Protocol):
         """
         ...
 
-    def linear_cross_entropy(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Losses by token, float32 of shape (...), of logits hidden (..., width) @ weight.T (vocabulary, width)."""
+    def linear_cross_entropy(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Losses and log-sum-exp by token, float32 (...), of the logits hidden (..., width) @ weight.T (vocabulary,
+        width).
+
+        targets int64 (...); token_weights float32 (...), by which losses are multiplied. A loss is 0 where the target
+        is IGNORE_INDEX.
+        """
         ...
 
 
@@ -184,11 +236,16 @@ class ExpertKernels(Kernels, Protocol):
         ...
 
 
+LOSS = "loss"
+"""The name under which the last stage's module holds the module of the loss, if the loss has one."""
+
+
 @attrs.frozen
 class Stage:
     """
     One stage of the pipeline that this rank owns: its number, how many there are in all, and its real module.
 
+    The last stage's module holds the loss's, too, as `loss`.
     The module computes with its own parameters. Where these are casts, `masters` holds what they are cast from.
     """
 
@@ -202,6 +259,11 @@ class Stage:
         """What checkpoints and exports save: the master of each parameter, or the parameter itself if it has none."""
         for name, parameter in self.module.named_parameters():
             yield name, self.masters.get(name, parameter)
+
+    def model_parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters by name, without the loss's."""
+        named = self.named_parameters()
+        return {name: parameter for name, parameter in named if not name.startswith(f"{LOSS}.")}
 
 
 @port

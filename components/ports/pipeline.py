@@ -1,13 +1,13 @@
 """Schedules, programs, their executor, and the state of a step: whole, or by microbatch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
 from torch import Tensor
 
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext
+from drawloom.components.ports.model import BatchContext, Head
 from drawloom.components.ports.program import Program
 from drawloom.graph import port
 
@@ -71,26 +71,41 @@ class Schedule(Protocol):
 @attrs.frozen
 class Losses:
     """
-    What a pass over microbatches gave on this rank: float64 sums of weighted losses and of their weights.
+    What a pass over microbatches gave on this rank: float64 sums of weighted losses, of their weights, and named ones.
 
-    On the rank of the last stage `state` holds them by microbatch too, as `loss` and `weight` of shape (microbatches,).
+    On the rank of the last stage `state` holds them by microbatch too: `loss` and `weight` of shape (microbatches,),
+    and `sums`, a dict of such tensors by name. Other ranks have zeros, and no named sums.
     """
 
     total: Tensor
     weight: Tensor
+    sums: Mapping[str, Tensor] = attrs.field(factory=dict)
     state: PipelineState | None = None
 
 
 @port
 class Loss(Protocol):
-    """What is learned: how a batch enters the model, and what its output is worth."""
+    """
+    What is learned: how a batch enters the model, and what its hidden states are worth.
+
+    A loss with parameters of its own has an attribute `module`, an nn.Module that holds them and fills them in
+    `reset_parameters()`. It becomes part of the last stage under the name `loss`: its parameters are made real, synced,
+    clipped, trained and saved like any others, and left out of exports.
+    """
 
     def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
         """What the first stage takes, and what all stages share."""
         ...
 
-    def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The sum of the weighted losses, to be differentiated, and the sum of the weights; both 0-dimensional."""
+    def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """
+        The sum of the weighted losses, to be differentiated; the sum of the weights; and further sums by name.
+
+        hidden: (rows, length, hidden_size), the last hidden states, from which `head` makes losses or logits. All sums
+        are 0-dimensional. What is reported is a sum divided by that of the weights, each over microbatches and
+        replicas, so a loss of some rows is a sum over their tokens, in which each counts by `batch.weights`. The named
+        sums are the same in every microbatch.
+        """
         ...
 
 
@@ -112,5 +127,5 @@ class Predictor(Protocol):
     """A model at work."""
 
     def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
-        """The model's output for one microbatch, on the rank that holds the last stage; None on others."""
+        """Logits (rows, length, vocab_size) for tokens (rows, length), on the last stage's rank; None on others."""
         ...

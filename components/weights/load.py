@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.ports.model import LOSS
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
@@ -84,10 +85,10 @@ def load(source: TensorSource, module: nn.Module, mapper: Mapper, device: torch.
 
 
 def _targets(module: nn.Module, mapper: Mapper) -> dict[str, Tensor]:
-    """All parameters, and those persistent buffers that the mapper knows of."""
+    """All of the model's parameters, without those of a loss, and those persistent buffers that the mapper knows of."""
     given = set(mapper.outputs)
-    tensors = persistent_tensors(module).items()
-    return {name: tensor for name, tensor in tensors if isinstance(tensor, nn.Parameter) or name in given}
+    tensors = {name: each for name, each in persistent_tensors(module).items() if not name.startswith(f"{LOSS}.")}
+    return {name: each for name, each in tensors.items() if isinstance(each, nn.Parameter) or name in given}
 
 
 def _fill(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.device, ours: bool) -> None:

@@ -14,7 +14,6 @@ from drawloom.kernels.cut_cross_entropy import (
     Cut,
     Implementation,
     Needs,
-    Reduction,
     chunks,
     cross_entropy,
     order_of_vocab,
@@ -24,7 +23,7 @@ from drawloom.kernels.triton import cut_cross_entropy_kernels as kernels
 from drawloom.kernels.triton.primitives import addmm_fp32, check_floats, contiguous_last_dim
 
 TILE = (128, 256)
-"""Tokens and words in a tile, where no filter sets other bounds."""
+"""Tokens and words of the vocabulary in a tile, where no filter sets other bounds."""
 
 STEP, CHANNELS = 64, 128
 """Channels of hidden states in one step of a tile of logits, and in a tile of their gradients."""
@@ -33,38 +32,44 @@ WARPS = 8
 
 
 def cut_cross_entropy_triton(
-    hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut = EXACT, reduction: Reduction = "none"
-) -> Tensor:
-    """What cut_cross_entropy_eager gives, for float32, bfloat16 and float16; NaN for a target that does not exist."""
+    hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut = EXACT, token_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """
+    What cut_cross_entropy_eager gives, float32 (...), for float32, bfloat16 and float16.
+
+    hidden (..., width), weight (vocabulary, width), targets int64 (...), token_weights float32 (...). The loss of a
+    target outside of the vocabulary is NaN.
+    """
     check_floats("cut_cross_entropy_triton", hidden, weight)
-    return cross_entropy(TRITON, hidden, weight, targets, cut, reduction)
+    return cross_entropy(TRITON, hidden, weight, targets, cut, token_weights)
 
 
-def _like_totals(
+def _fake_forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None, tokens: int, words: int
 ) -> tuple[Tensor, Tensor]:
-    totals = hidden.new_empty(len(hidden), dtype=torch.float32)
-    return totals, torch.empty_like(totals)
+    lse = hidden.new_empty(len(hidden), dtype=torch.float32)
+    return lse, torch.empty_like(lse)
 
 
 @register_kernel(
     "cut_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, float? soft_cap, int tokens, int words)"
     " -> (Tensor, Tensor)",
-    fake=_like_totals,
+    fake=_fake_forward,
 )
-def _totals(
+def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None, tokens: int, words: int
 ) -> tuple[Tensor, Tensor]:
     hidden, weight, targets = contiguous_last_dim(hidden), contiguous_last_dim(weight), targets.contiguous()
-    totals = hidden.new_empty(triton.cdiv(len(weight), words), len(hidden), dtype=torch.float32)
-    chosen = torch.where(targets < 0, 0.0, torch.nan)
-    if totals.numel():
-        kernels.totals_kernel[(triton.cdiv(len(hidden), tokens) * len(totals),)](
+    lse = hidden.new_empty(triton.cdiv(len(weight), words), len(hidden), dtype=torch.float32)
+    # A target that no tile holds keeps its NaN.
+    target_logit = torch.where(targets < 0, 0.0, torch.nan)
+    if lse.numel():
+        kernels.lse_kernel[(triton.cdiv(len(hidden), tokens) * len(lse),)](
             hidden,
             weight,
             targets,
-            totals,
-            chosen,
+            lse,
+            target_logit,
             *(len(hidden), *weight.shape),
             *(hidden.stride(0), weight.stride(0)),
             soft_cap,
@@ -74,89 +79,100 @@ def _totals(
             num_warps=WARPS,
             enable_fp_fusion=True,
         )
-    return totals.logsumexp(0), chosen
+    return lse.logsumexp(0), target_logit
 
 
-def _like_gradients(
+def _fake_backward(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    totals: Tensor,
+    lse: Tensor,
     grad: Tensor,
+    grad_lse: Tensor | None,
     soft_cap: float | None,
-    least: float,
+    filter_eps: float,
     tokens: int,
     words: int,
-    at_once: int,
-    wants_hidden: bool,
-    wants_weight: bool,
+    max_logits: int,
+    needs_hidden: bool,
+    needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of hidden states and weight, empty where they are not wanted."""
-    grad_hidden = hidden.new_empty(hidden.shape if wants_hidden else 0)
-    return grad_hidden, weight.new_empty(weight.shape if wants_weight else 0)
+    """Gradients of hidden states and weight, empty where they are not needed."""
+    grad_hidden = hidden.new_empty(hidden.shape if needs_hidden else 0)
+    return grad_hidden, weight.new_empty(weight.shape if needs_weight else 0)
 
 
 @register_kernel(
-    "cut_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor targets, Tensor totals, Tensor grad, "
-    "float? soft_cap, float least, int tokens, int words, int at_once, bool wants_hidden, bool wants_weight)"
-    " -> (Tensor, Tensor)",
-    fake=_like_gradients,
+    "cut_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor targets, Tensor lse, Tensor grad, "
+    "Tensor? grad_lse, float? soft_cap, float filter_eps, int tokens, int words, int max_logits, bool needs_hidden, "
+    "bool needs_weight) -> (Tensor, Tensor)",
+    fake=_fake_backward,
 )
-def _gradients(
+def _backward(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    totals: Tensor,
+    lse: Tensor,
     grad: Tensor,
+    grad_lse: Tensor | None,
     soft_cap: float | None,
-    least: float,
+    filter_eps: float,
     tokens: int,
     words: int,
-    at_once: int,
-    wants_hidden: bool,
-    wants_weight: bool,
+    max_logits: int,
+    needs_hidden: bool,
+    needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    cut = Cut(soft_cap=soft_cap, filter_eps=least, tile=(tokens, words), at_once=at_once)
+    cut = Cut(soft_cap=soft_cap, filter_eps=filter_eps, tile=(tokens, words), max_logits=max_logits)
     hidden, weight = contiguous_last_dim(hidden), contiguous_last_dim(weight)
-    grad_hidden = hidden.new_empty(hidden.shape if wants_hidden else 0)
-    summed = weight.new_zeros(weight.shape if wants_weight else 0, dtype=torch.float32)
-    order = order_of_vocab(hidden, weight) if least and len(hidden) else None
+    grad_hidden = hidden.new_empty(hidden.shape if needs_hidden else 0)
+    grad_weight = weight.new_zeros(weight.shape if needs_weight else 0, dtype=torch.float32)
+    order = order_of_vocab(hidden, weight) if filter_eps and len(hidden) else None
     for chunk in chunks(len(hidden), len(weight), cut):
-        part = hidden[chunk]
-        slopes, live = _grad_logits(part, weight, targets[chunk], totals[chunk], grad[chunk], cut, order)
+        part, of_lse = hidden[chunk], None if grad_lse is None else grad_lse[chunk]
+        inputs = part, weight, targets[chunk], lse[chunk], grad[chunk], of_lse
+        grad_logits, active = _grad_logits(*inputs, cut, order)
         if order is not None:
-            if wants_hidden:
-                _sparse_grad_hidden(slopes, live, weight, order, grad_hidden[chunk], cut)
-            if wants_weight:
-                _sparse_grad_weight(slopes, live, part, order, summed, cut)
+            if needs_hidden:
+                _sparse_grad_hidden(grad_logits, active, weight, order, grad_hidden[chunk], cut)
+            if needs_weight:
+                _sparse_grad_weight(grad_logits, active, part, order, grad_weight, cut)
             continue
-        if wants_hidden:
-            torch.mm(slopes, weight, out=grad_hidden[chunk])
-        if wants_weight:
-            addmm_fp32(summed, slopes.T, part)
-    return grad_hidden, summed.to(weight.dtype)
+        if needs_hidden:
+            torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+        if needs_weight:
+            addmm_fp32(grad_weight, grad_logits.T, part)
+    return grad_hidden, grad_weight.to(weight.dtype)
 
 
 def _grad_logits(
-    hidden: Tensor, weight: Tensor, targets: Tensor, totals: Tensor, grad: Tensor, cut: Cut, order: Tensor | None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    cut: Cut,
+    order: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of logits, words in the order that is given, and which tiles (of tokens, of words) are written."""
     (tokens, width), (height, across) = hidden.shape, cut.tile
-    # Rows begin where wide reads may.
-    slopes = hidden.new_empty(tokens, triton.cdiv(len(weight), across) * across)[:, : len(weight)]
+    # Rows are padded to whole tiles, so that each begins at an address that 16-byte reads allow.
+    grad_logits = hidden.new_empty(tokens, triton.cdiv(len(weight), across) * across)[:, : len(weight)]
     tiles = triton.cdiv(tokens, height), triton.cdiv(len(weight), across)
-    live = torch.ones(tiles, dtype=torch.int8, device=hidden.device)
-    kernels.grad_logits_kernel[(live.numel(),)](
+    active = torch.ones(tiles, dtype=torch.int8, device=hidden.device)
+    kernels.grad_logits_kernel[(active.numel(),)](
         hidden,
         weight,
         order,
         targets.contiguous(),
-        totals,
+        lse,
         grad,
-        slopes,
-        live,
+        grad_lse,
+        grad_logits,
+        active,
         *(tokens, len(weight), width),
-        *(hidden.stride(0), weight.stride(0), slopes.stride(0), grad.stride(0)),
+        *(hidden.stride(0), weight.stride(0), grad_logits.stride(0), grad.stride(0)),
         cut.soft_cap,
         cut.filter_eps,
         TOKENS=height,
@@ -165,18 +181,20 @@ def _grad_logits(
         num_warps=WARPS,
         enable_fp_fusion=True,
     )
-    return slopes, live
+    return grad_logits, active
 
 
-def _sparse_grad_hidden(slopes: Tensor, live: Tensor, weight: Tensor, order: Tensor, result: Tensor, cut: Cut) -> None:
-    kernels.grad_hidden_kernel[(live.shape[0], triton.cdiv(weight.shape[1], CHANNELS))](
-        slopes,
+def _sparse_grad_hidden(
+    grad_logits: Tensor, active: Tensor, weight: Tensor, order: Tensor, result: Tensor, cut: Cut
+) -> None:
+    kernels.grad_hidden_kernel[(active.shape[0], triton.cdiv(weight.shape[1], CHANNELS))](
+        grad_logits,
         weight,
         order,
-        *_lists(live),
+        *_lists(active),
         result,
-        *(len(slopes), *weight.shape),
-        *(slopes.stride(0), weight.stride(0), result.stride(0)),
+        *(len(grad_logits), *weight.shape),
+        *(grad_logits.stride(0), weight.stride(0), result.stride(0)),
         TOKENS=cut.tile[0],
         WORDS=cut.tile[1],
         CHANNELS=CHANNELS,
@@ -185,15 +203,17 @@ def _sparse_grad_hidden(slopes: Tensor, live: Tensor, weight: Tensor, order: Ten
     )
 
 
-def _sparse_grad_weight(slopes: Tensor, live: Tensor, hidden: Tensor, order: Tensor, summed: Tensor, cut: Cut) -> None:
-    kernels.grad_weight_kernel[(live.shape[1], triton.cdiv(hidden.shape[1], CHANNELS))](
-        slopes,
+def _sparse_grad_weight(
+    grad_logits: Tensor, active: Tensor, hidden: Tensor, order: Tensor, result: Tensor, cut: Cut
+) -> None:
+    kernels.grad_weight_kernel[(active.shape[1], triton.cdiv(hidden.shape[1], CHANNELS))](
+        grad_logits,
         hidden,
         order,
-        *_lists(live.T.contiguous()),
-        summed,
-        *(len(slopes), *summed.shape),
-        *(slopes.stride(0), hidden.stride(0)),
+        *_lists(active.T.contiguous()),
+        result,
+        *(len(grad_logits), *result.shape),
+        *(grad_logits.stride(0), hidden.stride(0)),
         TOKENS=cut.tile[0],
         WORDS=cut.tile[1],
         CHANNELS=CHANNELS,
@@ -202,22 +222,30 @@ def _sparse_grad_weight(slopes: Tensor, live: Tensor, hidden: Tensor, order: Ten
     )
 
 
-def _lists(live: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row the columns that live, first and in their order, and how many there are."""
-    return live.argsort(dim=1, descending=True, stable=True).to(torch.int32), live.sum(1, dtype=torch.int32)
+def _lists(active: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row its active columns, first and in their order, and how many there are."""
+    return active.argsort(dim=1, descending=True, stable=True).to(torch.int32), active.sum(1, dtype=torch.int32)
 
 
-def _totals_of(hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
-    return _totals(hidden, weight, targets, cut.soft_cap, *TILE)  # type: ignore[no-any-return]
+def _forward_of(hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
+    return _forward(hidden, weight, targets, cut.soft_cap, *TILE)  # type: ignore[no-any-return]
 
 
-def _gradients_of(
-    hidden: Tensor, weight: Tensor, targets: Tensor, totals: Tensor, grad: Tensor, cut: Cut, wanted: Needs
+def _backward_of(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    cut: Cut,
+    needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None]:
-    inputs = hidden, weight, targets, totals, grad
+    inputs = hidden, weight, targets, lse, grad, grad_lse
+    # Only a filter needs the tile that the caller chose: it decides what is left out.
     tile = cut.tile if cut.filter_eps else TILE
-    grad_hidden, grad_weight = _gradients(*inputs, cut.soft_cap, cut.filter_eps, *tile, cut.at_once, *wanted)
-    return grad_hidden if wanted.hidden else None, grad_weight if wanted.weight else None
+    grad_hidden, grad_weight = _backward(*inputs, cut.soft_cap, cut.filter_eps, *tile, cut.max_logits, *needs)
+    return grad_hidden if needs.hidden else None, grad_weight if needs.weight else None
 
 
-TRITON = Implementation(_totals_of, _gradients_of)
+TRITON = Implementation(_forward_of, _backward_of)

@@ -33,8 +33,8 @@ def _logits(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def totals_kernel(
-    hidden, weight, targets, totals, chosen, tokens, words, width, hidden_stride, weight_stride, soft_cap,
+def lse_kernel(
+    hidden, weight, targets, lse, target_logit, tokens, words, width, hidden_stride, weight_stride, soft_cap,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,
 ):
     """For each token and tile of words log sum exp(logits), and the target's logit from the tile that has it."""
@@ -47,19 +47,19 @@ def totals_kernel(
         TOKENS, WORDS, STEP,
     )
     logits = tl.where((word < words)[None, :], logits, -float("inf"))
-    greatest = tl.max(logits, 1)
-    total = greatest + tl.log(tl.sum(tl.exp(logits - greatest[:, None]), 1))
-    tl.store(totals + tile.to(tl.int64) * tokens + token, total, mask=token < tokens)
+    largest = tl.max(logits, 1)
+    total = largest + tl.log(tl.sum(tl.exp(logits - largest[:, None]), 1))
+    tl.store(lse + tile.to(tl.int64) * tokens + token, total, mask=token < tokens)
     target = tl.load(targets + token, mask=token < tokens, other=-1)
     own = tl.sum(tl.where(word[None, :] == target[:, None], logits, 0.0), 1)
     here = (target >= tile * WORDS) & (target < tl.minimum((tile + 1) * WORDS, words))
-    tl.store(chosen + token, own, mask=here)
+    tl.store(target_logit + token, own, mask=here)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def grad_logits_kernel(
-    hidden, weight, order, targets, totals, grad, slopes, live, tokens, words, width,
-    hidden_stride, weight_stride, slopes_stride, grad_stride, soft_cap, least,
+    hidden, weight, order, targets, lse, grad, grad_lse, grad_logits, active, tokens, words, width,
+    hidden_stride, weight_stride, logits_stride, grad_stride, soft_cap, filter_eps,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,
 ):
     """
@@ -78,30 +78,38 @@ def grad_logits_kernel(
         TOKENS, WORDS, STEP,
     )
     inside = (token < tokens)[:, None] & (word < words)[None, :]
-    total = tl.load(totals + token, mask=token < tokens, other=0.0)
+    total = tl.load(lse + token, mask=token < tokens, other=0.0)
     target = tl.load(targets + token, mask=token < tokens, other=-1)
-    values = tl.exp(logits - total[:, None]) - tl.where(row[None, :] == target[:, None], 1.0, 0.0)
-    values = tl.where(inside, values, 0.0)
+    onehot = tl.where(row[None, :] == target[:, None], 1.0, 0.0)
+    probs = tl.where(inside, tl.exp(logits - total[:, None]), 0.0)
+    values = tl.where(inside, probs - onehot, 0.0)
     alive = True
     if order is not None:
-        alive = tl.max(tl.abs(values)) >= least
-        tl.store(live + down * tl.cdiv(words, WORDS) + tile, alive.to(tl.int8))
+        size = tl.abs(values)
+        if grad_lse is not None:  # a target of probability 1 has no gradient of its loss, but one of its lse
+            size = tl.maximum(size, probs)
+        alive = tl.max(size) >= filter_eps
+        tl.store(active + down * tl.cdiv(words, WORDS) + tile, alive.to(tl.int8))
     if alive:
-        of_losses = tl.load(grad + token.to(tl.int64) * grad_stride, mask=token < tokens, other=0.0)
-        values *= of_losses.to(tl.float32)[:, None]
+        factor = tl.load(grad + token.to(tl.int64) * grad_stride, mask=token < tokens, other=0.0)
+        values *= factor.to(tl.float32)[:, None]
+        if grad_lse is not None:
+            of_lse = tl.load(grad_lse + token, mask=token < tokens, other=0.0)
+            values += onehot * of_lse.to(tl.float32)[:, None]
         if soft_cap is not None:
             share = logits / soft_cap
             values *= 1.0 - share * share
-        at = slopes + token.to(tl.int64)[:, None] * slopes_stride + word[None, :]
-        tl.store(at, values.to(slopes.dtype.element_ty), mask=inside)
+        at = grad_logits + token.to(tl.int64)[:, None] * logits_stride + word[None, :]
+        tl.store(at, values.to(grad_logits.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def grad_hidden_kernel(
-    slopes, weight, order, tiles, counts, result, tokens, words, width, slopes_stride, weight_stride, result_stride,
+    grad_logits, weight, order, tiles, counts, result, tokens, words, width,
+    logits_stride, weight_stride, result_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr,
 ):
-    """slopes @ weight over the live tiles of words of each tile of tokens."""
+    """grad_logits @ weight over the active tiles of words of each tile of tokens."""
     down, across = tl.program_id(0), tl.program_id(1)
     token = down * TOKENS + tl.arange(0, TOKENS)
     channel = across * CHANNELS + tl.arange(0, CHANNELS)
@@ -110,7 +118,7 @@ def grad_hidden_kernel(
         word = tl.load(tiles + down * tl.cdiv(words, WORDS) + place) * WORDS + tl.arange(0, WORDS)
         row = tl.load(order + word, mask=word < words, other=0)
         inside = (token < tokens)[:, None] & (word < words)[None, :]
-        a = tl.load(slopes + token.to(tl.int64)[:, None] * slopes_stride + word[None, :], mask=inside, other=0.0)
+        a = tl.load(grad_logits + token.to(tl.int64)[:, None] * logits_stride + word[None, :], mask=inside, other=0.0)
         within = (word < words)[:, None] & (channel < width)[None, :]
         b = tl.load(weight + row.to(tl.int64)[:, None] * weight_stride + channel[None, :], mask=within, other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
@@ -120,10 +128,10 @@ def grad_hidden_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def grad_weight_kernel(
-    slopes, hidden, order, tiles, counts, result, tokens, words, width, slopes_stride, hidden_stride,
+    grad_logits, hidden, order, tiles, counts, result, tokens, words, width, logits_stride, hidden_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr,
 ):
-    """Add slopes.T @ hidden to float32, over the live tiles of tokens of each tile of words."""
+    """Add grad_logits.T @ hidden to float32, over the active tiles of tokens of each tile of words."""
     down, across = tl.program_id(0), tl.program_id(1)
     count = tl.load(counts + down)
     if count == 0:
@@ -137,7 +145,7 @@ def grad_weight_kernel(
     for place in range(0, count):
         token = tl.load(tiles + down * tl.cdiv(tokens, TOKENS) + place) * TOKENS + tl.arange(0, TOKENS)
         within = (token < tokens)[:, None] & (word < words)[None, :]
-        a = tl.load(slopes + token.to(tl.int64)[:, None] * slopes_stride + word[None, :], mask=within, other=0.0)
+        a = tl.load(grad_logits + token.to(tl.int64)[:, None] * logits_stride + word[None, :], mask=within, other=0.0)
         known = (token < tokens)[:, None] & (channel < width)[None, :]
         b = tl.load(hidden + token.to(tl.int64)[:, None] * hidden_stride + channel[None, :], mask=known, other=0.0)
         total = tl.dot(tl.trans(a), b, total, input_precision="ieee")

@@ -1,13 +1,14 @@
 """
 Cross entropy of a linear layer's logits, as many at a time as may exist together (Triton and torch).
 
-Logits come from torch's matrix product; a kernel turns them into their gradients where they stand, their slopes, and
-two more products turn these into gradients of hidden states and weight. That is three products in all, where computing
-logits again for the backward pass would make it four.
+Logits come from torch's matrix product; a kernel overwrites them with their gradients, and two more products turn these
+into gradients of hidden states and weight. That is three products in all, where computing logits again for the backward
+pass would make it four.
 
-What the backward pass brings is a factor for each token. Where all slopes can be kept it comes in before the products.
-Otherwise some tokens at a time are gone through in the forward pass, and a factor that all tokens have, as in a sum of
-losses, scales the gradients that are there; if there is no such factor, the weight's gradient is computed from scratch.
+What the backward pass brings is a factor for each token. Where the gradients of all logits can be kept, it comes in
+before the products. Otherwise the forward pass takes some tokens at a time, with the weights of their losses. A factor
+that all tokens have, as in a sum of losses, then scales the gradients that are there; with other factors, or if a loss
+depends on lse, the gradients are computed from scratch.
 """
 
 from collections.abc import Iterator
@@ -22,12 +23,13 @@ from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.cut_cross_entropy import EXACT, Needs
 from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
+from drawloom.kernels.linear_cross_entropy import skip_unused_grads, split_grads, weighted
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.cut_cross_entropy import TRITON
 from drawloom.kernels.triton.primitives import addmm_fp32, check_floats, next_power_of_2
 from drawloom.kernels.vocab_parallel import local_targets
 
-AT_ONCE = 5 * 2**28
+MAX_LOGITS = 5 * 2**28
 """Logits that exist together: 2.5 GiB of bfloat16, which is 8192 tokens by 160 thousand words."""
 
 TINY = torch.finfo(torch.float32).tiny
@@ -36,22 +38,34 @@ MULTIPLE = 128
 """Chunks are whole tiles of torch's matrix products."""
 
 BLOCK, DEPTH = 4096, 2
-"""Logits that a program takes side by side, 8 a thread, and how often before it looks for a new maximum."""
+"""Logits that a program reads side by side, 8 a thread, and how often before it looks for a new maximum."""
 
 
-def linear_cross_entropy_triton(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int = -100) -> Tensor:
-    """What linear_cross_entropy_eager gives, for float32, bfloat16, float16; NaN for a target that does not exist."""
+def linear_cross_entropy_triton(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """
+    What linear_cross_entropy_eager gives, float32 (...), for float32, bfloat16 and float16.
+
+    hidden (..., width), weight (vocabulary, width), targets int64 (...), token_weights float32 (...). The loss of a
+    target outside of the vocabulary is NaN.
+    """
     check_floats("linear_cross_entropy_triton", hidden, weight)
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    function = _AtOnce if len(tokens) * len(weight) <= AT_ONCE else _InChunks
-    later, learns = weight_gradient_of(weight), torch.is_grad_enabled()
-    losses: Tensor = function.apply(tokens, weight, flat, ignored, learns, later)  # type: ignore[no-untyped-call]
-    return losses.reshape(targets.shape)
+    common = tokens, weight, flat, ignore_index, torch.is_grad_enabled(), weight_gradient_of(weight)
+    if len(tokens) * len(weight) <= MAX_LOGITS:
+        losses, lse = _WholeLogits.apply(*common)  # type: ignore[no-untyped-call]
+        return weighted(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
+    factors = (flat != ignore_index).to(torch.float32)
+    if token_weights is not None:
+        factors = factors * token_weights.detach().reshape(-1)
+    losses, lse = _InChunks.apply(*common, factors)  # type: ignore[no-untyped-call]
+    return losses.reshape(targets.shape), lse.reshape(targets.shape)
 
 
 @deferring
-class _AtOnce(Function):
-    """Saves the slopes of all logits, of which each gradient is a product: with factors by token, on its small side."""
+class _WholeLogits(Function):
+    """Keeps the gradients of all logits, of which both others are products: factors by token go on their small side."""
 
     @staticmethod
     def forward(
@@ -59,38 +73,74 @@ class _AtOnce(Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        ignored: int,
+        ignore_index: int,
         learns: bool,
         weight_gradient: WeightGradient,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        losses, slopes = _grad_logits(hidden, weight, targets, ignored, learns and (needs_hidden or needs_weight))
-        ctx.save_for_backward(hidden if needs_weight else None, weight if needs_hidden else None, targets, slopes)
-        ctx.ignored, ctx.weight_gradient = ignored, weight_gradient
-        return losses  # type: ignore[no-any-return]
+        needed = learns and (needs_hidden or needs_weight)
+        losses, lse, grad_logits = _grad_logits(hidden, weight, targets, ignore_index, needed)
+        ctx.save_for_backward(hidden if needs_weight else None, weight if needs_hidden else None, targets, grad_logits)
+        ctx.ignore_index, ctx.weight_gradient, ctx.vocab = ignore_index, weight_gradient, len(weight)
+        skip_unused_grads(ctx)
+        return losses, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        hidden, weight, targets, slopes = ctx.saved_tensors
-        grad = grad.where(targets != ctx.ignored, 0).unsqueeze(-1)
-        grad_hidden = None if weight is None else ((slopes @ weight) * grad).to(slopes.dtype)
-        grad_weight = None if hidden is None else ctx.weight_gradient(_of_weight, slopes, hidden.detach(), grad)
+    def backward(
+        ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden, weight, targets, grad_logits = ctx.saved_tensors
+        grad, grad_lse = split_grads(grad_losses, grad_lse, targets != ctx.ignore_index, torch.float32)
+        inputs = [grad.unsqueeze(-1)]
+        if grad_lse is not None:
+            local = local_targets(targets, ctx.vocab, ctx.ignore_index, None)
+            here = (local >= 0) & (local < ctx.vocab)
+            inputs += [local.where(here, 0), grad_lse.where(here, 0).unsqueeze(-1)]
+        grad_hidden = None if weight is None else _hidden_gradient(grad_logits, weight, *inputs)
+        grad_weight = None
+        if hidden is not None:
+            grad_weight = ctx.weight_gradient(_weight_gradient, grad_logits, hidden.detach(), *inputs)
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def _of_weight(slopes: Tensor, hidden: Tensor, grad: Tensor) -> Tensor:
-    """slopes.T @ (hidden * grad), where grad (tokens, 1) may be too small for a product in float16."""
-    if slopes.dtype != torch.float16:
-        return slopes.T @ (hidden * grad).to(slopes.dtype)
+def _hidden_gradient(
+    grad_logits: Tensor, weight: Tensor, grad: Tensor, targets: Tensor | None = None, grad_lse: Tensor | None = None
+) -> Tensor:
+    """(grad_logits @ weight) * grad + weight[targets] * grad_lse: grad and grad_lse (tokens, 1), targets (tokens,)."""
+    result = (grad_logits @ weight) * grad
+    if targets is not None and grad_lse is not None:
+        result = result + weight[targets] * grad_lse
+    return result.to(grad_logits.dtype)
+
+
+def _weight_gradient(
+    grad_logits: Tensor, hidden: Tensor, grad: Tensor, targets: Tensor | None = None, grad_lse: Tensor | None = None
+) -> Tensor:
+    """grad_logits.T @ (hidden * grad), and to the targets' rows hidden * grad_lse; grad and grad_lse (tokens, 1)."""
+    result = _scaled_product(grad_logits, hidden, grad)
+    if targets is None or grad_lse is None:
+        return result
+    # bfloat16 has the range of float32; in float16 the small factors of a sum over many tokens would be lost.
+    dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
+    rows = (hidden * grad_lse).to(dtype)
+    # Unlike index_add_, which adds in any order on a GPU, this gives the same bits each time.
+    on_targets: Tensor = torch.ops.aten.embedding_dense_backward(rows, targets, grad_logits.shape[1], -1, False)
+    return (result + on_targets).to(result.dtype)
+
+
+def _scaled_product(grad_logits: Tensor, hidden: Tensor, grad: Tensor) -> Tensor:
+    """grad_logits.T @ (hidden * grad), where grad (tokens, 1) may be too small for a product in float16."""
+    if grad_logits.dtype != torch.float16:
+        return grad_logits.T @ (hidden * grad).to(grad_logits.dtype)
     largest = grad.abs().amax().clamp_min(TINY) if len(grad) else grad.sum()
-    product = slopes.T @ (hidden * (grad / largest)).to(slopes.dtype)
-    return (product.float() * largest).to(slopes.dtype)
+    product = grad_logits.T @ (hidden * (grad / largest)).to(grad_logits.dtype)
+    return (product.float() * largest).to(grad_logits.dtype)
 
 
 @deferring
 class _InChunks(Function):
-    """Saves the gradients of the sum of losses, and what a weight's gradient is computed from if that does not do."""
+    """Keeps the gradients of the weighted sum of losses, and what others are computed from if that does not do."""
 
     @staticmethod
     def forward(
@@ -98,33 +148,55 @@ class _InChunks(Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        ignored: int,
+        ignore_index: int,
         learns: bool,
         weight_gradient: WeightGradient,
-    ) -> Tensor:
-        wanted = [learns and needs for needs in ctx.needs_input_grad[:2]]
-        losses, totals, grad_hidden, grad_weight = _forward(hidden, weight, targets, ignored, *wanted, AT_ONCE)
-        ctx.save_for_backward(hidden, weight, targets, totals, grad_hidden, grad_weight)
-        ctx.ignored, ctx.weight_gradient = ignored, weight_gradient
-        return losses  # type: ignore[no-any-return]
+        factors: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        needed = [learns and needs for needs in ctx.needs_input_grad[:2]]
+        inputs = hidden, weight, targets, factors, ignore_index
+        losses, lse, grad_hidden, grad_weight = _forward(*inputs, *needed, MAX_LOGITS)
+        ctx.save_for_backward(hidden, weight, targets, factors, lse, grad_hidden, grad_weight)
+        ctx.ignore_index, ctx.weight_gradient = ignore_index, weight_gradient
+        skip_unused_grads(ctx)
+        return losses, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        hidden, weight, targets, totals, of_hidden, of_weight = ctx.saved_tensors
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        uniform = not grad.numel() or grad.stride(0) == 0 or grad.numel() == 1
-        finite = grad.where(targets != ctx.ignored, 0)
-        grad_hidden = (of_hidden * finite.unsqueeze(-1)).to(hidden.dtype) if wants_hidden else None
-        if not wants_weight:
-            return grad_hidden, None, None, None, None, None
-        later = ctx.weight_gradient
+    def backward(
+        ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+        hidden, weight, targets, factors, lse, of_hidden, of_weight = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        if grad_losses is None or grad_lse is not None:
+            grad_hidden, grad_weight = _from_scratch(ctx, grad_losses, grad_lse)
+            return grad_hidden, grad_weight, None, None, None, None, None
+        uniform = not grad_losses.numel() or grad_losses.stride(0) == 0 or grad_losses.numel() == 1
+        finite = grad_losses.where(targets != ctx.ignore_index, 0)
+        grad_hidden = (of_hidden * finite.unsqueeze(-1)).to(hidden.dtype) if needs_hidden else None
+        if not needs_weight:
+            return grad_hidden, None, None, None, None, None, None
         if uniform:
-            grad_weight = later(_scaled, of_weight, grad[:1], weight)
+            grad_weight = ctx.weight_gradient(_scaled, of_weight, grad_losses[:1], weight)
         else:
-            own = local_targets(targets, len(weight), ctx.ignored, None)
-            grad_weight = later(_from_scratch, hidden, weight, own, totals, finite)
-        return grad_hidden, grad_weight, None, None, None, None
+            local = local_targets(targets, len(weight), ctx.ignore_index, None)
+            grad_weight = ctx.weight_gradient(_recomputed, hidden, weight, local, lse, finite * factors)
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _from_scratch(ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden states and weight where a loss depends on lse, whose gradient no forward pass knows."""
+    hidden, weight, targets, factors, lse, *_ = ctx.saved_tensors
+    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+    of_losses = None if grad_losses is None else grad_losses.where(targets != ctx.ignore_index, 0) * factors
+    grad, grad_lse = split_grads(of_losses, grad_lse, targets != ctx.ignore_index, torch.float32)
+    local = local_targets(targets, len(weight), ctx.ignore_index, None)
+    inputs = [hidden, weight, local, lse, grad] + ([] if grad_lse is None else [grad_lse])
+    grad_weight = ctx.weight_gradient(_recomputed, *inputs) if needs_weight else None
+    if not needs_hidden:
+        return None, grad_weight
+    grad_hidden, _ = TRITON.backward(hidden, weight, local, lse, grad, grad_lse, EXACT, Needs(True, False))
+    return grad_hidden, grad_weight
 
 
 def _scaled(of_weight: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
@@ -132,98 +204,122 @@ def _scaled(of_weight: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
     return (of_weight * factor if len(factor) else of_weight).to(weight.dtype)
 
 
-def _from_scratch(hidden: Tensor, weight: Tensor, own: Tensor, totals: Tensor, grad: Tensor) -> Tensor:
-    _, grad_weight = TRITON.gradients(hidden, weight, own, totals, grad, EXACT, Needs(False, True))
+def _recomputed(
+    hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None = None
+) -> Tensor:
+    """The weight's gradient, from logits that are computed again."""
+    inputs = hidden, weight, targets, lse, grad, grad_lse
+    _, grad_weight = TRITON.backward(*inputs, EXACT, Needs(False, True))
     return grad_weight  # type: ignore[return-value]
 
 
 def _fake_grad_logits(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int, wanted: bool
-) -> tuple[Tensor, Tensor]:
-    """Losses by token, and the gradients of their sum by logit, empty if not wanted."""
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, needed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses and lse by token, and the gradients of the losses by logit, empty if not needed."""
     losses = hidden.new_empty(len(hidden), dtype=torch.float32)
-    return losses, hidden.new_empty((len(hidden), len(weight)) if wanted else 0)
+    return losses, torch.empty_like(losses), hidden.new_empty((len(hidden), len(weight)) if needed else 0)
 
 
 @register_kernel(
-    "linear_cross_entropy_slopes(Tensor hidden, Tensor weight, Tensor targets, int ignored, bool wanted)"
-    " -> (Tensor, Tensor)",
+    "linear_cross_entropy_grad_logits(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, bool needed)"
+    " -> (Tensor, Tensor, Tensor)",
     fake=_fake_grad_logits,
 )
-def _grad_logits(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int, wanted: bool) -> tuple[Tensor, Tensor]:
+def _grad_logits(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, needed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     losses = hidden.new_empty(len(hidden), dtype=torch.float32)
+    lse = torch.empty_like(losses)
     logits = hidden @ weight.T
-    _lose(logits, targets, losses, torch.empty_like(losses), ignored, wanted)
-    return losses, logits if wanted else hidden.new_empty(0)
+    _cross_entropy(logits, targets, losses, lse, None, ignore_index, needed)
+    return losses, lse, logits if needed else hidden.new_empty(0)
 
 
-def _like_forward(
+def _fake_forward(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    ignored: int,
-    wants_hidden: bool,
-    wants_weight: bool,
-    at_once: int,
+    factors: Tensor,
+    ignore_index: int,
+    needs_hidden: bool,
+    needs_weight: bool,
+    max_logits: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses and log sum exp(logits) by token, and the gradients of the losses' sum, empty where not wanted."""
+    """Losses and lse by token, and the gradients of the losses' sum, empty where not needed."""
     losses = hidden.new_empty(len(hidden), dtype=torch.float32)
-    grad_hidden = hidden.new_empty(hidden.shape if wants_hidden else 0)
-    grad_weight = weight.new_empty(weight.shape if wants_weight else 0, dtype=torch.float32)
+    grad_hidden = hidden.new_empty(hidden.shape if needs_hidden else 0)
+    grad_weight = weight.new_empty(weight.shape if needs_weight else 0, dtype=torch.float32)
     return losses, torch.empty_like(losses), grad_hidden, grad_weight
 
 
 @register_kernel(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int ignored, bool wants_hidden, "
-    "bool wants_weight, int at_once) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_like_forward,
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor factors, int ignore_index, "
+    "bool needs_hidden, bool needs_weight, int max_logits) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_forward,
 )
 def _forward(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    ignored: int,
-    wants_hidden: bool,
-    wants_weight: bool,
-    at_once: int,
+    factors: Tensor,
+    ignore_index: int,
+    needs_hidden: bool,
+    needs_weight: bool,
+    max_logits: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _like_forward(hidden, weight, targets, ignored, wants_hidden, wants_weight, at_once)
-    losses, totals, grad_hidden, grad_weight = results
+    results = _fake_forward(hidden, weight, targets, factors, ignore_index, needs_hidden, needs_weight, max_logits)
+    losses, lse, grad_hidden, grad_weight = results
     grad_weight.zero_()
-    for chunk in _chunks(len(hidden), len(weight), at_once):
+    learns = needs_hidden or needs_weight
+    for chunk in _chunks(len(hidden), len(weight), max_logits):
         part = hidden[chunk]
         logits = part @ weight.T
-        _lose(logits, targets[chunk], losses[chunk], totals[chunk], ignored, wants_hidden or wants_weight)
-        if wants_hidden:
+        _cross_entropy(logits, targets[chunk], losses[chunk], lse[chunk], factors[chunk], ignore_index, learns)
+        if needs_hidden:
             torch.mm(logits, weight, out=grad_hidden[chunk])
-        if wants_weight:
+        if needs_weight:
             addmm_fp32(grad_weight, logits.T, part)
-        del logits  # or they would live until the next chunk's are there
+        del logits  # or they would live until the next chunk's are computed
     return results
 
 
-def _chunks(tokens: int, words: int, at_once: int) -> Iterator[slice]:
+def _chunks(tokens: int, vocab: int, max_logits: int) -> Iterator[slice]:
     """Parts of nearly equal size, each at most what may exist together or a multiple of tokens."""
-    most = max(1, at_once // (words * MULTIPLE)) * MULTIPLE
+    most = max(1, max_logits // (vocab * MULTIPLE)) * MULTIPLE
     parts = max(1, -(-tokens // most))
     size = max(1, -(-tokens // parts // MULTIPLE)) * MULTIPLE
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
-def _lose(logits: Tensor, targets: Tensor, losses: Tensor, totals: Tensor, ignored: int, learns: bool) -> None:
-    """Fill losses and totals; where they learn, the logits become the gradients of their losses."""
-    tokens, words = logits.shape
-    block = min(BLOCK, next_power_of_2(words))
+def _cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    lse: Tensor,
+    factors: Tensor | None,
+    ignore_index: int,
+    learns: bool,
+) -> None:
+    """
+    Fill losses and lse (tokens,); if it learns, logits (tokens, vocabulary) become the gradients of their losses.
+
+    Losses and gradients are multiplied by `factors` (tokens,); without these, the gradients of an ignored token are
+    those of its lse, for the backward pass to mask.
+    """
+    tokens, vocab = logits.shape
+    block = min(BLOCK, next_power_of_2(vocab))
     if not logits.numel():
         return
     _kernel[(tokens,)](
         logits,
         targets.contiguous(),
         losses,
-        totals,
-        words,
+        lse,
+        factors,
+        vocab,
         logits.stride(0),
-        ignored,
+        ignore_index,
         LEARNS=learns,
         BLOCK=block,
         DEPTH=DEPTH,
@@ -233,9 +329,9 @@ def _lose(logits: Tensor, targets: Tensor, losses: Tensor, totals: Tensor, ignor
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["ignored"])
+@triton.jit(do_not_specialize=["ignore_index"])
 def _kernel(
-    logits, targets, losses, totals, words, stride, ignored,
+    logits, targets, losses, lse, factors, words, stride, ignore_index,
     LEARNS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
 ):
     # fmt: on
@@ -243,28 +339,32 @@ def _kernel(
     target = tl.load(targets + token)
     logits += token * stride
     place = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    greatest = tl.full((BLOCK,), -float("inf"), tl.float32)
+    largest = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, words, DEPTH * BLOCK):
         inside = start + place < words
         values = tl.load(logits + start + place, mask=inside, other=0.0).to(tl.float32)
         values = tl.where(inside, values, -1e38)  # minus infinity less itself would be NaN
-        known, greatest = greatest, tl.maximum(greatest, tl.max(values, 0))
-        total = total * tl.exp(known - greatest) + tl.sum(tl.exp(values - greatest[None, :]), 0)
-    most = tl.max(greatest, 0)
-    total_of_all = most + tl.log(tl.sum(total * tl.exp(greatest - most), 0))
+        known, largest = largest, tl.maximum(largest, tl.max(values, 0))
+        total = total * tl.exp(known - largest) + tl.sum(tl.exp(values - largest[None, :]), 0)
+    most = tl.max(largest, 0)
+    total_of_all = most + tl.log(tl.sum(total * tl.exp(largest - most), 0))
     exists = (target >= 0) & (target < words)
-    chosen = tl.load(logits + target, mask=exists, other=0.0).to(tl.float32)
-    loss = tl.where(exists, total_of_all - chosen, float("nan"))
-    tl.store(losses + token, tl.where(target == ignored, 0.0, loss))
-    tl.store(totals + token, total_of_all)
+    target_logit = tl.load(logits + target, mask=exists, other=0.0).to(tl.float32)
+    loss = tl.where(exists, total_of_all - target_logit, float("nan"))
+    loss = tl.where(target == ignore_index, 0.0, loss)
+    factor = 1.0
+    if factors is not None:
+        factor = tl.load(factors + token)
+    tl.store(losses + token, loss * factor)
+    tl.store(lse + token, total_of_all)
     if not LEARNS:
         return
     # The target's logit is read before any warp writes gradients over it.
     tl.debug_barrier()
-    learned = tl.where(target == ignored, 0.0, 1.0)
+    learned = tl.where(target == ignore_index, -1, target)
     for start in range(0, words, DEPTH * BLOCK):
         inside = start + place < words
         values = tl.load(logits + start + place, mask=inside, other=0.0).to(tl.float32)
-        slopes = tl.exp(values - total_of_all) - tl.where(start + place == target, 1.0, 0.0)
-        tl.store(logits + start + place, (learned * slopes).to(logits.dtype.element_ty), mask=inside)
+        values = tl.exp(values - total_of_all) - tl.where(start + place == learned, 1.0, 0.0)
+        tl.store(logits + start + place, (factor * values).to(logits.dtype.element_ty), mask=inside)

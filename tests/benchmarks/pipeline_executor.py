@@ -71,8 +71,9 @@ class Residual(nn.Module):
 class OurResidual(Residual):
     """The same with the operation that our models use, which knows how to put its weight's gradient off."""
 
-    def forward(self, inputs: Tensor, shared: Any = None) -> Tensor:
-        return inputs + linear_eager(inputs, self.linear.weight)
+    def forward(self, inputs: Tensor, shared: Any = None, finish: Any = None) -> Any:
+        hidden = inputs + linear_eager(inputs, self.linear.weight)
+        return hidden if finish is None else finish(hidden, None)
 
 
 class AtOnce:
@@ -124,8 +125,8 @@ class World:
     def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
         return batch.tokens, BatchContext(batch.positions, batch.document_ids)
 
-    def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        return output.square().sum(), torch.ones(())
+    def loss(self, hidden: Tensor, head: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        return hidden.square().sum(), torch.ones(()), {}
 
 
 def ours(name: str) -> tuple[int, float, float]:
@@ -150,7 +151,7 @@ def ours(name: str) -> tuple[int, float, float]:
     )
     executor.open()
     row = torch.zeros(16, 32)
-    batches = [Batch(row, row, row, row)] * MICROBATCHES
+    batches = [Batch(row, row, row, row, row.float())] * MICROBATCHES
     actions = len([*flat(lower(schedule.program(RANKS, MICROBATCHES), RANK))])
     executor.train(batches)
     with _autograd_timed(clock):

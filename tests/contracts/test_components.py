@@ -70,6 +70,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.hugging_face_tokenizer": tokenizer_file,
     "data.jsonl": jsonl_file,
     "data.standard_library": lambda folder: {},
+    "loss.dft": lambda folder: {"loss": {"use": "loss.dft"}},
     "model.qwen3.moe": lambda folder: {
         "model": {
             **TINY["model"],

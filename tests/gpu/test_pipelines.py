@@ -20,7 +20,10 @@ pytestmark = [
     pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and {GPUS} of this machine can be seen"),
 ]
 
-CASES: list[pipelines.Case] = [(name, count, True, False) for name in pipelines.TRAINING for count in (1, 5, 8)]
+LOSSES = {1: "dft", 5: "smoothed", 8: "tempered"}
+CASES: list[pipelines.Case] = [
+    (name, count, True, False, LOSSES[count]) for name in pipelines.TRAINING for count in (1, 5, 8)
+]
 COMMON = (
     "run",
     "tiny.toml",
@@ -42,7 +45,8 @@ def parts() -> list[list[dict[str, Any]]]:
 def wholes() -> dict[int, dict[str, Any]]:
     """The same steps in one process on one GPU, by the number of microbatches."""
     counts = (1, 5, 8)
-    (found,) = run_ranks(pipelines.steps, 1, [("gpipe", count, True, False) for count in counts], 1, "cuda", timeout=60)
+    cases = [("gpipe", count, True, False, LOSSES[count]) for count in counts]
+    (found,) = run_ranks(pipelines.steps, 1, cases, 1, "cuda", timeout=60)
     return dict(zip(counts, found, strict=True))
 
 

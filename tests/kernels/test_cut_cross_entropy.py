@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.cut_cross_entropy import Cut, Reduction, cut_cross_entropy_eager, order_of_vocab
+from drawloom.kernels.cut_cross_entropy import Cut, cut_cross_entropy_eager, order_of_vocab
 from drawloom.kernels.deferred_grads import Deferral
+
+
+def losses_of(*inputs: Any, **options: Any) -> Tensor:
+    """The losses alone."""
+    losses, _ = cut_cross_entropy_eager(*inputs, **options)
+    return losses
 
 
 def at_once(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int = -100, cap: float | None = None) -> Tensor:
@@ -25,7 +31,7 @@ def case(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
-CUTS = [Cut(), Cut(soft_cap=2.0), Cut(tile=(2, 4), at_once=1), Cut(tile=(3, 4), at_once=150, soft_cap=5.0)]
+CUTS = [Cut(), Cut(soft_cap=2.0), Cut(tile=(2, 4), max_logits=1), Cut(tile=(3, 4), max_logits=150, soft_cap=5.0)]
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=range(4))
@@ -34,7 +40,7 @@ def test_equals_definition(cut: Cut, shape: tuple[int, ...]) -> None:
     """Any shape, capped or not, in however many chunks, gives losses and gradients of the definition."""
     hidden, weight, targets = case(*shape)
     found, expected = (
-        cut_cross_entropy_eager(hidden, weight, targets, cut),
+        losses_of(hidden, weight, targets, cut),
         at_once(hidden, weight, targets, -100, cut.soft_cap),
     )
     assert found.shape == targets.shape
@@ -51,20 +57,7 @@ def test_gradients() -> None:
     """Gradients are those of finite differences in float64, with a cap too."""
     hidden, weight, targets = case(5, dtype=torch.float64)
     for cut in (Cut(), Cut(soft_cap=2.0)):
-        assert torch.autograd.gradcheck(
-            lambda h, w, cut=cut: cut_cross_entropy_eager(h, w, targets, cut), (hidden, weight)
-        )
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_reductions(reduction: Reduction) -> None:
-    """The sum is over all losses, the mean over those that are not ignored."""
-    hidden, weight, targets = case(4, 5)
-    losses = cut_cross_entropy_eager(hidden, weight, targets)
-    count = (targets != -100).sum() if reduction == "mean" else 1
-    torch.testing.assert_close(
-        cut_cross_entropy_eager(hidden, weight, targets, reduction=reduction), losses.sum() / count
-    )
+        assert torch.autograd.gradcheck(lambda h, w, cut=cut: losses_of(h, w, targets, cut), (hidden, weight))
 
 
 def test_words_by_mean_logit() -> None:
@@ -78,10 +71,10 @@ def test_filter_leaves_out_what_is_small() -> None:
     """Gradients with a filter differ from exact ones by less than what the filter may drop, and by something."""
     hidden, weight, targets = case(12)
     scaled = (3 * weight).detach().requires_grad_()
-    exact = torch.autograd.grad(cut_cross_entropy_eager(hidden, scaled, targets).sum(), (hidden, scaled))
+    exact = torch.autograd.grad(losses_of(hidden, scaled, targets).sum(), (hidden, scaled))
     for least in (1e-3, 3e-2):
         cut = Cut(filter_eps=least, tile=(2, 2))
-        found = torch.autograd.grad(cut_cross_entropy_eager(hidden, scaled, targets, cut).sum(), (hidden, scaled))
+        found = torch.autograd.grad(losses_of(hidden, scaled, targets, cut).sum(), (hidden, scaled))
         # A gradient of logits that is left out is less than `least`; 23 words, 12 tokens.
         assert 0 < (found[0] - exact[0]).abs().max() < least * scaled.abs().sum(0).max()
         assert 0 < (found[1] - exact[1]).abs().max() < least * hidden.abs().sum(0).max()
@@ -91,11 +84,9 @@ def test_filter_never_drops_a_target() -> None:
     """However high the bound below 1, what pulls a target up stays, where the target is not yet learnt."""
     hidden, weight, targets = case(6)
     cut = Cut(filter_eps=0.5, tile=(1, 1))
-    (found,) = torch.autograd.grad(
-        cut_cross_entropy_eager(hidden * 0, weight, targets, cut).sum(), hidden, retain_graph=True
-    )
+    (found,) = torch.autograd.grad(losses_of(hidden * 0, weight, targets, cut).sum(), hidden, retain_graph=True)
     assert torch.equal(found, torch.zeros_like(found))
-    (found,) = torch.autograd.grad(cut_cross_entropy_eager(hidden, weight * 0.01, targets, cut).sum(), weight)
+    (found,) = torch.autograd.grad(losses_of(hidden, weight * 0.01, targets, cut).sum(), weight)
     assert found.abs().sum() > 0
 
 
@@ -103,7 +94,7 @@ def test_ignored_tokens_send_nothing_back() -> None:
     """Even an infinite gradient of an ignored token's loss reaches nobody."""
     hidden, weight, targets = case(6)
     grad = torch.ones(6).masked_fill(targets == -100, float("inf"))
-    (found,) = torch.autograd.grad(cut_cross_entropy_eager(hidden, weight, targets), hidden, grad)
+    (found,) = torch.autograd.grad(losses_of(hidden, weight, targets), hidden, grad)
     assert found.isfinite().all()
     assert (found[targets == -100] == 0).all()
 
@@ -115,27 +106,60 @@ def test_only_what_is_wanted(wanted: str) -> None:
     both = dict(
         zip(
             ("hidden", "weight"),
-            torch.autograd.grad(cut_cross_entropy_eager(hidden, weight, targets).sum(), (hidden, weight)),
+            torch.autograd.grad(losses_of(hidden, weight, targets).sum(), (hidden, weight)),
             strict=True,
         )
     )
     inputs: Any = {"hidden": hidden.detach(), "weight": weight.detach()}
     inputs[wanted].requires_grad_()
-    (found,) = torch.autograd.grad(
-        cut_cross_entropy_eager(inputs["hidden"], inputs["weight"], targets).sum(), inputs[wanted]
-    )
+    (found,) = torch.autograd.grad(losses_of(inputs["hidden"], inputs["weight"], targets).sum(), inputs[wanted])
     torch.testing.assert_close(found, both[wanted])
 
 
 def test_weight_gradient_can_wait() -> None:
     """Put off, the weight's gradient comes later, and is what it would have been; the other comes at once."""
     hidden, weight, targets = case(7)
-    expected = torch.autograd.grad(cut_cross_entropy_eager(hidden, weight, targets).sum(), (hidden, weight))
+    expected = torch.autograd.grad(losses_of(hidden, weight, targets).sum(), (hidden, weight))
     deferral = Deferral()
     with deferral.recording():
-        losses = cut_cross_entropy_eager(hidden, weight, targets)
+        losses = losses_of(hidden, weight, targets)
     with deferral.defer():
         found = torch.autograd.grad(losses.sum(), (hidden, weight), allow_unused=True)
     assert found[1] is None
     (later,) = deferral.take()
     torch.testing.assert_close((found[0], later.compute()), expected)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=range(4))
+@pytest.mark.parametrize("deferred", [False, True])
+def test_gradients_of_both_results(cut: Cut, deferred: bool) -> None:
+    """With factors on losses and on lse, gradients are those of autograd by the definition, deferred or not."""
+    hidden, weight, targets = case(2, 5, dtype=torch.float64)
+    of_losses, of_lse = torch.randn(2, 5, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    logits = hidden @ weight.T
+    capped = logits if cut.soft_cap is None else cut.soft_cap * (logits / cut.soft_cap).tanh()
+    exact = at_once(hidden, weight, targets, -100, cut.soft_cap), capped.logsumexp(-1)
+    expected = torch.autograd.grad(exact, (hidden, weight), (of_losses, of_lse))
+    deferral = Deferral()
+    with deferral.recording():
+        found = cut_cross_entropy_eager(hidden, weight, targets, cut)
+    torch.testing.assert_close(found, exact)
+    if not deferred:
+        grads = torch.autograd.grad(found, (hidden, weight), (of_losses, of_lse))
+        torch.testing.assert_close(grads, expected)
+        return
+    with deferral.defer():
+        grads = torch.autograd.grad(found, (hidden, weight), (of_losses, of_lse), allow_unused=True)
+    assert grads[1] is None
+    torch.testing.assert_close((grads[0], deferral.take()[0].compute()), expected)
+
+
+def test_filter_keeps_what_lse_pulls_down() -> None:
+    """A target of probability 1 has no gradient of its loss, yet its lse has one, which no filter drops."""
+    hidden, weight = torch.eye(1, 4).mul(50).requires_grad_(), torch.eye(9, 4).requires_grad_()
+    cut = Cut(filter_eps=0.5, tile=(1, 1))
+    _, lse = cut_cross_entropy_eager(hidden, weight, torch.tensor([0]), cut)
+    (found,) = torch.autograd.grad(lse.sum(), weight)
+    torch.testing.assert_close(
+        found, torch.zeros(9, 4).index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(50.0))
+    )

@@ -131,8 +131,11 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Callable[[nn.Parameter], Tensor]]] 
     "linear": ((4, 4), lambda w: linear_eager(torch.ones(2, 4), w)),
     "embedding": ((4, 4), lambda w: embedding_eager(torch.tensor([1, 2]), w)),
     "grouped gemm": ((1, 4, 4), lambda w: grouped_gemm_eager(torch.ones(2, 4), w, torch.tensor([2]).int())),
-    "linear cross entropy": ((4, 4), lambda w: linear_cross_entropy_eager(torch.ones(2, 4), w, torch.tensor([1, 2]))),
-    "cut cross entropy": ((4, 4), lambda w: cut_cross_entropy_eager(torch.ones(2, 4), w, torch.tensor([1, 2]))),
+    "linear cross entropy": (
+        (4, 4),
+        lambda w: linear_cross_entropy_eager(torch.ones(2, 4), w, torch.tensor([1, 2]))[0],
+    ),
+    "cut cross entropy": ((4, 4), lambda w: cut_cross_entropy_eager(torch.ones(2, 4), w, torch.tensor([1, 2]))[0]),
 }
 
 

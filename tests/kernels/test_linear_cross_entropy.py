@@ -1,5 +1,7 @@
 """linear_cross_entropy against log_softmax of all logits at once, whatever the chunks."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,12 @@ from torch.utils._pytree import tree_leaves
 from drawloom.kernels import linear_cross_entropy
 from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
+
+
+def losses_of(*inputs: Any, **options: Any) -> Tensor:
+    """The losses alone."""
+    losses, _ = linear_cross_entropy_eager(*inputs, **options)
+    return losses
 
 
 def at_once(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int = -100) -> Tensor:
@@ -22,8 +30,8 @@ def at_once(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int = -100
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chunk size that the kernel uses: its own (all tokens here), or a small one."""
     if request.param is not None:
-        monkeypatch.setattr(linear_cross_entropy, "LEAST_TOKENS", request.param)
-        monkeypatch.setattr(linear_cross_entropy, "LEAST_LOGITS", 0)
+        monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_TOKENS", request.param)
+        monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_LOGITS", 0)
 
 
 def random_case(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,7 +45,7 @@ def random_case(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
 def test_equals_definition(shape: tuple[int, ...]) -> None:
     """Any shape, zero tokens included, gives each token's loss in float32, and 0 where ignored."""
     hidden, weight, targets = random_case(shape)
-    found = linear_cross_entropy_eager(hidden, weight, targets)
+    found = losses_of(hidden, weight, targets)
     assert found.shape == targets.shape
     assert found.dtype == torch.float32
     assert (found[targets == -100] == 0).all()
@@ -51,7 +59,7 @@ def test_gradients(shape: tuple[int, ...]) -> None:
     hidden, weight, targets = random_case(shape, torch.float64)
     hidden.requires_grad_()
     weight.requires_grad_()
-    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy_eager(h, w, targets), (hidden, weight))
+    assert torch.autograd.gradcheck(lambda h, w: losses_of(h, w, targets), (hidden, weight))
 
 
 @pytest.mark.usefixtures("chunk")
@@ -59,12 +67,12 @@ def test_frozen_inputs_get_no_gradient() -> None:
     """With the weight frozen the hidden states' gradient is the same, and the other way round."""
     hidden, weight, targets = random_case((9,))
     both = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    expected = torch.autograd.grad(linear_cross_entropy_eager(*both, targets).sum(), both)
+    expected = torch.autograd.grad(losses_of(*both, targets).sum(), both)
     alone = hidden.clone().requires_grad_()
-    (found,) = torch.autograd.grad(linear_cross_entropy_eager(alone, weight, targets).sum(), alone)
+    (found,) = torch.autograd.grad(losses_of(alone, weight, targets).sum(), alone)
     torch.testing.assert_close(found, expected[0])
     alone = weight.clone().requires_grad_()
-    (found,) = torch.autograd.grad(linear_cross_entropy_eager(hidden, alone, targets).sum(), alone)
+    (found,) = torch.autograd.grad(losses_of(hidden, alone, targets).sum(), alone)
     torch.testing.assert_close(found, expected[1])
 
 
@@ -72,7 +80,7 @@ def test_ignored_tokens_send_nothing_back() -> None:
     """Even an infinite gradient of an ignored token's loss reaches nobody."""
     hidden, weight, targets = random_case((6,))
     hidden.requires_grad_()
-    losses = linear_cross_entropy_eager(hidden, weight, targets)
+    losses = losses_of(hidden, weight, targets)
     grad = torch.ones(6).masked_fill(targets == -100, float("inf"))
     (found,) = torch.autograd.grad(losses, hidden, grad)
     assert found.isfinite().all()
@@ -83,7 +91,7 @@ def test_another_ignored_number() -> None:
     """The number that marks ignored targets can be chosen."""
     hidden, weight, _ = random_case((4,))
     targets = torch.tensor([0, 1, 2, 0])
-    found = linear_cross_entropy_eager(hidden, weight, targets, ignored=0)
+    found = losses_of(hidden, weight, targets, ignore_index=0)
     torch.testing.assert_close(found.double(), at_once(hidden, weight, targets, 0), atol=1e-6, rtol=1e-5)
 
 
@@ -94,7 +102,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     hidden, weight, targets = random_case((10,), dtype)
     hidden.requires_grad_()
     weight.requires_grad_()
-    found, exact = linear_cross_entropy_eager(hidden, weight, targets), at_once(hidden, weight, targets)
+    found, exact = losses_of(hidden, weight, targets), at_once(hidden, weight, targets)
     assert found.dtype == torch.float32
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(found.double(), exact, atol=8 * eps, rtol=4 * eps)
@@ -104,10 +112,10 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 def test_weight_gradient_does_not_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over many chunks a bfloat16 weight's gradient goes on growing: a bfloat16 sum would stop at 256 times a part."""
-    monkeypatch.setattr(linear_cross_entropy, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(linear_cross_entropy, "LEAST_LOGITS", 0)
+    monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_LOGITS", 0)
     hidden, weight = torch.ones(1000, 3).bfloat16(), torch.zeros(2, 3).bfloat16().requires_grad_()
-    losses = linear_cross_entropy_eager(hidden, weight, torch.zeros(1000, dtype=torch.int64))
+    losses = losses_of(hidden, weight, torch.zeros(1000, dtype=torch.int64))
     (grad,) = torch.autograd.grad(losses.sum(), weight)
     torch.testing.assert_close(grad.float(), torch.tensor([[-500.0], [500.0]]).expand(2, 3))
 
@@ -117,7 +125,7 @@ def test_strided_input() -> None:
     hidden = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(7, (3, 4))
-    found = linear_cross_entropy_eager(hidden.transpose(0, 1), weight.T, targets.T)
+    found = losses_of(hidden.transpose(0, 1), weight.T, targets.T)
     exact = at_once(hidden.transpose(0, 1), weight.T, targets.T)
     torch.testing.assert_close(found, exact)
     expected = torch.autograd.grad(exact.sum(), (hidden, weight))
@@ -126,11 +134,11 @@ def test_strided_input() -> None:
 
 def test_never_holds_more_logits_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither pass makes a tensor as large as all logits once there are several chunks."""
-    monkeypatch.setattr(linear_cross_entropy, "LEAST_TOKENS", 64)
-    monkeypatch.setattr(linear_cross_entropy, "LEAST_LOGITS", 0)
+    monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_TOKENS", 64)
+    monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_LOGITS", 0)
     hidden, weight = torch.randn(512, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
     with LargestTensor() as largest:
-        losses = linear_cross_entropy_eager(hidden, weight, torch.randint(1000, (512,)))
+        losses = losses_of(hidden, weight, torch.randint(1000, (512,)))
         torch.autograd.grad(losses.sum(), (hidden, weight))
     assert largest.elements == 64 * 1000
 
@@ -155,18 +163,58 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_puts_its_weight_off(tokens: int, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked to, it finds the weight's gradient later if it holds all logits, and at once if not; bitwise the same."""
     if chunked:
-        monkeypatch.setattr(linear_cross_entropy, "LEAST_TOKENS", 2)
-        monkeypatch.setattr(linear_cross_entropy, "LEAST_LOGITS", 0)
+        monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_TOKENS", 2)
+        monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_LOGITS", 0)
     hidden, weight, targets = random_case((tokens,))
     tensors = hidden.requires_grad_(), weight.requires_grad_()
     grad = torch.randn(tokens)
-    expected = torch.autograd.grad(linear_cross_entropy_eager(*tensors, targets), tensors, grad)
+    expected = torch.autograd.grad(losses_of(*tensors, targets), tensors, grad)
     deferral = Deferral()
     with deferral.recording():
-        found = linear_cross_entropy_eager(*tensors, targets)
+        found = losses_of(*tensors, targets)
     with deferral.defer():
         grads = torch.autograd.grad(found, tensors, grad, allow_unused=True)
     waiting = deferral.take()
     assert len(waiting) == (tokens > 0 and (not chunked or tokens < 2))
     assert torch.equal(grads[0], expected[0])
     assert torch.equal(waiting[0].compute() if waiting else grads[1], expected[1])
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("shape", [(), (8,), (2, 5), (0,), (3, 0)])
+def test_lse_equals_definition(shape: tuple[int, ...]) -> None:
+    """The second result is float32 log-sum-exp of every token's logits, whether its target is ignored or not."""
+    hidden, weight, targets = random_case(shape)
+    _, lse = linear_cross_entropy_eager(hidden, weight, targets)
+    assert lse.shape == targets.shape and lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), (hidden.double() @ weight.double().T).logsumexp(-1), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("outputs", ["losses", "lse", "both"])
+def test_gradients_of_both_results(outputs: str) -> None:
+    """Gradients through losses, through lse and through both together are those of autograd by the definition."""
+    hidden, weight, targets = random_case((2, 5), torch.float64)
+    tensors = hidden.requires_grad_(), weight.requires_grad_()
+    of_losses, of_lse = torch.randn(2, 5, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    found = linear_cross_entropy_eager(*tensors, targets)
+    exact = at_once(*tensors, targets), (hidden @ weight.T).logsumexp(-1)
+    wanted = [outputs in ("losses", "both"), outputs in ("lse", "both")]
+    totals = [
+        sum((x * factor).sum() for x, factor, want in zip(pair, (of_losses, of_lse), wanted, strict=True) if want)
+        for pair in (found, exact)
+    ]
+    grads, expected = (torch.autograd.grad(total, tensors) for total in totals)  # type: ignore[arg-type]
+    torch.testing.assert_close(grads, expected)
+
+
+def test_losses_are_multiplied_by_token_weights() -> None:
+    """With weights by token, losses and their gradients are the weighted ones; lse is not weighted."""
+    hidden, weight, targets = random_case((2, 5))
+    weights = torch.rand(2, 5)
+    hidden.requires_grad_()
+    plain, lse = linear_cross_entropy_eager(hidden, weight, targets)
+    found, same_lse = linear_cross_entropy_eager(hidden, weight, targets, token_weights=weights)
+    assert torch.equal(found, plain * weights) and torch.equal(lse, same_lse)
+    expected = torch.autograd.grad((plain * weights).sum(), hidden)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), hidden), expected)

@@ -37,20 +37,21 @@ def one_part() -> dict[str, Any]:
     hidden.requires_grad_()
     weight = weight[SPLIT[rank] : SPLIT[rank + 1]].clone().requires_grad_()
     cut = Cut(soft_cap=3.0, part=VocabularyPart(SPLIT[rank], dist.group.WORLD))  # type: ignore[arg-type]
-    losses = cut_cross_entropy_eager(hidden, weight, targets, cut)
-    grads = torch.autograd.grad(losses, (hidden, weight), grad)
+    losses, lse = cut_cross_entropy_eager(hidden, weight, targets, cut)
+    grads = torch.autograd.grad((losses, lse), (hidden, weight), (grad, grad.flip(0)))
     dist.destroy_process_group()
-    return {"losses": losses.tolist(), "hidden": grads[0].tolist(), "weight": grads[1].tolist()}
+    return {"losses": losses.tolist(), "lse": lse.tolist(), "hidden": grads[0].tolist(), "weight": grads[1].tolist()}
 
 
 def test_parts_make_up_the_whole() -> None:
-    """Every rank has the losses and the hidden states' gradient of the whole vocabulary, and its weights' own."""
+    """Every rank has losses, lse and the hidden states' gradient of the whole vocabulary, and its weights' own."""
     hidden, weight, targets, grad = numbers()
     hidden.requires_grad_()
     weight.requires_grad_()
-    losses = cut_cross_entropy_eager(hidden, weight, targets, Cut(soft_cap=3.0))
-    of_hidden, of_weight = torch.autograd.grad(losses, (hidden, weight), grad)
+    losses, lse = cut_cross_entropy_eager(hidden, weight, targets, Cut(soft_cap=3.0))
+    of_hidden, of_weight = torch.autograd.grad((losses, lse), (hidden, weight), (grad, grad.flip(0)))
     for rank, found in enumerate(run_ranks(one_part, 3)):
         torch.testing.assert_close(torch.tensor(found["losses"]), losses.detach())
+        torch.testing.assert_close(torch.tensor(found["lse"]), lse.detach())
         torch.testing.assert_close(torch.tensor(found["hidden"]), of_hidden)
         torch.testing.assert_close(torch.tensor(found["weight"]), of_weight[SPLIT[rank] : SPLIT[rank + 1]])

@@ -1,3 +1,28 @@
-"""The example is a project of its own; `test_example.py` runs its tests where it is installed."""
+"""Each example is a project of its own; the tests beside this file run its tests where it is installed."""
 
-collect_ignore = ["perplexity"]
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+collect_ignore = ["perplexity", "tempered"]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def install(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], dict[str, str]]:
+    """Installs a plugin without a network, and gives the environment of a Python that has it."""
+
+    def install(plugin: Path) -> dict[str, str]:
+        target = tmp_path_factory.mktemp("site")
+        options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+        command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(plugin)]
+        subprocess.run(command, check=True, capture_output=True)
+        paths = os.pathsep.join([str(target), str(ROOT / "src")])
+        return {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+
+    return install

@@ -1,14 +1,13 @@
 """The example plugin, installed for real: found, used from a recipe, tested with what drawloom offers."""
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
 PLUGIN = Path(__file__).parent / "perplexity"
 
 TINY = [
@@ -40,14 +39,9 @@ sys.exit(main(["list", "--plugins"]) or main(["list", "language"]) or main(["sho
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a Python that has the plugin, installed without a network."""
-    target = tmp_path_factory.mktemp("site")
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(PLUGIN)]
-    subprocess.run(command, check=True, capture_output=True)
-    paths = os.pathsep.join([str(target), str(ROOT / "src")])
-    return {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+def installed(install: Callable[[Path], dict[str, str]]) -> dict[str, str]:
+    """The environment of a Python that has the plugin."""
+    return install(PLUGIN)
 
 
 def test_a_recipe_uses_it(installed: dict[str, str], tmp_path: Path) -> None:

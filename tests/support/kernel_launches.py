@@ -116,11 +116,11 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
     yield "swiglu of far rows", lambda: swiglu._forward(rows, rows, numbers)
     yield "swiglu backward of far rows", lambda: swiglu._backward(rows, rows, rows, numbers)
     yield "swiglu of many elements", lambda: swiglu._forward(held, held, None)
-    yield "cut_cross_entropy of far rows", lambda: cut_cross_entropy._totals(rows, rows, targets, None, 128, 256)
+    yield "cut_cross_entropy of far rows", lambda: cut_cross_entropy._forward(rows, rows, targets, None, 128, 256)
     yield (
         "cut_cross_entropy backward of far rows",
-        lambda: cut_cross_entropy._gradients(
-            rows, rows, targets, numbers, numbers, None, 1e-4, 128, 128, 2**28, True, True
+        lambda: cut_cross_entropy._backward(
+            rows, rows, targets, numbers, numbers, numbers, None, 1e-4, 128, 128, 2**28, True, True
         ),
     )
     of_choices = ends[:, None]
@@ -134,17 +134,23 @@ def losses() -> Iterator[tuple[str, Launch]]:
     logits, numbers, targets = empty(4, 151936), empty(256, dtype=FLOAT), torch.zeros(256, dtype=torch.int64)
     hidden, weight = empty(256, 128), empty(512, 128)
     backward = hidden, weight, targets, numbers, numbers
-    yield (
-        "linear_cross_entropy",
-        lambda: linear_cross_entropy._lose(logits, targets[:4], numbers[:4], numbers[:4], -100, True),
-    )
-    yield "cut_cross_entropy", lambda: cut_cross_entropy._totals(hidden, weight, targets, None, 128, 256)
-    yield "cut_cross_entropy capped", lambda: cut_cross_entropy._totals(hidden, weight, targets, 30.0, 128, 256)
-    for least, tile in ((0.0, (128, 256)), (1e-4, (128, 128))):
+    for factors in (None, numbers[:4]):
         yield (
-            f"cut_cross_entropy backward {least}",
-            lambda e=least, t=tile: cut_cross_entropy._gradients(*backward, None, e, *t, 2**28, True, True),
+            f"linear_cross_entropy{'' if factors is None else ' in chunks'}",
+            lambda f=factors: linear_cross_entropy._cross_entropy(
+                logits, targets[:4], numbers[:4], numbers[:4], f, -100, True
+            ),
         )
+    yield "cut_cross_entropy", lambda: cut_cross_entropy._forward(hidden, weight, targets, None, 128, 256)
+    yield "cut_cross_entropy capped", lambda: cut_cross_entropy._forward(hidden, weight, targets, 30.0, 128, 256)
+    for least, tile in ((0.0, (128, 256)), (1e-4, (128, 128))):
+        for grad_lse in (None, numbers):
+            yield (
+                f"cut_cross_entropy backward {least}{'' if grad_lse is None else ' with lse'}",
+                lambda e=least, t=tile, g=grad_lse: cut_cross_entropy._backward(
+                    *backward, g, None, e, *t, 2**28, True, True
+                ),
+            )
 
 
 def experts() -> Iterator[tuple[str, Launch]]:

@@ -1,10 +1,13 @@
 """A small model over pipeline ranks, and what a step of it leaves behind."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import attrs
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
@@ -12,11 +15,13 @@ from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.sum_over_shards import SumOverParameters
 from drawloom.components.gradients.synchronize import Synchronize
+from drawloom.components.loss.dft import Dft
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
+from drawloom.components.ports.model import Head
 from drawloom.components.ports.run import Step
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
@@ -65,12 +70,50 @@ def batches(count: int) -> list[Batch]:
         targets = torch.randint(0, 20, (2, length), generator=generator)
         targets[:, 1] = IGNORE_INDEX
         positions = torch.arange(length).expand(2, length).contiguous()
-        made.append(Batch(tokens, targets, positions, torch.zeros_like(tokens)))
+        weights = torch.rand(targets.shape, generator=generator).masked_fill(targets == IGNORE_INDEX, 0)
+        made.append(Batch(tokens, targets, positions, torch.zeros_like(tokens), weights))
     return made
 
 
-Case = tuple[str, int, bool, bool]
-"""A schedule, how many microbatches, whether embedding and head are tied, and whether the first layer is frozen."""
+class Temperature(nn.Module):
+    """A trained number that logits are divided by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.empty(1))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.log)
+
+
+class TemperedLoss(NextToken):
+    """A loss with a parameter of its own, which takes logits chunk by chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Temperature()
+
+    def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        losses = head.map_logits(self._losses, hidden, batch.targets, max_bytes=500)
+        return (losses * batch.weights).sum(), batch.weights.sum(), {"squares": losses.detach().square().sum()}
+
+    def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        tempered = logits / self.module.log.exp()
+        return F.cross_entropy(tempered, targets, ignore_index=IGNORE_INDEX, reduction="none")
+
+
+LOSSES: dict[str, Callable[[], Any]] = {
+    "plain": NextToken,
+    "smoothed": partial(NextToken, z_loss=0.1, label_smoothing=0.2, accuracy=True),
+    "dft": Dft,
+    "tempered": TemperedLoss,
+}
+
+Case = tuple[str, int, bool, bool, str]
+"""
+A schedule, how many microbatches, whether embedding and head are tied, whether the first layer is frozen, and the name
+of a loss.
+"""
 
 
 FLOAT64 = {"parameter": "float64"}  # sums stay in float64
@@ -101,9 +144,16 @@ def steps(
 
 
 def _step(
-    name: str, microbatches: int, tied: bool, frozen: bool, mesh: RankMesh, device: Any, precision: DtypePolicy
+    name: str,
+    microbatches: int,
+    tied: bool,
+    frozen: bool,
+    kind: str,
+    mesh: RankMesh,
+    device: Any,
+    precision: DtypePolicy,
 ) -> dict[str, Any]:
-    """Gradients by name, as the optimizer gets them; this rank's part of the loss, and the validation loss."""
+    """Gradients by name, as the optimizer gets them; this rank's loss and sums, and its validation loss."""
     sizes: dict[str, Any] = {
         "hidden_size": 16,
         "num_attention_heads": 2,
@@ -113,6 +163,7 @@ def _step(
     }
     stages = MaterializedStages(
         model=Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=tied, num_hidden_layers=8, vocab_size=20, **sizes),
+        loss=LOSSES[kind](),
         schedule=schedule(name),
         mesh=mesh,
         device=device,
@@ -125,7 +176,7 @@ def _step(
         stages=stages,
         boundaries=stages,
         schedule=stages.schedule,
-        objective=NextToken(),
+        objective=stages.loss,
         mesh=mesh,
         neighbours=mesh,
         device=device,
@@ -139,4 +190,5 @@ def _step(
     ).run_phase(step)
     held_out = executor.evaluate(iter(batches(3)))
     grads = {name: None if parameter.grad is None else parameter.grad.cpu() for name, parameter in stages.named()}
-    return {"grads": grads, "loss": float(losses.total), "held_out": float(held_out.total)}
+    sums = {key: float(value) for key, value in losses.sums.items()}
+    return {"grads": grads, "loss": float(losses.total), "sums": sums, "held_out": float(held_out.total)}

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +12,7 @@ from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.model.qwen3.builder import Qwen3Builder
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
+from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import BatchContext, LayerRange
 
 SIZES: dict[str, Any] = {
@@ -71,20 +73,35 @@ def twin(model: Qwen3Builder, parameters: Mapping[str, Tensor], **settings: Any)
     return made
 
 
-def one_document(rows: int, length: int, targets: Tensor | None = None) -> BatchContext:
-    """Rows that are each one document."""
+def one_document(rows: int, length: int) -> BatchContext:
+    """Rows that are each one document: positions and document ids int64 (rows, length), no weights."""
     positions = torch.arange(length).expand(rows, -1)
-    return BatchContext(positions, torch.zeros_like(positions), targets)
+    return BatchContext(positions, torch.zeros_like(positions))
 
 
-def packed(lengths: list[list[int]], targets: Tensor | None = None) -> BatchContext:
+def packed(lengths: list[list[int]]) -> BatchContext:
     """Rows of documents of these lengths."""
     positions = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
     documents = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
-    return BatchContext(torch.stack(positions), torch.stack(documents), targets)
+    return BatchContext(torch.stack(positions), torch.stack(documents))
 
 
 def to(device: torch.device, shared: BatchContext) -> BatchContext:
-    """What stages see of a microbatch, on another device."""
-    targets = None if shared.targets is None else shared.targets.to(device)
-    return BatchContext(shared.positions.to(device), shared.document_ids.to(device), targets)
+    """A context without weights, on another device."""
+    return BatchContext(shared.positions.to(device), shared.document_ids.to(device))
+
+
+def weights_of(targets: Tensor) -> Tensor:
+    """1 for each token that has a target, else 0: float32, of the shape of targets."""
+    return (targets != IGNORE_INDEX).float()
+
+
+def losses_of(module: Any, inputs: Tensor, shared: BatchContext, targets: Tensor) -> Any:
+    """Losses by token (rows, length) of a module with a head, each token weighing 1, in the router's loss too."""
+    weighted = attrs.evolve(shared, weights=weights_of(targets))
+    return module(inputs, weighted, lambda hidden, head: head.token_losses(hidden, targets)[0])
+
+
+def logits_of(module: Any, inputs: Tensor, shared: BatchContext) -> Any:
+    """Logits (rows, length, vocab_size) of a module with a head."""
+    return module(inputs, shared, lambda hidden, head: head.logits(hidden))

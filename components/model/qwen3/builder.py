@@ -130,7 +130,7 @@ class Qwen3Builder:
 
     @abstractmethod
     def mlp_of(self, number: int) -> nn.Module:
-        """The feed-forward network of a layer: it takes hidden states and targets, and gives hidden states."""
+        """The feed-forward network of a layer: hidden states and weights of tokens in, hidden states out."""
 
     def build(self, span: LayerRange) -> nn.Module:
         return Qwen3ForCausalLM(self.architecture, span, self.kernels, self.mlp_of)

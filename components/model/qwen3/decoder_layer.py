@@ -56,8 +56,8 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(architecture.intermediate_size, architecture.hidden_size, kernels)
         self.kernels = kernels
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Hidden states (..., hidden_size), of the parameters' dtype, in and out; targets are not used."""
+    def forward(self, hidden: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Hidden states (..., hidden_size), of the parameters' dtype, in and out; weights are not used."""
         return self.down_proj(self.kernels.swiglu(self.gate_proj(hidden), self.up_proj(hidden)))  # type: ignore[no-any-return]
 
 
@@ -76,14 +76,14 @@ class Block(nn.Module):
         self.mlp = mlp
         self.kernels = kernels
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Any, targets: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Any, weights: Tensor | None) -> Tensor:
         """
         Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out.
 
         cos and sin are float32 (rows, length, head_dim // 2); `mask` is the kernels' attention_mask of the microbatch;
-        targets, int64 (rows, length), say which tokens are learned from.
+        weights, float32 (rows, length), say how much each token counts for losses inside of the layer.
         """
         mixed = self.self_attn(self.input_layernorm(hidden), cos, sin, mask)
         weight, eps = self.post_attention_layernorm.weight, self.post_attention_layernorm.eps
         normed, hidden = self.kernels.add_rms_norm(mixed, hidden, weight, eps)
-        return hidden + self.mlp(normed, targets)  # type: ignore[no-any-return]
+        return hidden + self.mlp(normed, weights)  # type: ignore[no-any-return]

@@ -8,7 +8,6 @@ from torch.autograd import Function
 
 from drawloom.components.model.layers import Linear
 from drawloom.components.model.qwen3.config import Qwen3MoeConfig
-from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import ExpertKernels
 
 
@@ -50,25 +49,24 @@ class SparseMoeBlock(nn.Module):
         self.experts = Experts(architecture, kernels)
         self.architecture = architecture
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, weights: Tensor | None = None) -> Tensor:
         """
         Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out.
 
-        With targets, int64 (rows, length), gradients of the load-balancing loss are added on the way back.
+        With weights of tokens, float32 (rows, length), the backward pass adds gradients of the load-balancing loss.
         """
-        chosen, probabilities = self._choose(hidden, targets)
+        chosen, probabilities = self._choose(hidden, weights)
         return self.experts(hidden, chosen, probabilities)  # type: ignore[no-any-return]
 
-    def _choose(self, hidden: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _choose(self, hidden: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """The experts of each token, int64, and their probabilities, at least float32; (rows, length, choices) both."""
         logits = self.gate(hidden)
         all_probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         chosen = all_probabilities.detach().topk(self.architecture.num_experts_per_tok).indices
-        if targets is not None and self.architecture.router_aux_loss_coef:
+        if weights is not None and self.architecture.router_aux_loss_coef:
             coefficient = self.architecture.router_aux_loss_coef / self.architecture.moe_layers
-            all_probabilities = inject_aux_loss_grad(
-                all_probabilities, chosen, (targets != IGNORE_INDEX).sum(1) * coefficient
-            )
+            # Gradients are divided by the sum of all tokens' weights in the end, so a row counts by its part of that.
+            all_probabilities = inject_aux_loss_grad(all_probabilities, chosen, weights.sum(1) * coefficient)
         probabilities = all_probabilities.gather(-1, chosen)
         if self.architecture.norm_topk_prob:
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)

@@ -1,14 +1,15 @@
 """The module that a span of the model becomes, with the modules and names of Hugging Face's Qwen3ForCausalLM."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
-from drawloom.components.model.layers import Embedding, Linear, RMSNorm
+from drawloom.components.model.layers import Embedding, Linear, LinearHead, RMSNorm
 from drawloom.components.model.qwen3.config import Qwen3Config
 from drawloom.components.model.qwen3.decoder_layer import Block
 from drawloom.components.model.qwen3.rope import scaling_of
-from drawloom.components.ports.model import BatchContext, Kernels, LayerRange
+from drawloom.components.ports.model import BatchContext, Finish, Kernels, LayerRange
 from drawloom.kernels.rope_frequencies import rope_angles
 
 
@@ -47,7 +48,7 @@ class Qwen3Model(nn.Module):
         cos, sin = self._angles(shared.positions)
         mask = self.kernels.attention_mask(shared.document_ids)  # once for all layers
         for layer in self.layers.values():
-            hidden = layer(hidden, cos, sin, mask, shared.targets)
+            hidden = layer(hidden, cos, sin, mask, shared.weights)
         return self.norm(hidden) if self.span.head else hidden
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,17 +70,16 @@ class Qwen3ForCausalLM(nn.Module):
         if span.head and not self.tied:
             self.lm_head = Linear(architecture.hidden_size, architecture.vocab_size, kernels)
 
-    def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
+    def forward(self, inputs: Tensor, shared: BatchContext, finish: Finish | None = None) -> Any:
         """
-        Token ids, int64 (rows, length), or hidden states (rows, length, hidden_size), to hidden states or, with the
-        head, to losses by token, float32 (rows, length), 0 where ignored; to logits (rows, length, vocab_size) if
-        `shared` has no targets.
+        Hidden states (rows, length, hidden_size), of the parameters' dtype, or with the head what `finish` makes of
+        them.
+
+        Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states.
         """
         hidden = self.model(inputs, shared)
-        return self._predict(hidden, shared.targets) if self.span.head else hidden
+        return finish(hidden, self._head()) if self.span.head and finish is not None else hidden
 
-    def _predict(self, hidden: Tensor, targets: Tensor | None) -> Tensor:
-        weight = self.model.embed_tokens.weight if self.tied else self.lm_head.weight
-        if targets is None:
-            return self.kernels.linear(hidden, weight)
-        return self.kernels.linear_cross_entropy(hidden, weight, targets)
+    def _head(self) -> LinearHead:
+        # Made anew for each forward: wrappers may have put another tensor in the weight's place.
+        return LinearHead(self.model.embed_tokens.weight if self.tied else self.lm_head.weight, self.kernels)

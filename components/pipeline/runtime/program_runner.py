@@ -71,11 +71,12 @@ class ProgramRunner:
         self.mail.finish()
 
     def losses(self, device: torch.device) -> Losses:
-        """The sums over microbatches; zero on a rank without the last stage."""
+        """The sums over microbatches, 0-dimensional; zeros, and no named ones, on a rank without the last stage."""
         whole = self.state.global_state()
         if "loss" not in whole:
             return Losses(*torch.zeros(2, dtype=torch.float64, device=device))
-        return Losses(whole["loss"].double().sum(), whole["weight"].double().sum(), whole)
+        sums = {name: each.double().sum() for name, each in whole["sums"].items()}
+        return Losses(whole["loss"].double().sum(), whole["weight"].double().sum(), sums, whole)
 
     def _run_forward(self, action: Action) -> None:
         work, load = self.works[action.stage], self.microbatches[action.microbatch]

@@ -1,5 +1,7 @@
 """What a stage does with a microbatch: forward, and backward as a whole or in two parts."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -9,14 +11,14 @@ from torch import Tensor
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Stage
+from drawloom.components.ports.model import BatchContext, Head, Stage
 from drawloom.components.ports.pipeline import Loss
 from drawloom.components.storage.pytree import leaves, transform
 
 
 @attrs.define(eq=False)
 class InFlight:
-    """What lives between a forward and its backward: the floating leaves that the stage took and gave."""
+    """What is kept between a forward and its backward: the floating-point leaves of the stage's input and output."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -26,70 +28,85 @@ class InFlight:
 @attrs.define(eq=False)
 class StageRunner:
     """
-    One stage at work on the microbatches of a step; if it is `split`, it goes backward in two parts.
+    Runs one stage on the microbatches of a step; if it is `split`, its backward has two parts.
 
-    Every floating leaf of what passes between stages is differentiable: a gradient goes back for each, zeros where
-    nobody asked for it, so that both sides know what travels without asking.
+    Every floating-point leaf of what passes between stages is differentiable: a gradient goes back for each, zeros
+    where nothing depends on it, so that both ranks know what is sent without asking.
     """
 
     stage: Stage
     objective: Loss
     state: PipelineStateHandler
     split: bool = False
-    _live: dict[int, InFlight] = attrs.field(factory=dict)
+    _in_flight: dict[int, InFlight] = attrs.field(factory=dict)
 
     @property
     def last(self) -> bool:
-        """Whether this stage's output is the model's."""
+        """Whether this is the last stage, which has the head."""
         return self.stage.index == self.stage.count - 1
 
-    def forward(self, microbatch: int, taken: Any, shared: BatchContext, batch: Batch | None) -> Any:
-        """Run the stage; what it gave, cut from its graph. Without a batch there is no loss."""
+    def forward(self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None) -> Any:
+        """
+        The stage's output for a microbatch, detached from its graph: a tree of tensors, on the last stage the loss.
+
+        Without a batch the last stage gives logits (rows, length, vocab_size).
+        """
         if not self.split:
-            split, given = None, self._run(microbatch, taken, shared, batch)
+            split, outputs = None, self._run(microbatch, inputs, shared, batch)
         else:
             split = SplitBackward()
             with split.forward():
-                given = self._run(microbatch, taken, shared, batch)
+                outputs = self._run(microbatch, inputs, shared, batch)
         if torch.is_grad_enabled():
-            self._live[microbatch] = InFlight(floating(leaves(taken)), floating(leaves(given)), split)
-        return transform(detach, given)
+            self._in_flight[microbatch] = InFlight(floating(leaves(inputs)), floating(leaves(outputs)), split)
+        return transform(detach, outputs)
 
-    def _run(self, microbatch: int, taken: Any, shared: BatchContext, batch: Batch | None) -> Any:
-        given = self.stage.module(taken, shared)
-        return self._loss(microbatch, given, batch) if self.last and batch is not None else given
-
-    def _loss(self, microbatch: int, output: Any, batch: Batch) -> Tensor:
-        loss, weight = self.objective.loss(output, batch)
-        mine = self.state.sharded_state(microbatch)
-        mine["loss"], mine["weight"] = loss, weight
+    def _run(self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None) -> Any:
+        if not self.last:
+            return self.stage.module(inputs, shared)
+        if batch is None:
+            return self.stage.module(inputs, shared, _logits)
+        loss, weight, sums = self.stage.module(inputs, shared, partial(self._loss, batch))
+        self._keep(microbatch, loss, weight, sums)
         return loss
 
+    def _loss(self, batch: Batch, hidden: Tensor, head: Head) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        return self.objective.loss(hidden, head, batch)
+
+    def _keep(self, microbatch: int, loss: Tensor, weight: Tensor, sums: Mapping[str, Tensor]) -> None:
+        view = self.state.sharded_state(microbatch)
+        view["loss"], view["weight"], view["sums"] = loss, weight, dict(sums)
+
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
-        """Both parts at once; the gradient of each floating leaf that the stage took. No `grads` mean a loss."""
-        live = self._live.pop(microbatch)
-        pairs = [pair for pair in zip(live.outputs, grads or _ones(live.outputs), strict=True) if pair[0].requires_grad]
+        """Both parts at once: the gradient of each floating-point leaf of the input. Without `grads` it is a loss."""
+        kept = self._in_flight.pop(microbatch)
+        pairs = [pair for pair in zip(kept.outputs, grads or _ones(kept.outputs), strict=True) if pair[0].requires_grad]
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
-        return [_or_zeros(leaf, leaf.grad) for leaf in live.inputs]
+        return [_or_zeros(leaf, leaf.grad) for leaf in kept.inputs]
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
-        """The part that the stage before waits for."""
-        live = self._live[microbatch]
-        found = _split(live).backward_input(live.outputs, grads or _ones(live.outputs), live.inputs)
-        back = [_or_zeros(leaf, grad) for leaf, grad in zip(live.inputs, found, strict=True)]
-        live.inputs, live.outputs = [], []
+        """I: the gradients of the input, which the stage before waits for."""
+        kept = self._in_flight[microbatch]
+        found = _split(kept).backward_input(kept.outputs, grads or _ones(kept.outputs), kept.inputs)
+        back = [_or_zeros(leaf, grad) for leaf, grad in zip(kept.inputs, found, strict=True)]
+        # Activations are freed here and not after W, which may come much later.
+        kept.inputs, kept.outputs = [], []
         return back
 
     def backward_weight(self, microbatch: int) -> None:
-        """The part that nobody waits for."""
-        _split(self._live.pop(microbatch)).backward_weight()
+        """W: accumulate the weight gradients."""
+        _split(self._in_flight.pop(microbatch)).backward_weight()
 
 
-def _split(live: InFlight) -> SplitBackward:
-    if live.split is None:
-        raise ValueError("this stage goes backward as a whole")
-    return live.split
+def _logits(hidden: Tensor, head: Head) -> Tensor:
+    return head.logits(hidden)
+
+
+def _split(kept: InFlight) -> SplitBackward:
+    if kept.split is None:
+        raise ValueError("this stage's backward is not split: its program has no action I")
+    return kept.split
 
 
 def _ones(losses: list[Tensor]) -> list[Tensor]:
@@ -98,7 +115,7 @@ def _ones(losses: list[Tensor]) -> list[Tensor]:
 
 
 def floating(tree_leaves: list[Any]) -> list[Tensor]:
-    """The leaves that have gradients: of floating-point numbers, real or complex."""
+    """The leaves that have gradients: tensors of any shape, of real or complex floating-point numbers."""
     return [leaf for leaf in tree_leaves if _floats(leaf)]
 
 
@@ -112,7 +129,7 @@ def detach(leaf: Any) -> Any:
 
 
 def as_input(tree: Any) -> Any:
-    """What a stage before gave, as the start of a graph of its own."""
+    """The output of the stage before, as the start of this stage's own graph."""
     return transform(lambda leaf: leaf.requires_grad_() if _floats(leaf) else leaf, tree)
 
 

@@ -133,14 +133,20 @@ def _run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int)
         model = Qwen3Dense(kernels=kernels, config=path)
         model.initialise = _initialise  # type: ignore[assignment,method-assign]
         precision = DtypePolicy(parameter=dtype, compute=dtype, gradient=dtype)
-        schedule = pipelines.schedule(name)
+        schedule, loss = pipelines.schedule(name), NextToken()
         stages = MaterializedStages(
-            model=model, schedule=schedule, mesh=mesh, device=device, precision=precision, job=pipelines.Job()
+            model=model,
+            loss=loss,
+            schedule=schedule,
+            mesh=mesh,
+            device=device,
+            precision=precision,
+            job=pipelines.Job(),
         )
         stages.head_layer_cost = head
         stages.open()
     parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
-    executor = Executor(schedule=schedule, objective=NextToken(), device=device, **parts)
+    executor = Executor(schedule=schedule, objective=loss, device=device, **parts)
     executor.open()
     synchronise = Synchronize(parameters=stages, mesh=mesh, precision=precision, reduce=SumOverParameters(mesh=mesh))
     optimizer = AdamW(parameters=stages, lr=1e-5)
@@ -165,7 +171,8 @@ def _batch(number: int, device: ComputeDevice, vocabulary: int, rows: int) -> Ba
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(vocabulary, (rows, LENGTH + 1), generator=generator).to(device.device)
     positions = torch.arange(LENGTH, device=device.device).expand(rows, LENGTH).contiguous()
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, torch.zeros_like(positions))
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return Batch(inputs, targets, positions, torch.zeros_like(positions), torch.ones_like(positions).float())
 
 
 def _tokens(rows: int) -> int:

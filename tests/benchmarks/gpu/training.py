@@ -36,7 +36,7 @@ from torch import Tensor, nn  # noqa: E402
 from benchmarks.gpu import clock  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
-from drawloom.components.ports.model import BatchContext, LayerRange  # noqa: E402
+from drawloom.components.ports.model import BatchContext, Head, LayerRange  # noqa: E402
 from drawloom.kernels.stochastic_adamw import Trained, numbers_of  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -148,9 +148,13 @@ def _ours(
     _fill(model)
     rows, length = tokens.shape
     positions = torch.arange(length, device=DEVICE).expand(rows, length)
-    shared = BatchContext(positions, torch.zeros_like(positions), targets)
+    shared = BatchContext(positions, torch.zeros_like(positions), torch.ones(targets.shape, device=DEVICE))
     called: Any = torch.compile(model) if compiled else model
-    return _step(model, lambda: called(tokens, shared).sum() / targets.numel(), rounded)
+
+    def losses(hidden: Tensor, head: Head) -> Tensor:
+        return head.token_losses(hidden, targets, shared.weights)[0]
+
+    return _step(model, lambda: called(tokens, shared, losses).sum() / targets.numel(), rounded)
 
 
 def _theirs(

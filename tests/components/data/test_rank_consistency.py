@@ -29,7 +29,7 @@ class Threads:
 
 def batch(token: int) -> Batch:
     rows = torch.full((2, 3), token)
-    return Batch(tokens=rows, targets=rows, positions=rows, document_ids=rows)
+    return Batch(tokens=rows, targets=rows, positions=rows, document_ids=rows, weights=rows.float())
 
 
 def verdicts(*ranks: tuple[int, int, Batch]) -> list[str]:

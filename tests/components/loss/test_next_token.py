@@ -1,16 +1,80 @@
-"""Each token predicted from those before it."""
+"""Each token predicted from those before it, against plain autograd over all logits."""
 
+from functools import partial
+from typing import Any
+
+import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from drawloom.components.loss.next_token import NextToken
-from drawloom.components.ports.data import IGNORE_INDEX, Batch
+from drawloom.components.ports.data import IGNORE_INDEX
+from drawloom.components.ports.pipeline import Loss
+from drawloom.graph.testing import check_port
+from support.kernels import DEVICE
+from support.losses import Sample, sample
 
 
-def test_only_tokens_with_a_target_weigh() -> None:
-    """The loss is the sum over tokens, the weight the number of those that have a target."""
-    row = torch.arange(4).unsqueeze(0)
-    batch = Batch(row, torch.tensor([[1, IGNORE_INDEX, 3, IGNORE_INDEX]]), row, torch.zeros_like(row))
-    loss, weight = NextToken().loss(torch.tensor([[0.5, 0.0, 1.5, 0.0]]), batch)
-    assert (float(loss), float(weight)) == (2.0, 2.0)
+def by_torch(case: Sample, z_loss: float, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    """The whole loss, and its z-loss, from all logits at once."""
+    logits, batch = case.logits(), case.batch
+    options: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "reduction": "none"}
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), batch.targets.flatten(), label_smoothing=label_smoothing, **options
+    ).view_as(batch.targets)
+    penalty = (z_loss * logits.logsumexp(-1).square() * batch.weights).sum()
+    return (losses * batch.weights).sum() + penalty, penalty
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+def test_loss_and_gradients_are_those_of_torch(z_loss: float, label_smoothing: float) -> None:
+    """In float64: torch's cross entropy with smoothing, plus z * lse^2, each token's times its weight."""
+    case = sample()
+    loss = NextToken(z_loss=z_loss, label_smoothing=label_smoothing)
+    total, weight, sums = loss.loss(case.hidden, case.head(), case.batch)
+    expected, penalty = by_torch(case, z_loss, label_smoothing)
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(weight, case.batch.weights.sum())
+    assert sums.keys() == {"cross_entropy", "z_loss"} if z_loss else {"cross_entropy"}
+    torch.testing.assert_close(sums["cross_entropy"], by_torch(case, 0.0, 0.0)[0].detach())
+    torch.testing.assert_close(sums.get("z_loss", torch.tensor(0.0).double()), penalty.detach())
+    inputs = case.hidden, case.weight
+    torch.testing.assert_close(torch.autograd.grad(total, inputs), torch.autograd.grad(expected, inputs))
+
+
+@pytest.mark.parametrize("kernel", ["eager", "triton", "cut"])
+def test_loss_and_gradients_with_every_kernel(kernel: str) -> None:
+    """Whichever kernel the head computes with, in float32: the same loss, and the same gradients."""
+    case = sample(torch.float32, DEVICE)
+    loss = NextToken(z_loss=0.3, label_smoothing=0.2)
+    total, _, _ = loss.loss(case.hidden, case.head(DEVICE, linear_cross_entropy=kernel), case.batch)
+    expected, _ = by_torch(case, 0.3, 0.2)
+    torch.testing.assert_close(total, expected)
+    inputs = case.hidden, case.weight
+    torch.testing.assert_close(torch.autograd.grad(total, inputs), torch.autograd.grad(expected, inputs))
+
+
+def test_accuracy_counts_the_likeliest_targets() -> None:
+    """The weights of the tokens whose target has the greatest logit are summed; no gradient comes of that."""
+    case = sample()
+    total, _, sums = NextToken(accuracy=True).loss(case.hidden, case.head(), case.batch)
+    correct = case.logits().argmax(-1) == case.batch.targets
+    assert correct.any() and not correct.all()
+    torch.testing.assert_close(sums["accuracy"], case.batch.weights[correct].sum())
+    plain, _, _ = NextToken().loss(case.hidden, case.head(), case.batch)
+    assert torch.equal(total, plain) and not sums["accuracy"].requires_grad
+
+
+def test_it_keeps_the_contract_of_losses_with_all_settings() -> None:
+    """Smoothed, with z-loss and accuracy, sums add up over rows and count each token by its weight."""
+    check_port(partial(NextToken, z_loss=0.3, label_smoothing=0.2, accuracy=True), Loss)
+
+
+def test_all_stages_see_the_weights_of_tokens() -> None:
+    """The first stage gets token ids, and every stage positions, document ids and weights."""
+    batch = sample().batch
     tokens, shared = NextToken().inputs(batch)
-    assert tokens is batch.tokens and shared.targets is batch.targets
+    assert tokens is batch.tokens and shared.weights is batch.weights
+    assert shared.positions is batch.positions and shared.document_ids is batch.document_ids

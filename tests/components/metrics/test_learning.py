@@ -4,6 +4,7 @@ import torch
 
 from drawloom.components.metrics.learning import Learning
 from drawloom.components.ports.run import Step
+from support.metrics import measured
 
 
 def test_what_the_step_has_is_measured_in_a_fixed_order() -> None:
@@ -11,17 +12,17 @@ def test_what_the_step_has_is_measured_in_a_fixed_order() -> None:
     step = Step(
         3, 9, outputs={"lr": 1, "loss": torch.tensor(2.5), "grad_norm": torch.tensor(0.5).double(), "losses": []}
     )
-    measured = Learning().measure(step)
-    assert list(measured.items()) == [("loss", 2.5), ("grad_norm", 0.5), ("lr", 1.0)]
-    assert all(type(value) is float for value in measured.values())
+    found = measured(Learning(), step)
+    assert list(found.items()) == [("loss", 2.5), ("grad_norm", 0.5), ("lr", 1.0)]
+    assert all(type(value) is float for value in found.values())
 
 
 def test_an_evaluated_step_has_its_held_out_loss() -> None:
     """Under its own name."""
-    assert Learning().measure(Step(1, 1, outputs={"validation_loss": 1.5})) == {"validation_loss": 1.5}
+    assert measured(Learning(), Step(1, 1, outputs={"validation_loss": 1.5})) == {"validation_loss": 1.5}
 
 
 def test_a_refused_step_has_no_loss() -> None:
     """Whatever the loss was, it is None, and the step says that it was refused."""
     step = Step(1, 9, skip_reason="the loss is nan", outputs={"loss": float("nan"), "grad_norm": 3.0})
-    assert list(Learning().measure(step).items()) == [("loss", None), ("grad_norm", 3.0), ("skipped", True)]
+    assert list(measured(Learning(), step).items()) == [("loss", None), ("grad_norm", 3.0), ("skipped", True)]

@@ -5,6 +5,7 @@ import torch
 
 from drawloom.components.metrics.memory import Memory
 from drawloom.components.ports.run import Step
+from support.metrics import measured
 
 
 @attrs.frozen
@@ -21,4 +22,4 @@ class Device:
 
 def test_memory_is_what_the_device_says() -> None:
     """In bytes, a whole number."""
-    assert Memory(device=Device(2**40 + 1)).measure(Step(1, 1)) == {"memory": 2**40 + 1}
+    assert measured(Memory(device=Device(2**40 + 1)), Step(1, 1)) == {"memory": 2**40 + 1}

@@ -4,6 +4,7 @@ import pytest
 
 from drawloom.components.metrics.throughput import Throughput
 from drawloom.components.ports.run import Step
+from support.metrics import measured
 
 
 def _at(now: float) -> Throughput:
@@ -14,20 +15,20 @@ def _at(now: float) -> Throughput:
 
 def test_tokens_by_second_leave_out_what_went_aside() -> None:
     """100 tokens in 12 seconds, of which 2 went into evaluation, are 10 a second."""
-    measured = _at(20.0).measure(Step(1, 9, tokens=100, started=8.0, excluded_seconds=2.0))
-    assert measured == {"tokens": 100, "tokens_per_second": 10.0}
-    assert type(measured["tokens"]) is int
+    found = measured(_at(20.0), Step(1, 9, tokens=100, started=8.0, excluded_seconds=2.0))
+    assert found == {"tokens": 100, "tokens_per_second": 10.0}
+    assert type(found["tokens"]) is int
 
 
 def test_tokens_add_up_over_a_resumed_run() -> None:
     """State that another process saved is counted on from."""
     first, second = _at(1.0), _at(1.0)
-    first.measure(Step(1, 9, tokens=100, started=0.0))
-    first.measure(Step(2, 9, tokens=30, started=0.0))
+    measured(first, Step(1, 9, tokens=100, started=0.0))
+    measured(first, Step(2, 9, tokens=30, started=0.0))
     second.load_state_dict(first.state_dict())
-    assert second.measure(Step(3, 9, tokens=7, started=0.0))["tokens"] == 137
+    assert measured(second, Step(3, 9, tokens=7, started=0.0))["tokens"] == 137
 
 
 def test_a_clock_that_stands_still_is_no_error() -> None:
     """A step that took no time has a speed, however large."""
-    assert _at(1.0).measure(Step(1, 9, tokens=1, started=1.0))["tokens_per_second"] == pytest.approx(1e9)
+    assert measured(_at(1.0), Step(1, 9, tokens=1, started=1.0))["tokens_per_second"] == pytest.approx(1e9)

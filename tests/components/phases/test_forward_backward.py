@@ -14,7 +14,7 @@ class Parts:
 
     def next_step(self) -> list[Batch]:
         row = torch.zeros(2, 3, dtype=torch.int64)
-        return [Batch(row, row, row, row)] * 2
+        return [Batch(row, row, row, row, row.float())] * 2
 
     def train(self, microbatches: Any) -> Any:
         return len(microbatches)

@@ -2,13 +2,15 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
+from torch import Tensor
 
+from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.phases.report import Report, step_line
-from drawloom.components.ports.run import Step, Value
+from drawloom.components.ports.run import Accumulator, Step, Value
 
 
 @attrs.frozen
@@ -16,9 +18,18 @@ class Fixed:
     """A metric that is always the same."""
 
     values: dict[str, Value]
+    accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 
-    def measure(self, step: Step) -> Mapping[str, Value]:
+    def update(self, step: Step) -> Mapping[str, Tensor]:
+        return {}
+
+    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         return self.values
+
+
+def report_of(mesh: Any, **parts: Any) -> Report:
+    """A report on one rank, on a CPU."""
+    return Report(mesh=mesh, device=ComputeDevice(kind="cpu"), **parts)
 
 
 @attrs.define
@@ -34,21 +45,23 @@ class Notes:
         self.calls.append(f"rewind {step}")
 
 
-def test_every_tracker_gets_all_metrics_of_every_step() -> None:
+def test_every_tracker_gets_all_metrics_of_every_step(one_rank: Any) -> None:
     """In the order of the metrics; before the first step of a process, and only then, trackers go back."""
     trackers = [Notes(), Notes()]
-    report = Report(metrics=[Fixed({"a": 1.0, "b": None}), Fixed({"c": 3})], trackers=[*trackers], every="never")
+    report = report_of(
+        one_rank, metrics=[Fixed({"a": 1.0, "b": None}), Fixed({"c": 3})], trackers=[*trackers], every="never"
+    )
     report.run_phase(Step(8, 9))
     report.run_phase(Step(9, 9))
     values = [("a", 1.0), ("b", None), ("c", 3)]
     assert [tracker.calls for tracker in trackers] == [["rewind 7", (8, values), (9, values)]] * 2
 
 
-def test_a_step_is_a_line_that_people_can_read(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_is_a_line_that_people_can_read(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The whole line, at INFO, from the logger that the terminal follows."""
     caplog.set_level(logging.INFO)
     values = {"loss": 2.34561, "grad_norm": 0.834, "lr": 0.003, "tokens": 7, "tokens_per_second": 12345.4}
-    Report(metrics=[Fixed({**values, "memory": 512_400_000})]).run_phase(Step(12, 300))
+    report_of(one_rank, metrics=[Fixed({**values, "memory": 512_400_000})]).run_phase(Step(12, 300))
     line = "step 12/300  loss 2.3456  grad_norm 0.83  lr 0.0030  12,345 tokens/s  512 MB"
     assert caplog.record_tuples == [("drawloom.run", logging.INFO, line)]
 
@@ -72,27 +85,27 @@ def test_a_small_norm_keeps_two_digits(number: float, text: str) -> None:
     assert step_line(Step(1, 1), {"grad_norm": number}) == f"step 1/1  grad_norm {text}"
 
 
-def test_a_refused_step_is_a_warning_at_any_cadence(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_step_is_a_warning_at_any_cadence(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
     """With the reason, in place of the line, and trackers get it like any other step."""
     caplog.set_level(logging.INFO)
     tracker = Notes()
-    Report(metrics=[Fixed({"loss": None})], trackers=[tracker], every="never").run_phase(
+    report_of(one_rank, metrics=[Fixed({"loss": None})], trackers=[tracker], every="never").run_phase(
         Step(2, 3, skip_reason="loss nan")
     )
     assert caplog.record_tuples == [("drawloom.run", logging.WARNING, "step 2/3 refused: loss nan")]
     assert tracker.calls == ["rewind 1", (2, [("loss", None)])]
 
 
-def test_lines_come_as_often_as_the_recipe_says(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_come_as_often_as_the_recipe_says(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Every second step and the last."""
     caplog.set_level(logging.INFO)
-    report = Report(every=2)
+    report = report_of(one_rank, every=2)
     for index in range(1, 6):
         report.run_phase(Step(index, 5))
     assert caplog.messages == ["step 2/5", "step 4/5", "step 5/5"]
 
 
-def test_a_tracker_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_fails_stops_nothing(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
     """It is left alone from then on; the others are told everything."""
 
     class Broken(Notes):
@@ -101,7 +114,7 @@ def test_a_tracker_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) ->
             raise OSError(28, "No space left on device")
 
     broken, fine = Broken(), Notes()
-    report = Report(metrics=[Fixed({"a": 1.0})], trackers=[broken, fine], every="never")
+    report = report_of(one_rank, metrics=[Fixed({"a": 1.0})], trackers=[broken, fine], every="never")
     for index in (1, 2, 3):
         report.run_phase(Step(index, 9))
     assert broken.calls == ["rewind 0", (1, [("a", 1.0)])]

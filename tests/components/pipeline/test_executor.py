@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, LayerRange, Stage
+from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Stage
 from drawloom.components.ports.program import Action, Op, Program
 from support import pipelines
 from support.processes import run_ranks
@@ -34,8 +34,18 @@ class Squares:
     def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
         return batch.tokens.double(), BatchContext(batch.positions, batch.document_ids)
 
-    def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        return output.square().sum(), torch.tensor(batch.tokens.numel())
+    def loss(self, hidden: Tensor, head: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        return hidden.square().sum(), batch.weights.sum(), {"tokens": torch.tensor(batch.tokens.numel())}
+
+
+class SameAsHidden:
+    """A head whose logits are the hidden states."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+HEAD: Any = SameAsHidden()
 
 
 class Scale(nn.Module):
@@ -47,12 +57,12 @@ class Scale(nn.Module):
         self.seen: list[Any] = []
         self.fail_on = -1
 
-    def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
+    def forward(self, inputs: Tensor, shared: BatchContext, finish: Finish | None = None) -> Any:
         if len(self.seen) == self.fail_on:
             raise RuntimeError("broken")
         output = inputs * self.weight
         self.seen.append(ref(output))
-        return output
+        return output if finish is None else finish(output, HEAD)
 
 
 @attrs.frozen
@@ -96,7 +106,7 @@ class BreadthFirst:
 def batches(count: int) -> list[Batch]:
     """Microbatches of different shapes."""
     tokens = [torch.arange(1, 3 + number).unsqueeze(0) for number in range(count)]
-    return [Batch(part, part, part, torch.zeros_like(part)) for part in tokens]
+    return [Batch(part, part, part, torch.zeros_like(part), torch.ones(part.shape)) for part in tokens]
 
 
 def made(modules: Sequence[Scale], mesh: Any, split: bool = False) -> Executor:
@@ -168,8 +178,12 @@ def test_a_failing_stage_is_named_and_the_next_step_works(one_rank: Any) -> None
 
 
 CASES: dict[int, list[pipelines.Case]] = {
-    2: [(name, microbatches, True, False) for name in pipelines.TRAINING for microbatches in (1, 5, 8)],
-    4: [(name, 8, False, True) for name in pipelines.TRAINING],
+    2: [
+        (name, microbatches, True, False, loss)
+        for name in pipelines.TRAINING
+        for microbatches, loss in ((1, "dft"), (5, "smoothed"), (8, "tempered"))
+    ],
+    4: [(name, 8, False, True, "plain") for name in pipelines.TRAINING],
 }
 
 
@@ -186,7 +200,7 @@ def wholes() -> dict[tuple[Any, ...], dict[str, Any]]:
     return {case[1:]: found for case, found in zip(cases, pipelines.steps(cases), strict=True)}
 
 
-REPLICATED: list[pipelines.Case] = [(name, 8, True, False) for name in ("one_f_one_b", "zero_bubble_v")]
+REPLICATED: list[pipelines.Case] = [(name, 8, True, False, "tempered") for name in ("one_f_one_b", "zero_bubble_v")]
 
 
 def test_replicas_of_a_pipeline_have_the_gradients_of_one_process(wholes: Any) -> None:
@@ -211,6 +225,7 @@ def test_ranks_have_the_gradients_and_losses_of_one_process(ranks: int, place: i
     assert sum(part["held_out"] for part in mine) == pytest.approx(whole["held_out"], rel=1e-12), case
     assert {name for part in mine for name in part["grads"]} == whole["grads"].keys()
     for part in mine:
+        assert part["sums"] in ({}, pytest.approx(whole["sums"], rel=1e-6)), case
         for parameter, grad in part["grads"].items():
             expected = whole["grads"][parameter]
             assert (grad is None) == (expected is None), (case, parameter)

@@ -7,10 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.optim.adamw import AdamW
-from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.pipeline.parameter_store import ParameterStore
 from drawloom.components.ports.model import gradient_of
 from drawloom.components.ports.run import Step
@@ -183,7 +181,7 @@ def test_50_steps_stay_with_those_of_autocast() -> None:
 def test_schedules_have_the_gradients_of_one_process() -> None:
     """In mixed precision, over two ranks that share a tied weight: float32 sums of bfloat16 gradients in any order."""
     names = ("gpipe", "one_f_one_b", "interleaved_1f1b", "zero_bubble_1p", "zero_bubble_v")
-    cases: list[pipelines.Case] = [(name, 4, True, False) for name in names]
+    cases: list[pipelines.Case] = [(name, 4, True, False, "plain") for name in names]
     [[expected]] = run_ranks(pipelines.steps, 1, cases[:1], 1, "cpu", pipelines.MIXED)
     ranks = run_ranks(pipelines.steps, 2, cases, 1, "cpu", pipelines.MIXED)
     for number, case in enumerate(cases):

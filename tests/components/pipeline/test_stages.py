@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from drawloom.components.loss.next_token import NextToken
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.model import LayerRange, TensorSlice
 from drawloom.components.ports.program import Program
@@ -114,7 +115,7 @@ class Freeze:
 
 def made(mesh: Any, job: Any, model: Blueprint, **changes: Any) -> MaterializedStages:
     """Open stages."""
-    parts: dict[str, Any] = {"schedule": Loops(), "precision": Half(), "device": Cpu(), **changes}
+    parts: dict[str, Any] = {"schedule": Loops(), "loss": NextToken(), "precision": Half(), "device": Cpu(), **changes}
     stages = MaterializedStages(model=model, mesh=mesh, job=job, **parts)
     stages.open()
     return stages
@@ -154,6 +155,74 @@ def test_state_goes_from_one_to_another(one_rank: Any, job: Any) -> None:
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(stages.named(), other.named(), strict=True))
     with pytest.raises(KeyError, match=r"3\.weight"):
         other.load_state_dict({name: value for name, value in stages.state_dict().items() if name != "3.weight"})
+
+
+class Bias(nn.Module):
+    """A trained bias by word, and a fixed number."""
+
+    fixed: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(3))
+        self.register_buffer("fixed", torch.empty(()))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.bias)
+        self.fixed.fill_(2)
+
+
+class Biased(NextToken):
+    """A loss with a module of its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_parameters_of_a_loss_are_those_of_the_last_stage(mesh_of: Any, job: Any) -> None:
+    """They are trained and saved under `loss` by the rank with the head, from values that follow from the seed."""
+    held: list[dict[str, Any]] = []
+    for rank, module in ((0, Bias()), (1, Bias()), (1, nn.ModuleDict({"inner": Bias()}))):
+        mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
+        stages = made(mesh, job, Blueprint(), loss=Biased(module))
+        held.append({"trained": dict(stages.named()), "saved": stages.state_dict(), "stages": stages})
+    assert held[0]["trained"].keys() == {"0.weight", "1.weight"}
+    assert held[1]["trained"].keys() == {"2.weight", "3.weight", "loss.bias"}
+    assert held[1]["saved"].keys() == {"2.weight", "3.weight", "loss.bias", "loss.fixed"}
+    assert held[2]["trained"].keys() == {"2.weight", "3.weight", "loss.inner.bias"}
+    bias = held[1]["trained"]["loss.bias"]
+    assert bias.dtype == torch.bfloat16 and bias.abs().min() > 0 and held[1]["saved"]["loss.fixed"] == 2
+    (again,) = made(mesh, job, Blueprint(), loss=Biased(Bias())).local
+    assert torch.equal(again.module.get_parameter("loss.bias"), bias)
+    assert not torch.equal(held[2]["trained"]["loss.inner.bias"], bias)
+    assert again.model_parameters().keys() == {"2.weight", "3.weight"}
+
+
+def test_parameters_of_a_loss_are_in_no_folder_of_weights(one_rank: Any, job: Any, tmp_path: Path) -> None:
+    """Where the model starts from a folder, the loss starts from the values of its module."""
+    save_file({f"theirs.{layer}": torch.randn(2, 2) for layer in range(4)}, tmp_path / "model.safetensors")
+    stages = made(one_rank, job, Blueprint(), loss=Biased(Bias()), weights=tmp_path)
+    fresh = made(one_rank, job, Blueprint(), loss=Biased(Bias()))
+    assert torch.equal(stages.state_dict()["loss.bias"], fresh.state_dict()["loss.bias"])
+
+
+def test_a_loss_that_leaves_a_parameter_unfilled_is_refused(one_rank: Any, job: Any) -> None:
+    """A module without reset_parameters(), or whose reset_parameters() misses a parameter, is named with it."""
+    with pytest.raises(UserError, match=r"loss\.0 \(Scale\) registers the tensors weight, but has no reset_parameters"):
+        made(one_rank, job, Blueprint(), loss=Biased(nn.Sequential(Scale())))
+    missed = nn.Linear(2, 2)
+    missed.register_parameter("extra", nn.Parameter(torch.ones(1)))
+    with pytest.raises(UserError, match=r"loss \(Linear\) registers the tensors extra, but has a reset_parameters"):
+        made(one_rank, job, Blueprint(), loss=Biased(missed))
+
+
+class Scale(nn.Module):
+    """A parameter that only the constructor fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
 
 
 def test_buffers_have_the_values_of_their_modules(one_rank: Any, job: Any) -> None:

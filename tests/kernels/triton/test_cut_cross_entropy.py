@@ -16,6 +16,18 @@ from support.kernels import DEVICE, assert_all_close, drawn, dtypes, exact, few,
 from support.seeding import seeds
 
 
+def losses_of(*inputs: Any, **options: Any) -> Tensor:
+    """The losses alone."""
+    losses, _ = cut_cross_entropy_triton(*inputs, **options)
+    return losses
+
+
+def eager_losses(*inputs: Any, **options: Any) -> Tensor:
+    """The losses alone, of the eager twin."""
+    losses, _ = cut_cross_entropy_eager(*inputs, **options)
+    return losses
+
+
 def targets_of(shape: tuple[int, ...], words: int) -> Tensor:
     targets = torch.randint(words, shape)
     targets.view(-1)[::4] = -100
@@ -48,11 +60,11 @@ def test_equals_eager(
     """Any shape and strides, capped or not, in one chunk or many, give losses and gradients of float64."""
     hidden = drawn(of_hidden, *shape, width, dtype=dtype)
     weight = drawn(of_weight, words, width, dtype=dtype, scale=width**-0.5)
-    cut, targets = Cut(soft_cap=cap, at_once=at_once), targets_of(tuple(shape), words)
+    cut, targets = Cut(soft_cap=cap, max_logits=at_once), targets_of(tuple(shape), words)
     wide, grad = exact(hidden, weight), torch.rand(shape).to(DEVICE)
     found, expected = (
-        cut_cross_entropy_triton(hidden, weight, targets, cut),
-        cut_cross_entropy_eager(wide[0], wide[1], targets, cut),
+        losses_of(hidden, weight, targets, cut),
+        eager_losses(wide[0], wide[1], targets, cut),
     )
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
@@ -67,16 +79,16 @@ def test_filters_as_eager(_seed: object, tokens: int, words: int, least: float, 
     """With a filter, the tiles that are left out are those that the eager twin leaves out."""
     hidden, weight = drawn("contiguous", tokens, 20), drawn("contiguous", words, 20)
     targets, wide = targets_of((tokens,), words), exact(hidden, weight)
-    cut = Cut(filter_eps=least, tile=(16, 16), at_once=1 if chunked else 2**20)
+    cut = Cut(filter_eps=least, tile=(16, 16), max_logits=1 if chunked else 2**20)
     expected, *near = (
-        gradients(cut_cross_entropy_eager, wide, targets, replace(cut, filter_eps=least * factor))
+        gradients(eager_losses, wide, targets, replace(cut, filter_eps=least * factor))
         for factor in (1, 0.9999, 1.0001)
     )
     assume(torch.equal(order_of_vocab(hidden, weight), order_of_vocab(*wide)))
     assume(all(torch.equal(*pair) for other in near for pair in zip(expected, other, strict=True)))
     # A logit is off by roundings of its own size, and so is the logarithm of a probability.
     largest = (wide[0] @ wide[1].T).abs().max().item()
-    assert_all_close(gradients(cut_cross_entropy_triton, (hidden, weight), targets, cut), expected, 2 * max(1, largest))
+    assert_all_close(gradients(losses_of, (hidden, weight), targets, cut), expected, 2 * max(1, largest))
 
 
 def gradients(compute: Any, inputs: tuple[Tensor, Tensor], targets: Tensor, cut: Cut) -> tuple[Tensor, ...]:
@@ -88,8 +100,8 @@ def test_many_tiles() -> None:
     hidden, weight = drawn("contiguous", 150, 130), drawn("contiguous", 600, 130, scale=0.1)
     targets, wide = targets_of((150,), 600), exact(hidden, weight)
     found, expected = (
-        cut_cross_entropy_triton(hidden, weight, targets),
-        cut_cross_entropy_eager(wide[0], wide[1], targets),
+        losses_of(hidden, weight, targets),
+        eager_losses(wide[0], wide[1], targets),
     )
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     assert_all_close(torch.autograd.grad(found.sum(), (hidden, weight)), torch.autograd.grad(expected.sum(), wide), 8)
@@ -99,7 +111,7 @@ def test_far_logits() -> None:
     """Logits in the thousands overflow nothing."""
     hidden = (1000 * torch.eye(3, 20, device=DEVICE)).requires_grad_()
     weight, targets = (5 * torch.eye(30, 20, device=DEVICE)).requires_grad_(), torch.tensor([0, 5, 2], device=DEVICE)
-    found = cut_cross_entropy_triton(hidden, weight, targets)
+    found = losses_of(hidden, weight, targets)
     torch.testing.assert_close(found.cpu(), torch.tensor([0.0, 5000.0, 0.0]))
     grads = torch.autograd.grad(found.sum(), (hidden, weight))
     assert all(grad.isfinite().all() for grad in grads)
@@ -108,7 +120,7 @@ def test_far_logits() -> None:
 def test_a_target_that_does_not_exist() -> None:
     """It gives NaN, and not the loss of another word."""
     hidden, weight = drawn("contiguous", 3, 16), drawn("contiguous", 20, 16)
-    losses = cut_cross_entropy_triton(hidden, weight, torch.tensor([3, 20, -100], device=DEVICE))
+    losses = losses_of(hidden, weight, torch.tensor([3, 20, -100], device=DEVICE))
     assert losses.isnan().tolist() == [False, True, False]
 
 
@@ -118,20 +130,20 @@ def test_only_what_is_wanted(wanted: Needs, least: float) -> None:
     """With one input frozen, the other's gradient is the same."""
     hidden, weight = drawn("contiguous", 5, 16), drawn("contiguous", 20, 16)
     targets, cut = targets_of((5,), 20), Cut(filter_eps=least, tile=(16, 16))
-    both = torch.autograd.grad(cut_cross_entropy_triton(hidden, weight, targets, cut).sum(), (hidden, weight))
+    both = torch.autograd.grad(losses_of(hidden, weight, targets, cut).sum(), (hidden, weight))
     inputs: Any = [x.detach().requires_grad_(wants) for x, wants in zip((hidden, weight), wanted, strict=True)]
     place = wanted.index(True)
-    (found,) = torch.autograd.grad(cut_cross_entropy_triton(inputs[0], inputs[1], targets, cut).sum(), inputs[place])
+    (found,) = torch.autograd.grad(losses_of(inputs[0], inputs[1], targets, cut).sum(), inputs[place])
     assert torch.equal(found, both[place])
 
 
 def test_weight_gradient_can_wait() -> None:
     """Put off, the weight's gradient comes later, and is what it would have been."""
     hidden, weight, targets = drawn("contiguous", 7, 16), drawn("contiguous", 20, 16), targets_of((7,), 20)
-    expected = torch.autograd.grad(cut_cross_entropy_triton(hidden, weight, targets).sum(), (hidden, weight))
+    expected = torch.autograd.grad(losses_of(hidden, weight, targets).sum(), (hidden, weight))
     deferral = Deferral()
     with deferral.recording():
-        losses = cut_cross_entropy_triton(hidden, weight, targets)
+        losses = losses_of(hidden, weight, targets)
     with deferral.defer():
         found = torch.autograd.grad(losses.sum(), (hidden, weight), allow_unused=True)
     assert found[1] is None
@@ -143,10 +155,7 @@ def test_same_gradients_each_time() -> None:
     """Gradients are bitwise the same in a second run, with a filter and without."""
     hidden, weight, targets = drawn("contiguous", 40, 16), drawn("contiguous", 50, 16), targets_of((40,), 50)
     for cut in (Cut(), Cut(filter_eps=0.01, tile=(16, 16))):
-        runs = [
-            torch.autograd.grad(cut_cross_entropy_triton(hidden, weight, targets, cut).sum(), (hidden, weight))
-            for _ in range(2)
-        ]
+        runs = [torch.autograd.grad(losses_of(hidden, weight, targets, cut).sum(), (hidden, weight)) for _ in range(2)]
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -155,5 +164,34 @@ def test_is_an_operation_of_torch() -> None:
     hidden, weight = torch.randn(5, 16, device=DEVICE), torch.randn(20, 16, device=DEVICE)
     targets, numbers = targets_of((5,), 20), torch.rand(5, device=DEVICE)
     torch.library.opcheck(torch.ops.drawloom.cut_cross_entropy.default, (hidden, weight, targets, None, 16, 32))
-    arguments = (hidden, weight, targets, numbers, numbers, 2.0, 0.0, 16, 16, 2**20, True, True)
+    arguments = (hidden, weight, targets, numbers, numbers, numbers, 2.0, 0.0, 16, 16, 2**20, True, True)
     torch.library.opcheck(torch.ops.drawloom.cut_cross_entropy_backward.default, arguments)
+
+
+@few
+@given(
+    seeds,
+    st.integers(0, 40),
+    st.integers(1, 90),
+    dtypes,
+    st.sampled_from([None, 2.0]),
+    st.sampled_from([0.0, 1e-3]),
+    st.sampled_from([1, 2**28]),
+)
+def test_gradients_of_both_results(
+    _seed: object, tokens: int, words: int, dtype: torch.dtype, cap: float | None, filter_eps: float, max_logits: int
+) -> None:
+    """With factors on losses and on lse, capped or not, filtered or not, gradients are those of the eager twin."""
+    hidden = drawn("contiguous", tokens, 24, dtype=dtype)
+    weight = drawn("contiguous", words, 24, dtype=dtype, scale=0.2)
+    cut = Cut(soft_cap=cap, max_logits=max_logits, filter_eps=filter_eps, tile=(16, 16))
+    targets, wide = targets_of((tokens,), words), exact(hidden, weight)
+    factors = torch.rand(tokens, device=DEVICE), torch.rand(tokens, device=DEVICE)
+    found = cut_cross_entropy_triton(hidden, weight, targets, cut)
+    expected = cut_cross_entropy_eager(wide[0], wide[1], targets, cut)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, atol=1e-5, rtol=1e-5)
+    grads = torch.autograd.grad(found, (hidden, weight), factors)
+    exact_grads = torch.autograd.grad(expected, wide, [factor.double() for factor in factors])
+    # So near to uniform, every tile of 16 by 16 holds a probability above the filter's bound.
+    assert_all_close(grads, exact_grads, 4)

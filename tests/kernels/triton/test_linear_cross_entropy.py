@@ -20,7 +20,19 @@ from support.seeding import seeds
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways, whatever the sizes."""
     if request.param == "in chunks":
-        monkeypatch.setattr(linear_cross_entropy, "AT_ONCE", 1)
+        monkeypatch.setattr(linear_cross_entropy, "MAX_LOGITS", 1)
+
+
+def losses_of(*inputs: Any, **options: Any) -> Tensor:
+    """The losses alone."""
+    losses, _ = linear_cross_entropy_triton(*inputs, **options)
+    return losses
+
+
+def eager_losses(*inputs: Any, **options: Any) -> Tensor:
+    """The losses alone, of the eager twin."""
+    losses, _ = linear_cross_entropy_eager(*inputs, **options)
+    return losses
 
 
 def targets_of(shape: tuple[int, ...], words: int) -> Tensor:
@@ -57,9 +69,9 @@ def test_equals_eager(
     weight = drawn(of_weight, words, width, dtype=dtype, scale=width**-0.5)
     targets, wide = targets_of(tuple(shape), words), exact(hidden, weight)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_cross_entropy, "AT_ONCE", at_once)
-        found = linear_cross_entropy_triton(hidden, weight, targets)
-    expected = linear_cross_entropy_eager(wide[0], wide[1], targets)
+        patch.setattr(linear_cross_entropy, "MAX_LOGITS", at_once)
+        found = losses_of(hidden, weight, targets)
+    expected = eager_losses(wide[0], wide[1], targets)
     assert found.dtype == torch.float32
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(found.double(), expected, atol=1e-5 + 4 * eps, rtol=1e-5 + eps)
@@ -71,12 +83,12 @@ def test_equals_eager(
 
 def test_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunk by chunk, the last one smaller, over more words than a program takes at once, gives the whole."""
-    monkeypatch.setattr(linear_cross_entropy, "AT_ONCE", 1)
+    monkeypatch.setattr(linear_cross_entropy, "MAX_LOGITS", 1)
     monkeypatch.setattr(linear_cross_entropy, "BLOCK", 64)
     hidden, weight = drawn("contiguous", 300, 8), drawn("contiguous", 600, 8)
     targets, wide = targets_of((300,), 600), exact(hidden, weight)
-    found = linear_cross_entropy_triton(hidden, weight, targets)
-    expected = linear_cross_entropy_eager(wide[0], wide[1], targets)
+    found = losses_of(hidden, weight, targets)
+    expected = eager_losses(wide[0], wide[1], targets)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     grads = torch.autograd.grad(found.sum(), (hidden, weight))
     assert_all_close(grads, torch.autograd.grad(expected.sum(), wide), 8)
@@ -97,7 +109,7 @@ def test_chunks(tokens: int, at_once: int) -> None:
 def test_ignored_and_impossible_targets() -> None:
     """An ignored token's loss is 0 whatever gradient comes back; a target that does not exist gives NaN."""
     hidden, weight = drawn("contiguous", 3, 8), drawn("contiguous", 10, 8)
-    losses = linear_cross_entropy_triton(hidden, weight, torch.tensor([1, -100, 10], device=DEVICE))
+    losses = losses_of(hidden, weight, torch.tensor([1, -100, 10], device=DEVICE))
     assert losses[1] == 0
     assert losses.isnan().tolist() == [False, False, True]
     grad = torch.tensor([1.0, float("inf"), 0.0], device=DEVICE)
@@ -109,10 +121,10 @@ def test_without_gradients_none_is_computed() -> None:
     """Losses alone need neither product."""
     hidden, weight, targets = drawn("contiguous", 5, 8), drawn("contiguous", 10, 8), targets_of((5,), 10)
     with torch.no_grad():
-        alone = linear_cross_entropy_triton(hidden, weight, targets)
-    learned = linear_cross_entropy_triton(hidden, weight, targets)
+        alone = losses_of(hidden, weight, targets)
+    learned = losses_of(hidden, weight, targets)
     assert torch.equal(alone, learned)
-    frozen = linear_cross_entropy_triton(hidden, weight.detach(), targets)
+    frozen = losses_of(hidden, weight.detach(), targets)
     for losses, sizes in ((alone, []), (learned, [50]), (frozen, [50])):
         node: Any = losses.grad_fn
         assert [x.numel() for x in (node.next_functions[0][0].saved_tensors[-1:] if node else ())] == sizes
@@ -123,9 +135,9 @@ def test_small_gradients_reach_the_weight_in_float16() -> None:
     hidden = drawn("contiguous", 128, 8, dtype=torch.float16).detach().abs()
     weight = drawn("contiguous", 10, 8, dtype=torch.float16)
     targets, grad = torch.zeros(128, dtype=torch.int64, device=DEVICE), torch.full((128,), 8e-8, device=DEVICE)
-    (found,) = torch.autograd.grad(linear_cross_entropy_triton(hidden, weight, targets), weight, grad)
+    (found,) = torch.autograd.grad(losses_of(hidden, weight, targets), weight, grad)
     wide = exact(hidden, weight)
-    (expected,) = torch.autograd.grad(linear_cross_entropy_eager(wide[0], wide[1], targets), wide[1], grad.double())
+    (expected,) = torch.autograd.grad(eager_losses(wide[0], wide[1], targets), wide[1], grad.double())
     assert (found[0].double() - expected[0]).norm() < 0.03 * expected[0].norm()
 
 
@@ -135,10 +147,10 @@ def test_weight_gradient_can_wait(uniform: bool) -> None:
     """Put off, the weight's gradient comes later, and is what it would have been."""
     hidden, weight, targets = drawn("contiguous", 7, 16), drawn("contiguous", 20, 16), targets_of((7,), 20)
     grad = (torch.rand(()) if uniform else torch.rand(7)).to(DEVICE).expand(7)
-    expected = torch.autograd.grad(linear_cross_entropy_triton(hidden, weight, targets), (hidden, weight), grad)
+    expected = torch.autograd.grad(losses_of(hidden, weight, targets), (hidden, weight), grad)
     deferral = Deferral()
     with deferral.recording():
-        losses = linear_cross_entropy_triton(hidden, weight, targets)
+        losses = losses_of(hidden, weight, targets)
     with deferral.defer():
         found = torch.autograd.grad(losses, (hidden, weight), grad, allow_unused=True)
     assert found[1] is None
@@ -149,6 +161,61 @@ def test_weight_gradient_can_wait(uniform: bool) -> None:
 def test_is_an_operation_of_torch() -> None:
     """It keeps the promises that torch.compile relies on."""
     hidden, weight = torch.randn(5, 16, device=DEVICE), torch.randn(20, 16, device=DEVICE)
-    arguments = (hidden, weight, targets_of((5,), 20), -100, True, True, 2**20)
+    targets, factors = targets_of((5,), 20), torch.rand(5, device=DEVICE)
+    arguments = hidden, weight, targets, factors, -100, True, True, 2**20
     torch.library.opcheck(torch.ops.drawloom.linear_cross_entropy.default, arguments)
-    torch.library.opcheck(torch.ops.drawloom.linear_cross_entropy_slopes.default, (*arguments[:4], True))
+    inputs = hidden, weight, targets, -100, True
+    torch.library.opcheck(torch.ops.drawloom.linear_cross_entropy_grad_logits.default, inputs)
+
+
+@few
+@given(
+    seeds,
+    st.integers(0, 12),
+    st.integers(1, 40),
+    st.integers(1, 300),
+    dtypes,
+    st.sampled_from(["both", "lse", "losses"]),
+    st.sampled_from([1, 2**20]),
+    st.booleans(),
+)
+def test_gradients_of_both_results(
+    _seed: object, tokens: int, width: int, words: int, dtype: torch.dtype, outputs: str, max_logits: int, weigh: bool
+) -> None:
+    """With factors on losses and on lse, weighted or not, in one chunk or many, gradients are float64's."""
+    hidden = drawn("contiguous", tokens, width, dtype=dtype)
+    weight = drawn("contiguous", words, width, dtype=dtype, scale=width**-0.5)
+    targets, wide = targets_of((tokens,), words), exact(hidden, weight)
+    token_weights = torch.rand(tokens, device=DEVICE) if weigh else None
+    factors = [torch.rand(tokens, device=DEVICE) for _ in range(2)]
+    if outputs != "both":
+        factors[outputs == "losses"].zero_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_cross_entropy, "MAX_LOGITS", max_logits)
+        found = linear_cross_entropy_triton(hidden, weight, targets, token_weights=token_weights)
+    expected = linear_cross_entropy_eager(wide[0], wide[1], targets, token_weights=token_weights)
+    eps = torch.finfo(dtype).eps
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), theirs, atol=1e-5 + 4 * eps, rtol=1e-5 + eps)
+    chosen = [number for number, name in enumerate(("losses", "lse")) if outputs in (name, "both")]
+    grads, exact_grads = (
+        torch.autograd.grad([pair[n] for n in chosen], inputs, [factors[n].to(pair[n].dtype) for n in chosen])
+        for pair, inputs in ((found, (hidden, weight)), (expected, wide))
+    )
+    assert_all_close(grads, exact_grads, 8)
+
+
+@pytest.mark.usefixtures("_way")
+def test_weight_gradient_of_lse_can_wait() -> None:
+    """Deferred, the weight's gradient through losses and lse comes later, with the same bits."""
+    hidden, weight, targets = drawn("contiguous", 7, 16), drawn("contiguous", 20, 16), targets_of((7,), 20)
+    factors = torch.rand(7, device=DEVICE), torch.rand(7, device=DEVICE)
+    expected = torch.autograd.grad(linear_cross_entropy_triton(hidden, weight, targets), (hidden, weight), factors)
+    deferral = Deferral()
+    with deferral.recording():
+        found = linear_cross_entropy_triton(hidden, weight, targets)
+    with deferral.defer():
+        grads = torch.autograd.grad(found, (hidden, weight), factors, allow_unused=True)
+    assert grads[1] is None and torch.equal(grads[0], expected[0])
+    assert torch.equal(deferral.take()[0].compute(), expected[1])

@@ -20,6 +20,8 @@ from support.qwen3 import (
     cpu_kernels,
     dense,
     kernels_on,
+    logits_of,
+    losses_of,
     one_document,
     packed,
     to,
@@ -91,10 +93,10 @@ def test_fits_its_port() -> None:
 
 
 def test_logits_equal(model: Qwen3Dense) -> None:
-    """Without targets the module gives transformers' logits."""
+    """The head gives transformers' logits."""
     module, tokens = whole(model), torch.randint(model.vocab_size, (3, 19))
     expected = twin(model, dict(module.named_parameters()))(tokens).logits
-    found = module(tokens, one_document(3, 19))
+    found = logits_of(module, tokens, one_document(3, 19))
     assert found.abs().max() > 0.1
     torch.testing.assert_close(found, expected, **CLOSE)
 
@@ -103,7 +105,7 @@ def test_losses_and_every_gradient_equal(model: Qwen3Dense) -> None:
     """Each token's loss, and the gradient of every parameter, are those that transformers' logits give."""
     module, (tokens, targets) = whole(model), random_rows(model, 2, 23)
     theirs = twin(model, dict(module.named_parameters()))
-    losses = module(tokens, one_document(2, 23, targets))
+    losses = losses_of(module, tokens, one_document(2, 23), targets)
     logits = theirs(tokens).logits.flatten(0, 1)
     expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(2, 23)
     torch.testing.assert_close(losses, expected, **CLOSE)
@@ -116,7 +118,7 @@ def test_packed_documents_equal_each_alone(model: Qwen3Dense) -> None:
     lengths = [[7, 1, 8], [16], [3, 13]]
     module, (tokens, targets) = whole(model), random_rows(model, 3, 16)
     theirs = twin(model, dict(module.named_parameters()))
-    losses = module(tokens, packed(lengths, targets))
+    losses = losses_of(module, tokens, packed(lengths), targets)
     expected = torch.zeros_like(losses)
     for row, row_lengths in enumerate(lengths):
         ends = torch.tensor(row_lengths).cumsum(0).tolist()
@@ -148,7 +150,7 @@ def test_stretched_positions_matter(model: Qwen3Dense) -> None:
     module, tokens = whole(model), torch.randint(model.vocab_size, (1, 9))
     plain = dense(rope_theta=model.rope_theta).build(LayerRange(0, 2, embedding=True, head=True))
     plain.load_state_dict(module.state_dict())
-    found, other = (each(tokens, one_document(1, 9)) for each in (module, plain))
+    found, other = (logits_of(each, tokens, one_document(1, 9)) for each in (module, plain))
     assert (found - other).abs()[:, 1:].amax(-1).min() > 1e-4
 
 
@@ -162,7 +164,7 @@ def test_dynamic_positions_are_those_of_transformers(length: int) -> None:
     theirs = twin(model, dict(module.named_parameters()))
     logits = theirs(tokens).logits.flatten(0, 1)
     expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(2, length)
-    losses = module(tokens, one_document(2, length, targets))
+    losses = losses_of(module, tokens, one_document(2, length), targets)
     torch.testing.assert_close(losses, expected, **CLOSE)
     assert_gradients_equal(module, theirs, losses.sum(), expected.sum())
 
@@ -184,7 +186,8 @@ def test_builds_on_the_meta_device() -> None:
     assert all(parameter.is_meta for parameter in (*module.parameters(), *module.buffers()))
     module.to_empty(device="cpu").load_state_dict(real.state_dict())
     tokens = torch.randint(29, (2, 5))
-    torch.testing.assert_close(module(tokens, one_document(2, 5)), real(tokens, one_document(2, 5)))
+    found, expected = (logits_of(each, tokens, one_document(2, 5)) for each in (module, real))
+    torch.testing.assert_close(found, expected)
 
 
 def test_half_precision_runs() -> None:
@@ -192,7 +195,7 @@ def test_half_precision_runs() -> None:
     model = dense()
     module = whole(model).to(torch.bfloat16)
     tokens, targets = random_rows(model, 2, 9)
-    losses = module(tokens, one_document(2, 9, targets))
+    losses = losses_of(module, tokens, one_document(2, 9), targets)
     gradients = torch.autograd.grad(losses.sum(), list(module.parameters()))
     assert losses.dtype == torch.float32
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
@@ -248,7 +251,7 @@ def test_parity_holds_for_every_choice_of_kernels(choices: dict[str, Any]) -> No
     model = dense(kernels=kernels_on(DEVICE, **choices))
     module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
     theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
-    losses = module(tokens, to(DEVICE, one_document(2, 11, targets)))
+    losses = losses_of(module, tokens, to(DEVICE, one_document(2, 11)), targets)
     logits = theirs(tokens).logits.flatten(0, 1)
     expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(2, 11)
     torch.testing.assert_close(losses, expected, **CLOSE)
@@ -270,7 +273,7 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
     module, tokens = whole(model).to(DEVICE).bfloat16(), torch.randint(61, (2, 40)).to(DEVICE)
     theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
     exact = theirs.double()(tokens).logits
-    found, peer = module(tokens, to(DEVICE, one_document(2, 40))), theirs.bfloat16()(tokens).logits
+    found, peer = logits_of(module, tokens, to(DEVICE, one_document(2, 40))), theirs.bfloat16()(tokens).logits
     ours, others = ((logits.double() - exact).norm() / exact.norm() for logits in (found, peer))
     assert found.dtype == torch.bfloat16
     assert 1e-4 < ours < 1.2 * others
@@ -289,9 +292,9 @@ def test_compiles_without_breaks(choices: dict[str, Any], rope: RopeScaling | No
     """Traced as one graph, the whole model gives the losses that it gives otherwise, and its gradients."""
     model = dense(kernels=kernels_on(DEVICE, **choices), rope_scaling=rope, max_position_embeddings=8)
     module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
-    shared = to(DEVICE, one_document(2, 11, targets))
+    shared = to(DEVICE, one_document(2, 11))
     runs = []
     for called in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
-        losses = called(tokens, shared)
+        losses = losses_of(called, tokens, shared, targets)
         runs.append((losses, *torch.autograd.grad(losses.sum(), list(module.parameters()))))
     torch.testing.assert_close(runs[1], runs[0], **CLOSE)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from drawloom.components.model.qwen3.builder import Qwen3Builder
 from drawloom.components.ports.model import LayerRange
 from drawloom.kernels.attention import Implementation
 from drawloom.kernels.attention_flex import FLEX
-from support.qwen3 import cpu_kernels, dense, one_document, packed, sparse, to, whole
+from support.qwen3 import cpu_kernels, dense, logits_of, losses_of, one_document, packed, sparse, to, weights_of, whole
 from support.split_passes import Products, grads_for, in_one, same, split_of, taken
 from support.split_stages import Stage
 
@@ -47,10 +48,15 @@ def test_chained_spans_equal_the_whole(spans: list[LayerRange], tied: bool, make
     module = whole(model)
     modules = built(model, spans, module)
     tokens, targets = torch.randint(29, (2, 2, 10))
-    for shared in (packed([[4, 6], [10]], targets), one_document(2, 10)):
-        expected, found = module(tokens, shared), tokens
-        for part in modules:
-            found = part(found, shared)
+    for shared, last in (
+        (packed([[4, 6], [10]]), partial(losses_of, targets=targets)),
+        (one_document(2, 10), logits_of),
+    ):
+        weighted = attrs.evolve(shared, weights=weights_of(targets) if last is not logits_of else None)
+        expected, found = last(module, tokens, shared), tokens
+        for part in modules[:-1]:
+            found = part(found, weighted)
+        found = last(modules[-1], found, shared)
         assert torch.equal(found, expected)
         module.zero_grad()
         for part in modules:
@@ -96,7 +102,7 @@ def test_masks_need_no_device(make: Make) -> None:
     """On the meta device the mask has shapes alone, and the output has its shape."""
     module, _ = with_flex(make)
     shared = to(torch.device("meta"), packed([[4, 6], [10]]))
-    assert module.to("meta")(shared.positions, shared).shape == (2, 10, 29)
+    assert logits_of(module.to("meta"), shared.positions, shared).shape == (2, 10, 29)
 
 
 @pytest.mark.parametrize("spans", SPLITS)
@@ -124,10 +130,13 @@ def test_stages_put_every_matrix_off(ends: tuple[bool, bool], tied: bool, recomp
     if recompute:
         for block in module.get_submodule("model.layers").children():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    shared = one_document(2, 10, torch.randint(29, (2, 10)))
+    shared, targets = one_document(2, 10), torch.randint(29, (2, 10))
+    weighted = attrs.evolve(shared, weights=weights_of(targets))
     hidden = torch.randn(2, 10, model.architecture.hidden_size, dtype=torch.float64, requires_grad=True)
     inputs = [torch.randint(29, (2, 10)) if ends[0] else hidden]
-    stage = Stage(lambda s, x: s.module(x, shared), module=module)
+    stage = Stage(
+        lambda s, x: losses_of(s.module, x, shared, targets) if ends[1] else s.module(x, weighted), module=module
+    )
     expected, (split, outputs) = in_one(stage, inputs), split_of(stage, inputs)
     with Products() as first:
         found = split.backward_input(outputs, grads_for(outputs), inputs)

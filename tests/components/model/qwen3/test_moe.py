@@ -16,7 +16,7 @@ from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.graph.types.port_match import mismatches
 from support.kernels import DEVICE
-from support.qwen3 import kernels_on, one_document, packed, sparse, to, twin, whole
+from support.qwen3 import kernels_on, logits_of, losses_of, one_document, packed, sparse, to, twin, whole
 
 SHAPES: dict[str, dict[str, Any]] = {
     "two of five": {},
@@ -57,10 +57,10 @@ def test_fits_its_port() -> None:
 
 
 def test_logits_equal(model: Qwen3Moe) -> None:
-    """Without targets the module gives transformers' logits."""
+    """The head gives transformers' logits."""
     module, tokens = whole(model), torch.randint(model.vocab_size, (3, 19))
     expected = twin(model, dict(module.named_parameters()))(tokens).logits
-    found = module(tokens, one_document(3, 19))
+    found = logits_of(module, tokens, one_document(3, 19))
     assert found.abs().max() > 0.1
     torch.testing.assert_close(found, expected, **CLOSE)
 
@@ -91,9 +91,9 @@ def test_parity_for_random_sizes(data: st.DataObject) -> None:
 
 def assert_parity(model: Qwen3Moe, tokens: Tensor, targets: Tensor) -> None:
     module = whole(model).to(tokens.device)
-    shared = to(tokens.device, one_document(len(tokens), tokens.shape[1], targets))
+    shared = to(tokens.device, one_document(*tokens.shape))
     theirs = twin(model, dict(module.named_parameters())).to(tokens.device)
-    losses = module(tokens, shared)
+    losses = losses_of(module, tokens, shared, targets)
     logits = theirs(tokens).logits.flatten(0, 1)
     expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view_as(losses)
     torch.testing.assert_close(losses, expected, **CLOSE)
@@ -117,12 +117,14 @@ def test_packed_documents_equal_each_alone() -> None:
     model = sparse()
     module, (tokens, targets) = whole(model), random_rows(model, 2, 16)
     lengths = [[7, 1, 8], [16]]
-    losses = module(tokens, packed(lengths, targets))
+    losses = losses_of(module, tokens, packed(lengths), targets)
     for row, row_lengths in enumerate(lengths):
         start = 0
         for length in row_lengths:
             part = slice(start, start + length)
-            alone = module(tokens[row : row + 1, part], one_document(1, length, targets[row : row + 1, part]))
+            alone = losses_of(
+                module, tokens[row : row + 1, part], one_document(1, length), targets[row : row + 1, part]
+            )
             torch.testing.assert_close(losses[row : row + 1, part], alone, **CLOSE)
             start += length
 
@@ -135,7 +137,7 @@ def test_balance_is_that_of_transformers(normalised: bool) -> None:
     module, (tokens, targets) = whole(model), random_rows(model, 1, 23)
     theirs = twin(model, dict(module.named_parameters()), output_router_logits=True)
     count = (targets != IGNORE_INDEX).sum()
-    found = module(tokens, one_document(1, 23, targets)).sum() / count
+    found = losses_of(module, tokens, one_document(1, 23), targets).sum() / count
     expected = theirs(tokens, labels=F.pad(tokens, (0, 1), value=IGNORE_INDEX)[:, 1:])  # for its auxiliary loss alone
     of_tokens = F.cross_entropy(expected.logits[0], targets[0], ignore_index=IGNORE_INDEX)
     whole_loss = of_tokens + 0.7 * expected.aux_loss
@@ -158,18 +160,18 @@ def test_balance_is_the_mean_over_layers_and_tokens() -> None:
         for row, logits in enumerate(layer.view(3, 11, -1)):
             auxiliary = load_balancing_loss_func((logits,), num_experts=5, top_k=2)
             losses = losses + 0.7 / 2 * (targets[row] != IGNORE_INDEX).sum() * auxiliary
-    assert_gradients_equal(module, theirs, module(tokens, one_document(3, 11, targets)).sum(), losses)
+    assert_gradients_equal(module, theirs, losses_of(module, tokens, one_document(3, 11), targets).sum(), losses)
 
 
 def test_balance_does_not_depend_on_microbatches() -> None:
     """Rows one after another add up to the gradients of all rows at once."""
     model = sparse(router_aux_loss_coef=0.7)
     module, (tokens, targets) = whole(model).double(), random_rows(model, 4, 9)
-    module(tokens, one_document(4, 9, targets)).sum().backward()
+    losses_of(module, tokens, one_document(4, 9), targets).sum().backward()
     at_once = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
     module.zero_grad()
     for row in range(4):
-        module(tokens[row : row + 1], one_document(1, 9, targets[row : row + 1])).sum().backward()
+        losses_of(module, tokens[row : row + 1], one_document(1, 9), targets[row : row + 1]).sum().backward()
     torch.testing.assert_close([parameter.grad for parameter in module.parameters()], at_once)
 
 
@@ -178,7 +180,7 @@ def test_half_precision_runs() -> None:
     model = sparse()
     module = whole(model).to(torch.bfloat16)
     tokens, targets = random_rows(model, 2, 9)
-    losses = module(tokens, one_document(2, 9, targets))
+    losses = losses_of(module, tokens, one_document(2, 9), targets)
     gradients = torch.autograd.grad(losses.sum(), list(module.parameters()))
     assert losses.dtype == torch.float32
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
@@ -214,7 +216,7 @@ def test_no_size_depends_on_numbers(choices: dict[str, Any]) -> None:
     with torch.device("meta"):
         module = model.build(LayerRange(0, 2, embedding=True, head=True))
         tokens = torch.zeros(2, 7, dtype=torch.int64)
-        losses = module(tokens, one_document(2, 7, tokens))
+        losses = losses_of(module, tokens, one_document(2, 7), tokens)
         losses.sum().backward()
     assert losses.is_meta and losses.shape == (2, 7)
     assert all(parameter.grad is not None and parameter.grad.is_meta for parameter in module.parameters())
@@ -240,7 +242,7 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
     module, tokens = whole(model).to(DEVICE).bfloat16(), torch.randint(61, (2, 16)).to(DEVICE)
     theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
     exact = theirs.double()(tokens).logits
-    found, peer = module(tokens, to(DEVICE, one_document(2, 16))), theirs.bfloat16()(tokens).logits
+    found, peer = logits_of(module, tokens, to(DEVICE, one_document(2, 16))), theirs.bfloat16()(tokens).logits
     ours, others = ((logits.double() - exact).norm() / exact.norm() for logits in (found, peer))
     assert found.dtype == torch.bfloat16
     assert 1e-4 < ours < 1.2 * others
@@ -252,9 +254,9 @@ def test_compiles_without_breaks(choices: dict[str, Any]) -> None:
     """Traced as one graph, the whole model gives the losses that it gives otherwise, and its gradients."""
     model = sparse(kernels=kernels_on(DEVICE, **choices), mlp_only_layers=[0], router_aux_loss_coef=0.3)
     module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
-    shared = to(DEVICE, one_document(2, 11, targets))
+    shared = to(DEVICE, one_document(2, 11))
     runs = []
     for called in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
-        losses = called(tokens, shared)
+        losses = losses_of(called, tokens, shared, targets)
         runs.append((losses, *torch.autograd.grad(losses.sum(), list(module.parameters()))))
     torch.testing.assert_close(runs[1], runs[0], **CLOSE)

@@ -27,7 +27,7 @@ from support.circular import (
     sequential,
     split,
 )
-from support.qwen3 import dense, one_document, whole
+from support.qwen3 import dense, losses_of, one_document, whole
 
 SETUPS = [
     Setup(stages, rounds * stages, repeats, delayed)
@@ -119,8 +119,8 @@ def test_a_language_model_runs_in_it() -> None:
     model = dense(num_hidden_layers=4)
     module = whole(model).double()
     tokens = torch.randint(0, 29, (4, 2, 5), generator=torch.Generator().manual_seed(3))
-    shared = one_document(8, 5, tokens.roll(-1, 2).flatten(0, 1))
-    module(tokens.flatten(0, 1), shared).sum().backward()
+    shared, targets = one_document(8, 5), tokens.roll(-1, 2).flatten(0, 1)
+    losses_of(module, tokens.flatten(0, 1), shared, targets).sum().backward()
     parts = [model.build(LayerRange(n, n + 1, embedding=False, head=False)).double() for n in range(4)]
     for number, part in enumerate(parts):
         part.load_state_dict(module.state_dict(), strict=False)
@@ -128,12 +128,12 @@ def test_a_language_model_runs_in_it() -> None:
         decoder.layers = nn.ModuleDict({"0": decoder.get_submodule(f"layers.{number}")})
     pipeline = CircularPipeline(parts, 2, batched=False)
     rows = attrs.evolve(
-        shared, positions=shared.positions.view(4, 2, 5), document_ids=shared.document_ids.view(4, 2, 5), targets=None
+        shared, positions=shared.positions.view(4, 2, 5), document_ids=shared.document_ids.view(4, 2, 5)
     )
     hidden = pipeline(module.get_submodule("model.embed_tokens")(tokens.flatten(0, 1)).unflatten(0, (4, 2)), rows)
     head = model.build(LayerRange(4, 4, embedding=False, head=True)).double()
     head.load_state_dict(module.state_dict(), strict=False)
-    head(hidden.flatten(0, 1), shared).sum().backward()
+    losses_of(head, hidden.flatten(0, 1), shared, targets).sum().backward()
     stacked = gradient(pipeline.get_parameter("block.model.layers.0.self_attn.q_proj.weight")).flatten(0, 1)
     for number in range(4):
         expected = gradient(module.get_parameter(f"model.layers.{number}.self_attn.q_proj.weight"))

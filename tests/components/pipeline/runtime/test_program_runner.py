@@ -1,6 +1,7 @@
 """What may travel between stages."""
 
 import re
+from functools import partial
 from typing import Any
 
 import attrs
@@ -14,10 +15,13 @@ from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, LayerRange, Stage
+from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Stage
 from drawloom.components.ports.program import Action, Program
 from support import pipelines
 from support.processes import RanksFailed, run_ranks
+
+NO_HEAD: Any = None
+"""Losses here need none."""
 
 
 @attrs.frozen
@@ -52,11 +56,11 @@ class Second(nn.Module):
         self.weight = nn.Parameter(torch.full((3,), 0.5, dtype=torch.float64))
         self.apart = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
 
-    def forward(self, inputs: Parcel, shared: BatchContext) -> Tensor:
+    def forward(self, inputs: Parcel, shared: BatchContext, finish: Finish) -> Any:
         assert inputs.nothing is None and inputs.counts[0].dtype == torch.int64 and inputs.counts[1].dtype == torch.bool
         mixed = inputs.hidden["found"] * self.weight * inputs.counts[1].transpose(0, 1).unsqueeze(-1)
         turned = (inputs.hidden["turned"] ** 2).imag.sum()
-        return mixed.sum() + turned / 10 + self.apart.exp() * shared.positions.sum()
+        return finish(mixed.sum() + turned / 10 + self.apart.exp() * shared.positions.sum(), NO_HEAD)
 
 
 class SumOfAll:
@@ -65,8 +69,8 @@ class SumOfAll:
     def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
         return batch.tokens, BatchContext(batch.positions, batch.document_ids)
 
-    def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        return output.square(), torch.tensor(batch.tokens.numel())
+    def loss(self, hidden: Tensor, head: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        return hidden.square(), batch.weights.sum(), {}
 
 
 @attrs.frozen
@@ -103,7 +107,7 @@ def meta(span: LayerRange) -> nn.Module:
 def batches() -> list[Batch]:
     """Microbatches of different shapes."""
     rows = [torch.arange(2 * (2 + number)).reshape(2, -1) for number in range(4)]
-    return [Batch(row, row, row, row) for row in rows]
+    return [Batch(row, row, row, row, torch.ones(row.shape)) for row in rows]
 
 
 class Faulty(First):
@@ -169,7 +173,7 @@ def test_trees_of_all_kinds_of_leaves_travel(name: str) -> None:
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches():
         tokens, shared = SumOfAll().inputs(batch)
-        loss, _ = SumOfAll().loss(second(first(tokens, shared), shared), batch)
+        loss, *_ = second(first(tokens, shared), shared, partial(SumOfAll().loss, batch=batch))
         torch.autograd.backward(loss)
         total += loss.detach()
     ranks = run_ranks(travelled, 2, name)
@@ -205,9 +209,9 @@ def hops(owners: tuple[int, ...]) -> float:
         mesh.open()
         rank, count = mesh.index("pipeline"), len(owners)
         spans = [LayerRange(number, number + 1, number == 0, number == count - 1) for number in range(count)]
-        modules = {stage: Twice(stage == count - 1) for stage, owner in enumerate(owners) if owner == rank}
+        modules = {stage: Twice() for stage, owner in enumerate(owners) if owner == rank}
         local = [Stage(stage, count, spans[stage], module) for stage, module in modules.items()]
-        stages = Spread(local, ActivationSpecs(spans, lambda span: Twice(span.head)))
+        stages = Spread(local, ActivationSpecs(spans, lambda span: Twice()))
         schedule = Anywhere(owners)
         parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
         executor = Executor(schedule=schedule, objective=SumOfAll(), device=ComputeDevice(kind="cpu"), **parts)
@@ -220,13 +224,9 @@ def hops(owners: tuple[int, ...]) -> float:
 class Twice(nn.Module):
     """Doubles; the last one adds up."""
 
-    def __init__(self, last: bool) -> None:
-        super().__init__()
-        self.last = last
-
-    def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
+    def forward(self, inputs: Tensor, shared: BatchContext, finish: Finish | None = None) -> Any:
         doubled = 2.0 * inputs.double()
-        return doubled.sum() if self.last else doubled
+        return doubled if finish is None else finish(doubled.sum(), NO_HEAD)
 
 
 @attrs.frozen

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, LayerRange, Stage
+from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Stage
 from drawloom.components.ports.program import Action, Program, flat
 from support import pipelines
 from support.split_passes import taken
@@ -28,6 +28,10 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+NO_HEAD: Any = None
+"""Losses here need none."""
+
+
 class Block(nn.Module):
     """A stage that changes activations (2, 4, WIDTH); `late` is a parameter that it may get later."""
 
@@ -37,9 +41,9 @@ class Block(nn.Module):
         make, _ = STAGES[name]
         self.stage = make(Parts("ours" if ours else "torch"))
 
-    def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
+    def forward(self, inputs: Tensor, shared: BatchContext, finish: Finish | None = None) -> Any:
         (output,) = self.stage(inputs if self.late is None else inputs * self.late)
-        return output  # type: ignore[no-any-return]
+        return output if finish is None else finish(output, NO_HEAD)
 
 
 class Fourier(Block):
@@ -50,9 +54,9 @@ class Fourier(Block):
         self.first, self.last = number == 0, number == count - 1
         self.turn = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
 
-    def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
+    def forward(self, inputs: Tensor, shared: BatchContext, finish: Finish | None = None) -> Any:
         real = inputs if self.first else torch.view_as_real(inputs).sum(-1)
-        output = super().forward(real, shared)
+        output = super().forward(real, shared, finish)
         return output if self.last else output * self.turn
 
 
@@ -68,9 +72,9 @@ class Distance(nn.Module):
     def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
         return batch.tokens, BatchContext(batch.positions, batch.document_ids)
 
-    def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        away = self.mix(output) * self.scale - self.center[0]
-        return away.square().mean(), torch.tensor(1)
+    def loss(self, hidden: Tensor, head: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        away = self.mix(hidden) * self.scale - self.center[0]
+        return away.square().mean(), torch.tensor(1), {}
 
 
 @attrs.frozen
@@ -141,7 +145,7 @@ def executor_of(modules: Sequence[nn.Module], schedule: Any, objective: Any, mes
 def batches(count: int) -> list[Batch]:
     """Microbatches whose tokens are activations already."""
     rows = [torch.randn(2, 4, WIDTH) for _ in range(count)]
-    return [Batch(row, row, row, row) for row in rows]
+    return [Batch(row, row, row, row, torch.ones(row.shape[:-1])) for row in rows]
 
 
 def same_as_one_pass(executor: Executor, microbatches: list[Batch], leaves: list[Tensor]) -> None:
@@ -150,7 +154,7 @@ def same_as_one_pass(executor: Executor, microbatches: list[Batch], leaves: list
         output, shared = executor.objective.inputs(batch)
         for stage in executor.stages.local:
             output = stage.module(output, shared)
-        torch.autograd.backward(executor.objective.loss(output, batch)[0])
+        torch.autograd.backward(executor.objective.loss(output, NO_HEAD, batch)[0])
     expected = taken(leaves)
     executor.train(microbatches)
     torch.testing.assert_close(taken(leaves), expected, rtol=1e-10, atol=1e-12)

@@ -12,13 +12,13 @@ from drawloom.components.ports.run import Metric, Step
 
 def test_it_is_e_to_the_loss(build: Callable[..., Any]) -> None:
     """A loss of ln 7 is as undecided as a die with seven sides."""
-    values = build(Perplexity).measure(Step(1, 1, outputs={"loss": math.log(7.0)}))
+    values = build(Perplexity).compute({}, Step(1, 1, outputs={"loss": math.log(7.0)}))
     assert values == pytest.approx({"perplexity": 7.0})
 
 
 def test_it_is_bounded(build: Callable[..., Any]) -> None:
     """What no picture could show is cut off."""
-    assert build(Perplexity, most=100.0).measure(Step(1, 1, outputs={"loss": 1e9})) == {"perplexity": 100.0}
+    assert build(Perplexity, most=100.0).compute({}, Step(1, 1, outputs={"loss": 1e9})) == {"perplexity": 100.0}
 
 
 def test_it_keeps_the_contract_of_metrics(check_port: Callable[..., None]) -> None:

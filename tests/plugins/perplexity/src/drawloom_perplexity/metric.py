@@ -2,8 +2,11 @@
 
 import math
 from collections.abc import Mapping
+from typing import ClassVar
 
-from drawloom.components.ports.run import Step, Value
+from torch import Tensor
+
+from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import above, component, setting
 
 
@@ -13,8 +16,14 @@ class Perplexity:
 
     most: float = setting(default=1e6, check=above(1), doc="what is written down for all that is greater")
 
-    def measure(self, step: Step) -> Mapping[str, Value]:
-        """Nothing in a step without a loss, such as one that was refused."""
+    accumulators: ClassVar[Mapping[str, Accumulator]] = {}
+
+    def update(self, step: Step) -> Mapping[str, Tensor]:
+        """Nothing to combine: the loss of a step is that of all ranks."""
+        return {}
+
+    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+        """None in a step without a loss, such as one that was skipped."""
         loss = step.outputs.get("loss")
         if loss is None:
             return {"perplexity": None}

@@ -1,0 +1,33 @@
+"""
+Dynamic Fine-Tuning: each token's loss times the probability that its target already has.
+
+Wu et al. 2025, "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward Rectification",
+arXiv 2508.05629, equation 9. Plain fine-tuning weighs a token by the inverse of its probability, seen as a policy
+gradient; the factor, through which no gradient flows, takes that out.
+"""
+
+from torch import Tensor
+
+from drawloom.components.ports.data import Batch
+from drawloom.components.ports.model import BatchContext, Head
+from drawloom.graph import component
+
+
+@component
+class Dft:
+    """
+    Cross entropy of the next token times the target's probability, each token's weighted by the batch.
+
+    The named sum `cross_entropy` is without that factor.
+    """
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
+        """Token ids, int64 (rows, length), for the first stage; positions, documents and weights for all."""
+        return batch.tokens, BatchContext(batch.positions, batch.document_ids, batch.weights)
+
+    def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The sum of the tokens' losses, of their weights, and named sums; hidden is (rows, length, hidden_size)."""
+        losses, _ = head.token_losses(hidden, batch.targets)
+        plain = losses.detach()
+        total = (losses * (-plain).exp() * batch.weights).sum()
+        return total, batch.weights.sum(), {"cross_entropy": (plain * batch.weights).sum()}

@@ -1,0 +1,86 @@
+"""The head as losses use it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from drawloom.kernels.deferred_grads import Deferral
+from support.losses import sample
+
+
+def squared_distance(logits: Tensor, targets: Tensor) -> Tensor:
+    return (logits - F.one_hot(targets.clamp(min=0), logits.shape[-1])).square().sum(-1)
+
+
+def test_mean_logits_are_the_mean_of_the_logits() -> None:
+    """Mean and gradients, in float64, are those of all logits; of bfloat16 it is a float32."""
+    case = sample()
+    found, expected = case.head().mean_logits(case.hidden), case.logits().mean(-1)
+    torch.testing.assert_close(found, expected)
+    inputs = case.hidden, case.weight
+    torch.testing.assert_close(
+        torch.autograd.grad(found.sin().sum(), inputs), torch.autograd.grad(expected.sin().sum(), inputs)
+    )
+    half = sample(torch.bfloat16)
+    assert half.head().mean_logits(half.hidden).dtype == torch.float32
+
+
+def test_chunks_of_logits_give_what_all_logits_give() -> None:
+    """However few bytes a chunk may take, results and gradients of a function of logits are those of all at once."""
+    case = sample()
+    inputs = case.hidden, case.weight
+    expected = squared_distance(case.logits().flatten(0, 1), case.batch.targets.flatten()).view(3, 5)
+    grads = torch.autograd.grad(expected.sin().sum(), inputs)
+    for max_bytes in (1, 100, 2**20):
+        head = case.head()
+        found = head.map_logits(squared_distance, case.hidden, case.batch.targets, max_bytes=max_bytes)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), inputs), grads)
+    with torch.no_grad():
+        alone = case.head().map_logits(squared_distance, case.hidden, case.batch.targets, max_bytes=1)
+    torch.testing.assert_close(alone, expected.detach())
+
+
+def test_chunks_never_hold_more_logits_than_their_bound() -> None:
+    """Neither pass makes a tensor with more elements than `max_bytes` of float32, but for inputs and gradients."""
+    hidden, weight = torch.randn(4, 64, 2, requires_grad=True), torch.randn(1000, 2, requires_grad=True)
+    case = sample(torch.float32)
+    head = type(case.head())(weight, case.head().kernels)
+    with LargestTensor() as largest:
+        found = head.map_logits(lambda logits: logits.logsumexp(-1), hidden, max_bytes=8 * 1000 * 4)
+        torch.autograd.grad(found.sum(), (hidden, weight))
+    assert largest.elements == 8 * 1000
+
+
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches every operation's results."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+def test_chunks_of_logits_can_be_deferred_or_not() -> None:
+    """Within a deferral, as under zero-bubble schedules, gradients are complete once what waits is added."""
+    case = sample()
+    inputs = case.hidden, case.weight
+    expected = torch.autograd.grad(
+        case.head().map_logits(squared_distance, case.hidden, case.batch.targets).sum(), inputs
+    )
+    deferral = Deferral()
+    with deferral.recording():
+        found = case.head().map_logits(squared_distance, case.hidden, case.batch.targets, max_bytes=100)
+    with deferral.defer():
+        grad_hidden, grad_weight = torch.autograd.grad(found.sum(), inputs, allow_unused=True)
+    for waiting in deferral.take():
+        part = waiting.compute()
+        grad_weight = part if grad_weight is None else grad_weight + part
+    torch.testing.assert_close((grad_hidden, grad_weight), expected)

@@ -1,0 +1,1 @@
+"""A loss with a trained temperature for drawloom."""

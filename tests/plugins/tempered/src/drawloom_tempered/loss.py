@@ -1,0 +1,43 @@
+"""Cross entropy of logits that are divided by a trained temperature."""
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drawloom.components.ports.data import IGNORE_INDEX, Batch
+from drawloom.components.ports.model import BatchContext, Head
+from drawloom.graph import above, component, setting
+
+
+class Temperature(nn.Module):
+    """The logarithm of the temperature, (1,)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.empty(1))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.log)
+
+
+@component
+class Tempered:
+    """Cross entropy of the next token, of logits divided by a temperature that is trained with the model."""
+
+    max_bytes: int = setting(default=2**26, check=above(0), doc="bytes of logits that exist together")
+    module: nn.Module = attrs.field(init=False, factory=Temperature)
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
+        """Token ids, int64 (rows, length), for the first stage; positions, documents and weights for all."""
+        return batch.tokens, BatchContext(batch.positions, batch.document_ids, batch.weights)
+
+    def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The sum of the tokens' losses, and of their weights; hidden is (rows, length, hidden_size)."""
+        losses = head.map_logits(self._losses, hidden, batch.targets, max_bytes=self.max_bytes)
+        return (losses * batch.weights).sum(), batch.weights.sum(), {}
+
+    def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Losses (tokens,) of logits (tokens, vocab_size)."""
+        tempered = logits / self.module.get_parameter("log").exp()
+        return F.cross_entropy(tempered, targets, ignore_index=IGNORE_INDEX, reduction="none")

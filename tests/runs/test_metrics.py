@@ -1,0 +1,84 @@
+"""Metrics of runs on one process and on several."""
+
+from pathlib import Path
+
+import pytest
+
+from support.runs import drawloom, rows, write_corpus
+
+RECIPE = """
+extends = "./tiny.toml"
+
+[model]
+num_hidden_layers = 2
+
+[loss]
+z_loss = 1e-3
+accuracy = true
+
+[metrics.z_loss]
+use = "metrics.mean"
+of = "z_loss"
+
+[metrics.train]
+use = "metrics.group"
+prefix = "train/"
+members = [
+    { use = "metrics.mean", of = "accuracy" },
+    { use = "metrics.perplexity" },
+    { use = "metrics.spread", quantiles = [0.5] },
+]
+
+[metrics.layers]
+use = "metrics.layer_norms"
+
+[trainer]
+steps = 4
+on_finish = []
+phases = [
+    "@forward_backward",
+    "@sync_gradients",
+    "@clip",
+    "@metrics.layers",
+    "@lr",
+    "@optimizer",
+    "@evaluate",
+    "@report",
+    "@checkpoint",
+]
+
+[batch]
+micro_size = 2
+"""
+OF_TIME = {"tokens_per_second", "memory"}
+
+
+def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
+    """Replicas and stages have the metrics of one process, each step's, and layer norms that make the whole norm."""
+    write_corpus(tmp_path)
+    (tmp_path / "metrics.toml").write_text(RECIPE, "utf-8")
+    layouts = {"one": (1, "mesh.pipeline=1"), "replicas": (2, "mesh.pipeline=1"), "stages": (2, "mesh.pipeline=2")}
+    found = {}
+    for name, (ranks, word) in layouts.items():
+        outcomes = drawloom(tmp_path, "run", "metrics.toml", f"run.name={name}", word, ranks=ranks)
+        assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
+        found[name] = [
+            {key: value for key, value in row.items() if key not in OF_TIME} for row in rows(tmp_path / "runs" / name)
+        ]
+    names = {"z_loss", "train/accuracy", "train/perplexity", "train/loss_p50", "grad_norm/0", "weight_norm/1"}
+    assert names <= set(found["one"][0])
+    for name in ("replicas", "stages"):
+        for one, other in zip(found["one"], found[name], strict=True):
+            assert other == pytest.approx(one, rel=1e-4, abs=1e-6), name
+    for row in found["one"]:
+        parts = [value for key, value in row.items() if key.startswith("grad_norm/")]
+        assert sum(part**2 for part in parts) ** 0.5 == pytest.approx(min(1.0, row["grad_norm"]), rel=1e-4)
+
+
+def test_a_misspelt_sum_ends_the_run_in_words(tmp_path: Path) -> None:
+    """At its first step, with what the loss sums, and without a traceback."""
+    write_corpus(tmp_path)
+    words = ("metrics.extra.use=metrics.mean", "metrics.extra.of=zloss", "trainer.on_finish=[]")
+    [outcome] = drawloom(tmp_path, "run", "tiny.toml", *words)
+    assert outcome.code == 2 and "no sum called 'zloss'" in outcome.text and "cross_entropy" in outcome.text
+    assert "Traceback" not in outcome.text

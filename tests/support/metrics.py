@@ -1,0 +1,43 @@
+"""Metrics on one rank, or on ranks whose parts a test combines by itself."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drawloom.components.ports.pipeline import Losses
+from drawloom.components.ports.run import Accumulator, Metric, Step, Value
+
+OPS: Mapping[str, Any] = {"sum": torch.Tensor.sum, "max": torch.Tensor.amax, "min": torch.Tensor.amin}
+
+
+def combined(accumulators: Mapping[str, Accumulator], parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Totals of what several ranks gave, each with a part of its own."""
+    return {
+        name: OPS[each.op](torch.stack([part.get(name, each.identity()).double() for part in parts]), 0)
+        for name, each in accumulators.items()
+    }
+
+
+def measured(metric: Metric, *steps: Step) -> Mapping[str, Value]:
+    """What a metric says of a step, of which each rank has its own view."""
+    parts = [metric.update(step) for step in steps]
+    return metric.compute(combined(metric.accumulators, parts), steps[0])
+
+
+def step_of(
+    losses: Sequence[float], weights: Sequence[float], sums: Mapping[str, Sequence[float]] | None = None, **values: Any
+) -> Step:
+    """A step as the last stage's rank sees it: losses, weights and named sums by microbatch."""
+    by_name = {name: torch.tensor(each, dtype=torch.float64) for name, each in (sums or {}).items()}
+    state: Any = {"loss": torch.tensor(losses, dtype=torch.float64), "weight": torch.tensor(weights), "sums": by_name}
+    totals = {name: each.double().sum() for name, each in by_name.items()}
+    found = Losses(state["loss"].double().sum(), state["weight"].double().sum(), totals, state)
+    return Step(1, 9, outputs={"losses": found, **values})
+
+
+def step_without_loss() -> Step:
+    """The same step on a rank without the last stage."""
+    zero = torch.zeros((), dtype=torch.float64)
+    return Step(1, 9, outputs={"losses": Losses(zero, zero)})
