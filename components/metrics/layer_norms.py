@@ -35,9 +35,8 @@ class LayerNorms:
         """Learn the layers of all stages."""
         mine = [layer_of(name) for name, _ in self.parameters.named()]
         names = {name for each in self.mesh.group("pipeline").gather_json(mine) for name in each}
-        self._layers = sorted(
-            names, key=lambda name: (not name.isdecimal(), len(name) if name.isdecimal() else 0, name)
-        )
+        numbers, words = ([name for name in names if name.isdecimal() is is_number] for is_number in (True, False))
+        self._layers = [*sorted(numbers, key=int), *sorted(words)]
 
     def run_phase(self, step: Step) -> None:
         """Square the gradients and weights while there are gradients."""

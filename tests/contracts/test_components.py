@@ -81,6 +81,11 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
             "moe_intermediate_size": 8,
         }
     },
+    "metrics.group": lambda folder: {"metrics": {"all": {"use": "metrics.group", "members": ["@metrics.learning"]}}},
+    "metrics.layer_norms": lambda folder: {"metrics": {"layers": {"use": "metrics.layer_norms"}}},
+    "metrics.mean": lambda folder: {"metrics": {"mean": {"use": "metrics.mean", "of": "loss"}}},
+    "metrics.perplexity": lambda folder: {"metrics": {"perplexity": {"use": "metrics.perplexity"}}},
+    "metrics.spread": lambda folder: {"metrics": {"spread": {"use": "metrics.spread", "quantiles": [0.5]}}},
     "optim.sgd": lambda folder: {"optimizer": {"use": "optim.sgd", "lr": 0.1}},
     "optim.stochastic_adamw": lambda folder: {
         "optimizer": {"use": "optim.stochastic_adamw", "lr": 0.1},
