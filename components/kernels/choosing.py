@@ -16,7 +16,7 @@ KERNELS = "drawloom.kernels"
 @attrs.frozen
 class Operation:
     """
-    The implementations of an operation: name to where its function stands, `module.function` under the kernels.
+    The implementations of an operation: name to `module.function` below drawloom.kernels.
 
     `on_gpu` are the names from which `auto` takes the first that the GPU can run. An implementation of attention is two
     functions in one, the other makes its mask.
@@ -26,21 +26,20 @@ class Operation:
     on_gpu: tuple[str, ...] = ("triton", "eager")
 
 
-def _pair(module: str, function: str) -> Operation:
-    """An operation in plain torch and in Triton, in modules of one name."""
-    places = {"eager": f"{module}.{function}_eager", "triton": f"triton.{module}.{function}_triton"}
-    return Operation(places)
+def _pair(function: str, eager: str, triton: str = "") -> Operation:
+    """An operation in plain torch and in Triton; the Triton module has the eager one's name unless `triton` says."""
+    return Operation({"eager": f"{eager}.{function}_eager", "triton": f"triton.{triton or eager}.{function}_triton"})
 
 
 OPERATIONS = {
     "linear": Operation({"eager": "linear.linear_eager"}, ("eager",)),
-    "embedding": Operation({"eager": "embedding.embedding_eager"}, ("eager",)),
+    "embedding": Operation({"eager": "linear.embedding_eager"}, ("eager",)),
     "rms_norm": _pair("rms_norm", "rms_norm"),
-    "add_rms_norm": _pair("rms_norm", "add_rms_norm"),
+    "add_rms_norm": _pair("add_rms_norm", "rms_norm"),
     "swiglu": _pair("swiglu", "swiglu"),
-    "swiglu_halves": _pair("swiglu", "swiglu_halves"),
+    "swiglu_halves": _pair("swiglu_halves", "swiglu"),
     "rope": _pair("rope", "rope"),
-    "qk_norm_rope": _pair("qk_norm_rope", "qk_norm_rope"),
+    "qk_norm_rope": _pair("qk_norm_rope", "rope", "qk_norm_rope"),
     "attention": Operation(
         {
             "eager": "attention.EAGER",
@@ -56,9 +55,9 @@ OPERATIONS = {
             "cut": "triton.cut_cross_entropy.cut_cross_entropy_triton",
         }
     ),
-    "moe_routes": _pair("moe_routes", "moe_routes"),
-    "moe_permute": _pair("moe_permute", "moe_permute"),
-    "moe_unpermute": _pair("moe_permute", "moe_unpermute"),
+    "moe_routes": _pair("moe_routes", "moe", "moe_routes"),
+    "moe_permute": _pair("moe_permute", "moe", "moe_permute"),
+    "moe_unpermute": _pair("moe_unpermute", "moe", "moe_permute"),
     "grouped_gemm": Operation(
         {
             "eager": "grouped_gemm.grouped_gemm_eager",
