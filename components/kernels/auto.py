@@ -1,4 +1,4 @@
-"""Operations, each in the implementation that suits the device best, or in the one that the recipe names."""
+"""The operations of a model, each in the best implementation for the device or in the one that the recipe names."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -58,7 +58,7 @@ class AutoKernels:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """What runs on GPUs alone can't be asked of a CPU."""
+        """Implementations for GPUs are refused on a CPU."""
         if _kind(node) == "cpu":
             for operation in OPERATIONS:
                 if node.settings[operation] in TRITON | GPU:
@@ -67,10 +67,10 @@ class AutoKernels:
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """What `auto` takes for each operation on the device of the recipe, and why."""
+        """The implementation that `auto` chooses for each operation on the recipe's device, and the reason."""
         here = "cuda" if torch.cuda.is_available() else "cpu"
         if _kind(node) == "cuda" != here:
-            yield "auto: what suits the GPU; there is none here to ask"
+            yield "auto: chosen on the GPU machine; this machine has no GPU to decide by"
             return
         device = torch.device(here if _kind(node) == "auto" else _kind(node))
         for operation in OPERATIONS:
@@ -83,7 +83,7 @@ class AutoKernels:
         _ = self._functions
 
     def chosen(self, operation: str) -> Chosen:
-        """The implementation of an operation, and why it is this one."""
+        """The implementation of an operation, and the reason for it."""
         return choose(operation, getattr(self, f"_{operation}"), self.device.device)
 
     @cached_property
@@ -91,8 +91,8 @@ class AutoKernels:
         return {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}
 
     @cached_property
-    def _of_loss(self) -> Any:
-        """What the loss is told besides its tensors: which targets are ignored, and how logits are cut."""
+    def _loss_options(self) -> Any:
+        """The last argument of the loss: which targets are ignored, and how logits are filtered."""
         cuts = self.chosen("linear_cross_entropy").name == "cut"
         return Cut(ignored=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
@@ -126,13 +126,13 @@ class AutoKernels:
         return self._functions["attention"].attend(q, k, v, mask)  # type: ignore[no-any-return]
 
     def linear_cross_entropy(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return self._functions["linear_cross_entropy"](hidden, weight, targets, self._of_loss)  # type: ignore[no-any-return]
+        return self._functions["linear_cross_entropy"](hidden, weight, targets, self._loss_options)  # type: ignore[no-any-return]
 
     def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
         return self._functions["swiglu_halves"](both, scale)  # type: ignore[no-any-return]
 
-    def moe_routes(self, experts_of: Tensor, experts: int) -> Routes:
-        return self._functions["moe_routes"](experts_of, experts)  # type: ignore[no-any-return]
+    def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
+        return self._functions["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]
 
     def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
         return self._functions["moe_permute"](x, probabilities, routes)  # type: ignore[no-any-return]
@@ -140,8 +140,8 @@ class AutoKernels:
     def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
         return self._functions["moe_unpermute"](rows, routes, probabilities)  # type: ignore[no-any-return]
 
-    def grouped_gemm(self, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
-        return self._functions["grouped_gemm"](x, weight, ends, transposed)  # type: ignore[no-any-return]
+    def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
+        return self._functions["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
 
 
 def _kind(node: NodeView) -> str:

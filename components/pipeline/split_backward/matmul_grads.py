@@ -54,7 +54,7 @@ AT_ONCE = 2**22
 """Bytes of gradients that may exist before they are added, 4 MiB: more cost memory, fewer cost nodes (20 us each)."""
 
 
-def accumulate_grads(put_off: Sequence[DeferredGrad]) -> None:
+def accumulate_grads(deferred: Sequence[DeferredGrad]) -> None:
     """
     Compute the gradients that wait, and add each to its weight's `.grad`.
 
@@ -62,16 +62,16 @@ def accumulate_grads(put_off: Sequence[DeferredGrad]) -> None:
     within a node of the graph, one for each share of the weights, and not beforehand.
     """
     # Autograd starts at the root that was made last; what the pass for the inputs found last is still in the caches.
-    roots = [_weight_grads(share) for share in reversed(_shares(put_off))]
+    roots = [_weight_grads(share) for share in reversed(_shares(deferred))]
     if roots:
         torch.autograd.backward(roots, [root.detach() for root in roots])  # the gradient of a root does not matter
 
 
-def _shares(put_off: Sequence[DeferredGrad]) -> list[list[DeferredGrad]]:
+def _shares(deferred: Sequence[DeferredGrad]) -> list[list[DeferredGrad]]:
     """Consecutive weights whose gradients take `AT_ONCE` bytes, or one weight if that takes more."""
     shares: list[list[DeferredGrad]] = []
     room = 0
-    for each in put_off:
+    for each in deferred:
         if room <= 0:
             shares.append([])
             room = AT_ONCE
@@ -80,21 +80,21 @@ def _shares(put_off: Sequence[DeferredGrad]) -> list[list[DeferredGrad]]:
     return shares
 
 
-def _weight_grads(put_off: list[DeferredGrad]) -> Tensor:
-    return _WeightGrads.apply(put_off, *[each.weight for each in put_off])  # type: ignore[no-untyped-call, no-any-return]
+def _weight_grads(deferred: list[DeferredGrad]) -> Tensor:
+    return _WeightGrads.apply(deferred, *[each.weight for each in deferred])  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _WeightGrads(Function):
     """Its output is on the weights' device, and so their gradients are computed in the stream that is current there."""
 
     @staticmethod
-    def forward(ctx: Any, put_off: list[DeferredGrad], *weights: Tensor) -> Tensor:
-        ctx.put_off = put_off
+    def forward(ctx: Any, deferred: list[DeferredGrad], *weights: Tensor) -> Tensor:
+        ctx.deferred = deferred
         return weights[0].new_empty(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *[each.compute() for each in ctx.put_off]
+        return None, *[each.compute() for each in ctx.deferred]
 
 
 FACTORS: dict[type[Node], tuple[str, str]] = {
@@ -113,12 +113,12 @@ class Product:
     other: Tensor
     gradient: Callable[[Tensor, Tensor], Tensor]
 
-    def capture(self, put_off: DeferredGrad) -> RemovableHandle:
+    def capture(self, deferred: DeferredGrad) -> RemovableHandle:
         """Let the weight's gradient wait, once that of the product is there; gives the hook that does it."""
 
         def captured(_: object, grads: tuple[Tensor | None, ...]) -> None:
             if grads[0] is not None:
-                put_off.wait(self.gradient, grads[0], self.other)
+                deferred.queue(self.gradient, grads[0], self.other)
 
         return self.node.register_hook(captured)
 
@@ -142,7 +142,7 @@ _CANDIDATES = {*FACTORS, TRANSPOSE}
 
 def _capture(products: list[Product], deferral: Deferral) -> list[RemovableHandle]:
     """Hooks on all products; none if others have hooks there, which may change the gradient of the weight."""
-    handles = [product.capture(deferral.of(product.weight)) for product in products]
+    handles = [product.capture(deferral.grad_for(product.weight)) for product in products]
     if all([*(handle.hooks_dict_ref() or ())] == [handle.id] for handle in handles):
         return handles
     for handle in handles:

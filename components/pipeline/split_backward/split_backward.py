@@ -42,11 +42,11 @@ class SplitBackward:
     A pass that fails leaves nothing behind but what W has added to some weights already.
     """
 
-    __slots__ = ("_deferral", "_put_off")
+    __slots__ = ("_deferral", "_deferred")
 
     def __init__(self) -> None:
         self._deferral = Deferral()
-        self._put_off: list[DeferredGrad] | None = None
+        self._deferred: list[DeferredGrad] | None = None
 
     def forward(self) -> AbstractContextManager[None]:
         """The stage's forward pass runs within this; without it our operations are treated as anybody else's."""
@@ -64,15 +64,15 @@ class SplitBackward:
 
         UserError for what can't be split: a re-entrant checkpoint, and a hook that waits for activations and weights.
         """
-        if self._put_off is not None:
+        if self._deferred is not None:
             raise RuntimeError("backward_input has been called already; call backward_weight, or make a new pair")
         wanted = [given for given in inputs if _differentiable(given)]
         try:
             found = iter(self._run(_roots(outputs, output_grads), wanted))
         except BaseException:
-            _forget(self._deferral.take())
+            _clear(self._deferral.take())
             raise
-        self._put_off = self._deferral.take()
+        self._deferred = self._deferral.take()
         return [next(found) if _differentiable(given) else None for given in inputs]
 
     def backward_weight(self) -> None:
@@ -81,15 +81,15 @@ class SplitBackward:
 
         To be called in the stream that the forward pass ran in. UserError if a tensor that waited was changed in place.
         """
-        put_off, self._put_off = self._put_off, None
-        if put_off is None:
+        deferred, self._deferred = self._deferred, None
+        if deferred is None:
             raise RuntimeError("backward_weight has nothing to do: it comes after backward_input, and once")
         try:
-            accumulate_grads(put_off)
+            accumulate_grads(deferred)
         except ChangedInPlaceError as error:
             raise UserError(f"split backward: between the two passes, {error}") from error
         finally:
-            _forget(put_off)
+            _clear(deferred)
 
     def _run(self, roots: Roots, inputs: list[Tensor]) -> Sequence[Tensor | None]:
         """The gradients of the inputs; those of the leaves wait."""
@@ -118,9 +118,9 @@ def _differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _forget(put_off: Iterable[DeferredGrad]) -> None:
-    for each in put_off:
-        each.forget()
+def _clear(deferred: Iterable[DeferredGrad]) -> None:
+    for each in deferred:
+        each.clear()
 
 
 _CAPTURE = -1
@@ -142,7 +142,7 @@ def _capturing(leaves: Iterable[Tensor], deferral: Deferral) -> Iterator[None]:
             if hooks:
                 aside.append((hooks, dict(hooks)))
                 hooks.clear()
-            hooks[_CAPTURE] = deferral.of(leaf).add
+            hooks[_CAPTURE] = deferral.grad_for(leaf).add
             captured.append(hooks)
         yield
     finally:

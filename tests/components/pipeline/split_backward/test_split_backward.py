@@ -360,7 +360,7 @@ def test_activations_that_are_changed_in_place(ops: Ops) -> None:
     split, outputs = split_of(stage, inputs)
     split.backward_input(outputs, grads_for(outputs), inputs)
     buffer.copy_(torch.randn(2, 4, 6))
-    with pytest.raises(UserError, match=r"float64 \(.*6\) for which the gradient of a weight float64 \(.*\) waits"):
+    with pytest.raises(UserError, match=r"float64 \(.*6\) that the deferred gradient of a weight float64 \(.*\) needs"):
         split.backward_weight()
 
 
