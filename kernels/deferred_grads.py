@@ -62,7 +62,7 @@ class DeferredGrad:
         self._pending.append((compute, tensors, [tensor._version for tensor in tensors]))
 
     def add(self, part: Tensor | None) -> None:
-        """Queue a summand that is computed already (the weight's shape); None queues nothing."""
+        """Queue a summand that is computed already (any shape, the weight's); None queues nothing."""
         if part is not None:
             self.queue(_identity, part)
 
@@ -75,11 +75,11 @@ class DeferredGrad:
 
     def compute(self) -> Tensor:
         """
-        Compute the queued summands and return their sum, in the weight's shape; empties the queue.
+        Compute the queued summands and return their sum (any shape, the weight's); empties the queue.
 
         Raises ChangedInPlaceError if a queued tensor was changed in place.
         """
-        # Each summand is released before the next is computed, so that at most two exist.
+        # Each summand is released before the next is computed, so that few exist at a time.
         total = self._first()
         while self._pending:
             total = total + self._first()
@@ -107,7 +107,7 @@ class Deferral:
 
     @contextmanager
     def defer(self, except_for: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Within this context, backward passes defer the gradients of recorded weights, except for those given."""
+        """Within this context, backward passes defer gradients of recorded weights (any shape) but those excepted."""
         ids = set(map(id, except_for))
         deferred = [each for key, each in self._grads.items() if key not in ids]
         for each in deferred:

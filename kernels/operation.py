@@ -21,7 +21,7 @@ def why_no_triton(device: torch.device) -> str:
     if find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cpu":
-        # Importing triton takes seconds; only on a CPU is it needed here, to ask whether its interpreter is on.
+        # Importing triton is slow; only on a CPU is it needed here, to ask whether its interpreter is on.
         return "" if _interprets() else "Triton runs on GPUs, and the device is the CPU"
     if device.type != "cuda":
         return f"Triton runs on GPUs of NVIDIA and AMD, and the device is {device.type}"

@@ -155,5 +155,5 @@ def _slowed(rotary_dim: int, base: float, yarn: YarnScaling, device: torch.devic
 
 
 def _pair_that_turns(times: float, rotary_dim: int, base: float, original_max_position_embeddings: int) -> float:
-    """The index, not rounded, of the pair with so many rotations within a length (YaRN, equation 18)."""
+    """The index, not rounded, of the pair with so many rotations within a length."""
     return rotary_dim * math.log(original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(base))

@@ -59,9 +59,9 @@ class StochasticAdamW:
         """Create the optimizer state of all parameters, filled with zeros."""
         for name, parameter in self.parameters.named():
             weight, shard = local_part(parameter.detach()), shard_of(parameter, PER_DRAW)
-            # An FSDP shard that is not one contiguous range of elements gets a key of its own.
             exp_avg, exp_avg_sq = (torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for _ in range(2))
             decay = self.weight_decay if decays(parameter) else 0.0
+            # An FSDP shard that is not one contiguous range of elements gets a key of its own.
             key = shard.key(self.job.seed, "stochastic_adamw", name)
             self._params[name] = ParamState(weight, exp_avg, exp_avg_sq, decay, key, shard.first)
         self._stepper = self._implementation()(list(self._params.values()))

@@ -16,7 +16,7 @@ from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.primitives import next_power_of_2
 
 ENTRIES, STEP = 256, 32
-"""Choices of a part, and how many of them each is compared with at a time: larger tiles spill registers."""
+"""Choices of a part, and how many of them each is compared with at a time: larger tiles would not fit."""
 
 PARTS, EXPERTS = 1024, 4
 """The tile of counts that a program of the prefix sums holds at a time."""
