@@ -26,20 +26,21 @@ class Operation:
     on_gpu: tuple[str, ...] = ("triton", "eager")
 
 
-def _pair(function: str, eager: str, triton: str = "") -> Operation:
-    """An operation in plain torch and in Triton; the Triton module has the eager one's name unless `triton` says."""
-    return Operation({"eager": f"{eager}.{function}_eager", "triton": f"triton.{triton or eager}.{function}_triton"})
+def _pair(module: str, triton_module: str, function: str) -> Operation:
+    """An operation in plain torch and in Triton."""
+    places = {"eager": f"{module}.{function}_eager", "triton": f"triton.{triton_module}.{function}_triton"}
+    return Operation(places)
 
 
 OPERATIONS = {
     "linear": Operation({"eager": "linear.linear_eager"}, ("eager",)),
     "embedding": Operation({"eager": "linear.embedding_eager"}, ("eager",)),
-    "rms_norm": _pair("rms_norm", "rms_norm"),
-    "add_rms_norm": _pair("add_rms_norm", "rms_norm"),
-    "swiglu": _pair("swiglu", "swiglu"),
-    "swiglu_halves": _pair("swiglu_halves", "swiglu"),
-    "rope": _pair("rope", "rope"),
-    "qk_norm_rope": _pair("qk_norm_rope", "rope", "qk_norm_rope"),
+    "rms_norm": _pair("rms_norm", "rms_norm", "rms_norm"),
+    "add_rms_norm": _pair("rms_norm", "rms_norm", "add_rms_norm"),
+    "swiglu": _pair("swiglu", "swiglu", "swiglu"),
+    "swiglu_halves": _pair("swiglu", "swiglu", "swiglu_halves"),
+    "rope": _pair("rope", "rope", "rope"),
+    "qk_norm_rope": _pair("rope", "qk_norm_rope", "qk_norm_rope"),
     "attention": Operation(
         {
             "eager": "attention.EAGER",
@@ -55,9 +56,9 @@ OPERATIONS = {
             "cut": "triton.cut_cross_entropy.cut_cross_entropy_triton",
         }
     ),
-    "moe_routes": _pair("moe_routes", "moe", "moe_routes"),
-    "moe_permute": _pair("moe_permute", "moe", "moe_permute"),
-    "moe_unpermute": _pair("moe_unpermute", "moe", "moe_permute"),
+    "moe_routes": _pair("moe", "moe_routes", "moe_routes"),
+    "moe_permute": _pair("moe", "moe_permute", "moe_permute"),
+    "moe_unpermute": _pair("moe", "moe_permute", "moe_unpermute"),
     "grouped_gemm": Operation(
         {
             "eager": "grouped_gemm.grouped_gemm_eager",
