@@ -1,1 +1,1 @@
-"""GPU kernels and their eager twins. They know torch and triton, and nothing of recipes."""
+"""Kernels, eager and in Triton. They import torch and triton, and nothing of recipes."""

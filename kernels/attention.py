@@ -1,8 +1,7 @@
 """
-Causal attention inside documents: a token sees itself and the tokens before it that belong to its document.
+Causal attention within documents: a token attends to itself and to earlier tokens of its document.
 
-Which tokens see which is the same for all layers of a model: an implementation makes its mask of it once, and each
-layer's attention takes the mask.
+The mask is the same for all layers of a model, so it is made once for a microbatch and passed to each layer.
 """
 
 from collections.abc import Callable
@@ -14,10 +13,11 @@ from torch import Tensor
 
 class Implementation(NamedTuple):
     """
-    Two functions: `mask` of documents int64 (rows, length), a row's tokens with the same number being one document.
+    An implementation of attention: `mask` makes what `attend` takes as its mask.
 
-    `attend` takes q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim) and such a mask; it
-    gives (rows, length, heads, head_dim). kv_heads divides heads.
+    `mask` takes document ids int64 (rows, length): tokens of a row with the same id are one document. `attend` takes
+    q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim) and the mask, and returns
+    (rows, length, heads, head_dim); kv_heads divides heads.
     """
 
     mask: Callable[[Tensor], Any]
@@ -26,27 +26,28 @@ class Implementation(NamedTuple):
 
 def attention_eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """
-    softmax(q k^T / sqrt(head_dim)) v with grouped queries, over the tokens that each token may see.
+    softmax(q k^T / sqrt(head_dim)) v with grouped queries, over the tokens that the mask allows.
 
-    q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim), mask booleans (rows, 1, length,
-    length) as `visible` gives them. Query head h reads key head h // (heads // kv_heads). Gives (rows, length, heads,
-    head_dim).
+    q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim), mask bool (rows, 1, length, length)
+    from `causal_document_mask`. Query head h attends to key head h // (heads // kv_heads). Returns
+    (rows, length, heads, head_dim) in the dtype of q.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    # torch has a causal path without a mask, but only the data can say whether it applies: a wait on an accelerator.
+    # torch's causal path without a mask would do for rows of one document, but to ask that synchronizes with the GPU.
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
     return mixed.transpose(1, 2)
 
 
-def visible(documents: Tensor) -> Tensor:
-    """Which keys each query may see: booleans (rows, 1, queries, keys) from document numbers (rows, length)."""
-    return (documents[:, None, :, None] == documents[:, None, None, :]).tril_()
+def causal_document_mask(document_ids: Tensor) -> Tensor:
+    """The keys that each query attends to: bool (rows, 1, queries, keys) from document ids int64 (rows, length)."""
+    return (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril_()
 
 
-EAGER = Implementation(visible, attention_eager)
+EAGER = Implementation(causal_document_mask, attention_eager)
 
 
 def attention_on_meta(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A tensor of the result's shape and dtype on the meta device, which depends on all three as attention does."""
+    """A meta tensor like q (rows, length, heads, head_dim), with k and v (rows, length, kv_heads, head_dim)."""
+    # It is computed from all three, so that autograd's graph has the edges that attention gives it.
     return q + (k.sum() + v.sum())

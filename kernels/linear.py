@@ -1,4 +1,4 @@
-"""Linear layers and embeddings whose weights' gradients can be deferred."""
+"""Linear layers and embeddings whose weight gradients can be deferred."""
 
 from functools import partial
 from typing import Any
@@ -16,20 +16,20 @@ def linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     """x @ weight.T + bias: x (..., inputs), weight (outputs, inputs), bias (outputs,); gives (..., outputs)."""
     learns = weight.requires_grad and torch.is_grad_enabled()
     if not learns or torch.compiler.is_compiling() or weight.is_complex():
-        return F.linear(x, weight, bias)  # complex gradients are conjugate, as only torch knows
+        return F.linear(x, weight, bias)  # gradients of complex weights are conjugated, which _Linear does not do
     return _Linear.apply(x, weight, bias, weight_gradient_of(weight))  # type: ignore[no-untyped-call, no-any-return]
 
 
 @deferring
 class _Linear(Function):
-    """The bias's gradient is one sum, and is never put off."""
+    """The weight's gradient can be deferred; the bias's is one cheap sum and never is."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weight_gradient: WeightGradient) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.weight_gradient = weight_gradient
         y = F.linear(x, weight, bias)
-        # With a bias torch returns a view, and forbids to change what a Function returns in place if it is one.
+        # With a bias torch returns a view, and a Function's result that is a view may not be changed in place.
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
@@ -48,7 +48,7 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def embedding_eager(tokens: Tensor, weight: Tensor) -> Tensor:
-    """weight[tokens]: tokens int32 or int64 (...), weight (vocabulary, width); gives (..., width)."""
+    """weight[tokens]: tokens int32 or int64 (...), weight (vocab_size, hidden_size); gives (..., hidden_size)."""
     learns = weight.requires_grad and torch.is_grad_enabled()
     if not learns or torch.compiler.is_compiling():
         return F.embedding(tokens, weight)
@@ -74,6 +74,6 @@ class _Embedding(Function):
 
 
 def _embedding_gradient(rows: int, grad: Tensor, tokens: Tensor) -> Tensor:
-    """The gradients of all tokens, added up by their rows of the table."""
+    """The gradients of all tokens, summed by their rows of the table: (rows, hidden_size)."""
     summed: Tensor = torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)
     return summed

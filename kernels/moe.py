@@ -1,4 +1,4 @@
-"""Mixture of experts: where each token's copies go, copying them to their experts, and summing what comes back."""
+"""Mixture of experts: routing tables, permuting tokens to their experts' rows, and summing the rows by token."""
 
 from typing import Any, NamedTuple
 
@@ -7,19 +7,19 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.operation import own
+from drawloom.kernels.operation import accumulation_dtype, as_new_tensor
 
-NOBODY = -1
-"""The expert of a choice that is not to be computed, and the row of such a choice."""
+DROPPED = -1
+"""The expert index of a dropped choice, which is not computed, and the row of such a choice."""
 
 
 class Routes(NamedTuple):
     """
-    A table of rows by choice, and of choices by row.
+    Routing tables, int32. A choice is one of a token's `top_k` experts; each choice that is not dropped has a row.
 
-    `rows` int32 (tokens, choices): the row of each choice, or -1. `choices` int32 (tokens * choices,): the number of
-    the choice of each row, token * choices + place, or -1. `ends` int32 (experts,): where each expert's rows end; those
-    of the first begin at 0.
+    `dest_row` (tokens, top_k): the row of each choice, or -1. `source_choice` (tokens * top_k,): the choice of each
+    row, as token * top_k + its place in the token's choices, or -1. `offsets` (experts,): where each expert's rows
+    end; those of the first begin at 0.
     """
 
     dest_row: Tensor
@@ -27,29 +27,30 @@ class Routes(NamedTuple):
     offsets: Tensor
 
 
-def moe_routes_eager(experts_of: Tensor, experts: int) -> Routes:
-    """Routes for choices of experts, (tokens, choices) of integers from 0 to experts - 1, or -1 for nobody."""
-    flat = experts_of.flatten().to(torch.int64)
-    chosen = flat.where(flat >= 0, experts)
+def moe_routes_eager(expert_indices: Tensor, num_experts: int) -> Routes:
+    """Routes for expert_indices (tokens, top_k), integers from 0 to num_experts - 1, or -1 for dropped choices."""
+    flat = expert_indices.flatten().to(torch.int64)
+    chosen = flat.where(flat >= 0, num_experts)
     order = chosen.argsort(stable=True)
-    counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device).scatter_add_(
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device).scatter_add_(
         0, chosen, chosen.new_ones(()).expand_as(chosen)
     )
-    ends = counts[:experts].cumsum(0)
+    offsets = counts[:num_experts].cumsum(0)
     rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(flat), device=flat.device))
-    used = torch.arange(len(flat), device=flat.device) < (ends[-1] if experts else 0)
+    used = torch.arange(len(flat), device=flat.device) < (offsets[-1] if num_experts else 0)
     return Routes(
-        rows.where(flat >= 0, NOBODY).view(experts_of.shape).to(torch.int32),
-        order.where(used, NOBODY).to(torch.int32),
-        ends.to(torch.int32),
+        rows.where(flat >= 0, DROPPED).view(expert_indices.shape).to(torch.int32),
+        order.where(used, DROPPED).to(torch.int32),
+        offsets.to(torch.int32),
     )
 
 
 def moe_permute_eager(x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
     """
-    Each choice's row, and the probability of each row: x (tokens, width), probabilities (tokens, choices).
+    Copy tokens to the rows of their choices: x (tokens, hidden_size), probabilities (tokens, top_k).
 
-    Gives (tokens * choices, width) and (tokens * choices,); rows that nobody needs, which come last, are zero.
+    Returns the rows (tokens * top_k, hidden_size) in the dtype of x and the probability of each row (tokens * top_k,).
+    Unused rows, as many as choices are dropped, come last and are zero.
     """
     both: tuple[Tensor, Tensor] = _Permute.apply(x, probabilities, *routes)  # type: ignore[no-untyped-call]
     return both
@@ -57,9 +58,10 @@ def moe_permute_eager(x: Tensor, probabilities: Tensor, routes: Routes) -> tuple
 
 def moe_unpermute_eager(rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
     """
-    The sum by token of its choices' rows, each times its probability if there are any; summed in at least float32.
+    Sum the rows of each token's choices, times their probabilities if given; summed in at least float32.
 
-    rows (tokens * choices, width), probabilities (tokens, choices); gives (tokens, width), zero without a choice.
+    rows (tokens * top_k, hidden_size), probabilities (tokens, top_k); returns (tokens, hidden_size) in the dtype of
+    rows, zero for a token whose choices are all dropped.
     """
     summed: Tensor = _Unpermute.apply(rows, probabilities, *routes)  # type: ignore[no-untyped-call]
     return summed
@@ -68,69 +70,69 @@ def moe_unpermute_eager(rows: Tensor, routes: Routes, probabilities: Tensor | No
 class _Permute(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, probabilities: Tensor, of_choices: Tensor, choices: Tensor, ends: Tensor
+        ctx: Any, x: Tensor, probabilities: Tensor, dest_row: Tensor, source_choice: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(of_choices)
-        per_token = max(of_choices.shape[1], 1)
-        needed = choices >= 0
-        token = (choices // per_token).where(needed, 0).to(torch.int64)
-        flat = probabilities.flatten()[choices.where(needed, 0).to(torch.int64)]
+        ctx.save_for_backward(dest_row)
+        per_token = max(dest_row.shape[1], 1)
+        needed = source_choice >= 0
+        token = (source_choice // per_token).where(needed, 0).to(torch.int64)
+        flat = probabilities.flatten()[source_choice.where(needed, 0).to(torch.int64)]
         return x[token].where(needed.unsqueeze(-1), 0), flat.where(needed, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_probabilities: Tensor) -> tuple[Tensor | None, ...]:
-        (of_choices,) = ctx.saved_tensors
-        known = of_choices >= 0
-        summed = _gathered(grad, of_choices).sum(1).to(grad.dtype)
-        of_probabilities = grad_probabilities[of_choices.where(known, 0).to(torch.int64)].where(known, 0)
+        (dest_row,) = ctx.saved_tensors
+        known = dest_row >= 0
+        summed = _gathered(grad, dest_row).sum(1).to(grad.dtype)
+        of_probabilities = grad_probabilities[dest_row.where(known, 0).to(torch.int64)].where(known, 0)
         return summed, of_probabilities, None, None, None
 
 
 class _Unpermute(Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, probabilities: Tensor | None, of_choices: Tensor, choices: Tensor, ends: Tensor
+        ctx: Any, rows: Tensor, probabilities: Tensor | None, dest_row: Tensor, source_choice: Tensor, offsets: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, probabilities, of_choices, choices)
-        gathered = _gathered(rows, of_choices)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, probabilities, dest_row, source_choice)
+        gathered = _gathered(rows, dest_row)
         weighted = gathered if probabilities is None else gathered * probabilities.unsqueeze(-1)
-        return own(weighted.sum(1).to(rows.dtype))
+        return as_new_tensor(weighted.sum(1).to(rows.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, probabilities, of_choices, choices = ctx.saved_tensors
-        needed, place = choices >= 0, choices.where(choices >= 0, 0).to(torch.int64)
-        of_rows = grad[place // max(of_choices.shape[1], 1)].where(needed.unsqueeze(-1), 0)
+        rows, probabilities, dest_row, source_choice = ctx.saved_tensors
+        needed, place = source_choice >= 0, source_choice.where(source_choice >= 0, 0).to(torch.int64)
+        of_rows = grad[place // max(dest_row.shape[1], 1)].where(needed.unsqueeze(-1), 0)
         if probabilities is not None:
-            of_rows = (_accumulation_dtype(of_rows) * probabilities.flatten()[place].unsqueeze(-1)).to(grad.dtype)
+            of_rows = (_upcast(of_rows) * probabilities.flatten()[place].unsqueeze(-1)).to(grad.dtype)
         of_probabilities = None
         if rows is not None:
-            of_probabilities = (_gathered(rows, of_choices) * grad.unsqueeze(1)).sum(-1).to(probabilities.dtype)
+            of_probabilities = (_gathered(rows, dest_row) * grad.unsqueeze(1)).sum(-1).to(probabilities.dtype)
         return of_rows, of_probabilities, None, None, None
 
 
-def _gathered(rows: Tensor, of_choices: Tensor) -> Tensor:
-    """The row of each choice (tokens, choices, width) in at least float32, zero where there is none."""
-    known = of_choices >= 0
-    return _accumulation_dtype(rows[of_choices.where(known, 0).to(torch.int64)]).where(known.unsqueeze(-1), 0)
+def _gathered(rows: Tensor, dest_row: Tensor) -> Tensor:
+    """The row of each choice (tokens, top_k, hidden_size) in at least float32, zero for dropped choices."""
+    known = dest_row >= 0
+    return _upcast(rows[dest_row.where(known, 0).to(torch.int64)]).where(known.unsqueeze(-1), 0)
 
 
-def _accumulation_dtype(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _upcast(x: Tensor) -> Tensor:
+    return x.to(accumulation_dtype(x))
 
 
-def indices_to_multihot_eager(experts_of: Tensor, probabilities: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def indices_to_multihot_eager(expert_indices: Tensor, probabilities: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """
-    Which experts each token has chosen, and with what probability: bool and (tokens, experts).
+    Which experts each token has chosen, bool, and with what probability, both (tokens, num_experts).
 
-    experts_of (tokens, choices) of integers from 0 to experts - 1, or -1 for nobody; probabilities (tokens, choices),
-    of which those of an expert that a token chooses twice add up.
+    expert_indices (tokens, top_k) of integers from 0 to num_experts - 1, or -1 for dropped choices; probabilities
+    (tokens, top_k). Probabilities of an expert that a token chooses twice add up.
     """
-    known = experts_of >= 0
-    place = experts_of.where(known, 0).to(torch.int64)
-    shape = len(experts_of), experts
+    known = expert_indices >= 0
+    place = expert_indices.where(known, 0).to(torch.int64)
+    shape = len(expert_indices), num_experts
     chosen = torch.zeros(shape, dtype=torch.int32, device=place.device).scatter_add_(1, place, known.to(torch.int32))
     spread = probabilities.new_zeros(shape).scatter_add(1, place, probabilities.where(known, 0))
     return chosen > 0, spread

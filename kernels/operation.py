@@ -1,4 +1,8 @@
-"""Functions as operations of torch, for compilers that can't look into them; and whether Triton can run on a device."""
+"""
+Custom operators: functions that launch kernels, registered with torch so that torch.compile does not trace into them.
+
+Also whether Triton can run on a device, and the dtype in which kernels accumulate.
+"""
 
 from collections.abc import Callable
 from functools import wraps
@@ -8,20 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LEAST_CAPABILITY = (8, 0)
-"""Ampere: older GPUs have no bfloat16."""
+MIN_CAPABILITY = (8, 0)
+"""The least compute capability, Ampere's: older GPUs have no bfloat16."""
 
 
 def why_no_triton(device: torch.device) -> str:
-    """Why Triton can't run on a device, or nothing. Only on a CPU is triton imported: its interpreter may be on."""
+    """The reason why Triton can't run on a device, as half a sentence; empty if it can."""
     if find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cpu":
+        # Importing triton is slow; only on a CPU is it needed here, to ask whether its interpreter is on.
         return "" if _interprets() else "Triton runs on GPUs, and the device is the CPU"
     if device.type != "cuda":
         return f"Triton runs on GPUs of NVIDIA and AMD, and the device is {device.type}"
     capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
+    if capability < MIN_CAPABILITY:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0"
     return ""
 
@@ -32,43 +37,49 @@ def _interprets() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-PLAIN = (Tensor, torch.nn.Parameter)
-"""Tensors that are what they seem, and stand for no others."""
+CONCRETE_TYPES = (Tensor, torch.nn.Parameter)
+"""Types of tensors that hold data; subclasses, such as fake tensors and DTensor, must go through the dispatcher."""
 
-Launch = Callable[..., Any]
+KernelFunction = Callable[..., Any]
 
 
-def own(result: Tensor) -> Tensor:
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """The dtype to accumulate in for x of any shape: float32 for half precision, else the dtype of x."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def as_new_tensor(result: Tensor) -> Tensor:
     """
-    What an autograd Function gives, as a tensor of its own, without a copy.
+    The result of an autograd Function (any shape and dtype) as a new tensor on the same storage.
 
-    torch 2.11's compiler takes what an operation in place gave, or `to` without a change, for another tensor, and the
-    Function's inputs get zeros for gradients.
+    Without it, torch 2.11's compiler mistakes the result of an operation in place, or of `to` without a change, for
+    another tensor, and the Function's inputs get zeros for gradients.
     """
     return result.detach()
 
 
-def register_kernel(schema: str, fake: Launch) -> Callable[[Launch], Launch]:
+def register_kernel(schema: str, fake: KernelFunction) -> Callable[[KernelFunction], KernelFunction]:
     """
-    Make a function that launches kernels an operation of torch, which torch.compile takes as it is.
+    Register a function that launches kernels as the operator `drawloom::<name>`, which torch.compile does not trace.
 
-    `like` gives empty results for the same arguments. What comes back is the operation to a compiler, and for tensors
-    that are not there, by which pipelines find out what passes between stages; otherwise it is the function itself,
-    for the way through torch's dispatcher and back takes longer than a launch.
+    `schema` is torch's, such as "swiglu(Tensor gate, Tensor up) -> Tensor"; `fake` returns empty results for the same
+    arguments. Under torch.compile, and for fake and meta tensors, the decorated function calls the operator; else it
+    calls the function directly.
     """
 
-    def register(launch: Launch) -> Launch:
+    def register(function: KernelFunction) -> KernelFunction:
         name = schema.partition("(")[0]
         torch.library.define(f"drawloom::{name}", schema.removeprefix(name))
-        torch.library.impl(f"drawloom::{name}", ("CPU", "CUDA"), launch)
+        torch.library.impl(f"drawloom::{name}", ("CPU", "CUDA"), function)
         torch.library.register_fake(f"drawloom::{name}", fake)
-        registered: Launch = getattr(torch.ops.drawloom, name).default
+        registered: KernelFunction = getattr(torch.ops.drawloom, name).default
 
-        @wraps(launch)
+        @wraps(function)
         def call(*arguments: Any) -> Any:
+            # The way through torch's dispatcher and back takes longer than a launch, so eager code avoids it.
             first = arguments[0]
-            there = type(first) in PLAIN and not first.is_meta
-            return launch(*arguments) if there and not torch.compiler.is_compiling() else registered(*arguments)
+            is_concrete = type(first) in CONCRETE_TYPES and not first.is_meta
+            return function(*arguments) if is_concrete and not torch.compiler.is_compiling() else registered(*arguments)
 
         return call
 

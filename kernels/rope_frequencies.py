@@ -1,10 +1,10 @@
 """
-How fast each pair of channels turns, and the ways to stretch that over longer texts than a model was trained on.
+RoPE frequencies, and the methods of RoPE scaling, which extend the context length that a model was trained on.
 
 Linear: Chen et al. 2023, arXiv 2306.15595. NTK: bloc97 2023, "NTK-aware scaled RoPE". YaRN: Peng et al. 2023,
-arXiv 2309.00071: pairs that turn often within the trained length keep their speed, those that hardly turn are slowed
-down by the whole factor, those between in part; and attention becomes a little sharper. Llama 3: Grattafiori et al.
-2024, arXiv 2407.21783, the same with other bounds and without the sharpening.
+arXiv 2309.00071: pairs of channels with many rotations within the original length keep their frequency, pairs with few
+are divided by the factor, those between are interpolated; and attention is scaled. Llama 3: Grattafiori et al. 2024,
+arXiv 2407.21783, the same with other bounds and without the scaling of attention.
 """
 
 import math
@@ -15,46 +15,47 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Linear:
-    """Every pair turns `factor` times slower."""
+class LinearScaling:
+    """Every frequency is divided by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True)
-class Ntk:
+class NtkScaling:
     """
-    The base grows so that the slowest pair turns `factor` times slower, and the fastest as before.
+    The base grows so that the lowest frequency is divided by `factor` and the highest stays.
 
-    Hugging Face's dynamic scaling by f, at s tokens of a model trained on m, is that of factor f s / m - f + 1.
+    Hugging Face's dynamic scaling by f, at s tokens of a model trained on m, is NTK by f s / m - f + 1.
     """
 
     factor: float
 
 
 @dataclass(frozen=True)
-class Dynamic:
+class DynamicScaling:
     """
-    NTK by as much as each row needs: nothing up to the trained `length` (in tokens), and from there on more and more.
+    Dynamic NTK: each row is scaled by its own length, not at all up to the original one.
 
-    At s tokens, s the largest position of the row and 1, the base grows as for a factor of f s / length - f + 1.
+    A row of s tokens (its largest position plus 1) is scaled by f s / m - f + 1, where f is `factor` and m is
+    `original_max_position_embeddings`, in tokens.
     """
 
     factor: float
-    length: int
+    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
-class Yarn:
+class YarnScaling:
     """
-    Between `fast` and `slow` turns within the trained `length` (in tokens), pairs go over from their speed to a slower.
+    YaRN: pairs with more than `beta_fast` rotations within the original length (in tokens) keep their frequency.
 
-    `whole` rounds the range of these pairs outwards. `sharpening` multiplies cosines and sines; 0.1 ln(factor) + 1 if
-    left out.
+    Those with fewer than `beta_slow` are divided by `factor`, those between interpolated linearly; `truncate` rounds
+    the range of these outwards to whole pairs. `attention_factor` multiplies cos and sin; None is 0.1 ln(factor) + 1.
     """
 
     factor: float
-    length: int
+    original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
@@ -62,39 +63,40 @@ class Yarn:
 
 
 @dataclass(frozen=True)
-class Llama3:
+class Llama3Scaling:
     """
-    Pairs that turn less than `low` times within the trained `length` (in tokens) turn `factor` times slower.
+    Llama 3: pairs with fewer than `low_freq_factor` rotations within the original length are divided by `factor`.
 
-    Those that turn more than `high` times keep their speed, and those between go over from one to the other.
+    Those with more than `high_freq_factor` keep their frequency, those between are interpolated. Lengths in tokens.
     """
 
     factor: float
-    length: int
+    original_max_position_embeddings: int
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
 
 
-Scaling = Linear | Ntk | Dynamic | Yarn | Llama3 | None
+Scaling = LinearScaling | NtkScaling | DynamicScaling | YarnScaling | Llama3Scaling | None
 
 
 def rope_frequencies(
-    channels: int, base: float, scaling: Scaling = None, device: torch.device | str | None = None
+    rotary_dim: int, base: float, scaling: Scaling = None, device: torch.device | str | None = None
 ) -> Tensor:
     """
-    Radians that each pair of channels turns by from one position to the next: float32 (channels // 2,).
+    Radians by which each pair of channels is rotated per position: float32 (rotary_dim // 2,).
 
-    For dynamic scaling they are those of texts no longer than the trained ones.
+    For dynamic scaling they are those up to the original length.
     """
-    if isinstance(scaling, Ntk):
-        base *= scaling.factor ** (channels / (channels - 2))
-    frequencies = 1.0 / base ** _exponents(channels, device)
-    if isinstance(scaling, Linear):
+    if isinstance(scaling, NtkScaling):
+        base *= scaling.factor ** (rotary_dim / (rotary_dim - 2))
+    frequencies = 1.0 / base ** _exponents(rotary_dim, device)
+    if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor
-    if isinstance(scaling, Yarn):
-        return frequencies.lerp(frequencies / scaling.factor, _slowed(channels, base, scaling, device))
-    if isinstance(scaling, Llama3):
-        kept = (frequencies * (scaling.length / (2 * math.pi)) - scaling.low_freq_factor) / (
+    if isinstance(scaling, YarnScaling):
+        return frequencies.lerp(frequencies / scaling.factor, _slowed(rotary_dim, base, scaling, device))
+    if isinstance(scaling, Llama3Scaling):
+        # Rotations within the original length, from 0 at low_freq_factor to 1 at high_freq_factor.
+        kept = (frequencies * (scaling.original_max_position_embeddings / (2 * math.pi)) - scaling.low_freq_factor) / (
             scaling.high_freq_factor - scaling.low_freq_factor
         )
         return (frequencies / scaling.factor).lerp(frequencies, kept.clamp(0, 1))
@@ -102,47 +104,56 @@ def rope_frequencies(
 
 
 def attention_scaling(scaling: Scaling) -> float:
-    """What cosines and sines are multiplied by."""
-    if not isinstance(scaling, Yarn):
+    """The factor of cos and sin: YaRN's attention_factor, 1 for other methods."""
+    if not isinstance(scaling, YarnScaling):
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
-def rope_angles(positions: Tensor, channels: int, base: float, scaling: Scaling = None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines by position and pair of channels: float32 (..., channels // 2) from integers (...)."""
-    if isinstance(scaling, Dynamic):
-        frequencies = _grown(positions, channels, base, scaling)
+def rope_angles(positions: Tensor, rotary_dim: int, base: float, scaling: Scaling = None) -> tuple[Tensor, Tensor]:
+    """cos and sin by position and pair of channels: float32 (..., rotary_dim // 2) from integer positions (...)."""
+    if isinstance(scaling, DynamicScaling):
+        frequencies = _grown(positions, rotary_dim, base, scaling)
     else:
-        frequencies = rope_frequencies(channels, base, scaling, positions.device)
+        frequencies = rope_frequencies(rotary_dim, base, scaling, positions.device)
     angles = positions.unsqueeze(-1).to(torch.float32) * frequencies
     sharpening = attention_scaling(scaling)
     return angles.cos() * sharpening, angles.sin() * sharpening
 
 
-def _exponents(channels: int, device: torch.device | str | None) -> Tensor:
-    return torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
+def _exponents(rotary_dim: int, device: torch.device | str | None) -> Tensor:
+    return torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
 
 
-def _grown(positions: Tensor, channels: int, base: float, dynamic: Dynamic) -> Tensor:
-    """Frequencies of each row, (..., 1, channels // 2), from its length, which only the device knows."""
-    length = (positions.amax(-1, keepdim=True) + 1).clamp(min=dynamic.length)
-    factor = dynamic.factor * length / dynamic.length - (dynamic.factor - 1)
-    bases = base * factor ** (channels / (channels - 2))
-    return 1.0 / bases.unsqueeze(-1) ** _exponents(channels, positions.device)
+def _grown(positions: Tensor, rotary_dim: int, base: float, dynamic: DynamicScaling) -> Tensor:
+    """Frequencies of each row, (..., 1, rotary_dim // 2), by its length."""
+    # Tensor arithmetic throughout: only the device knows the positions, and reading them would synchronize.
+    original_max_position_embeddings = (positions.amax(-1, keepdim=True) + 1).clamp(
+        min=dynamic.original_max_position_embeddings
+    )
+    factor = dynamic.factor * original_max_position_embeddings / dynamic.original_max_position_embeddings - (
+        dynamic.factor - 1
+    )
+    bases = base * factor ** (rotary_dim / (rotary_dim - 2))
+    return 1.0 / bases.unsqueeze(-1) ** _exponents(rotary_dim, positions.device)
 
 
-def _slowed(channels: int, base: float, yarn: Yarn, device: torch.device | str | None) -> Tensor:
-    """How far each pair has gone over to the slower speed, 0 to 1."""
-    first, last = (_pair_that_turns(times, channels, base, yarn.length) for times in (yarn.beta_fast, yarn.beta_slow))
+def _slowed(rotary_dim: int, base: float, yarn: YarnScaling, device: torch.device | str | None) -> Tensor:
+    """The weight of the divided frequency for each pair, 0 to 1: (rotary_dim // 2,)."""
+    first, last = (
+        _pair_that_turns(times, rotary_dim, base, yarn.original_max_position_embeddings)
+        for times in (yarn.beta_fast, yarn.beta_slow)
+    )
     if yarn.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, channels - 1)
-    pairs = torch.arange(channels // 2, dtype=torch.float32, device=device)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    # The divisor 0.001 is that of transformers, for a range of a single pair.
+    pairs = torch.arange(rotary_dim // 2, dtype=torch.float32, device=device)
     return ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
 
 
-def _pair_that_turns(times: float, channels: int, base: float, length: int) -> float:
-    """The number of the pair that turns so many times within a length, between whole ones."""
-    return channels * math.log(length / (times * 2 * math.pi)) / (2 * math.log(base))
+def _pair_that_turns(times: float, rotary_dim: int, base: float, original_max_position_embeddings: int) -> float:
+    """The index, not rounded, of the pair with so many rotations within a length."""
+    return rotary_dim * math.log(original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(base))

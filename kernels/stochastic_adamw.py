@@ -1,8 +1,8 @@
 """
-AdamW on bfloat16 weights with stochastic rounding: no float32 copy of the weights, and no small step is lost.
+AdamW on bfloat16 weights with stochastic rounding: no float32 master weights, and small updates are not lost.
 
-Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2; every operation in float32, each
-rounded by itself, so that the implementations agree to the bit.
+Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2. Every operation is in float32 and
+rounded by itself, so that the eager and the Triton implementation agree bitwise.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,62 +11,71 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drawloom.kernels.stochastic_copy import AT_ONCE, halves, philox, round_stochastically
+from drawloom.kernels.stochastic_copy import CHUNK, halves, philox, round_stochastically
 
 PER_DRAW = 2
-"""Of the four words of a draw, one rounds the weights of two elements, one their means, one their squares."""
+"""Elements per draw: of its four words, one rounds two weights, one their exp_avg, one their exp_avg_sq."""
 
 
 @dataclass(frozen=True)
-class Trained:
+class ParamState:
     """
-    A weight, float32 or bfloat16, with its running means of gradients and of their squares (float32 or bfloat16).
+    A weight (any shape, float32 or bfloat16) with its optimizer state (same shape, float32 or bfloat16).
 
-    `decay` is what fraction of the weight is lost each step, times the rate. The noise of an element is a function of
-    `key`, the step's counter, and `first` + the element's place; `first` is even.
+    `exp_avg` and `exp_avg_sq` are the running means of gradients and of their squares. The noise of an element depends
+    on `key`, the step's counter, and `first` + the element's index; raises ValueError if `first` is odd.
     """
 
     weight: Tensor
-    mean: Tensor
-    square: Tensor
-    decay: float
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    weight_decay: float
     key: int
     first: int = 0
 
     def __post_init__(self) -> None:
         if self.first % PER_DRAW:
             raise ValueError(f"first = {self.first} is odd")
-        if self.mean.dtype != self.square.dtype:
-            raise ValueError(f"the running means have two dtypes, {self.mean.dtype} and {self.square.dtype}")
+        if self.exp_avg.dtype != self.exp_avg_sq.dtype:
+            raise ValueError(
+                f"exp_avg is {self.exp_avg.dtype} and exp_avg_sq {self.exp_avg_sq.dtype}; make them one dtype"
+            )
 
 
-def numbers_of(rate: float, betas: tuple[float, float], eps: float, step: int) -> tuple[float, ...]:
-    """Rate, weights of the new in both means, rate and root of squares with their bias corrected, eps; steps from 1."""
-    of_mean, of_square = betas
-    corrected = rate / (1 - of_mean**step), (1 - of_square**step) ** -0.5
-    return rate, 1 - of_mean, 1 - of_square, *corrected, eps
+def step_scalars(lr: float, betas: tuple[float, float], eps: float, step: int) -> tuple[float, ...]:
+    """lr, 1 - beta1, 1 - beta2, bias-corrected lr, the bias correction of sqrt(exp_avg_sq), eps; steps count from 1."""
+    beta1, beta2 = betas
+    corrected = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
+    return lr, 1 - beta1, 1 - beta2, *corrected, eps
 
 
 class StochasticAdamwEager:
-    """Takes steps with plain torch, one weight after another."""
+    """The optimizer step in plain torch, one weight after another."""
 
-    def __init__(self, trained: Sequence[Trained]) -> None:
-        self._trained = trained
+    def __init__(self, params: Sequence[ParamState]) -> None:
+        self._params = params
 
-    def step(self, gradients: Sequence[Tensor], numbers: tuple[float, ...], counter: int) -> None:
-        """Change all weights and means in place; gradients are in the order of the weights."""
-        for trained, gradient in zip(self._trained, gradients, strict=True):
-            _step(trained, gradient.reshape(-1), torch.tensor(numbers, dtype=torch.float32).tolist(), counter)
+    def step(self, grads: Sequence[Tensor], scalars: tuple[float, ...], counter: int) -> None:
+        """
+        Update all weights and their state in place.
+
+        `grads` in the order of the weights, each of its weight's shape (any shape, any float dtype); `scalars` from
+        `step_scalars`; `counter` selects the step's noise.
+        """
+        # The scalars are rounded to float32 first, as the Triton kernel reads them.
+        rounded = torch.tensor(scalars, dtype=torch.float32).tolist()
+        for param, grad in zip(self._params, grads, strict=True):
+            _step(param, grad.reshape(-1), rounded, counter)
 
 
-def _step(trained: Trained, gradient: Tensor, numbers: list[float], counter: int) -> None:
-    tensors = trained.weight, trained.mean, trained.square
+def _step(param: ParamState, grad: Tensor, scalars: list[float], counter: int) -> None:
+    tensors = param.weight, param.exp_avg, param.exp_avg_sq
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
-    for place in range(0, gradient.numel(), AT_ONCE):
-        part = slice(place, place + AT_ONCE)
+    for start in range(0, grad.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
         values = [tensor[part] for tensor in flat]
-        results = _updated(values, gradient[part], trained.decay, numbers)
-        noise = _noise(len(values[0]), trained.key, counter, trained.first + place, gradient.device)
+        results = _updated(values, grad[part], param.weight_decay, scalars)
+        noise = _noise(len(values[0]), param.key, counter, param.first + start, grad.device)
         for value, result, drawn in zip(values, results, noise, strict=False):
             value.copy_(round_stochastically(result, drawn) if value.dtype == torch.bfloat16 else result)
     for tensor, changed in zip(tensors, flat, strict=True):
@@ -74,20 +83,20 @@ def _step(trained: Trained, gradient: Tensor, numbers: list[float], counter: int
             tensor.detach().copy_(changed.view(tensor.shape))
 
 
-def _updated(values: list[Tensor], gradient: Tensor, decay: float, numbers: list[float]) -> tuple[Tensor, ...]:
-    """Weight, mean and square after a step, in float32."""
-    rate, new_in_mean, new_in_square, corrected_rate, correction, eps = numbers
-    weight, mean, square = (value.float() for value in values)
-    gradient = gradient.float()
-    mean = mean + (gradient - mean) * new_in_mean
-    square = square + (gradient * gradient - square) * new_in_square
-    lost = (torch.tensor(rate) * torch.tensor(decay)).item()
-    weight = weight - weight * lost
-    root = square.double().sqrt().float()  # torch's root of float32 is off by a bit here and there on CPUs
-    return weight - (mean * corrected_rate) / (root * correction + eps), mean, square
+def _updated(values: list[Tensor], grad: Tensor, weight_decay: float, scalars: list[float]) -> tuple[Tensor, ...]:
+    """Weight, exp_avg and exp_avg_sq after a step, in float32."""
+    lr, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps = scalars
+    weight, exp_avg, exp_avg_sq = (value.float() for value in values)
+    grad = grad.float()
+    exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
+    exp_avg_sq = exp_avg_sq + (grad * grad - exp_avg_sq) * one_minus_beta2
+    lr_decay = (torch.tensor(lr) * torch.tensor(weight_decay)).item()
+    weight = weight - weight * lr_decay
+    root = exp_avg_sq.double().sqrt().float()  # torch's float32 sqrt is not always correctly rounded on CPUs
+    return weight - (exp_avg * corrected_lr) / (root * sq_correction + eps), exp_avg, exp_avg_sq
 
 
 def _noise(count: int, key: int, counter: int, first: int, device: torch.device) -> Iterator[Tensor]:
-    """16 random bits for each element: for the weights, then for the means, then for the squares."""
+    """16 random bits for each element: for the weights, then for exp_avg, then for exp_avg_sq."""
     draws = torch.arange(first // PER_DRAW, -(-(first + count) // PER_DRAW), device=device)
     return (halves(words)[:count] for words in philox(key, draws, counter))

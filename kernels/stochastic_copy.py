@@ -1,27 +1,29 @@
 """
-float32 rounded to bfloat16 up or down at random, so that on average all stays (Gupta et al. 2015, arXiv 1502.02551).
+Stochastic rounding of float32 to bfloat16, unbiased (Gupta et al. 2015, arXiv 1502.02551).
 
-The 16 bits that bfloat16 lacks are what the chance of rounding away from zero is to be: random bits are added below,
-and the lower half is cut off.
+The probability of rounding away from zero is the value of the lower 16 bits, which bfloat16 lacks, as a fraction. So 16
+random bits are added to them, and the sum is truncated to its upper half.
 """
 
 import torch
 from torch import Tensor
 
+# Constants of Philox-4x32: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 7
-"""The fewest that the paper calls safe; with ten, usual elsewhere, the optimizer's step takes longer than its bytes."""
+"""The fewest that the paper calls safe; with ten, usual elsewhere, the optimizer's step is no longer memory-bound."""
 
 
 def philox(key: int, index: Tensor, counter: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of 32 random bits for each index (int64), as int64; key and counter have 64 bits."""
+    """Four words of 32 random bits for each index, int64 (draws,), as int64 (draws,); key and counter have 64 bits."""
     a, b = index & WORD, (index >> 32) & WORD
     c, d = torch.full_like(index, counter & WORD), torch.full_like(index, counter >> 32 & WORD)
     first, second = key & WORD, key >> 32 & WORD
     for _ in range(ROUNDS):
-        product, other = a * MULTIPLIERS[0], c * MULTIPLIERS[1]  # what overflows is cut off below
+        # int64 products of 32-bit words may overflow into the sign; the masks below keep the bits that are right.
+        product, other = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
         a, c = _high(other) ^ b ^ first, _high(product) ^ d ^ second
         b, d = other & WORD, product & WORD
         first, second = first + WEYL[0] & WORD, second + WEYL[1] & WORD
@@ -33,24 +35,24 @@ def _high(product: Tensor) -> Tensor:
 
 
 PER_DRAW = 8
-"""Four words of 32 random bits round eight numbers."""
+"""Elements per draw: four words of 32 random bits round eight numbers by 16 bits each."""
 
-AT_ONCE = 2**20
-"""Elements that the eager code works on together; it needs some dozen bytes for each."""
+CHUNK = 2**20
+"""Elements that the eager code handles at a time: its intermediate results take dozens of bytes per element."""
 
 
 def stochastic_copy_eager(target: Tensor, source: Tensor, key: int, counter: int, first: int = 0) -> None:
     """
-    Write float32 into bfloat16 of the same shape, rounded stochastically.
+    Copy `source`, float32 of any shape, into `target`, bfloat16 of the same shape, with stochastic rounding.
 
-    Infinities stay infinite, NaN stays NaN, signs stay, and what bfloat16 can hold stays as it is; beyond its largest
-    number lies infinity. The noise is a function of key, counter and `first` + the element's place, alone; `first` is
-    a multiple of 8.
+    Infinities, NaN, signs and values that bfloat16 represents are preserved; values beyond its largest number may
+    become infinite. The noise depends on key, counter and `first` + the element's index alone. Raises ValueError if
+    `first` is not a multiple of 8.
     """
     if first % PER_DRAW:
-        raise ValueError(f"first = {first} is no multiple of {PER_DRAW}")
-    flat, places = source.reshape(-1), range(0, source.numel(), AT_ONCE)
-    parts = [_rounded(flat[place : place + AT_ONCE], key, counter, first + place) for place in places]
+        raise ValueError(f"first = {first} is not a multiple of {PER_DRAW}")
+    flat, starts = source.reshape(-1), range(0, source.numel(), CHUNK)
+    parts = [_rounded(flat[start : start + CHUNK], key, counter, first + start) for start in starts]
     target.copy_(torch.cat(parts).view(target.shape) if parts else flat.view(target.shape))
 
 
@@ -61,13 +63,14 @@ def _rounded(x: Tensor, key: int, counter: int, first: int) -> Tensor:
 
 
 def halves(words: Tensor) -> Tensor:
-    """The lower and the upper 16 bits of each word, flat, in this order."""
+    """The lower, then the upper 16 bits of each word: (2 * n,) from int64 (n, ...) of n words, in order."""
     return torch.stack((words & 0xFFFF, words >> 16), -1).flatten()
 
 
 def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
-    """float32 as bfloat16, with 16 bits of noise for each element."""
+    """x, float32 (n,), as bfloat16 (n,), with noise of 16 bits for each element in any integer dtype (n,)."""
     bits = x.contiguous().view(torch.int32)
-    # Noise would carry a NaN whose bits are all ones into the sign, and make it zero: it keeps its upper half instead.
+    # Noise added to a NaN whose bits are all ones would overflow into the sign and make it zero: NaN is truncated, and
+    # made quiet by 0x40, so that no payload in the lower half is lost to infinity.
     kept = torch.where(x.isnan(), bits >> 16 | 0x40, bits + noise.to(torch.int32) >> 16)
     return kept.to(torch.int16).view(torch.bfloat16)

@@ -1,1 +1,1 @@
-"""From sums over microbatches and ranks to gradients fit to be applied."""
+"""Gradients: averaging over microbatches and ranks, their norm, clipping."""

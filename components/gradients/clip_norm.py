@@ -1,4 +1,4 @@
-"""Gradients no longer than a bound."""
+"""Gradient clipping by total norm."""
 
 import torch
 
@@ -15,7 +15,8 @@ class ClipNorm:
     max_norm: float = setting(check=above(0), doc="the largest total 2-norm that is let through")
 
     def run_phase(self, step: Step) -> None:
-        """Scale by max_norm / norm if that is below 1. `grad_norm` stays what it was before."""
+        """Scale gradients by max_norm / norm if that is below 1; the output `grad_norm` stays that before clipping."""
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_, for a norm of 0.
         factor = self.max_norm / (step.outputs["grad_norm"] + 1e-6)
         found = [parameter.grad for _, parameter in self.parameters.named() if parameter.grad is not None]
         if factor < 1 and found:  # a pipeline rank whose parameters are all frozen has none

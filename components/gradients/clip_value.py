@@ -1,4 +1,4 @@
-"""Gradients with no element beyond a bound."""
+"""Gradient clipping by value."""
 
 from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Step
@@ -13,7 +13,7 @@ class ClipValue:
     max_value: float = setting(check=above(0), doc="the largest magnitude of an element that is let through")
 
     def run_phase(self, step: Step) -> None:
-        """Clamp in place."""
+        """Clamp all gradients in place."""
         for _, parameter in self.parameters.named():
             if parameter.grad is not None:
                 parameter.grad.clamp_(-self.max_value, self.max_value)

@@ -1,5 +1,5 @@
 """
-From sums on each rank to the gradient of the step: the sum over replicas, divided once by the total weight.
+Data-parallel gradient synchronization: the sum over replicas, divided once by the total weight.
 
 With weights w and losses l of all tokens of all microbatches and replicas, the gradient is sum(w dl) / sum(w).
 """
@@ -21,7 +21,7 @@ from drawloom.graph import above, component, setting
 
 @component(reads=("losses",), changes=("gradients",), writes=("loss", "grad_norm"))
 class Synchronize:
-    """Sums gradients and losses over replicas, divides by the total weight, and refuses what is not finite."""
+    """Sums gradients and losses over data-parallel replicas, divides by the total weight, skips non-finite steps."""
 
     parameters: SpreadParameters
     mesh: Mesh
@@ -32,19 +32,20 @@ class Synchronize:
     )
 
     def run_phase(self, step: Step) -> None:
-        """Leave `loss` (mean by token, in nats) and `grad_norm`; refuse the step if either is not finite."""
+        """Set `loss` (mean by token, in nats) and `grad_norm`; the step is skipped if either is not finite."""
         losses: Losses = step.outputs["losses"]
         total, weight, step.tokens = self._sums(losses, step.tokens)
         self.parameters.sum_shared()
         gradients = [gradient_of(parameter) for _, parameter in self.parameters.named()]
         for bucket in self._buckets(gradients):
             self._sum(bucket)
-        if weight > 0 and gradients:  # a pipeline rank whose parameters are all frozen has none
+        # Division after the sum, once: averages of averages would weight ranks with few tokens too much.
+        if weight > 0 and gradients:  # a pipeline rank whose parameters are all frozen has no gradients
             torch._foreach_mul_(gradients, 1 / weight)
         step.outputs["loss"] = total / weight if weight > 0 else math.nan
         counted = [gradient_of(parameter) for _, parameter in self.parameters.counted()]
         step.outputs["grad_norm"] = total_norm(counted, self.reduce)
-        step.skip_reason = step.skip_reason or _refusal(step, weight)
+        step.skip_reason = step.skip_reason or _skip_reason(step, weight)
 
     def _sums(self, losses: Losses, tokens: int) -> tuple[float, float, int]:
         sums = torch.stack([losses.total, losses.weight])
@@ -55,7 +56,7 @@ class Synchronize:
         return total, weight, int(tokens_of_all)
 
     def _buckets(self, gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Gradients in the order of the parameters, cut where a bucket is full."""
+        """Buckets of gradients in the order of the parameters; one for each collective."""
         if self.mesh.replicas.size == 1:
             return
         bucket: list[Tensor] = []
@@ -68,7 +69,7 @@ class Synchronize:
             yield bucket
 
     def _sum(self, bucket: list[Tensor]) -> None:
-        """Sum a bucket over the replicas, in `precision.reduce` or in the gradients' own dtype if that is wider."""
+        """All-reduce a bucket in `precision.reduce`, or in the gradients' own dtype if that is wider."""
         dtype = reduce(torch.promote_types, (gradient.dtype for gradient in bucket), self.precision.reduce)
         flat = torch.cat([gradient.flatten().to(dtype) for gradient in bucket])
         self.mesh.replicas.sum(flat)
@@ -76,7 +77,7 @@ class Synchronize:
             gradient.copy_(part.view_as(gradient))
 
 
-def _refusal(step: Step, weight: float) -> str:
+def _skip_reason(step: Step, weight: float) -> str:
     if weight <= 0:
         return "there was no token to learn from"
     if not math.isfinite(step.outputs["loss"]):

@@ -1,4 +1,4 @@
-"""Operations, each in the implementation that suits the device best, or in the one that the recipe names."""
+"""The operations of a model, each in the best implementation for the device or in the one that the recipe names."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -58,7 +58,7 @@ class AutoKernels:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """What runs on GPUs alone can't be asked of a CPU."""
+        """Implementations for GPUs are refused on a CPU."""
         if _kind(node) == "cpu":
             for operation in OPERATIONS:
                 if node.settings[operation] in TRITON | GPU:
@@ -67,10 +67,10 @@ class AutoKernels:
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """What `auto` takes for each operation on the device of the recipe, and why."""
+        """The implementation that `auto` chooses for each operation on the recipe's device, and the reason."""
         here = "cuda" if torch.cuda.is_available() else "cpu"
         if _kind(node) == "cuda" != here:
-            yield "auto: what suits the GPU; there is none here to ask"
+            yield "auto: chosen on the GPU machine; this machine has no GPU to decide by"
             return
         device = torch.device(here if _kind(node) == "auto" else _kind(node))
         for operation in OPERATIONS:
@@ -83,7 +83,7 @@ class AutoKernels:
         _ = self._functions
 
     def chosen(self, operation: str) -> Chosen:
-        """The implementation of an operation, and why it is this one."""
+        """The implementation of an operation, and the reason for it."""
         return choose(operation, getattr(self, f"_{operation}"), self.device.device)
 
     @cached_property
@@ -91,60 +91,75 @@ class AutoKernels:
         return {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}
 
     @cached_property
-    def _cross_entropy_option(self) -> Any:
-        """The fourth argument of the cross entropy: which targets are ignored, or with that how logits are cut."""
+    def _loss_options(self) -> Any:
+        """The last argument of the loss: which targets are ignored, and how logits are filtered."""
         cuts = self.chosen("linear_cross_entropy").name == "cut"
         return Cut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x (..., inputs) @ weight.T, weight (outputs, inputs): (..., outputs)."""
         return self._functions["linear"](x, weight)  # type: ignore[no-any-return]
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """weight (vocab_size, hidden_size)[tokens (...)]: (..., hidden_size)."""
         return self._functions["embedding"](tokens, weight)  # type: ignore[no-any-return]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of x (..., hidden_size), weight (hidden_size,)."""
         return self._functions["rms_norm"](x, weight, eps)  # type: ignore[no-any-return]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """RMSNorm of x + residual, both (..., hidden_size), and the sum."""
         return self._functions["add_rms_norm"](x, residual, weight, eps)  # type: ignore[no-any-return]
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
+        """silu(gate) * up (..., width), times scale (...,) if given."""
         return self._functions["swiglu"](gate, up, scale)  # type: ignore[no-any-return]
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate x (rows, length, heads, head_dim) by cos and sin (rows, length, head_dim // 2)."""
         return self._functions["rope"](x, cos, sin)  # type: ignore[no-any-return]
 
     def qk_norm_rope(
         self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """RMSNorm by head, then `rope`: q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim)."""
         return self._functions["qk_norm_rope"](q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
     def attention_mask(self, documents: Tensor) -> Any:
+        """The mask that `attention` takes, from document ids int64 (rows, length)."""
         return self._functions["attention"].mask(documents)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        """Causal attention within documents: q (rows, length, heads, head_dim), k and v with kv_heads."""
         return self._functions["attention"].attend(q, k, v, mask)  # type: ignore[no-any-return]
 
     def linear_cross_entropy(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        function, option = self._functions["linear_cross_entropy"], self._cross_entropy_option
-        return function(hidden, weight, targets, option, token_weights)  # type: ignore[no-any-return]
+        """Losses and log sum exp, float32 (...), of logits hidden (..., hidden_size) @ weight.T (vocab_size, ...)."""
+        function, options = self._functions["linear_cross_entropy"], self._loss_options
+        return function(hidden, weight, targets, options, token_weights)  # type: ignore[no-any-return]
 
     def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
+        """`swiglu` of the halves of both (..., 2 * width): (..., width)."""
         return self._functions["swiglu_halves"](both, scale)  # type: ignore[no-any-return]
 
-    def moe_routes(self, experts_of: Tensor, experts: int) -> Routes:
-        return self._functions["moe_routes"](experts_of, experts)  # type: ignore[no-any-return]
+    def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
+        """Routing tables of expert_indices (tokens, top_k), -1 for dropped choices."""
+        return self._functions["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]
 
     def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
+        """Rows (tokens * top_k, hidden_size) of x (tokens, hidden_size), and their probabilities (tokens * top_k,)."""
         return self._functions["moe_permute"](x, probabilities, routes)  # type: ignore[no-any-return]
 
     def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
+        """The sum (tokens, hidden_size) by token of rows (tokens * top_k, hidden_size), weighted if probabilities."""
         return self._functions["moe_unpermute"](rows, routes, probabilities)  # type: ignore[no-any-return]
 
-    def grouped_gemm(self, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
-        return self._functions["grouped_gemm"](x, weight, ends, transposed)  # type: ignore[no-any-return]
+    def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
+        """Rows x (rows, inputs) times their experts' matrices weight (experts, inputs, outputs), or transposed."""
+        return self._functions["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
 
 
 def _kind(node: NodeView) -> str:

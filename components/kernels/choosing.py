@@ -1,4 +1,4 @@
-"""Which implementations there are of each operation, and which one suits a device."""
+"""The implementations of each operation, and the choice of one for a device."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -16,10 +16,10 @@ KERNELS = "drawloom.kernels"
 @attrs.frozen
 class Operation:
     """
-    The implementations of an operation: name to where its function stands, `module.function` under the kernels.
+    The implementations of an operation: name to `module.function` below drawloom.kernels.
 
-    `on_gpu` are the names from which `auto` takes the first that the GPU can run. An implementation of attention is two
-    functions in one, the other makes its mask.
+    `on_gpu` are the names of which `auto` chooses the first that the GPU can run. An implementation of attention is a
+    pair of functions, of which one makes the mask.
     """
 
     implementations: Mapping[str, str]
@@ -77,7 +77,7 @@ GPU = {"varlen", "flex"}
 
 @attrs.frozen
 class Chosen:
-    """The implementation that is taken, and why."""
+    """The implementation that was chosen, and the reason."""
 
     name: str
     why: str
@@ -85,9 +85,9 @@ class Chosen:
 
 def choose(operation: str, wanted: str, device: torch.device) -> Chosen:
     """
-    The implementation of an operation on a device; a UserError if the one that is wanted can't run there.
+    The implementation of an operation on a device; UserError if the requested one can't run there.
 
-    On a CPU `auto` is eager, and asks for nothing else.
+    On a CPU `auto` is eager, without a look at what is installed.
     """
     if wanted != "auto":
         if problem := why_not(wanted, device):
@@ -102,13 +102,14 @@ def choose(operation: str, wanted: str, device: torch.device) -> Chosen:
 
 
 def why_not(implementation: str, device: torch.device) -> str:
-    """Why an implementation can't run on a device, or nothing."""
+    """The reason why an implementation can't run on a device; empty if it can."""
     if implementation in GPU and device.type == "cpu":
         return "its backward pass runs on GPUs, and the device is the CPU"
     return why_no_triton(device) if implementation in TRITON else ""
 
 
 def load(operation: str, implementation: str) -> Any:
-    """The function of an implementation; what it needs, triton say, is imported now."""
+    """The function of an implementation."""
+    # Imported by name here, so that a run on a CPU never imports triton.
     module, _, name = OPERATIONS[operation].implementations[implementation].rpartition(".")
     return getattr(import_module(f"{KERNELS}.{module}"), name)

@@ -1,1 +1,1 @@
-"""Multiples of the base learning rate, by step."""
+"""Learning rate schedules."""

@@ -1,4 +1,4 @@
-"""A learning rate in phases, each a curve from where the one before it ended."""
+"""A learning rate schedule of phases, each a curve from the end value of the previous one."""
 
 import math
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from drawloom.graph import Problem, above, at_least, component, setting
 Curve = Literal["linear", "cosine", "polynomial", "exponential"]
 
 SMALLEST = 1e-8
-"""What stands for zero at either end of an exponential curve, which can't reach it."""
+"""Replaces zero at either end of an exponential curve, which can't reach zero."""
 
 
 def between(curve: Curve, start: float, end: float, progress: float, power: float = 2.0) -> float:
-    """The value of a curve; `power` bends the polynomial one."""
+    """The value of a curve at `progress` from 0 to 1; `power` is the polynomial's exponent."""
     match curve:
         case "linear":
             return start + (end - start) * progress
@@ -31,7 +31,7 @@ def between(curve: Curve, start: float, end: float, progress: float, power: floa
 
 @attrs.frozen(kw_only=True)
 class Piece:
-    """One phase: for some steps, until a percentage of all steps, or (with neither) for the rest."""
+    """One phase: for a number of steps, until a percentage of all steps, or (with neither) for the rest."""
 
     to: float = setting(check=at_least(0), doc="the factor at its end")
     curve: Curve = setting(default="linear", doc="how it gets there")
@@ -40,7 +40,7 @@ class Piece:
     power: float = setting(default=2.0, check=above(0), doc="of a polynomial curve")
 
     def end(self, begin: int, total: int) -> int:
-        """The step, counted from 0, at which it is over."""
+        """The step, counted from 0, at which the phase is over."""
         if self.steps is not None:
             return begin + self.steps
         return (
@@ -50,13 +50,13 @@ class Piece:
 
 @component(writes=("lr_factor",))
 class Piecewise:
-    """Multiplies the base rate by phases laid end to end; after the last, its end value holds."""
+    """Scales the base learning rate by consecutive phases; after the last one, its end value holds."""
 
     start: float = setting(default=0.0, check=at_least(0), doc="the factor before the first step")
     phases: list[Piece] = setting(doc="in order: steps = N, until_percent = P, or neither for the rest")
 
     def run_phase(self, step: Step) -> None:
-        """Leave the factor of this step."""
+        """Set the output `lr_factor` of this step."""
         step.outputs["lr_factor"] = self.factor(step.index - 1, step.total)
 
     def factor(self, done: int, total: int) -> float:
@@ -76,7 +76,7 @@ class Piecewise:
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """Phases fit into one another: percentages rise, and nothing follows the rest."""
+        """Percentages of the phases rise, and no phase follows one that takes the rest."""
         phases: list[Piece] = node.settings["phases"]
         if not phases:
             yield node.fault("phases", "phases is empty", "write at least one phase, such as { to = 1.0 }")

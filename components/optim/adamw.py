@@ -20,6 +20,6 @@ class AdamW(TorchOptimizer):
     _optimizer: torch.optim.Optimizer = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Take the parameters."""
+        """Create the optimizer of the parameters."""
         groups = decay_groups(self.parameters.named(), self.weight_decay)
         self._optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)

@@ -19,6 +19,6 @@ class SGD(TorchOptimizer):
     _optimizer: torch.optim.Optimizer = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Take the parameters."""
+        """Create the optimizer of the parameters."""
         groups = decay_groups(self.parameters.named(), self.weight_decay)
         self._optimizer = torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, fused=True)

@@ -1,4 +1,4 @@
-"""AdamW on bfloat16 weights, each step rounded up or down at random, so that small ones add up."""
+"""AdamW on bfloat16 weights with stochastic rounding, so that small updates accumulate."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 from drawloom.kernels.operation import why_no_triton
-from drawloom.kernels.stochastic_adamw import PER_DRAW, StochasticAdamwEager, Trained, numbers_of
+from drawloom.kernels.stochastic_adamw import PER_DRAW, ParamState, StochasticAdamwEager, step_scalars
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -24,8 +24,8 @@ class StochasticAdamW:
     """
     AdamW with stochastic rounding of bfloat16 weights, in one launch for all of them; norms and biases do not decay.
 
-    The noise follows from the run's seed, the parameter's name, the element's place in it and the number of the step:
-    replicas stay equal, shards differ, and a run that resumes goes on with the same bits.
+    The noise depends on the run's seed, the parameter's name, the element's index in it and the number of the step:
+    data-parallel replicas stay equal, shards have noise of their own, and resuming is bit-exact.
     """
 
     parameters: Parameters
@@ -43,7 +43,7 @@ class StochasticAdamW:
     implementation: Literal["auto", "triton", "eager"] = setting(
         default="auto", change="free", doc="auto is triton on a GPU, else eager; both give the same bits"
     )
-    _trained: dict[str, Trained] = attrs.field(init=False, factory=dict)
+    _params: dict[str, ParamState] = attrs.field(init=False, factory=dict)
     _stepper: Any = attrs.field(init=False, default=None)
     _steps: int = attrs.field(init=False, default=0)
 
@@ -55,51 +55,53 @@ class StochasticAdamW:
             yield node.fault("implementation", "'triton' runs on GPUs, and the device is the CPU", "write 'auto'")
 
     def open(self) -> None:
-        """Take the parameters, with running means of zero."""
+        """Create the optimizer state of all parameters, filled with zeros."""
         for name, parameter in self.parameters.named():
             weight, shard = local_part(parameter.detach()), shard_of(parameter, PER_DRAW)
-            mean, square = (torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for _ in range(2))
+            exp_avg, exp_avg_sq = (torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for _ in range(2))
             decay = self.weight_decay if decays(parameter) else 0.0
+            # An FSDP shard that is not one contiguous range of elements gets a key of its own.
             key = shard.key(self.job.seed, "stochastic_adamw", name)
-            self._trained[name] = Trained(weight, mean, square, decay, key, shard.first)
-        self._stepper = self._implementation()(list(self._trained.values()))
+            self._params[name] = ParamState(weight, exp_avg, exp_avg_sq, decay, key, shard.first)
+        self._stepper = self._implementation()(list(self._params.values()))
 
     def run_phase(self, step: Step) -> None:
-        """Apply the gradients, unless the step is refused, and drop them; the rate is left as `lr`."""
+        """Update the weights unless the step is skipped, clear the gradients, and put `lr` into the step's outputs."""
         step.outputs["lr"] = self.lr * step.outputs.get("lr_factor", 1.0)
         parameters = [parameter for _, parameter in self.parameters.named()]
         if not step.skip_reason:
             self._steps += 1
-            numbers = numbers_of(step.outputs["lr"], self.betas, self.eps, self._steps)
-            self._stepper.step([local_part(gradient_of(part)) for part in parameters], numbers, self._steps)
+            scalars = step_scalars(step.outputs["lr"], self.betas, self.eps, self._steps)
+            self._stepper.step([local_part(gradient_of(part)) for part in parameters], scalars, self._steps)
         for parameter in parameters:
             parameter.grad = None
 
     def state_names(self) -> list[str]:
         """The names of the parameters that this rank trains."""
-        return list(self._trained)
+        return list(self._params)
 
     def state_dict(self) -> dict[str, Any]:
-        """Both running means of each parameter, and the number of steps, from which the noise follows."""
+        """Both running means of each parameter (its shape, `state_dtype`), and the number of steps."""
+        # The number of steps selects the noise, so it must survive a resume.
         return {
-            name: {"mean": trained.mean, "square": trained.square, "steps": self._steps}
-            for name, trained in self._trained.items()
+            name: {"mean": param.exp_avg, "square": param.exp_avg_sq, "steps": self._steps}
+            for name, param in self._params.items()
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them over."""
-        if state.keys() != self._trained.keys():
-            raise KeyError(f"optimizer state differs for {sorted(state.keys() ^ self._trained.keys())}")
+        """Copy a state into this optimizer; KeyError if it is of other parameters."""
+        if state.keys() != self._params.keys():
+            raise KeyError(f"optimizer state differs for {sorted(state.keys() ^ self._params.keys())}")
         steps = {values["steps"] for values in state.values()}
         if len(steps) > 1:
             raise ValueError(f"parameters have taken different numbers of steps, {sorted(steps)}")
-        for name, trained in self._trained.items():
-            trained.mean.copy_(state[name]["mean"])
-            trained.square.copy_(state[name]["square"])
+        for name, param in self._params.items():
+            param.exp_avg.copy_(state[name]["mean"])
+            param.exp_avg_sq.copy_(state[name]["square"])
         self._steps = steps.pop() if steps else 0
 
     def _implementation(self) -> Any:
-        """What takes the steps; a UserError if it is to be Triton and can't."""
+        """The class that takes the steps; UserError if `implementation` is triton and the device can't run it."""
         wanted, problem = self.implementation, ""
         if wanted == "auto" and self.device.device.type == "cpu":
             wanted = "eager"

@@ -1,4 +1,4 @@
-"""What the optimizers share: parameter groups, a step at the step's learning rate, and state by parameter name."""
+"""Shared by the optimizers: parameter groups, the step at a scheduled learning rate, and state by parameter name."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ from drawloom.graph import between
 
 
 def check_betas(value: tuple[float, float]) -> str | None:
-    """Why a pair of decays can't be, or None: each is from 0 to below 1."""
+    """The reason why betas are invalid, or None: each is from 0 to below 1."""
     return next((reason for beta in value if (reason := between(0, 1)(beta))), None)
 
 
 def decays(parameter: nn.Parameter) -> bool:
-    """Whether a parameter decays."""
+    """Whether weight decay applies: to matrices, not to norms and biases, which have one dimension."""
     return parameter.ndim >= 2
 
 
@@ -28,8 +28,8 @@ def decay_groups(named: Sequence[tuple[str, nn.Parameter]], decay: float) -> lis
     """
     Parameter groups for a torch optimizer; those with fewer than two dimensions get no weight decay.
 
-    Both groups are there even if they are empty: torch takes no list without groups, and a pipeline rank whose
-    parameters are all frozen has none to train.
+    Both groups exist even if they are empty: torch takes no empty list of groups, and a pipeline rank whose parameters
+    are all frozen has none to train.
     """
     matrices = [parameter for _, parameter in named if decays(parameter)]
     vectors = [parameter for _, parameter in named if not decays(parameter)]
@@ -40,13 +40,13 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 def named_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, Any]:
-    """Parameter name to what the optimizer keeps for it: nothing before the first step that gave it a gradient."""
+    """The optimizer's state of each parameter by name; empty before the first step in which it had a gradient."""
     return {name: dict(optimizer.state.get(parameter, {})) for name, parameter in named}
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, named: Named, state: dict[str, Any]) -> None:
     """
-    Replace an optimizer's state by a copy of a saved one; an empty one is that of an optimizer that has not stepped.
+    Replace an optimizer's state by a copy of a saved one; an empty state is that of an optimizer before its first step.
 
     Raises KeyError for state of other parameters.
     """
@@ -56,38 +56,47 @@ def load_named_state(optimizer: torch.optim.Optimizer, named: Named, state: dict
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = {parameter: number for number, parameter in enumerate(every)}
     values = {numbers[parameters[name]]: _copies(parts) for name, parts in state.items() if parts}
-    # The optimizer itself decides where each tensor belongs: a fused one counts its steps on the device.
+    # torch's load_state_dict moves each tensor to its device: a fused optimizer counts its steps on the accelerator.
     optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _copies(parts: dict[str, Any]) -> dict[str, Any]:
-    """Tensors that the optimizer may change in place."""
+    """Copies of tensors, which the optimizer may change in place."""
     return {key: part.detach().clone() if isinstance(part, Tensor) else part for key, part in parts.items()}
 
 
 @attrs.frozen
 class LocalShard:
-    """A part that is one run of the whole's elements begins at `first`; of any other, `offset` says which it is."""
+    """
+    Which part of a parameter this rank holds.
+
+    A contiguous range of the parameter's elements begins at `first`; any other part is identified by its `offset`.
+    """
 
     first: int = 0
     offset: tuple[int, ...] = ()
 
     def key(self, seed: int, *purpose: str) -> int:
-        """A number for the noise of this part: the whole's, unless the part is no run of it."""
+        """A seed for the noise of this part: that of the whole parameter if the part is a contiguous range of it."""
         return derive_seed(seed, *purpose, *self.offset)
 
 
 def local_part(tensor: Any) -> Tensor:
-    """The part that this rank holds; the tensor itself unless it is distributed."""
+    """The local shard of a DTensor; any other tensor itself (any shape)."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
 def shard_of(parameter: Any, multiple: int) -> LocalShard:
-    """Which part of the whole this rank holds; a run counts as one if it begins at a multiple of this number."""
+    """
+    Which part of a parameter (any shape) this rank holds.
+
+    A contiguous range that does not begin at a multiple of `multiple` elements is identified by its offset: elements
+    that share a draw of random bits must be on one rank.
+    """
     if not hasattr(parameter, "to_local"):
         return LocalShard()
-    # Takes half a second, which runs without distributed tensors need not wait.
+    # This import takes half a second, which runs without DTensor should not pay.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     whole, mesh = parameter.shape, parameter.device_mesh
@@ -95,24 +104,32 @@ def shard_of(parameter: Any, multiple: int) -> LocalShard:
     first = 0
     for size, place in zip(whole, offset, strict=True):
         first = first * size + place
-    return LocalShard(first) if _is_run(shape, whole) and first % multiple == 0 else LocalShard(offset=tuple(offset))
+    return (
+        LocalShard(first)
+        if _is_contiguous_range(shape, whole) and first % multiple == 0
+        else LocalShard(offset=tuple(offset))
+    )
 
 
-def _is_run(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether a part of this shape is one run of elements: before its last divided dimension it is 1 wide."""
+def _is_contiguous_range(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether a part of this shape is a contiguous range: all dimensions before the last divided one have size 1."""
     divided = [place for place, (part, size) in enumerate(zip(shape, whole, strict=True)) if part != size]
     return not divided or all(size == 1 for size in shape[: divided[-1]])
 
 
 class TorchOptimizer:
-    """A phase and its state; a component of this kind makes `_optimizer` when it opens."""
+    """The phase and the state of an optimizer of torch; subclasses create `_optimizer` in `open`."""
 
     parameters: Parameters
     lr: float
     _optimizer: torch.optim.Optimizer
 
     def run_phase(self, step: Step) -> None:
-        """Step once at `lr` times the step's factor, which is left as `lr`, unless refused; gradients are dropped."""
+        """
+        Update the weights unless the step is skipped, and clear the gradients.
+
+        The learning rate is `lr` times the step's `lr_factor` (1 without one); it is put into the outputs as `lr`.
+        """
         step.outputs["lr"] = self.lr * step.outputs.get("lr_factor", 1.0)
         for group in self._optimizer.param_groups:
             group["lr"] = step.outputs["lr"]
@@ -139,9 +156,9 @@ class TorchOptimizer:
         return [name for name, _ in self.parameters.named()]
 
     def state_dict(self) -> dict[str, Any]:
-        """What the optimizer keeps for each parameter."""
+        """The optimizer's state by parameter name; tensors of any shape."""
         return named_state(self._optimizer, self.parameters.named())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it over."""
+        """Copy a state into this optimizer; KeyError if it is of other parameters."""
         load_named_state(self._optimizer, self.parameters.named(), state)

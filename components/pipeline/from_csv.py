@@ -1,8 +1,8 @@
 """
-A table: the program that a file holds, such as one that somebody worked out by hand or by solver.
+A schedule from a CSV file, for example one written by hand or by a solver.
 
-The file is CSV, as `torch.distributed.pipelining` reads and writes it: a row for each rank, an action such as 3F7 in
-each cell (stage, F, B, I or W, microbatch). It says how many ranks and microbatches there are, and whose a stage is.
+The format is that of `torch.distributed.pipelining`: a row for each rank, an action such as 3F7 in each cell (stage; F,
+B, I or W; microbatch). The numbers of ranks and microbatches and the rank of each stage follow from the file.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from pathlib import Path
 import attrs
 
 from drawloom.components.pipeline.program.notation import read_csv
-from drawloom.components.pipeline.program.validity import faults
+from drawloom.components.pipeline.program.validity import violations
 from drawloom.components.ports.program import Program
 from drawloom.graph import UserError, component, setting
 from drawloom.graph.build.node import NodeView
@@ -19,15 +19,15 @@ from drawloom.graph.problems import Problem
 
 
 @component(change="free")
-class Table:
-    """What a CSV file says, in the format of torch.distributed.pipelining."""
+class FromCsv:
+    """The program in a CSV file, in the format of torch.distributed.pipelining."""
 
     path: Path = setting(doc="the CSV file")
     _program: Program | None = attrs.field(init=False, default=None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """What is wrong with the file."""
+        """The file can be read and holds a valid program."""
         try:
             _read(node.settings["path"])
         except UserError as error:
@@ -35,24 +35,24 @@ class Table:
 
     @property
     def stages_per_rank(self) -> int:
-        """How many stages each rank holds in the file."""
+        """The number of stages of each rank in the file."""
         program = self._read()
         return program.stages // program.ranks
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """For each stage the rank that holds it; a UserError if the file is for another number of ranks."""
+        """The rank of each stage; UserError if the file is for another number of ranks."""
         program = self._read()
         if program.ranks != ranks:
             raise UserError(f"{self.path} is a schedule for {program.ranks} ranks, not {ranks}")
         return program.stage_to_rank
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """What the file says; a UserError if that is for another number of ranks or microbatches."""
+        """The program in the file; UserError if it is for another number of ranks or microbatches."""
         self.stage_to_rank(ranks)
         program = self._read()
         if program.microbatches != microbatches:
             text = f"{self.path} is a schedule for {program.microbatches} microbatches, not {microbatches}"
-            raise UserError(f"{text}; the batch says how many there are")
+            raise UserError(f"{text}; change the batch's global_size or micro_size, or the file")
         return program
 
     def _read(self) -> Program:
@@ -67,11 +67,12 @@ def _read(path: Path) -> Program:
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from error
     except ValueError as error:
-        raise UserError(f"{path} is no schedule: {error}") from error
-    found = faults(program)
+        raise UserError(f"{path} is not a valid schedule: {error}") from error
+    found = violations(program)
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise UserError(f"{path} is no schedule: {found[0]}{more}")
+        raise UserError(f"{path} is not a valid schedule: {found[0]}{more}")
+    # The mesh and the layer partition assume the same number of stages on every rank.
     if len({program.stage_to_rank.count(rank) for rank in range(program.ranks)}) != 1:
-        raise UserError(f"{path} is no schedule: its {program.ranks} ranks hold different numbers of stages")
+        raise UserError(f"{path} is not a valid schedule: its {program.ranks} ranks hold different numbers of stages")
     return program

@@ -1,8 +1,8 @@
 """
-Initial values of a module that was built on the meta device, where what its constructor put into tensors is lost.
+Initial values of a module that was built on the meta device, where the values that its constructor wrote are lost.
 
-torch's convention brings them back: a module that owns buffers, or parameters that no blueprint initialises, fills them
-in `reset_parameters()`.
+They are restored by torch's convention: a module that owns buffers, or parameters that no blueprint initialises, fills
+them in `reset_parameters()`.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,10 +21,10 @@ Tensors = Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
 
 def fill_buffers(module: nn.Module, device: torch.device, seed: int) -> None:
     """
-    Make all buffers of a module real, persistent or not, with the values that their owners give them.
+    Allocate all buffers of a module, persistent or not, and fill them by the `reset_parameters()` of their owners.
 
-    What an owner draws follows from the seed and its name, and leaves the process's generators as they are. The
-    parameters that it owns become real as well. Raises UserError for an owner that does not fill all of its buffers.
+    Random values depend on the seed and the owner's name, and the process's generators keep their state. The owner's
+    own parameters are allocated as well. Raises UserError for an owner that does not fill all of its buffers.
     """
     for name, owner in module.named_modules():
         if any(True for _ in _buffers(owner)):
@@ -45,7 +45,8 @@ def fill_parameters(name: str, module: nn.Module, device: torch.device, seed: in
 
 def _fill(name: str, owner: nn.Module, device: torch.device, seed: int, tensors: Tensors) -> None:
     owner.to_empty(device=device, recurse=False)
-    # An inherited reset_parameters() may not know of a tensor: one that it fills does not depend on what was there.
+    # An inherited reset_parameters() may not know of a tensor. A tensor that it fills has the same values after a fill
+    # with 0 as after a fill with 1.
     first, second = (_values(name, owner, device, seed, before, tensors) for before in (0, 1))
     if left := [key for key, value in first.items() if not torch.equal(value, second[key])]:
         raise _unfilled(name, owner, left, "has a reset_parameters() that does not fill them")
@@ -75,7 +76,8 @@ def _tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    # manual_seed seeds the generators of all devices, so that of the CPU is forked too, which is fork_rng's default.
+    # The process's generators keep their state, or dropout would depend on which modules a rank builds. manual_seed
+    # seeds the generators of all devices; fork_rng forks that of the CPU by default.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

@@ -207,22 +207,22 @@ class ExpertKernels(Kernels, Protocol):
     The operations of a model with experts.
 
     Rows are copies of tokens, one for each choice of an expert, sorted by expert. `routes` are three tensors: the row
-    of each choice, int32 (tokens, choices); the choice of each row, int32 (tokens * choices,); and where each expert's
-    rows end, int32 (experts,). Choices of nobody have no row, and rows past the last end may hold anything.
+    of each choice, int32 (tokens, top_k); the choice of each row, int32 (tokens * top_k,); and where each expert's
+    rows end, int32 (experts,). Dropped choices have no row, and rows past the last offset may hold anything.
     """
 
     def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
         """`swiglu` of the two halves of (..., 2 * width); gives (..., width)."""
         ...
 
-    def moe_routes(self, experts_of: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Routes for integers (tokens, choices) from 0 to experts - 1, or -1 for nobody."""
+    def moe_routes(self, expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Routes for integers (tokens, top_k) from 0 to num_experts - 1, or -1 for dropped choices."""
         ...
 
     def moe_permute(
         self, x: Tensor, probabilities: Tensor, routes: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The rows (tokens * choices, width) of x (tokens, width), and the probability (tokens, choices) of each."""
+        """The rows (tokens * top_k, width) of x (tokens, width), and the probability (tokens, top_k) of each."""
         ...
 
     def moe_unpermute(
@@ -231,7 +231,7 @@ class ExpertKernels(Kernels, Protocol):
         """Rows, times their probabilities if there are any, added up by token: (tokens, width)."""
         ...
 
-    def grouped_gemm(self, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
+    def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
         """Each row of x (rows, inputs) times its expert's matrix (experts, inputs, outputs), or transposed."""
         ...
 

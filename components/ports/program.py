@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Op = Literal["F", "B", "I", "W"]
-Message = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+MessageOp = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 
 OPS: tuple[Op, ...] = ("F", "B", "I", "W")
-"""Kinds of work by the number that stands for them in a program's columns."""
+"""Op codes: an op's index here is its number in a program's columns."""
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
 
@@ -19,15 +19,15 @@ FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
 @attrs.frozen
 class Action:
     """
-    One thing that a rank does, for one stage and one microbatch; written `3F7`.
+    One operation of a rank, for one stage and one microbatch; written `3F7` (stage, op, microbatch).
 
-    The work is a forward (F) and a backward (B), or a backward in two parts: towards the stage's inputs (I) and towards
-    its weights (W). Messages are an output that goes to the next stage (SEND_F, RECV_F) and a gradient that goes to
-    the stage before (SEND_B, RECV_B); `stage` is the one on this rank, and `peer` the rank on the other side.
+    Compute ops are forward (F) and backward (B), or a split backward: gradients of the stage's inputs (I), then of its
+    weights (W). Message ops carry an output to the next stage (SEND_F, RECV_F) or a gradient to the previous stage
+    (SEND_B, RECV_B); `stage` is this rank's stage, `peer` the rank on the other side.
     """
 
     stage: int
-    op: Op | Message
+    op: Op | MessageOp
     microbatch: int
     peer: int | None = None
 
@@ -37,7 +37,7 @@ class Action:
 
 @attrs.frozen
 class Overlap:
-    """Actions that may run together, each as soon as its own inputs are there; written `3F7|4B2`."""
+    """Actions that may run concurrently, each as soon as its inputs have arrived; written `3F7|4B2`."""
 
     parts: tuple[Action, ...]
 
@@ -46,17 +46,17 @@ class Overlap:
 
 
 RankProgram = list[Action | Overlap]
-"""What one rank does, in order."""
+"""The actions of one rank, in order."""
 
 
 @attrs.frozen(eq=False)
 class Program:
     """
-    What every rank computes, in order, before sends and receives are put in.
+    The compute actions of every rank, in order, without sends and receives.
 
-    All ranks' lines stand behind one another in columns of the same length, one row for each action: its `stage`, the
-    number of its `work` in WORKS, its `microbatch`, and whether it is `joined` to the action before it, with which it
-    then overlaps. Rank r's line is rows `bounds[r]` to `bounds[r + 1]`. `owners` names the rank of each stage.
+    The ranks' programs are concatenated in columns of one length, one row for each action: its `stage`, its `op` as an
+    index into OPS, its `microbatch`, and whether it `overlaps_previous`. Rank r has rows `bounds[r]` to
+    `bounds[r + 1]`. `stage_to_rank` holds the rank of each stage.
     """
 
     stage_to_rank: tuple[int, ...]
@@ -68,18 +68,22 @@ class Program:
     overlaps_previous: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, lines: Sequence[Iterable[Action | Overlap]], owners: Sequence[int] | None = None) -> "Program":
+    def of(
+        cls, rank_programs: Sequence[Iterable[Action | Overlap]], stage_to_rank: Sequence[int] | None = None
+    ) -> "Program":
         """
-        A program from each rank's line. Whose a stage is, is seen from whose line works on it, if it is not given.
+        A program from the actions of each rank. Without `stage_to_rank`, a stage belongs to the rank that works on it.
 
-        Raises a ValueError if an action is no work, or if it can't be told whose a stage is.
+        Raises ValueError for a message action, and for a stage on which several ranks work or none.
         """
-        parts = [[_row(part, joined) for item in line for part, joined in _parts(item)] for line in lines]
+        parts = [[_row(part, joined) for item in line for part, joined in _parts(item)] for line in rank_programs]
         rows = [row for line in parts for row in line]
         stage, work, microbatch, joined = np.array(rows, dtype=np.int64).reshape(-1, 4).T
         bounds = np.cumsum([0, *map(len, parts)])
-        owners = _owners(parts) if owners is None else tuple(owners)
-        return cls(owners, int(microbatch.max(initial=-1)) + 1, bounds, stage, work, microbatch, joined.astype(bool))
+        stage_to_rank = _stage_to_rank(parts) if stage_to_rank is None else tuple(stage_to_rank)
+        return cls(
+            stage_to_rank, int(microbatch.max(initial=-1)) + 1, bounds, stage, work, microbatch, joined.astype(bool)
+        )
 
     @property
     def ranks(self) -> int:
@@ -91,25 +95,26 @@ class Program:
 
     @property
     def rank(self) -> NDArray[np.int64]:
-        """Whose each action is."""
+        """The rank of each action."""
         return np.repeat(np.arange(self.ranks), np.diff(self.bounds))
 
     def rows(self, rank: int) -> slice:
-        """Where a rank's line stands in the columns."""
+        """The rows of a rank in the columns."""
         return slice(int(self.bounds[rank]), int(self.bounds[rank + 1]))
 
-    def line(self, rank: int) -> RankProgram:
-        """What one rank does, in order."""
-        return joined_up(
+    def rank_program(self, rank: int) -> RankProgram:
+        """The actions of one rank, in order."""
+        return group_overlaps(
             (self.action(row), bool(self.overlaps_previous[row])) for row in range(*self.bounds[rank : rank + 2])
         )
 
     def action(self, row: int) -> Action:
-        """One row of the columns."""
+        """The action in one row of the columns."""
         return Action(int(self.stage[row]), OPS[self.op[row]], int(self.microbatch[row]))
 
     def select(self, kept: NDArray[np.bool_]) -> "Program":
-        """The same program with some of its actions only."""
+        """The same program with the `kept` actions only; what remains of an overlap is an action by itself."""
+        # An action whose overlapping predecessor is dropped does not overlap the one before that.
         before = np.concatenate([[False], kept[:-1]])
         bounds = np.concatenate([[0], np.cumsum(kept)])[self.bounds]
         stage, work, microbatch = self.stage[kept], self.op[kept], self.microbatch[kept]
@@ -125,13 +130,13 @@ class Program:
 
 
 def flat(line: RankProgram) -> Iterator[Action]:
-    """A line's actions one by one, whether they overlap or not."""
+    """The actions one by one, with overlaps taken apart."""
     for item in line:
         yield from item.parts if isinstance(item, Overlap) else (item,)
 
 
-def joined_up(actions: Iterable[tuple[Action, bool]]) -> RankProgram:
-    """Actions, each with whether it is joined to the one before, as a line in which those that are overlap."""
+def group_overlaps(actions: Iterable[tuple[Action, bool]]) -> RankProgram:
+    """A rank's program from actions, each with whether it overlaps the previous one."""
     groups: list[list[Action]] = []
     for action, joined in actions:
         if joined:
@@ -149,16 +154,16 @@ def _parts(item: Action | Overlap) -> Iterable[tuple[Action, bool]]:
 
 def _row(action: Action, joined: bool) -> tuple[int, int, int, bool]:
     if action.op not in OPS:
-        raise ValueError(f"{action} is a message; a program holds work alone")
+        raise ValueError(f"{action} is a message; a program holds the compute ops {', '.join(OPS)} alone")
     return action.stage, OPS.index(action.op), action.microbatch, joined
 
 
-def _owners(lines: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[int, ...]:
-    found = {(row[0], rank) for rank, line in enumerate(lines) for row in line}
-    owners = dict(sorted(found))
+def _stage_to_rank(rank_programs: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[int, ...]:
+    found = {(row[0], rank) for rank, line in enumerate(rank_programs) for row in line}
+    stage_to_rank = dict(sorted(found))
     for stage, rank in sorted(found):
-        if owners[stage] != rank:
-            raise ValueError(f"ranks {rank} and {owners[stage]} both work on stage {stage}")
-    if sorted(owners) != list(range(len(owners))):
-        raise ValueError(f"no rank works on stage {min(set(range(len(owners))) - set(owners))}")
-    return tuple(owners[stage] for stage in range(len(owners)))
+        if stage_to_rank[stage] != rank:
+            raise ValueError(f"ranks {rank} and {stage_to_rank[stage]} both work on stage {stage}")
+    if sorted(stage_to_rank) != list(range(len(stage_to_rank))):
+        raise ValueError(f"no rank works on stage {min(set(range(len(stage_to_rank))) - set(stage_to_rank))}")
+    return tuple(stage_to_rank[stage] for stage in range(len(stage_to_rank)))

@@ -1,9 +1,9 @@
 """
-Grouped matrix products in Triton, for any sizes, strides and dtypes, and without waiting for the device.
+Grouped GEMM in Triton, for any sizes, strides and dtypes, without synchronizing with the device.
 
-The host knows how many tiles there can be at most; each program finds the expert of its tile from where the experts'
-rows end. Tiles of one expert follow one another, so that its matrix stays in the cache. Where a GPU fetches blocks by
-itself and the tensors lie as it needs them, it does.
+The host launches as many tiles as there can be at most; each program finds the expert of its tile from `offsets`.
+Tiles of one expert are consecutive, so that its matrix stays in the L2 cache. GPUs with TMA use grouped_gemm_blocks.py
+for tensors that are laid out as TMA needs them.
 """
 
 import triton
@@ -17,48 +17,54 @@ from drawloom.kernels.triton.grouped_gemm_blocks import MOST_ROWS, rows_of_tile
 from drawloom.kernels.triton.primitives import check_floats, next_power_of_2
 
 ROWS = (16, 128)
-"""Least and most rows in a tile: as many as an expert has on average, and what the matrix units take well."""
+"""The least and the most rows of a tile: as many as an expert has on average, within what tensor cores run well."""
 
 COLUMNS, STEP = 128, 64
-"""Columns of a tile, and how much of the inner dimension is summed in a step."""
+"""Columns of a tile, and how much of the inner dimension is multiplied in a step."""
 
 WARPS = 8
 
 
-def grouped_gemm_triton(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
-    """What grouped_gemm_eager gives, for float32, bfloat16 and float16, and at most MOST_ROWS rows."""
+def grouped_gemm_triton(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
+    """
+    The same as grouped_gemm_eager, for float32, bfloat16 and float16, and at most MOST_ROWS rows.
+
+    x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,); gives (rows, outputs).
+    """
     check_floats("grouped_gemm_triton", x, weight)
     if len(x) > MOST_ROWS:
-        raise ValueError(f"{len(x)} rows are more than have numbers, {MOST_ROWS}")
-    return grouped_gemm(TRITON, x, weight, ends, transposed)
+        raise ValueError(
+            f"{len(x)} rows are more than 32-bit row indices can number, {MOST_ROWS}; use a smaller micro-batch"
+        )
+    return grouped_gemm(TRITON, x, weight, offsets, transposed)
 
 
-def _like_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _like_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(len(x), weight.shape[2])
 
 
-@register_kernel("grouped_gemm_rows(Tensor x, Tensor weight, Tensor ends) -> Tensor", fake=_like_rows)
-def _rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    result = _like_rows(x, weight, ends)
+@register_kernel("grouped_gemm_rows(Tensor x, Tensor weight, Tensor offsets) -> Tensor", fake=_like_rows)
+def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    result = _like_rows(x, weight, offsets)
     if not result.numel() or not weight.numel():
         return result.zero_()
-    experts, inputs, outputs = weight.shape
-    if blocks.suit(experts, x, weight):
-        blocks.rows_by_blocks(x, weight, ends, result)
+    num_experts, inputs, outputs = weight.shape
+    if blocks.suit(num_experts, x, weight):
+        blocks.rows_by_blocks(x, weight, offsets, result)
         return result
-    rows = _rows_of_a_tile(len(x), experts)
-    tiles = len(x) // rows + experts
+    rows = _rows_of_a_tile(len(x), num_experts)
+    tiles = len(x) // rows + num_experts
     _rows_kernel[(tiles * triton.cdiv(outputs, COLUMNS),)](
         x,
         weight,
-        ends,
+        offsets,
         result,
-        experts,
+        num_experts,
         inputs,
         outputs,
         *x.stride(),
         *weight.stride(),
-        EXPERTS=next_power_of_2(experts),
+        EXPERTS=next_power_of_2(num_experts),
         ROWS=rows,
         COLUMNS=COLUMNS,
         STEP=STEP,
@@ -68,24 +74,24 @@ def _rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return result
 
 
-def _like_matrices(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    return a.new_empty(len(ends), a.shape[1], b.shape[1])
+def _like_matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return a.new_empty(len(offsets), a.shape[1], b.shape[1])
 
 
-@register_kernel("grouped_gemm_matrices(Tensor a, Tensor b, Tensor ends) -> Tensor", fake=_like_matrices)
-def _matrices(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    result = _like_matrices(a, b, ends)
+@register_kernel("grouped_gemm_matrices(Tensor a, Tensor b, Tensor offsets) -> Tensor", fake=_like_matrices)
+def _matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    result = _like_matrices(a, b, offsets)
     if not result.numel() or not len(a):
         return result.zero_()
-    experts, height, width = result.shape
-    if blocks.suit(experts, a, b):
-        blocks.matrices_by_blocks(a, b, ends, result)
+    num_experts, height, width = result.shape
+    if blocks.suit(num_experts, a, b):
+        blocks.matrices_by_blocks(a, b, offsets, result)
         return result
     down, across = triton.cdiv(height, COLUMNS), triton.cdiv(width, COLUMNS)
-    _matrices_kernel[(experts * down * across,)](
+    _matrices_kernel[(num_experts * down * across,)](
         a,
         b,
-        ends,
+        offsets,
         result,
         down,
         across,
@@ -102,21 +108,21 @@ def _matrices(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return result
 
 
-def _rows_of_a_tile(rows: int, experts: int) -> int:
+def _rows_of_a_tile(rows: int, num_experts: int) -> int:
     least, most = ROWS
-    return max(least, min(most, next_power_of_2(max(1, rows // experts))))
+    return max(least, min(most, next_power_of_2(max(1, rows // num_experts))))
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["experts"])
+@triton.jit(do_not_specialize=["num_experts"])
 def _rows_kernel(
-    x, weight, ends, result, experts, inputs, outputs, x_row, x_channel, weight_expert, weight_row, weight_column,
-    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    x, weight, offsets, result, num_experts, inputs, outputs, x_row, x_channel, weight_expert, weight_row,
+    weight_column, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):
     # fmt: on
     across = tl.cdiv(outputs, COLUMNS)
-    expert, first, end = rows_of_tile(tl.program_id(0) // across, ends, experts, EXPERTS, ROWS)
-    if expert >= experts:
+    expert, first, end = rows_of_tile(tl.program_id(0) // across, offsets, num_experts, EXPERTS, ROWS)
+    if expert >= num_experts:
         return
     row = first + tl.arange(0, ROWS)
     inside = row < end
@@ -139,14 +145,14 @@ def _rows_kernel(
 # fmt: off
 @triton.jit
 def _matrices_kernel(
-    a, b, ends, result, down, across, height, width, a_row, a_channel, b_row, b_channel,
+    a, b, offsets, result, down, across, height, width, a_row, a_channel, b_row, b_channel,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):
     # fmt: on
     expert = tl.program_id(0) // (down * across)
     tile = tl.program_id(0) % (down * across)
-    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(ends + expert)
+    begin = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offsets + expert)
     of_a = (tile // across) * HEIGHT + tl.arange(0, HEIGHT)
     of_b = (tile % across) * WIDTH + tl.arange(0, WIDTH)
     total = tl.zeros((HEIGHT, WIDTH), tl.float32)

@@ -1,4 +1,8 @@
-"""Tiles of rows that are sorted by expert: none has rows of two."""
+"""
+Grouped GEMM by TMA (tensor descriptors), for half precision on GPUs of compute capability 9.0.
+
+Rows are sorted by expert, and each tile has rows of one expert alone.
+"""
 
 import torch
 import triton
@@ -9,16 +13,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from drawloom.kernels.triton.primitives import next_power_of_2
 
 MOST_ROWS = 2**31 - 2**9
-"""Rows are numbered in 32 bits, and so are those that the last tile would have if it were full."""
+"""Row indices have 32 bits; the margin of 2^9 is for those of the last tile that do not exist."""
 
 
 @triton.jit
-def rows_of_tile(tile, ends, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """The expert of a tile, its first row, and the row at which the expert's end; tiles too many have no expert."""
+def rows_of_tile(tile, offsets, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """A tile's expert, its first row, and the expert's end row; surplus tiles get an expert index of `num_experts`."""
     each = tl.arange(0, EXPERTS)
-    end = tl.load(ends + each, mask=each < experts, other=0)
-    begin = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
-    tiles = tl.where(each < experts, (end - begin + ROWS - 1) // ROWS, 0)
+    end = tl.load(offsets + each, mask=each < num_experts, other=0)
+    begin = tl.load(offsets + each - 1, mask=(each > 0) & (each < num_experts), other=0)
+    tiles = tl.where(each < num_experts, (end - begin + ROWS - 1) // ROWS, 0)
     past = tl.cumsum(tiles, 0)
     expert = tl.sum((past <= tile).to(tl.int32), 0)
     own = each == expert
@@ -27,52 +31,54 @@ def rows_of_tile(tile, ends, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr)
 
 
 CAPABILITY = (9, 0)
+"""Hopper: the first GPUs with TMA, which copies blocks to shared memory by descriptor."""
+
 ALIGNMENT = 16
-"""Bytes at multiples of which a tensor and all its rows begin."""
+"""Bytes: TMA needs tensors and all their rows to begin at multiples of it."""
 
 LEAST_ROWS = 64
-"""Of an expert on average: with fewer, most of a tile would be empty."""
+"""The least average number of rows per expert: with fewer, most of a tile would be empty."""
 
 HEIGHT, WIDTH, STEP = 128, 256, 64
 SETTINGS = {"HEIGHT": HEIGHT, "WIDTH": WIDTH, "STEP": STEP, "STAGES": 3, "num_warps": 8, "enable_fp_fusion": True}
 
 
-def suit(experts: int, *factors: Tensor) -> bool:
-    """Whether products of these, the first of which has the rows, can go by blocks and gain from it."""
+def suit(num_experts: int, *factors: Tensor) -> bool:
+    """Whether a product of these, rows (rows, inputs) first, can use TMA and gains from it."""
     fit = all(x.element_size() == 2 and _in_blocks(x) is not None for x in factors)
-    return fit and len(factors[0]) >= LEAST_ROWS * experts and _fetches(factors[0].device)
+    return fit and len(factors[0]) >= LEAST_ROWS * num_experts and _has_tma(factors[0].device)
 
 
-def rows_by_blocks(x: Tensor, weight: Tensor, ends: Tensor, result: Tensor) -> None:
-    """Fill the result (rows, outputs) with x (rows, inputs) times the experts' (experts, inputs, outputs)."""
-    experts, inputs, outputs = weight.shape
+def rows_by_blocks(x: Tensor, weight: Tensor, offsets: Tensor, result: Tensor) -> None:
+    """Fill result (rows, outputs) with x (rows, inputs) times weight (experts, inputs, outputs); offsets (experts,)."""
+    num_experts, inputs, outputs = weight.shape
     stored = _in_blocks(weight)
     turned = stored is not weight
-    tiles, across = len(x) // HEIGHT + experts, triton.cdiv(outputs, WIDTH)
+    tiles, across = len(x) // HEIGHT + num_experts, triton.cdiv(outputs, WIDTH)
     _rows_kernel[(tiles * across,)](
         TensorDescriptor.from_tensor(x, [HEIGHT, STEP]),
         TensorDescriptor.from_tensor(stored, [1, WIDTH, STEP] if turned else [1, STEP, WIDTH]),
-        ends,
+        offsets,
         result,
-        experts,
+        num_experts,
         inputs,
         outputs,
-        EXPERTS=next_power_of_2(experts),
+        EXPERTS=next_power_of_2(num_experts),
         TURNED=turned,
         **SETTINGS,
     )
 
 
-def matrices_by_blocks(a: Tensor, b: Tensor, ends: Tensor, result: Tensor) -> None:
-    """Fill the result (experts, height, width) with a.T @ b over each expert's rows."""
-    experts, height, width = result.shape
+def matrices_by_blocks(a: Tensor, b: Tensor, offsets: Tensor, result: Tensor) -> None:
+    """Fill result (experts, height, width) with a.T @ b over each expert's rows: a (rows, height), b (rows, width)."""
+    num_experts, height, width = result.shape
     down, across = triton.cdiv(height, HEIGHT), triton.cdiv(width, WIDTH)
-    _matrices_kernel[(experts * down * across,)](
+    _matrices_kernel[(num_experts * down * across,)](
         TensorDescriptor.from_tensor(a, [STEP, HEIGHT]),
         TensorDescriptor.from_tensor(b, [STEP, WIDTH]),
         a,
         b,
-        ends,
+        offsets,
         result,
         down,
         across,
@@ -85,7 +91,7 @@ def matrices_by_blocks(a: Tensor, b: Tensor, ends: Tensor, result: Tensor) -> No
 
 
 def _in_blocks(x: Tensor) -> Tensor | None:
-    """As it can be fetched: itself, or with its last two dimensions exchanged; None if it can't."""
+    """x as a descriptor takes it: itself, or with its last two dimensions exchanged; None if neither is possible."""
     for stored in (x, x.transpose(-1, -2)) if x.ndim == 3 else (x,):
         starts = [stride * x.element_size() for stride in stored.stride()[:-1]]
         if stored.stride(-1) == 1 and not any(start % ALIGNMENT or not start for start in starts):
@@ -93,20 +99,20 @@ def _in_blocks(x: Tensor) -> Tensor | None:
     return None
 
 
-def _fetches(device: torch.device) -> bool:
+def _has_tma(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["experts"])
+@triton.jit(do_not_specialize=["num_experts"])
 def _rows_kernel(
-    x, weight, ends, result, experts, inputs, outputs, EXPERTS: tl.constexpr, TURNED: tl.constexpr,
+    x, weight, offsets, result, num_experts, inputs, outputs, EXPERTS: tl.constexpr, TURNED: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     across = tl.cdiv(outputs, WIDTH)
-    expert, first, end = rows_of_tile(tl.program_id(0) // across, ends, experts, EXPERTS, HEIGHT)
-    if expert >= experts:
+    expert, first, end = rows_of_tile(tl.program_id(0) // across, offsets, num_experts, EXPERTS, HEIGHT)
+    if expert >= num_experts:
         return
     left = (tl.program_id(0) % across) * WIDTH
     total = tl.zeros((HEIGHT, WIDTH), tl.float32)
@@ -124,20 +130,21 @@ def _rows_kernel(
 # fmt: off
 @triton.jit
 def _matrices_kernel(
-    a, b, a_pointer, b_pointer, ends, result, down, across, height, width, a_row, b_row,
+    a, b, a_pointer, b_pointer, offsets, result, down, across, height, width, a_row, b_row,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     expert = tl.program_id(0) // (down * across)
     tile = tl.program_id(0) % (down * across)
-    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(ends + expert)
+    begin = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offsets + expert)
     top, left = (tile // across) * HEIGHT, (tile % across) * WIDTH
     of_a, of_b = top + tl.arange(0, HEIGHT), left + tl.arange(0, WIDTH)
     total = tl.zeros((HEIGHT, WIDTH), tl.float32)
     whole = begin + (end - begin) // STEP * STEP
     for start in tl.range(begin, whole, STEP, num_stages=STAGES):
         total = tl.dot(a.load([start, top]).T, b.load([start, left]), total)
+    # The last block of rows may reach into the next expert, and TMA can't mask: it is loaded through pointers.
     if whole < end:
         row = whole + tl.arange(0, STEP)
         at = a_pointer + row.to(tl.int64)[None, :] * a_row + of_a[:, None]

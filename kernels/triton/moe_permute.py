@@ -1,8 +1,8 @@
 """
-Copies of tokens to the rows of their experts and sums of rows by token, in Triton.
+Permuting tokens to the rows of their experts, and summing rows by token, in Triton.
 
-A program has one token and all of its choices, whose rows it reads or writes at the same time; a token is read or
-written once. Some programs more fill the rows that nobody needs, of which only the device knows how many there are.
+A program handles one token and all of its choices, whose rows it reads or writes together; a token is read or written
+once. A fixed number of further programs zero the unused rows, whose number only the device knows.
 """
 
 from typing import Any
@@ -19,150 +19,159 @@ from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2
 
 TILE = 4096
-"""Elements of all choices that a program has at once."""
+"""Elements of all choices that a program holds at a time."""
 
 SPREAD, GATHER = 512, 1024
-"""How many of these a warp has: sums by token are slow where each row is another warp's."""
+"""Elements for each warp: sums by token are slow if their rows are spread over more warps."""
 
 FILLERS = 64
-"""Programs that fill rows that nobody needs."""
+"""Programs that zero unused rows."""
 
 
 def moe_permute_triton(x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
-    """What moe_permute_eager gives, for float32, bfloat16 and float16."""
+    """
+    The same as moe_permute_eager, for float32, bfloat16 and float16.
+
+    x (tokens, hidden_size), probabilities (tokens, top_k); returns (tokens * top_k, hidden_size) and
+    (tokens * top_k,).
+    """
     check_floats("moe_permute_triton", x, probabilities)
     both: tuple[Tensor, Tensor] = _Permute.apply(x, probabilities, *routes)  # type: ignore[no-untyped-call]
     return both
 
 
 def moe_unpermute_triton(rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
-    """What moe_unpermute_eager gives, for float32, bfloat16 and float16."""
+    """
+    The same as moe_unpermute_eager, for float32, bfloat16 and float16.
+
+    rows (tokens * top_k, hidden_size), probabilities (tokens, top_k); returns (tokens, hidden_size).
+    """
     check_floats("moe_unpermute_triton", rows)
     summed: Tensor = _Unpermute.apply(rows, probabilities, *routes)  # type: ignore[no-untyped-call]
     return summed
 
 
 class _Permute(Function):
-    """Backwards, a sum by token."""
+    """Its backward pass is a sum by token."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, probabilities: Tensor, of_choices: Tensor, choices: Tensor, ends: Tensor
+        ctx: Any, x: Tensor, probabilities: Tensor, dest_row: Tensor, choices: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(of_choices)
-        rows, of_rows, _ = _spread(x, None, probabilities, of_choices, ends, False)
+        ctx.save_for_backward(dest_row)
+        rows, of_rows, _ = _spread(x, None, probabilities, dest_row, offsets, False)
         return rows, of_rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_probabilities: Tensor) -> tuple[Tensor | None, ...]:
-        (of_choices,) = ctx.saved_tensors
-        return *_gather(grad, None, grad_probabilities, of_choices), None, None, None
+        (dest_row,) = ctx.saved_tensors
+        return *_gather(grad, None, grad_probabilities, dest_row), None, None, None
 
 
 class _Unpermute(Function):
-    """Backwards, a copy to rows, with the products that the probabilities' gradients are by the way."""
+    """Its backward pass is a copy to rows, which also computes the probabilities' gradient, a dot product each."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, probabilities: Tensor | None, of_choices: Tensor, choices: Tensor, ends: Tensor
+        ctx: Any, rows: Tensor, probabilities: Tensor | None, dest_row: Tensor, choices: Tensor, offsets: Tensor
     ) -> Tensor:
         ctx.weighted = ctx.needs_input_grad[1]
-        ctx.save_for_backward(rows if ctx.weighted else None, probabilities, of_choices, ends)
-        return _gather(rows, probabilities, None, of_choices)[0]  # type: ignore[no-any-return]
+        ctx.save_for_backward(rows if ctx.weighted else None, probabilities, dest_row, offsets)
+        return _gather(rows, probabilities, None, dest_row)[0]  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, probabilities, of_choices, ends = ctx.saved_tensors
+        rows, probabilities, dest_row, offsets = ctx.saved_tensors
         weighted = probabilities is not None
-        of_rows, _, products = _spread(grad, rows, probabilities, of_choices, ends, weighted)
+        of_rows, _, products = _spread(grad, rows, probabilities, dest_row, offsets, weighted)
         return of_rows, products.to(probabilities.dtype) if ctx.weighted else None, None, None, None
 
 
 def _like_spread(
-    x: Tensor, others: Tensor | None, probabilities: Tensor | None, of_choices: Tensor, ends: Tensor, weighted: bool
+    x: Tensor, others: Tensor | None, probabilities: Tensor | None, dest_row: Tensor, offsets: Tensor, weighted: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, the probability of each (none where it weights them), and of each choice the product with others."""
-    count = of_choices.numel()
+    """Rows; the probability of each, empty if `weighted`; and for each choice its dot product with `others`."""
+    count = dest_row.numel()
     spread = probabilities is not None and not weighted
     of_rows = x.new_empty(count if spread else 0, dtype=x.dtype if probabilities is None else probabilities.dtype)
-    products = x.new_empty(of_choices.shape if others is not None else 0, dtype=torch.float32)
+    products = x.new_empty(dest_row.shape if others is not None else 0, dtype=torch.float32)
     return x.new_empty(count, x.shape[1]), of_rows, products
 
 
 @register_kernel(
-    "moe_spread(Tensor x, Tensor? others, Tensor? probabilities, Tensor of_choices, Tensor ends, bool weighted)"
+    "moe_spread(Tensor x, Tensor? others, Tensor? probabilities, Tensor dest_row, Tensor offsets, bool weighted)"
     " -> (Tensor, Tensor, Tensor)",
     fake=_like_spread,
 )
 def _spread(
-    x: Tensor, others: Tensor | None, probabilities: Tensor | None, of_choices: Tensor, ends: Tensor, weighted: bool
+    x: Tensor, others: Tensor | None, probabilities: Tensor | None, dest_row: Tensor, offsets: Tensor, weighted: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each token to the rows of its choices, times their probabilities if weighted; others are rows as well."""
-    rows, of_rows, products = _like_spread(x, others, probabilities, of_choices, ends, weighted)
-    if not of_choices.numel():
+    """Copy each token to the rows of its choices, times their probabilities if `weighted`; `others` are rows too."""
+    rows, of_rows, products = _like_spread(x, others, probabilities, dest_row, offsets, weighted)
+    if not dest_row.numel():
         return rows, of_rows, products
-    if not len(ends):
+    if not len(offsets):
         return rows.zero_(), of_rows.zero_(), products.zero_()
-    x, tokens = as_rows(x) if x.numel() else x, len(of_choices)
+    x, tokens = as_rows(x) if x.numel() else x, len(dest_row)
     _spread_kernel[(tokens + FILLERS,)](
         x,
         None if others is None else as_rows(others),
         None if probabilities is None else probabilities.contiguous(),
-        of_choices,
-        ends,
+        dest_row,
+        offsets,
         rows,
         of_rows if len(of_rows) else None,
         products if products.numel() else None,
         tokens,
-        len(ends),
+        len(offsets),
         x.shape[1],
         x.stride(0),
         0 if others is None else as_rows(others).stride(0),
         WEIGHTED=weighted,
-        **_settings(of_choices, x.shape[1], SPREAD),
+        **_settings(dest_row, x.shape[1], SPREAD),
     )
     return rows, of_rows, products
 
 
 def _like_gather(
-    rows: Tensor, probabilities: Tensor | None, of_rows: Tensor | None, of_choices: Tensor
+    rows: Tensor, probabilities: Tensor | None, of_rows: Tensor | None, dest_row: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sums by token, and by choice what stood at its row."""
-    summed = rows.new_empty(len(of_choices), rows.shape[1])
-    return summed, rows.new_empty(0) if of_rows is None else of_rows.new_empty(of_choices.shape)
+    """Sums by token, and for each choice the value of `of_rows` at its row."""
+    summed = rows.new_empty(len(dest_row), rows.shape[1])
+    return summed, rows.new_empty(0) if of_rows is None else of_rows.new_empty(dest_row.shape)
 
 
 @register_kernel(
-    "moe_gather(Tensor rows, Tensor? probabilities, Tensor? of_rows, Tensor of_choices) -> (Tensor, Tensor)",
+    "moe_gather(Tensor rows, Tensor? probabilities, Tensor? of_rows, Tensor dest_row) -> (Tensor, Tensor)",
     fake=_like_gather,
 )
 def _gather(
-    rows: Tensor, probabilities: Tensor | None, of_rows: Tensor | None, of_choices: Tensor
+    rows: Tensor, probabilities: Tensor | None, of_rows: Tensor | None, dest_row: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rows of choices, times their probabilities if there are any, added up by token; of_rows are numbers by row."""
-    summed, gathered = _like_gather(rows, probabilities, of_rows, of_choices)
-    if not of_choices.numel():
+    """Sum rows by token, times the choices' probabilities if given; `of_rows` holds a scalar for each row."""
+    summed, gathered = _like_gather(rows, probabilities, of_rows, dest_row)
+    if not dest_row.numel():
         return summed.zero_(), gathered
     rows = as_rows(rows) if rows.numel() else rows
-    _gather_kernel[(len(of_choices),)](
+    _gather_kernel[(len(dest_row),)](
         rows,
         None if probabilities is None else probabilities.contiguous(),
         None if of_rows is None else of_rows.contiguous(),
-        of_choices,
+        dest_row,
         summed,
         None if of_rows is None else gathered,
         rows.shape[1],
         rows.stride(0),
-        **_settings(of_choices, rows.shape[1], GATHER),
+        **_settings(dest_row, rows.shape[1], GATHER),
     )
     return summed, gathered
 
 
-def _settings(of_choices: Tensor, width: int, a_warp: int) -> dict[str, Any]:
-    """Sizes of tiles: all choices of a token, padded to a power of two, by so many elements."""
-    choices = of_choices.shape[1]
+def _settings(dest_row: Tensor, width: int, a_warp: int) -> dict[str, Any]:
+    """Tile sizes: all choices of a token, padded to a power of two, by a block of elements."""
+    choices = dest_row.shape[1]
     together = next_power_of_2(choices)
     block = min(max(16, TILE // together), next_power_of_2(max(width, 1)))
     warps = max(1, min(together * block // a_warp, 8))
@@ -170,20 +179,20 @@ def _settings(of_choices: Tensor, width: int, a_warp: int) -> dict[str, Any]:
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["tokens", "experts"])
+@triton.jit(do_not_specialize=["tokens", "num_experts"])
 def _spread_kernel(
-    x, others, probabilities, of_choices, ends, rows, of_rows, products, tokens, experts, width, x_stride,
+    x, others, probabilities, dest_row, offsets, rows, of_rows, products, tokens, num_experts, width, x_stride,
     others_stride, WEIGHTED: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
     token = tl.program_id(0).to(tl.int64)
     if token < tokens:
         _spread_token(
-            x, others, probabilities, of_choices, rows, of_rows, products, token, width, x_stride, others_stride,
+            x, others, probabilities, dest_row, rows, of_rows, products, token, width, x_stride, others_stride,
             WEIGHTED, CHOICES, TOGETHER, BLOCK,
         )  # fmt: skip
     else:
-        first = tl.load(ends + experts - 1).to(tl.int64) + token - tokens
+        first = tl.load(offsets + num_experts - 1).to(tl.int64) + token - tokens
         count = tokens.to(tl.int64) * CHOICES
         _fill_rows(rows, of_rows, first, count, tl.num_programs(0) - tokens, width, BLOCK)
 
@@ -191,12 +200,12 @@ def _spread_kernel(
 # fmt: off
 @triton.jit
 def _spread_token(
-    x, others, probabilities, of_choices, rows, of_rows, products, token, width, x_stride, others_stride,
+    x, others, probabilities, dest_row, rows, of_rows, products, token, width, x_stride, others_stride,
     WEIGHTED: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
     choice, column = tl.arange(0, TOGETHER), tl.arange(0, BLOCK)
-    row = tl.load(of_choices + token * CHOICES + choice, mask=choice < CHOICES, other=-1).to(tl.int64)
+    row = tl.load(dest_row + token * CHOICES + choice, mask=choice < CHOICES, other=-1).to(tl.int64)
     known = row >= 0
     factor = tl.full((TOGETHER,), 1.0, tl.float32)
     if probabilities is not None:
@@ -222,7 +231,7 @@ def _spread_token(
 
 @triton.jit
 def _fill_rows(rows, of_rows, first, count, step, width, BLOCK: tl.constexpr):
-    """Zero in every row from the first on that is this program's."""
+    """Zero every `step`-th row from `first` on, this program's share."""
     column = tl.arange(0, BLOCK)
     for row in range(first, count, step):
         if of_rows is not None:
@@ -236,14 +245,14 @@ def _fill_rows(rows, of_rows, first, count, step, width, BLOCK: tl.constexpr):
 # fmt: off
 @triton.jit
 def _gather_kernel(
-    rows, probabilities, of_rows, of_choices, summed, gathered, width, rows_stride,
+    rows, probabilities, of_rows, dest_row, summed, gathered, width, rows_stride,
     CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
     token = tl.program_id(0).to(tl.int64)
     choice, column = tl.arange(0, TOGETHER), tl.arange(0, BLOCK)
     within = choice < CHOICES
-    row = tl.load(of_choices + token * CHOICES + choice, mask=within, other=-1).to(tl.int64)
+    row = tl.load(dest_row + token * CHOICES + choice, mask=within, other=-1).to(tl.int64)
     known = row >= 0
     if of_rows is not None:
         tl.store(gathered + token * CHOICES + choice, tl.load(of_rows + row, mask=known, other=0.0), mask=within)

@@ -1,4 +1,4 @@
-"""What the kernels share: launch parameters, products in float32, sums of partial results, rounding."""
+"""Helpers that the Triton kernels share: launch parameters, matmul in float32, sums of partial results, rounding."""
 
 from functools import cache
 
@@ -10,38 +10,38 @@ from torch import Tensor
 from drawloom.kernels.stochastic_copy import ROUNDS as PHILOX_ROUNDS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""What the Triton kernels take; they compute in float32."""
+"""Dtypes that the Triton kernels take; they compute in float32."""
 
 
 def check_floats(name: str, *tensors: Tensor) -> None:
-    """TypeError if a kernel is given what it does not compute with."""
+    """Raise TypeError for a tensor (any shape) whose dtype the kernel does not take."""
     for tensor in tensors:
         if tensor.dtype not in FLOATS:
             raise TypeError(
-                f"{name} takes float32, bfloat16 or float16, and this is {tensor.dtype}; use its eager twin"
+                f"{name} takes float32, bfloat16 or float16, not {tensor.dtype}; use the eager implementation"
             )
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """(..., width) as (rows, width) whose last stride is 1: a view where the strides allow it."""
+    """x (..., width) as (rows, width) with a last stride of 1: a view where the strides allow it."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def contiguous_last_dim(x: Tensor) -> Tensor:
-    """The same tensor with a last stride of 1: itself where it has that."""
+    """x (any shape) with a last stride of 1: x itself if it has that, else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def angle_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (rows, length, pairs) of equal strides, the last one 1."""
+    """cos and sin (rows, length, pairs) with equal strides, the last one 1, as the kernels take one set of strides."""
     cos, sin = contiguous_last_dim(cos), contiguous_last_dim(sin)
     return (cos, sin) if cos.stride() == sin.stride() else (cos.contiguous(), sin.contiguous())
 
 
 @cache
 def sm_count(device: torch.device) -> int:
-    """How many multiprocessors a GPU has; 4 stand for a CPU, where programs run one after another."""
+    """The number of streaming multiprocessors of a GPU; 4 for a CPU, where the interpreter runs them in sequence."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -51,33 +51,34 @@ def next_power_of_2(number: int) -> int:
 
 
 def addmm_fp32(summed: Tensor, a: Tensor, b: Tensor) -> None:
-    """summed += a @ b, with summed in float32 and a and b of one dtype."""
+    """summed += a @ b: summed float32 (rows, columns), a (rows, inner) and b (inner, columns) of one dtype."""
+    # On a CPU torch.addmm has no out_dtype.
     if summed.is_cuda and a.dtype != torch.float32:
         torch.addmm(summed, a, b, out_dtype=torch.float32, out=summed)
     else:
         summed.addmm_(a.float(), b.float())
 
 
-BLOCK, AT_ONCE = 32, 64
-"""Columns of a program, 128 bytes of float32, and how many parts of them it adds at once."""
+BLOCK, PARTS_PER_STEP = 32, 64
+"""Columns that a program sums, 128 bytes of float32 (a cache line), and how many partial results it loads at a time."""
 
 
 def reduce_partials(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """parts (count, width), contiguous and in float32, as their sum (width,) in another dtype."""
+    """The sum of parts, float32 (count, width) and contiguous, over the first dimension: (width,) in `dtype`."""
     count, width = parts.shape
     result = parts.new_empty(width, dtype=dtype)
     _kernel[(triton.cdiv(width, BLOCK),)](
-        parts, result, count, width, BLOCK=BLOCK, AT_ONCE=AT_ONCE, num_warps=4, enable_fp_fusion=True
+        parts, result, count, width, BLOCK=BLOCK, PARTS_PER_STEP=PARTS_PER_STEP, num_warps=4, enable_fp_fusion=True
     )
     return result
 
 
 @triton.jit(do_not_specialize=["count"])
-def _kernel(parts, result, count, width, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr):
+def _kernel(parts, result, count, width, BLOCK: tl.constexpr, PARTS_PER_STEP: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((AT_ONCE, BLOCK), tl.float32)
-    for first in range(0, count, AT_ONCE):
-        part = first + tl.arange(0, AT_ONCE)
+    total = tl.zeros((PARTS_PER_STEP, BLOCK), tl.float32)
+    for first in range(0, count, PARTS_PER_STEP):
+        part = first + tl.arange(0, PARTS_PER_STEP)
         inside = (part < count)[:, None] & (column < width)[None, :]
         total += tl.load(parts + part.to(tl.int64)[:, None] * width + column[None, :], mask=inside, other=0.0)
     tl.store(result + column, tl.sum(total, 0).to(result.dtype.element_ty), mask=column < width)
@@ -87,10 +88,10 @@ ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 
 
 @triton.jit
-def words(key, draw, counter):
-    """Four words of 32 random bits for each draw (int64), of a key and a counter of any integer types."""
-    # Triton types numbers by their size; and its interpreter holds those from 2^31 to 2^32 - 1, which it calls int64,
-    # in 32 bits, of which a shift by 32 is no number of the upper half.
+def philox(key, draw, counter):
+    """Four words of 32 random bits for each draw (int64); key and counter are of any integer types."""
+    # Triton chooses a scalar's type by its value, and its interpreter holds 2^31 to 2^32 - 1, which it calls int64, in
+    # 32 bits; there a shift by 32 would not give the upper half, which is zero.
     counter = tl.cast(counter, tl.uint64)
     low, high = draw.to(tl.uint32), (draw >> 32).to(tl.uint32)
     counter_low, counter_high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
@@ -105,7 +106,8 @@ def halves(word):
 
 @triton.jit
 def round_stochastically(x, noise):
-    """float32 as bfloat16, with 16 bits of noise for each element."""
+    """float32 stochastically rounded to bfloat16, with 16 bits of noise for each element."""
+    # NaN is truncated and made quiet by 0x40: with noise added, its bits could overflow into the sign.
     bits = x.to(tl.uint32, bitcast=True)
     rounded = tl.where(x != x, (bits >> 16) | 0x40, (bits + noise) >> 16)
     return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)

@@ -1,8 +1,8 @@
 """
-RMSNorm and rotary position embedding of queries and keys in one launch: half the bytes of two, and one rounding.
+RMSNorm and rotary position embedding of queries and keys in one launch: half the memory traffic, and one rounding.
 
-The first programs take queries, the others keys. The weights' gradients are added up first by program, then over
-programs in a fixed order, so that they are the same to the bit each time.
+The first programs handle queries, the others keys. The weights' gradients are summed by program, then over programs in
+a fixed order, so that they are deterministic.
 """
 
 from typing import Any
@@ -25,31 +25,36 @@ from drawloom.kernels.triton.primitives import (
 from drawloom.kernels.triton.qk_norm_rope_kernels import backward_kernel, forward_kernel
 
 TILE = 4096
-"""Elements that a program of the forward pass takes; half of it at a time in the backward pass, which holds more."""
+"""Elements of a program's tile in the forward pass; half of it in the backward pass, which holds more values each."""
 
 PROGRAMS = 2
-"""Programs of the backward pass on each multiprocessor."""
+"""Programs of the backward pass per multiprocessor, as for rms_norm."""
 
 
 def qk_norm_rope_triton(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What qk_norm_rope_eager gives, for float32, bfloat16 and float16, without a rounding between the two."""
+    """
+    The same as qk_norm_rope_eager, for float32, bfloat16 and float16, without a rounding between norm and rotation.
+
+    q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim), weights (head_dim,), cos and sin
+    (rows, length, head_dim // 2).
+    """
     check_floats("qk_norm_rope_triton", q, k, q_weight, k_weight, cos, sin)
     both: tuple[Tensor, Tensor] = _QkNormRope.apply(q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-untyped-call]
     return both
 
 
 class _QkNormRope(Function):
-    """Saves queries, keys and one number for each of their vectors."""
+    """Saves queries, keys and one float32 for each of their vectors."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        turned_q, turned_k, q_inverse, k_inverse = _forward(q, k, q_weight, k_weight, eps, cos, sin)
-        ctx.save_for_backward(q, k, q_weight, k_weight, q_inverse, k_inverse, cos, sin)
-        return turned_q, turned_k
+        rotated_q, rotated_k, q_rstd, k_rstd = _forward(q, k, q_weight, k_weight, eps, cos, sin)
+        ctx.save_for_backward(q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin)
+        return rotated_q, rotated_k
 
     @staticmethod
     @once_differentiable
@@ -60,9 +65,9 @@ class _QkNormRope(Function):
 def _like_forward(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both turned, and 1 / rms of each vector of both."""
-    q_inverse, k_inverse = (x.new_empty(x.shape[:-1], dtype=torch.float32) for x in (q, k))
-    return q.new_empty(q.shape), k.new_empty(k.shape), q_inverse, k_inverse
+    """Rotated queries and keys, and 1 / rms of each of their vectors."""
+    q_rstd, k_rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for x in (q, k))
+    return q.new_empty(q.shape), k.new_empty(k.shape), q_rstd, k_rstd
 
 
 @register_kernel(
@@ -115,8 +120,8 @@ def _like_backward(
     k: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
-    q_inverse: Tensor,
-    k_inverse: Tensor,
+    q_rstd: Tensor,
+    k_rstd: Tensor,
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -127,7 +132,7 @@ def _like_backward(
 
 @register_kernel(
     "qk_norm_rope_backward(Tensor q_grad, Tensor k_grad, Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, "
-    "Tensor q_inverse, Tensor k_inverse, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor q_rstd, Tensor k_rstd, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_like_backward,
 )
 def _backward(
@@ -137,8 +142,8 @@ def _backward(
     k: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
-    q_inverse: Tensor,
-    k_inverse: Tensor,
+    q_rstd: Tensor,
+    k_rstd: Tensor,
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -160,8 +165,8 @@ def _backward(
         k,
         q_weight.contiguous(),
         k_weight.contiguous(),
-        q_inverse,
-        k_inverse,
+        q_rstd,
+        k_rstd,
         cos,
         sin,
         q_result,
@@ -191,6 +196,6 @@ def _backward(
 
 
 def _shares(q_tiles: int, k_tiles: int, programs: int) -> tuple[int, int]:
-    """How many programs take queries and how many keys, in proportion to their tiles."""
+    """The numbers of programs for queries and for keys, in proportion to their tiles."""
     of_keys = max(1, programs * k_tiles // (q_tiles + k_tiles))
     return min(q_tiles, max(1, programs - of_keys)), min(k_tiles, of_keys)

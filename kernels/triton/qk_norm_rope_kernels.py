@@ -1,9 +1,9 @@
-"""The kernels of the norm and rotation of queries and keys: tiles of vectors in, the same tiles out."""
+"""The kernels of qk_norm_rope: each program reads tiles of vectors and writes the same tiles."""
 
 import triton
 import triton.language as tl
 
-from drawloom.kernels.triton.rope import turn
+from drawloom.kernels.triton.rope import rotate
 
 # fmt: off
 
@@ -32,8 +32,8 @@ def _store_pairs(at, a, b, mask, pair, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _norm_and_turn(
-    x, weight, cos, sin, result, inverse, tile, tiles, length, eps, x_row, x_position, x_head, angle_row,
+def _norm_and_rotate(
+    x, weight, cos, sin, result, rstd, tile, tiles, length, eps, x_row, x_position, x_head, angle_row,
     angle_position, HEADS: tl.constexpr, PAIRS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     row, position, head, inside = _vectors(tile, tiles, length, HEADS, VECTORS)
@@ -43,42 +43,42 @@ def _norm_and_turn(
     a, b = _load_pairs(x + row * x_row + position * x_position + head * x_head, mask, pair, PAIRS)
     scale = tl.rsqrt(tl.sum(a * a + b * b, 1, keep_dims=True) / (2 * PAIRS) + eps)
     vector = (row * length + position) * HEADS + head
-    tl.store(inverse + vector, scale, mask=inside)
+    tl.store(rstd + vector, scale, mask=inside)
     of_a, of_b = _load_pairs(weight, within, pair, PAIRS)
     cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
     sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
-    a, b = turn(a * scale * of_a, b * scale * of_b, cosines, sines, False)
+    a, b = rotate(a * scale * of_a, b * scale * of_b, cosines, sines, False)
     _store_pairs(result + vector * (2 * PAIRS), a, b, mask, pair, PAIRS)
 
 
 @triton.jit(do_not_specialize=["q_programs", "q_tiles", "k_tiles", "length"])
 def forward_kernel(
-    q, k, q_weight, k_weight, cos, sin, q_result, k_result, q_inverse, k_inverse, q_programs, q_tiles, k_tiles,
+    q, k, q_weight, k_weight, cos, sin, q_result, k_result, q_rstd, k_rstd, q_programs, q_tiles, k_tiles,
     length, eps, q_row, q_position, q_head, k_row, k_position, k_head, angle_row, angle_position,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, PAIRS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
     if program < q_programs:
-        _norm_and_turn(
-            q, q_weight, cos, sin, q_result, q_inverse, program, q_tiles, length, eps,
+        _norm_and_rotate(
+            q, q_weight, cos, sin, q_result, q_rstd, program, q_tiles, length, eps,
             q_row, q_position, q_head, angle_row, angle_position,
             Q_HEADS, PAIRS, VECTORS, BLOCK,
         )
     else:
-        _norm_and_turn(
-            k, k_weight, cos, sin, k_result, k_inverse, program - q_programs, k_tiles, length, eps,
+        _norm_and_rotate(
+            k, k_weight, cos, sin, k_result, k_rstd, program - q_programs, k_tiles, length, eps,
             k_row, k_position, k_head, angle_row, angle_position,
             K_HEADS, PAIRS, VECTORS, BLOCK,
         )
 
 
 @triton.jit
-def _turn_back_and_norm(
-    grad, x, weight, inverse, cos, sin, result, parts, program, programs, count, tiles, length, grad_row,
+def _rotate_back_and_norm(
+    grad, x, weight, rstd, cos, sin, result, parts, program, programs, count, tiles, length, grad_row,
     grad_position, grad_head, x_row, x_position, x_head, angle_row, angle_position, HEADS: tl.constexpr,
     PAIRS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Every tile of this program, and its part of the weight's gradient."""
+    """The gradients of every tile of this program, and its partial sum of the weight's gradient."""
     pair = tl.arange(0, BLOCK)[None, :]
     within = pair < PAIRS
     of_a, of_b = _load_pairs(weight, within, pair, PAIRS)
@@ -92,8 +92,8 @@ def _turn_back_and_norm(
         grad_a, grad_b = _load_pairs(grad_at, mask, pair, PAIRS)
         cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
         sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
-        scale = tl.load(inverse + vector, mask=inside, other=0.0)
-        grad_a, grad_b = turn(grad_a, grad_b, cosines, sines, True)
+        scale = tl.load(rstd + vector, mask=inside, other=0.0)
+        grad_a, grad_b = rotate(grad_a, grad_b, cosines, sines, True)
         a *= scale
         b *= scale
         total_a += grad_a * a
@@ -109,7 +109,7 @@ def _turn_back_and_norm(
 
 @triton.jit(do_not_specialize=["q_programs", "q_count", "k_count", "q_tiles", "k_tiles", "length"])
 def backward_kernel(
-    q_grad, k_grad, q, k, q_weight, k_weight, q_inverse, k_inverse, cos, sin, q_result, k_result, parts, q_programs,
+    q_grad, k_grad, q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin, q_result, k_result, parts, q_programs,
     q_count, k_count, q_tiles, k_tiles, length, q_grad_row, q_grad_position, q_grad_head, k_grad_row, k_grad_position,
     k_grad_head, q_row, q_position, q_head, k_row, k_position, k_head, angle_row, angle_position,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, PAIRS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
@@ -117,16 +117,16 @@ def backward_kernel(
     program = tl.program_id(0)
     parts += program * 2 * PAIRS
     if program < q_programs:
-        _turn_back_and_norm(
-            q_grad, q, q_weight, q_inverse, cos, sin, q_result, parts,
+        _rotate_back_and_norm(
+            q_grad, q, q_weight, q_rstd, cos, sin, q_result, parts,
             program, q_programs, q_count, q_tiles, length,
             q_grad_row, q_grad_position, q_grad_head, q_row, q_position, q_head,
             angle_row, angle_position,
             Q_HEADS, PAIRS, VECTORS, BLOCK,
         )
     else:
-        _turn_back_and_norm(
-            k_grad, k, k_weight, k_inverse, cos, sin, k_result, parts,
+        _rotate_back_and_norm(
+            k_grad, k, k_weight, k_rstd, cos, sin, k_result, parts,
             program - q_programs, tl.num_programs(0) - q_programs, k_count, k_tiles, length,
             k_grad_row, k_grad_position, k_grad_head, k_row, k_position, k_head,
             angle_row, angle_position,

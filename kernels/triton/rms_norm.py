@@ -1,9 +1,9 @@
 """
-RMSNorm in Triton, alone or with the addition that comes before it.
+RMSNorm in Triton, alone or fused with the residual addition before it.
 
-A program takes whole rows into registers, so each pass reads and writes every element once. The weight's gradient is a
-sum over all rows: each program adds up its own rows, and a second pass adds up programs in a fixed order, so that it
-is the same to the bit each time.
+A program holds whole rows in registers, so each pass reads and writes every element once. The weight's gradient is a
+sum over all rows: each program sums its own rows, and a second kernel sums the programs' results in a fixed order, so
+that it is deterministic.
 """
 
 from typing import Any
@@ -19,84 +19,88 @@ from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2, reduce_partials, sm_count
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 4096
-"""Elements that a program holds at once, where a row has no more: 16 a thread."""
+"""Elements that a program holds at a time, 16 a thread; a longer row is one tile."""
 
 PROGRAMS = 2
-"""Programs of the backward pass on each multiprocessor: while one waits for its rows, the other computes."""
+"""Programs of the backward pass per multiprocessor: while one waits for memory, the other computes."""
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
-    """What rms_norm_eager gives, for float32, bfloat16 and float16."""
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+    """The same as rms_norm_eager, for float32, bfloat16 and float16: x (..., hidden_size), weight (hidden_size,)."""
     check_floats("rms_norm_triton", x, weight)
-    normed: Tensor = _RmsNorm.apply(x, weight, eps, zero_centred)  # type: ignore[no-untyped-call]
+    normed: Tensor = _RmsNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
     return normed
 
 
 def add_rms_norm_triton(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """What add_rms_norm_eager gives, for float32, bfloat16 and float16."""
+    """
+    The same as add_rms_norm_eager, for float32, bfloat16 and float16.
+
+    x and residual (..., hidden_size), weight (hidden_size,); returns the norm and the sum, both (..., hidden_size).
+    """
     check_floats("add_rms_norm_triton", x, residual, weight)
-    both: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, residual, weight, eps, zero_centred)  # type: ignore[no-untyped-call]
+    both: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, residual, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
     return both
 
 
 class _RmsNorm(Function):
-    """Saves x and one number per row."""
+    """Saves x and one float32 per row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
-        normed, _, inverse = _forward(x, None, weight, eps, zero_centred)
-        ctx.save_for_backward(x, weight, inverse)
-        ctx.zero_centred = zero_centred
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        normed, _, rstd = _forward(x, None, weight, eps, zero_centered)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.zero_centered = zero_centered
         return normed  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        grad_x, grad_weight = _backward(grad, None, *ctx.saved_tensors, ctx.zero_centred, ctx.needs_input_grad[1])
+        grad_x, grad_weight = _backward(grad, None, *ctx.saved_tensors, ctx.zero_centered, ctx.needs_input_grad[1])
         return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None
 
 
 class _AddRmsNorm(Function):
-    """Saves the sum, which is a result, and one number per row."""
+    """Saves the sum, which is a result and so takes no further memory, and one float32 per row."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool
     ) -> tuple[Tensor, Tensor]:
-        normed, summed, inverse = _forward(x, residual, weight, eps, zero_centred)
-        ctx.save_for_backward(summed, weight, inverse)
-        ctx.zero_centred = zero_centred
+        normed, summed, rstd = _forward(x, residual, weight, eps, zero_centered)
+        ctx.save_for_backward(summed, weight, rstd)
+        ctx.zero_centered = zero_centered
         return normed, summed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_summed: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         needs = ctx.needs_input_grad[2]
-        grad_x, grad_weight = _backward(grad, grad_summed, *ctx.saved_tensors, ctx.zero_centred, needs)
+        grad_x, grad_weight = _backward(grad, grad_summed, *ctx.saved_tensors, ctx.zero_centered, needs)
         return grad_x, grad_x, grad_weight if needs else None, None, None
 
 
 def _like_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centred: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normed, the sum if there is a residual, and 1 / rms of each row."""
+    """The norm, the sum if there is a residual, and 1 / rms of each row."""
     normed = x.new_empty(x.shape)
     summed = x.new_empty(x.shape if residual is not None else 0)
     return normed, summed, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @register_kernel(
-    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool zero_centred) -> (Tensor, Tensor, Tensor)",
+    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool zero_centered) -> (Tensor, Tensor, Tensor)",
     fake=_like_forward,
 )
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centred: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    normed, summed, inverse = _like_forward(x, residual, weight, eps, zero_centred)
+    normed, summed, rstd = _like_forward(x, residual, weight, eps, zero_centered)
     if not x.numel():
-        return normed, summed, inverse
+        return normed, summed, rstd
     rows, added = as_rows(x), None if residual is None else as_rows(residual)
     count, width = rows.shape
     block = next_power_of_2(width)
@@ -107,19 +111,19 @@ def _forward(
         weight.contiguous(),
         normed,
         None if added is None else summed,
-        inverse,
+        rstd,
         count,
         width,
         rows.stride(0),
         0 if added is None else added.stride(0),
         eps,
-        ZERO_CENTRED=zero_centred,
+        ZERO_CENTRED=zero_centered,
         ROWS=at_once,
         BLOCK=block,
         num_warps=_warps(at_once * block),
         enable_fp_fusion=True,
     )
-    return normed, summed, inverse
+    return normed, summed, rstd
 
 
 def _like_backward(
@@ -127,8 +131,8 @@ def _like_backward(
     grad_summed: Tensor | None,
     x: Tensor,
     weight: Tensor,
-    inverse: Tensor,
-    zero_centred: bool,
+    rstd: Tensor,
+    zero_centered: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the weight (empty if it is not needed)."""
@@ -136,7 +140,7 @@ def _like_backward(
 
 
 @register_kernel(
-    "rms_norm_backward(Tensor grad, Tensor? grad_summed, Tensor x, Tensor weight, Tensor inverse, bool zero_centred, "
+    "rms_norm_backward(Tensor grad, Tensor? grad_summed, Tensor x, Tensor weight, Tensor rstd, bool zero_centered, "
     "bool needs_weight) -> (Tensor, Tensor)",
     fake=_like_backward,
 )
@@ -145,8 +149,8 @@ def _backward(
     grad_summed: Tensor | None,
     x: Tensor,
     weight: Tensor,
-    inverse: Tensor,
-    zero_centred: bool,
+    rstd: Tensor,
+    zero_centered: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     if not x.numel():
@@ -163,7 +167,7 @@ def _backward(
         more,
         rows,
         weight.contiguous(),
-        inverse,
+        rstd,
         grad_x,
         parts,
         count,
@@ -171,7 +175,7 @@ def _backward(
         grads.stride(0),
         0 if more is None else more.stride(0),
         rows.stride(0),
-        ZERO_CENTRED=zero_centred,
+        ZERO_CENTRED=zero_centered,
         ROWS=at_once,
         BLOCK=block,
         num_warps=_warps(at_once * block),
@@ -181,14 +185,14 @@ def _backward(
 
 
 def _warps(elements: int) -> int:
-    """8 to 16 elements a thread: two loads of 16 bytes are under way at once."""
+    """Warps of 16 elements a thread: two loads of 16 bytes in half precision, which hide each other's latency."""
     return max(1, min(elements // 512, 32))
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["count"])
 def _forward_kernel(
-    x, residual, weight, normed, summed, inverse, count, width, x_stride, residual_stride, eps,
+    x, residual, weight, normed, summed, rstd, count, width, x_stride, residual_stride, eps,
     ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
@@ -198,6 +202,7 @@ def _forward_kernel(
     values = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     if residual is not None:
         values = values.to(tl.float32) + tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
+        # Rounded before the norm, as the sum that the next layer reads is.
         values = values.to(summed.dtype.element_ty)
         tl.store(summed + row * width + column, values, mask=inside)
     values = values.to(tl.float32)
@@ -205,14 +210,14 @@ def _forward_kernel(
     factors = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     if ZERO_CENTRED:
         factors += 1.0
-    tl.store(inverse + row, scale, mask=row < count)
+    tl.store(rstd + row, scale, mask=row < count)
     tl.store(normed + row * width + column, (values * scale * factors).to(normed.dtype.element_ty), mask=inside)
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["count"])
 def _backward_kernel(
-    grad, grad_summed, x, weight, inverse, grad_x, parts, count, width, grad_stride, grad_summed_stride, x_stride,
+    grad, grad_summed, x, weight, rstd, grad_x, parts, count, width, grad_stride, grad_summed_stride, x_stride,
     ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
@@ -228,7 +233,7 @@ def _backward_kernel(
         inside = (row < count) & within
         values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
         grads = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(inverse + row, mask=row < count, other=0.0)
+        scale = tl.load(rstd + row, mask=row < count, other=0.0)
         unit = values * scale
         total += grads * unit
         grads *= factors

@@ -1,7 +1,7 @@
 """
 Rotary position embedding in Triton: each element is read and written once, from any strides of rows, positions, heads.
 
-A program turns a tile of vectors, which lie beside one another in the heads of one or more positions of a row.
+A program rotates a tile of vectors: consecutive heads of one or more positions of a row.
 """
 
 from typing import Any
@@ -20,61 +20,67 @@ from drawloom.kernels.triton.primitives import (
 )
 
 TILE = 4096
-"""Elements that a program turns."""
+"""Elements that a program rotates."""
 
 
 def rope_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, in_place: bool = False) -> Tensor:
-    """What rope_eager gives, for float32, bfloat16 and float16."""
+    """
+    The same as rope_eager, for float32, bfloat16 and float16.
+
+    x (rows, length, heads, head_dim), cos and sin (rows, length, rotary_dim // 2).
+    """
     check_floats("rope_triton", x, cos, sin)
-    turned: Tensor = _Rope.apply(x, cos, sin, interleaved, False, in_place)  # type: ignore[no-untyped-call]
-    return turned
+    rotated: Tensor = _Rope.apply(x, cos, sin, interleaved, False, in_place)  # type: ignore[no-untyped-call]
+    return rotated
 
 
 class _Rope(Function):
-    """Saves the angles alone; the way back is the same kernel, with sines of the other sign."""
+    """Saves the angles alone; the backward pass is the same kernel with the negative sine."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, in_place: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool, in_place: bool
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.back = interleaved, back
+        ctx.interleaved, ctx.reverse = interleaved, reverse
         if not in_place:
-            return _turned(x, cos, sin, interleaved, back)  # type: ignore[no-any-return]
+            return _rotated(x, cos, sin, interleaved, reverse)  # type: ignore[no-any-return]
         ctx.mark_dirty(x)
-        _turn(x, cos, sin, interleaved, back)
+        _rotate_in_place(x, cos, sin, interleaved, reverse)
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        turned = _Rope.apply(grad, cos, sin, ctx.interleaved, not ctx.back, False)  # type: ignore[no-untyped-call]
-        return turned, None, None, None, None, None
+        rotated = _Rope.apply(grad, cos, sin, ctx.interleaved, not ctx.reverse, False)  # type: ignore[no-untyped-call]
+        return rotated, None, None, None, None, None
 
 
-def _like(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+def _like(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@register_kernel("rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor", fake=_like)
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
-    result = _like(x, cos, sin, interleaved, back)
-    _launch(contiguous_last_dim(x), cos, sin, result, interleaved, back)
+@register_kernel("rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool reverse) -> Tensor", fake=_like)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> Tensor:
+    result = _like(x, cos, sin, interleaved, reverse)
+    _launch(contiguous_last_dim(x), cos, sin, result, interleaved, reverse)
     return result
 
 
-def _nothing(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> None:
+def _nothing(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> None:
     pass
 
 
-@register_kernel("rope_(Tensor(a!) x, Tensor cos, Tensor sin, bool interleaved, bool back) -> ()", fake=_nothing)
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> None:
-    together = contiguous_last_dim(x)
-    _launch(together, cos, sin, together, interleaved, back)
-    if together is not x:
-        x.copy_(together)
+@register_kernel("rope_(Tensor(a!) x, Tensor cos, Tensor sin, bool interleaved, bool reverse) -> ()", fake=_nothing)
+def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> None:
+    dense = contiguous_last_dim(x)
+    _launch(dense, cos, sin, dense, interleaved, reverse)
+    if dense is not x:
+        x.copy_(dense)
 
 
-def _launch(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interleaved: bool, back: bool) -> None:
-    """Fill the result, which may be x itself."""
+def _launch(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interleaved: bool, reverse: bool) -> None:
+    """Fill `result`, which may be x itself."""
     if not x.numel():
         return
     cos, sin = angle_tables(cos, sin)
@@ -98,7 +104,7 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interleaved: bo
         PAIRS=pairs,
         REST=rest,
         INTERLEAVED=interleaved,
-        BACK=back,
+        REVERSE=reverse,
         VECTORS=vectors,
         BLOCK=block,
         REST_BLOCK=next_power_of_2(max(rest, 1)),
@@ -108,9 +114,9 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interleaved: bo
 
 
 @triton.jit
-def turn(a, b, cos, sin, BACK: tl.constexpr):
-    """Both channels of pairs, turned by angles, or turned back."""
-    if BACK:
+def rotate(a, b, cos, sin, REVERSE: tl.constexpr):
+    """Both channels of pairs rotated by angles, or by the negative angles."""
+    if REVERSE:
         sin = -sin
     return a * cos - b * sin, b * cos + a * sin
 
@@ -120,7 +126,7 @@ def turn(a, b, cos, sin, BACK: tl.constexpr):
 def _kernel(
     x, cos, sin, result, length, tiles, x_row, x_position, x_head, angle_row, angle_position, result_row,
     result_position, result_head, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr, REVERSE: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
 ):
     # fmt: on
@@ -141,13 +147,13 @@ def _kernel(
         both = inside & (channel < 2 * PAIRS)
         values = tl.load(x + channel, mask=both, other=0.0).to(tl.float32)
         a, b = tl.split(values.reshape(VECTORS, BLOCK, 2))
-        a, b = turn(a, b, cosines, sines, BACK)
+        a, b = rotate(a, b, cosines, sines, REVERSE)
         values = tl.join(a, b).reshape(VECTORS, 2 * BLOCK).to(result.dtype.element_ty)
         tl.store(result + channel, values, mask=both)
     else:
         a = tl.load(x + pair, mask=turning, other=0.0).to(tl.float32)
         b = tl.load(x + PAIRS + pair, mask=turning, other=0.0).to(tl.float32)
-        a, b = turn(a, b, cosines, sines, BACK)
+        a, b = rotate(a, b, cosines, sines, REVERSE)
         tl.store(result + pair, a.to(result.dtype.element_ty), mask=turning)
         tl.store(result + PAIRS + pair, b.to(result.dtype.element_ty), mask=turning)
     if REST:

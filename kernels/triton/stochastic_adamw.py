@@ -1,10 +1,10 @@
 """
 AdamW with stochastic rounding in Triton: one launch for all weights of the same dtypes.
 
-A table on the device says where each weight, its gradient and its means lie; another, which weight and which part of
-it each program takes. What changes by step is in two small tensors on the device, so that a launch can be recorded in
-a graph and run again. Nothing is contracted into fused multiply-adds, and division and root are rounded as IEEE 754
-says: the eager twin gives the same bits.
+A table on the device holds the addresses of each weight, its gradient and its state; another, which weight and which
+part of it each program updates. What changes by step is in two small tensors on the device, so that a launch can be
+captured in a CUDA graph and replayed. Nothing is contracted into fused multiply-adds, and division and root are rounded
+as IEEE 754 says, so the results are bitwise those of the eager implementation.
 """
 
 from collections.abc import Sequence
@@ -15,179 +15,181 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.stochastic_adamw import Trained
-from drawloom.kernels.triton.primitives import halves, round_stochastically, words
+from drawloom.kernels.stochastic_adamw import ParamState
+from drawloom.kernels.triton.primitives import halves, philox, round_stochastically
 
 PART = 2**14
-"""Elements that a program takes."""
+"""Elements that a program updates."""
 
 BLOCK = 512
-"""Of these it holds so many at once: 4 a thread, 8 bytes of bfloat16; of more there would be too few programs."""
+"""Elements that a program holds at a time: 4 a thread, 8 bytes of bfloat16; larger blocks lower the occupancy."""
 
 ALIGNMENT = 16
-"""Bytes that are read together; what lies otherwise is read element by element."""
+"""Bytes of a vectorized load; tensors that are not aligned to it are read element by element."""
 
-COLUMNS = 7
-"""Numbers in a row of the table: four addresses, the count of elements, key and first place of the noise."""
+TABLE_COLUMNS = 7
+"""Numbers in a row of the table: four addresses, the count of elements, key and first index of the noise."""
 
 
 class StochasticAdamwTriton:
-    """Takes steps with one launch for each combination of dtypes; the eager twin does the same, to the bit."""
+    """The optimizer step with one launch for each combination of dtypes; bitwise the same as StochasticAdamwEager."""
 
-    def __init__(self, trained: Sequence[Trained]) -> None:
-        kinds = sorted(range(len(trained)), key=lambda place: _kind(trained[place]))
-        groups = groupby(kinds, key=lambda place: _kind(trained[place]))
-        self._launches = [(places, _Launch([trained[p] for p in places])) for places in (list(g) for _, g in groups)]
+    def __init__(self, params: Sequence[ParamState]) -> None:
+        kinds = sorted(range(len(params)), key=lambda place: _kind(params[place]))
+        groups = groupby(kinds, key=lambda place: _kind(params[place]))
+        self._launches = [(places, _FusedStep([params[p] for p in places])) for places in (list(g) for _, g in groups)]
 
-    def step(self, gradients: Sequence[Tensor], numbers: tuple[float, ...], counter: int) -> None:
-        """Change all weights and means in place; gradients are in the order of the weights."""
+    def step(self, grads: Sequence[Tensor], scalars: tuple[float, ...], counter: int) -> None:
+        """Update all weights and their state in place; arguments as for StochasticAdamwEager.step (any shape)."""
         for places, launch in self._launches:
-            launch.set(numbers, counter)
-            launch.run([gradients[place] for place in places])
+            launch.set(scalars, counter)
+            launch.run([grads[place] for place in places])
 
 
-def _kind(trained: Trained) -> tuple[str, ...]:
-    """What weights of one launch have in common."""
-    tensors = trained.weight, trained.mean, trained.square
+def _kind(param: ParamState) -> tuple[str, ...]:
+    """The key by which weights share a launch: dtypes, device, alignment."""
+    tensors = param.weight, param.exp_avg, param.exp_avg_sq
     aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
-    return str(trained.weight.dtype), str(trained.mean.dtype), str(trained.weight.device), str(aligned)
+    return str(param.weight.dtype), str(param.exp_avg.dtype), str(param.weight.device), str(aligned)
 
 
-class _Launch:
-    """Weights of one kind, and the tables that lead to them."""
+class _FusedStep:
+    """Weights of one kind, and the tables of their addresses."""
 
-    def __init__(self, trained: list[Trained]) -> None:
-        if any(not x.is_contiguous() for t in trained for x in (t.weight, t.mean, t.square)):
-            raise ValueError("weights and running means must be contiguous; use the eager twin for others")
-        self._trained = [t for t in trained if t.weight.numel()]
-        self._places = [place for place, t in enumerate(trained) if t.weight.numel()]
-        self._device = trained[0].weight.device
-        self._aligned = _kind(trained[0])[-1] == str(True)
-        parts = [(row, part) for row, t in enumerate(self._trained) for part in range(-(-t.weight.numel() // PART))]
+    def __init__(self, params: list[ParamState]) -> None:
+        if any(not x.is_contiguous() for t in params for x in (t.weight, t.exp_avg, t.exp_avg_sq)):
+            raise ValueError("weights, exp_avg and exp_avg_sq must be contiguous; use StochasticAdamwEager for others")
+        self._params = [t for t in params if t.weight.numel()]
+        self._places = [place for place, t in enumerate(params) if t.weight.numel()]
+        self._device = params[0].weight.device
+        self._aligned = _kind(params[0])[-1] == str(True)
+        parts = [(row, part) for row, t in enumerate(self._params) for part in range(-(-t.weight.numel() // PART))]
         self._parts = torch.tensor(parts, dtype=torch.int32).to(self._device)
-        self._decays = torch.tensor([t.decay for t in self._trained], dtype=torch.float32).to(self._device)
-        self._numbers = torch.zeros(6, dtype=torch.float32, device=self._device)
+        self._weight_decays = torch.tensor([t.weight_decay for t in self._params], dtype=torch.float32).to(self._device)
+        self._scalars = torch.zeros(6, dtype=torch.float32, device=self._device)
         self._counter = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._addresses: list[int] = []
         self._table = torch.empty(0)
 
-    def set(self, numbers: tuple[float, ...], counter: int) -> None:
-        """What the next runs compute with."""
-        self._numbers.copy_(_sent(torch.tensor(numbers, dtype=torch.float32), self._device), non_blocking=True)
-        self._counter.copy_(_sent(torch.tensor([counter]), self._device), non_blocking=True)
+    def set(self, scalars: tuple[float, ...], counter: int) -> None:
+        """Copy the scalars and the counter of the next step to the device."""
+        self._scalars.copy_(_pinned(torch.tensor(scalars, dtype=torch.float32), self._device), non_blocking=True)
+        self._counter.copy_(_pinned(torch.tensor([counter]), self._device), non_blocking=True)
 
-    def run(self, gradients: list[Tensor]) -> None:
-        """One launch for each dtype of gradients; tables are written anew where gradients have moved."""
-        if not self._trained:
+    def run(self, grads: list[Tensor]) -> None:
+        """Launch the step, with gradients (any shape) in the order of the weights."""
+        if not self._params:
             return
-        gradients = [_readable(gradients[place]) for place in self._places]
-        dtypes = {gradient.dtype for gradient in gradients}
+        grads = [_readable(grads[place]) for place in self._places]
+        dtypes = {grad.dtype for grad in grads}
+        # The kernel reads all gradients with one dtype; mixed ones are rare enough for a copy.
         if len(dtypes) > 1:
-            gradients = [gradient.float() for gradient in gradients]
-        self._find(gradients)
-        one = self._trained[0]
+            grads = [grad.float() for grad in grads]
+        self._update_table(grads)
+        one = self._params[0]
         _kernel[(len(self._parts),)](
             self._table,
             self._parts,
-            self._decays,
-            self._numbers,
+            self._weight_decays,
+            self._scalars,
             self._counter,
             one.weight[:0],
-            gradients[0][:0],
-            one.mean[:0],
+            grads[0][:0],
+            one.exp_avg[:0],
             ALIGNED=self._aligned,
             PART=PART,
             BLOCK=BLOCK,
-            COLUMNS=COLUMNS,
+            TABLE_COLUMNS=TABLE_COLUMNS,
             enable_fp_fusion=False,
         )
 
-    def _find(self, gradients: list[Tensor]) -> None:
-        addresses = [gradient.data_ptr() for gradient in gradients]
+    def _update_table(self, grads: list[Tensor]) -> None:
+        addresses = [grad.data_ptr() for grad in grads]
+        # Gradients move when they are freed and allocated again; the other tensors stay where they are.
         if addresses != self._addresses:
-            rows = [_row(t, address) for t, address in zip(self._trained, addresses, strict=True)]
-            self._table = _sent(torch.tensor(rows), self._device).to(self._device, non_blocking=True)
+            rows = [_row(t, address) for t, address in zip(self._params, addresses, strict=True)]
+            self._table = _pinned(torch.tensor(rows), self._device).to(self._device, non_blocking=True)
             self._addresses = addresses
 
 
-def _row(trained: Trained, gradient: int) -> list[int]:
-    tensors = trained.weight, trained.mean, trained.square
-    weight, mean, square = (tensor.data_ptr() for tensor in tensors)
-    return [weight, gradient, mean, square, trained.weight.numel(), trained.key, trained.first]
+def _row(param: ParamState, grad: int) -> list[int]:
+    tensors = param.weight, param.exp_avg, param.exp_avg_sq
+    weight, exp_avg, exp_avg_sq = (tensor.data_ptr() for tensor in tensors)
+    return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), param.key, param.first]
 
 
-def _readable(gradient: Tensor) -> Tensor:
-    """Contiguous, and where wide reads may begin."""
-    gradient = gradient.contiguous()
-    return gradient if gradient.data_ptr() % ALIGNMENT == 0 else gradient.clone()
+def _readable(grad: Tensor) -> Tensor:
+    """The gradient, contiguous and aligned for vectorized loads."""
+    grad = grad.contiguous()
+    return grad if grad.data_ptr() % ALIGNMENT == 0 else grad.clone()
 
 
-def _sent(numbers: Tensor, device: torch.device) -> Tensor:
-    """In memory from which a GPU fetches without anybody waiting."""
-    return numbers.pin_memory() if device.type == "cuda" else numbers
+def _pinned(scalars: Tensor, device: torch.device) -> Tensor:
+    """Numbers in pinned memory if they go to a GPU: without it, a copy to the device blocks the host."""
+    return scalars.pin_memory() if device.type == "cuda" else scalars
 
 
 # fmt: off
 @triton.jit
 def _kernel(
-    table, parts, decays, numbers, counter, weight_like, gradient_like, mean_like,
-    ALIGNED: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    table, parts, decays, scalars, counter, weight_like, grad_like, exp_avg_like,
+    ALIGNED: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, TABLE_COLUMNS: tl.constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
     row = tl.load(parts + 2 * program).to(tl.int64)
     start = tl.load(parts + 2 * program + 1).to(tl.int64) * PART
-    table += row * COLUMNS
+    table += row * TABLE_COLUMNS
     weight = tl.load(table).to(weight_like.dtype)
-    gradient = tl.load(table + 1).to(gradient_like.dtype)
-    mean = tl.load(table + 2).to(mean_like.dtype)
-    square = tl.load(table + 3).to(mean_like.dtype)
+    grad = tl.load(table + 1).to(grad_like.dtype)
+    exp_avg = tl.load(table + 2).to(exp_avg_like.dtype)
+    exp_avg_sq = tl.load(table + 3).to(exp_avg_like.dtype)
     if ALIGNED:
-        weight, gradient = tl.multiple_of(weight, 16), tl.multiple_of(gradient, 16)
-        mean, square = tl.multiple_of(mean, 16), tl.multiple_of(square, 16)
+        weight, grad = tl.multiple_of(weight, 16), tl.multiple_of(grad, 16)
+        exp_avg, exp_avg_sq = tl.multiple_of(exp_avg, 16), tl.multiple_of(exp_avg_sq, 16)
     count = tl.load(table + 4)
     key = tl.load(table + 5)
     draw = tl.load(table + 6) // 2 + start // 2
-    rate, new_in_mean, new_in_square = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
-    corrected_rate, correction, eps = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5)
-    lost = rate * tl.load(decays + row)
+    lr, one_minus_beta1, one_minus_beta2 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    corrected_lr, sq_correction, eps = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
+    lr_decay = lr * tl.load(decays + row)
     noise_of = tl.load(counter)
     # fmt: off
     for block in range(0, tl.minimum(PART, count - start), BLOCK):
         place = start + block + tl.arange(0, BLOCK)
         draws = draw + block // 2 + tl.arange(0, BLOCK // 2)
         if start + block + BLOCK <= count:
-            _update(weight, gradient, mean, square, place, None, key, draws, noise_of,
-                    lost, new_in_mean, new_in_square, corrected_rate, correction, eps)
+            _update(weight, grad, exp_avg, exp_avg_sq, place, None, key, draws, noise_of,
+                    lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps)
         else:
-            _update(weight, gradient, mean, square, place, place < count, key, draws, noise_of,
-                    lost, new_in_mean, new_in_square, corrected_rate, correction, eps)
+            _update(weight, grad, exp_avg, exp_avg_sq, place, place < count, key, draws, noise_of,
+                    lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps)
 
 
 @triton.jit
 def _update(
-    weight, gradient, mean, square, place, mask, key, draws, counter,
-    lost, new_in_mean, new_in_square, corrected_rate, correction, eps,
+    weight, grad, exp_avg, exp_avg_sq, place, mask, key, draws, counter,
+    lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps,
 ):
     # fmt: on
-    """One step of the elements at these places."""
+    """The AdamW step of the elements at these indices."""
     old = tl.load(weight + place, mask=mask).to(tl.float32)
-    g = tl.load(gradient + place, mask=mask).to(tl.float32)
-    m = tl.load(mean + place, mask=mask).to(tl.float32)
-    s = tl.load(square + place, mask=mask).to(tl.float32)
-    m = m + (g - m) * new_in_mean
-    s = s + (g * g - s) * new_in_square
-    old = old - old * lost
-    new = old - tl.div_rn(m * corrected_rate, tl.sqrt_rn(s) * correction + eps)
-    for_weight, for_mean, for_square, _ = words(key, draws, counter)
+    g = tl.load(grad + place, mask=mask).to(tl.float32)
+    m = tl.load(exp_avg + place, mask=mask).to(tl.float32)
+    s = tl.load(exp_avg_sq + place, mask=mask).to(tl.float32)
+    m = m + (g - m) * one_minus_beta1
+    s = s + (g * g - s) * one_minus_beta2
+    old = old - old * lr_decay
+    new = old - tl.div_rn(m * corrected_lr, tl.sqrt_rn(s) * sq_correction + eps)
+    for_weight, for_mean, for_square, _ = philox(key, draws, counter)
     tl.store(weight + place, _as_kept(new, for_weight, weight), mask=mask)
-    tl.store(mean + place, _as_kept(m, for_mean, mean), mask=mask)
-    tl.store(square + place, _as_kept(s, for_square, square), mask=mask)
+    tl.store(exp_avg + place, _as_kept(m, for_mean, exp_avg), mask=mask)
+    tl.store(exp_avg_sq + place, _as_kept(s, for_square, exp_avg_sq), mask=mask)
 
 
 @triton.jit
 def _as_kept(x, word, pointer):
-    """float32 as it is, or rounded to bfloat16 with the halves of these words."""
+    """x in the pointer's dtype: float32 as it is, or stochastically rounded to bfloat16 with halves of the words."""
     if pointer.dtype.element_ty == tl.bfloat16:
         x = round_stochastically(x, halves(word))
     return x

@@ -1,4 +1,4 @@
-"""float32 rounded to bfloat16 up or down at random, in Triton: one draw of random bits for eight elements."""
+"""Stochastic rounding of float32 to bfloat16 in Triton: one draw of random bits for eight elements."""
 
 import torch
 import triton
@@ -7,17 +7,20 @@ from torch import Tensor
 
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.stochastic_copy import PER_DRAW
-from drawloom.kernels.triton.primitives import halves, round_stochastically, words
+from drawloom.kernels.triton.primitives import halves, philox, round_stochastically
 
 BLOCK = 1024
 
 
 def stochastic_copy_triton(target: Tensor, source: Tensor, key: int, counter: int, first: int = 0) -> None:
-    """What stochastic_copy_eager does, to the bit."""
+    """The same as stochastic_copy_eager, bitwise: float32 source into bfloat16 target, both (...) of one shape."""
     if first % PER_DRAW:
-        raise ValueError(f"first = {first} is no multiple of {PER_DRAW}")
+        raise ValueError(f"first = {first} is not a multiple of {PER_DRAW}")
     if source.dtype != torch.float32 or target.dtype != torch.bfloat16 or source.shape != target.shape:
-        raise ValueError("a copy with stochastic rounding is from float32 to bfloat16, of one shape")
+        raise ValueError(
+            f"stochastic_copy_triton copies float32 to bfloat16 of one shape, not {source.dtype} {tuple(source.shape)} "
+            f"to {target.dtype} {tuple(target.shape)}"
+        )
     _copy(target, source, key, counter, first)
 
 
@@ -44,8 +47,8 @@ def _copy(target: Tensor, source: Tensor, key: int, counter: int, first: int) ->
 def _kernel(target, source, key, counter, first, count, BLOCK: tl.constexpr, PER_DRAW: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     draw = (first + start) // PER_DRAW + tl.arange(0, BLOCK // PER_DRAW)
-    a, b, c, d = words(key, draw, counter)
-    # Of eight neighbours, the first two take word a, the next two b: interleaved in pairs, each word is two halves.
+    a, b, c, d = philox(key, draw, counter)
+    # Of eight elements, the first two take word a, the next two b: interleaved in pairs, each word is two halves.
     noise = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // 2)
     place = start + tl.arange(0, BLOCK)
     values = tl.load(source + place, mask=place < count, other=0.0)

@@ -1,7 +1,7 @@
 """
-SwiGLU's gate in Triton, from two tensors or from the halves of one, with or without a factor for each vector.
+SwiGLU's gate in Triton, of two tensors or of the halves of one, with or without a scale for each vector.
 
-Contiguous tensors without factors are one long row, so that one compiled kernel serves all their sizes.
+Contiguous tensors without a scale are treated as one long row, so that one compiled kernel serves all their sizes.
 """
 
 from typing import Any
@@ -16,18 +16,22 @@ from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2
 
 TILE = 2048
-"""Elements that a program holds at once: 8 a thread, 16 bytes of each tensor of half precision."""
+"""Elements that a program holds at a time: 8 a thread, 16 bytes of each tensor in half precision."""
 
 
 def swiglu_triton(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
-    """What swiglu_eager gives, for float32, bfloat16 and float16."""
+    """The same as swiglu_eager, for float32, bfloat16 and float16: gate and up (..., width), scale (...,)."""
     check_floats("swiglu_triton", gate, up)
     result: Tensor = _SwiGlu.apply(gate, up, scale)  # type: ignore[no-untyped-call]
     return result
 
 
 def swiglu_halves_triton(both: Tensor, scale: Tensor | None = None) -> Tensor:
-    """What swiglu_halves_eager gives, for float32, bfloat16 and float16; its gradient is one tensor again."""
+    """
+    The same as swiglu_halves_eager, for float32, bfloat16 and float16: both (..., 2 * width), scale (...,).
+
+    Returns (..., width); the gradient of `both` is one tensor, without a concatenation.
+    """
     check_floats("swiglu_halves_triton", both)
     result: Tensor = _SwiGluHalves.apply(both, scale)  # type: ignore[no-untyped-call]
     return result
@@ -125,7 +129,7 @@ def _like_scale(grad: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _launch_backward(tensors: tuple[Tensor, ...], scale: Tensor | None, grad_scale: Tensor) -> None:
-    """Fill the last two of grad, gate, up, grad_gate and grad_up, and grad_scale."""
+    """Fill grad_gate, grad_up and grad_scale; `tensors` are grad, gate, up, grad_gate and grad_up."""
     if not tensors[0].numel():
         grad_scale.zero_()
         return
@@ -147,14 +151,14 @@ def _launch_backward(tensors: tuple[Tensor, ...], scale: Tensor | None, grad_sca
 
 
 def _rows(tensors: tuple[Tensor, ...], whole: bool) -> list[Tensor]:
-    """As rows of equal shape; as a single row if all are contiguous, unless rows must stay whole."""
+    """Tensors as rows of equal shape; as a single row if all are contiguous, unless each has a scale (`whole`)."""
     if not whole and all(x.is_contiguous() for x in tensors):
         return [x.view(1, -1) for x in tensors]
     return [as_rows(x) for x in tensors]
 
 
 def _block(count: int, width: int) -> int:
-    """Of a single row any part may be left empty: one size serves all."""
+    """Elements of a tile; one size for all lengths of a single row, so that no other kernel is compiled."""
     return TILE if count == 1 else min(TILE, next_power_of_2(width))
 
 
@@ -184,6 +188,7 @@ def _backward_kernel(
     if scale is not None:
         factor = tl.load(scale + row).to(tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
+        # A vector's scale has one gradient, so its program goes through the whole row.
         last = tl.cast(width, tl.int64)
     for start in range(first, last, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -191,14 +196,14 @@ def _backward_kernel(
         grads = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
         gates = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
         ups = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-        share = tl.sigmoid(gates)
-        swish = gates * share
+        sigmoid = tl.sigmoid(gates)
+        silu = gates * sigmoid
         if scale is not None:
-            total += grads * swish * ups
+            total += grads * silu * ups
             grads *= factor
-        slope = share + swish * (1.0 - share)
-        grad_gates = (grads * ups * slope).to(grad_gate.dtype.element_ty)
+        derivative = sigmoid + silu * (1.0 - sigmoid)
+        grad_gates = (grads * ups * derivative).to(grad_gate.dtype.element_ty)
         tl.store(grad_gate + row * grad_gate_stride + column, grad_gates, mask=inside)
-        tl.store(grad_up + row * grad_up_stride + column, (grads * swish).to(grad_up.dtype.element_ty), mask=inside)
+        tl.store(grad_up + row * grad_up_stride + column, (grads * silu).to(grad_up.dtype.element_ty), mask=inside)
     if scale is not None:
         tl.store(grad_scale + row, tl.sum(total, 0).to(grad_scale.dtype.element_ty))

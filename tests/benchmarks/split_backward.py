@@ -24,7 +24,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.model import BatchContext, LayerRange
-from drawloom.kernels.attention import attention_eager, visible
+from drawloom.kernels.attention import attention_eager, causal_document_mask
 from support.qwen3 import cpu_kernels
 
 SIZES = [(128, 2, 64), (128, 8, 64), (256, 4, 64)]
@@ -62,7 +62,7 @@ class TorchKernels:
         return self.rope(normed[0], cos, sin), self.rope(normed[1], cos, sin)
 
     def attention_mask(self, documents: Tensor) -> Tensor:
-        return visible(documents)
+        return causal_document_mask(documents)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return attention_eager(q, k, v, mask)

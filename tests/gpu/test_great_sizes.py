@@ -10,7 +10,7 @@ from drawloom.kernels.cut_cross_entropy import Cut
 from drawloom.kernels.rms_norm import rms_norm_eager
 from drawloom.kernels.rope import rope_eager
 from drawloom.kernels.rope_frequencies import rope_angles
-from drawloom.kernels.stochastic_adamw import StochasticAdamwEager, Trained, numbers_of
+from drawloom.kernels.stochastic_adamw import ParamState, StochasticAdamwEager, step_scalars
 from drawloom.kernels.stochastic_copy import stochastic_copy_eager
 from drawloom.kernels.swiglu import swiglu_eager
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
@@ -89,12 +89,12 @@ def test_rounding_beyond_32_bits() -> None:
     assert torch.equal(found[-tail:], expected)
     del great
     kept = [torch.zeros(count, **GPU) for _ in "ms"]
-    StochasticAdamwTriton([Trained(found, kept[0], kept[1], 0.1, 9)]).step(
-        [torch.ones(count, **GPU)], numbers_of(1e-2, (0.9, 0.95), 1e-8, 1), 1
+    StochasticAdamwTriton([ParamState(found, kept[0], kept[1], 0.1, 9)]).step(
+        [torch.ones(count, **GPU)], step_scalars(1e-2, (0.9, 0.95), 1e-8, 1), 1
     )
     small = [torch.zeros(tail, **GPU) for _ in "ms"]
-    StochasticAdamwEager([Trained(expected, small[0], small[1], 0.1, 9, count - tail)]).step(
-        [torch.ones(tail, **GPU)], numbers_of(1e-2, (0.9, 0.95), 1e-8, 1), 1
+    StochasticAdamwEager([ParamState(expected, small[0], small[1], 0.1, 9, count - tail)]).step(
+        [torch.ones(tail, **GPU)], step_scalars(1e-2, (0.9, 0.95), 1e-8, 1), 1
     )
     assert torch.equal(found[-tail:], expected)
     assert torch.equal(kept[1][-tail:], small[1])
@@ -104,8 +104,8 @@ def test_experts_beyond_32_bits() -> None:
     """Rows of tokens, and their products, are right where their offsets need more than 32 bits."""
     tokens, choices = ROWS // 8 + 1, 8
     x = filled(tokens, WIDTH)
-    experts_of = torch.arange(choices, device="cuda").expand(tokens, choices)
-    routes, probabilities = moe_routes_triton(experts_of, choices), torch.ones(tokens, choices, device="cuda")
+    expert_indices = torch.arange(choices, device="cuda").expand(tokens, choices)
+    routes, probabilities = moe_routes_triton(expert_indices, choices), torch.ones(tokens, choices, device="cuda")
     rows, _ = moe_permute_triton(x, probabilities, routes)
     assert rows.numel() > 2**31
     assert torch.equal(rows[LAST], x[LAST])

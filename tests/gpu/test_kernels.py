@@ -11,7 +11,7 @@ from drawloom.kernels.cut_cross_entropy import Cut
 from drawloom.kernels.grouped_gemm import grouped_gemm_torch
 from drawloom.kernels.moe import moe_routes_eager
 from drawloom.kernels.rope_frequencies import rope_angles
-from drawloom.kernels.stochastic_adamw import Trained
+from drawloom.kernels.stochastic_adamw import ParamState
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
@@ -29,10 +29,10 @@ pytestmark = pytest.mark.gpu
 GPU: Any = {"device": "cuda", "dtype": torch.bfloat16}
 
 
-def path(x: Tensor, weight: Tensor, down: Tensor, experts_of: Tensor, gemm: Callable[..., Tensor]) -> Tensor:
+def path(x: Tensor, weight: Tensor, down: Tensor, expert_indices: Tensor, gemm: Callable[..., Tensor]) -> Tensor:
     """A layer of experts, from choices to what comes out."""
-    routes = moe_routes_triton(experts_of, len(weight))
-    probabilities = torch.ones(experts_of.shape, device="cuda") / experts_of.shape[1]
+    routes = moe_routes_triton(expert_indices, len(weight))
+    probabilities = torch.ones(expert_indices.shape, device="cuda") / expert_indices.shape[1]
     rows, of_rows = moe_permute_triton(x, probabilities, routes)
     made = gemm(rows, weight, routes.offsets)
     gate, up = made.chunk(2, -1)
@@ -45,12 +45,15 @@ def path(x: Tensor, weight: Tensor, down: Tensor, experts_of: Tensor, gemm: Call
 def test_experts_never_wait(gemm: Callable[..., Tensor]) -> None:
     """Forwards and backwards, a layer of experts asks nothing of the device; some experts have no token."""
     x, weight = torch.randn(300, 256, **GPU).requires_grad_(), torch.randn(16, 256, 256, **GPU).requires_grad_()
-    down, experts_of = torch.randn(16, 128, 256, **GPU).requires_grad_(), torch.randint(3, 9, (300, 4), device="cuda")
-    torch.autograd.grad(path(x, weight, down, experts_of, gemm).sum(), (x, weight, down))  # compiles
+    down, expert_indices = (
+        torch.randn(16, 128, 256, **GPU).requires_grad_(),
+        torch.randint(3, 9, (300, 4), device="cuda"),
+    )
+    torch.autograd.grad(path(x, weight, down, expert_indices, gemm).sum(), (x, weight, down))  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        grads = torch.autograd.grad(path(x, weight, down, experts_of, gemm).sum(), (x, weight, down))
+        grads = torch.autograd.grad(path(x, weight, down, expert_indices, gemm).sum(), (x, weight, down))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(grad.isfinite().all() for grad in grads)
@@ -58,8 +61,8 @@ def test_experts_never_wait(gemm: Callable[..., Tensor]) -> None:
 
 def test_routes_are_those_of_the_eager_twin() -> None:
     """At the size of a real layer."""
-    experts_of = torch.rand(32768, 128, device="cuda").topk(8, 1).indices
-    found, expected = moe_routes_triton(experts_of, 128), moe_routes_eager(experts_of, 128)
+    expert_indices = torch.rand(32768, 128, device="cuda").topk(8, 1).indices
+    found, expected = moe_routes_triton(expert_indices, 128), moe_routes_eager(expert_indices, 128)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
@@ -71,9 +74,9 @@ def calls() -> dict[str, Callable[[], Any]]:
     angles = rope_angles(torch.arange(32, device="cuda").expand(2, 32), 64, 1e4)
     matrix, targets = torch.randn(1000, 256, **GPU).requires_grad_(), torch.randint(1000, (64,), device="cuda")
     up, down = torch.randn(4, 256, 512, **GPU).requires_grad_(), torch.randn(4, 256, 256, **GPU).requires_grad_()
-    experts_of = torch.randint(-1, 4, (64, 2), device="cuda")
+    expert_indices = torch.randint(-1, 4, (64, 2), device="cuda")
     kept = [torch.zeros(256, **GPU) for _ in "wms"]
-    stepper = StochasticAdamwTriton([Trained(kept[0], kept[1], kept[2], 0.1, 1)])
+    stepper = StochasticAdamwTriton([ParamState(kept[0], kept[1], kept[2], 0.1, 1)])
     ones, copy = torch.ones(256, **GPU), torch.zeros(64, 256, **GPU)
 
     def grad(result: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -89,7 +92,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         "linear_cross_entropy": lambda: grad(linear_cross_entropy_triton(x, matrix, targets), x, matrix),
         "cut": lambda: grad(cut_cross_entropy_triton(x, matrix, targets), x, matrix),
         "filtered": lambda: grad(cut_cross_entropy_triton(x, matrix, targets, Cut(filter_eps=1e-4)), x, matrix),
-        "experts": lambda: grad(path(x, up, down, experts_of, grouped_gemm_triton), x, up, down),
+        "experts": lambda: grad(path(x, up, down, expert_indices, grouped_gemm_triton), x, up, down),
         "stochastic_adamw": lambda: stepper._launches[0][1].run([ones]),
         "stochastic_copy": lambda: stochastic_copy_triton(copy, x.detach().float(), 1, 2),
     }

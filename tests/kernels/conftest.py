@@ -1,4 +1,4 @@
-"""Every kernel test draws the same numbers each time."""
+"""Every kernel test is seeded."""
 
 import pytest
 import torch

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.attention import attention_eager, visible
+from drawloom.kernels.attention import attention_eager, causal_document_mask
 from support.seeding import seeds
 
 
-def by_token(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+def by_token(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
     """Each token's softmax over exactly the tokens that it may see."""
     rows, length, heads, _ = q.shape
     result = torch.zeros_like(q)
@@ -18,7 +18,7 @@ def by_token(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
         for head in range(heads):
             key_head = head // (heads // k.shape[2])
             for token in range(length):
-                seen = [past for past in range(token + 1) if documents[row, past] == documents[row, token]]
+                seen = [past for past in range(token + 1) if document_ids[row, past] == document_ids[row, token]]
                 scores = k[row, seen, key_head] @ q[row, token, head] / q.shape[-1] ** 0.5
                 result[row, token, head] = scores.softmax(0) @ v[row, seen, key_head]
     return result
@@ -43,25 +43,29 @@ def test_each_token_sees_its_document_up_to_itself(
     _seed: object, rows: int, length: int, kv_heads: int, group: int
 ) -> None:
     """For any packing and any ratio of heads, the result is that of a loop over tokens."""
-    q, k, v, documents = random_case(rows, length, kv_heads * group, kv_heads, torch.float64)
-    torch.testing.assert_close(attention_eager(q, k, v, visible(documents)), by_token(q, k, v, documents))
+    q, k, v, document_ids = random_case(rows, length, kv_heads * group, kv_heads, torch.float64)
+    torch.testing.assert_close(
+        attention_eager(q, k, v, causal_document_mask(document_ids)), by_token(q, k, v, document_ids)
+    )
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
 def test_gradients(heads: int, kv_heads: int) -> None:
     """Gradients of q, k and v are those of finite differences in float64, also where key heads are shared."""
-    *qkv, documents = random_case(2, 5, heads, kv_heads, torch.float64)
+    *qkv, document_ids = random_case(2, 5, heads, kv_heads, torch.float64)
     for x in qkv:
         x.requires_grad_()
-    assert torch.autograd.gradcheck(lambda q, k, v: attention_eager(q, k, v, visible(documents)), tuple(qkv))
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: attention_eager(q, k, v, causal_document_mask(document_ids)), tuple(qkv)
+    )
 
 
 def test_zero_rows_and_no_tokens() -> None:
     """No rows or no tokens give a result without them, and gradients too."""
     for rows, length in ((0, 4), (2, 0)):
-        q, k, v, documents = random_case(rows, length, 2, 1, torch.float32)
+        q, k, v, document_ids = random_case(rows, length, 2, 1, torch.float32)
         q.requires_grad_()
-        found = attention_eager(q, k, v, visible(documents))
+        found = attention_eager(q, k, v, causal_document_mask(document_ids))
         assert found.shape == q.shape
         assert torch.autograd.grad(found.sum(), q)[0].shape == q.shape
 
@@ -69,22 +73,24 @@ def test_zero_rows_and_no_tokens() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     """Half precision keeps its dtype and agrees with float64 to its rounding."""
-    q, k, v, documents = random_case(2, 12, 4, 2, dtype)
-    found = attention_eager(q, k, v, visible(documents))
+    q, k, v, document_ids = random_case(2, 12, 4, 2, dtype)
+    found = attention_eager(q, k, v, causal_document_mask(document_ids))
     assert found.dtype == dtype
-    exact = by_token(q.double(), k.double(), v.double(), documents)
+    exact = by_token(q.double(), k.double(), v.double(), document_ids)
     torch.testing.assert_close(found.double(), exact, atol=4 * torch.finfo(dtype).eps, rtol=2 * torch.finfo(dtype).eps)
 
 
 def test_strided_input() -> None:
     """Views whose last dimension is not dense give what their copies give."""
-    q, k, v, documents = random_case(2, 6, 4, 2, torch.float64)
-    found = attention_eager(restrided(q), restrided(k), restrided(v), visible(restrided(documents)))
-    torch.testing.assert_close(found, attention_eager(q, k, v, visible(documents)))
+    q, k, v, document_ids = random_case(2, 6, 4, 2, torch.float64)
+    found = attention_eager(restrided(q), restrided(k), restrided(v), causal_document_mask(restrided(document_ids)))
+    torch.testing.assert_close(found, attention_eager(q, k, v, causal_document_mask(document_ids)))
 
 
 def test_document_numbers_may_be_any() -> None:
     """Only equality of document numbers counts, not their order or size."""
     q, k, v, _ = random_case(1, 6, 2, 2, torch.float64)
     plain, odd = torch.tensor([[0, 0, 1, 1, 1, 2]]), torch.tensor([[7, 7, -3, -3, -3, 0]])
-    torch.testing.assert_close(attention_eager(q, k, v, visible(plain)), attention_eager(q, k, v, visible(odd)))
+    torch.testing.assert_close(
+        attention_eager(q, k, v, causal_document_mask(plain)), attention_eager(q, k, v, causal_document_mask(odd))
+    )

@@ -1,4 +1,4 @@
-"""Weight gradients wait where they are told to, and only there."""
+"""Weight gradients are deferred within `defer`, and only there."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,16 +23,16 @@ def double(grad: Tensor) -> Tensor:
     return 2 * grad
 
 
-def test_outside_a_recording_nothing_waits() -> None:
-    """The gradient is computed when it is asked for."""
+def test_outside_a_recording_gradients_are_computed_at_once() -> None:
+    """Without a recording, `weight_gradient_of` returns a function that computes."""
     grad = torch.randn(3)
     found = weight_gradient_of(weight())(double, grad)
     assert found is not None
     assert torch.equal(found, 2 * grad)
 
 
-def test_waits_only_while_deferring() -> None:
-    """Within `defer` gradients wait; before and after it, and for excepted weights, they are computed."""
+def test_gradients_are_deferred_only_within_defer() -> None:
+    """Within `defer` gradients are queued; before and after it, and for excepted weights, they are computed."""
     deferral, one, other = Deferral(), weight(), weight()
     with deferral.recording():
         ask_one, ask_other = weight_gradient_of(one), weight_gradient_of(other)
@@ -46,20 +46,20 @@ def test_waits_only_while_deferring() -> None:
     assert deferral.take() == []
 
 
-def test_parts_are_summed_in_their_order() -> None:
-    """A weight that is used several times waits in one place, for the sum that autograd would have made."""
+def test_summands_are_added_in_their_order() -> None:
+    """A weight that is used several times has one queue, whose sum is bitwise that of autograd."""
     deferral, one = Deferral(), weight()
     with deferral.recording():
         uses = [weight_gradient_of(one) for _ in range(3)]
     grads = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
     with deferral.defer():
         assert [ask(double, grad) for ask, grad in zip(uses, grads, strict=True)] == [None] * 3
-    (put_off,) = deferral.take()
-    assert put_off.compute().equal(2 * grads[0] + 2 * grads[1] + 2 * grads[2])
-    assert not put_off
+    (deferred,) = deferral.take()
+    assert deferred.compute().equal(2 * grads[0] + 2 * grads[1] + 2 * grads[2])
+    assert not deferred
 
 
-def test_only_leaves_that_learn_can_wait() -> None:
+def test_only_trainable_leaves_are_deferred() -> None:
     """A weight that is computed from others passes its gradient on at once; a frozen one has none."""
     deferral = Deferral()
     frozen = weight().requires_grad_(False)
@@ -71,7 +71,7 @@ def test_only_leaves_that_learn_can_wait() -> None:
 
 
 def test_recordings_nest_and_end() -> None:
-    """The inner one counts, and the outer one again after it, also when the forward pass fails."""
+    """The inner recording applies, and the outer one again after it, also if the forward pass raises an error."""
     outer, inner, one = Deferral(), Deferral(), weight()
     asked = []
     with outer.recording():
@@ -88,7 +88,7 @@ def test_recordings_nest_and_end() -> None:
 
 
 def test_deferring_ends_after_a_failure() -> None:
-    """A backward pass that fails leaves gradients to be computed again."""
+    """After a backward pass that failed within `defer`, gradients are computed at once again."""
     deferral, one = Deferral(), weight()
     with deferral.recording():
         ask = weight_gradient_of(one)
@@ -98,8 +98,8 @@ def test_deferring_ends_after_a_failure() -> None:
 
 
 @pytest.mark.parametrize("changed", [0, 1])
-def test_what_waits_may_not_be_changed_in_place(changed: int) -> None:
-    """Each tensor, or the storage that it shares, must be what it was; the message tells which is not."""
+def test_changing_a_queued_tensor_in_place_is_an_error(changed: int) -> None:
+    """A change of a queued tensor, or of a view of its storage, raises an error that names the tensor."""
     deferral, one = Deferral(), weight()
     with deferral.recording():
         ask = weight_gradient_of(one)
@@ -107,22 +107,22 @@ def test_what_waits_may_not_be_changed_in_place(changed: int) -> None:
     with deferral.defer():
         ask(lambda a, b: a * b.sum(0), tensors[0].view(3, 1).view(3), tensors[1].detach())
     tensors[changed].mul_(2)
-    (put_off,) = deferral.take()
+    (deferred,) = deferral.take()
     shape = [r"\(3,\)", r"\(2, 3\)"][changed]
-    with pytest.raises(ChangedInPlaceError, match=rf"a tensor float32 {shape} for which .* a weight float32 \(3,\)"):
-        put_off.compute()
+    with pytest.raises(ChangedInPlaceError, match=rf"a tensor float32 {shape} that .* a weight float32 \(3,\)"):
+        deferred.compute()
 
 
-def test_parts_that_have_been_computed_are_added() -> None:
-    """Where autograd computes a part itself, it is added to what waits; no gradient adds nothing."""
+def test_computed_summands_are_added() -> None:
+    """A summand that autograd has computed is queued as it is; None queues nothing."""
     deferral, one = Deferral(), weight()
     part = torch.randn(3)
-    put_off = deferral.of(one)
-    put_off.add(None)
+    deferred = deferral.grad_for(one)
+    deferred.add(None)
     assert deferral.take() == []
-    put_off = deferral.of(one)
-    put_off.add(part)
-    put_off.wait(double, part)
+    deferred = deferral.grad_for(one)
+    deferred.add(part)
+    deferred.queue(double, part)
     (each,) = deferral.take()
     assert torch.equal(each.compute(), part + 2 * part)
 
@@ -141,7 +141,7 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Callable[[nn.Parameter], Tensor]]] 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_hook_on_a_node_sees_the_gradient_of_the_weight(name: str) -> None:
-    """Whoever hooks the node of an operation may change all of its gradients, so that none is put off there."""
+    """A hook on an operation's node may change all of its gradients, so none is deferred there."""
     shape, operation = OPERATIONS[name]
     deferral, one = Deferral(), nn.Parameter(torch.randn(shape))
     with deferral.recording():

@@ -1,4 +1,4 @@
-"""Grouped products, by loops and by torch's own, against one row at a time."""
+"""Grouped GEMM, eager and by torch's grouped_mm, against products of single rows."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ Gemm = Callable[..., Tensor]
 both = pytest.mark.parametrize("gemm", [grouped_gemm_eager, grouped_gemm_torch])
 
 ENDS = [0, 4, 4, 9, 10]
-"""Experts with no rows at the beginning and between others; two of twelve rows are nobody's."""
+"""Experts without rows at the beginning and between others; two of twelve rows are unused."""
 
 
 def case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,7 +30,7 @@ def expected(x: Tensor, weight: Tensor) -> Tensor:
 @both
 @pytest.mark.parametrize("transposed", [False, True])
 def test_each_row_times_its_matrix(gemm: Gemm, transposed: bool) -> None:
-    """Rows and both gradients are those of single products, with the matrices one way round or the other."""
+    """Rows and both gradients are those of products of single rows, with the matrices transposed or not."""
     x, weight, ends = case()
     given = weight.detach().transpose(1, 2).contiguous().requires_grad_() if transposed else weight
     found, exact = gemm(x, given, ends, transposed), expected(x, weight)
@@ -50,7 +50,7 @@ def test_gradients() -> None:
 
 
 @both
-def test_what_is_past_the_end_reaches_nobody(gemm: Gemm) -> None:
+def test_nan_in_unused_rows_does_not_spread(gemm: Gemm) -> None:
     """NaN in unused rows, of the input and of the gradient, is in no used row and in no matrix's gradient."""
     x, weight, ends = case()
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_what_is_past_the_end_reaches_nobody(gemm: Gemm) -> None:
 
 
 @both
-def test_only_what_is_needed(gemm: Gemm) -> None:
+def test_a_frozen_input_leaves_the_other_gradient_unchanged(gemm: Gemm) -> None:
     """With one input frozen, the other's gradient is the same."""
     x, weight, ends = case()
     of_x, of_weight = torch.autograd.grad(gemm(x, weight, ends)[:10].sum(), (x, weight))
@@ -76,8 +76,8 @@ def test_only_what_is_needed(gemm: Gemm) -> None:
 
 @both
 @pytest.mark.parametrize("transposed", [False, True])
-def test_weight_gradient_can_wait(gemm: Gemm, transposed: bool) -> None:
-    """Put off, the matrices' gradient comes later, and is what it would have been."""
+def test_weight_gradient_can_be_deferred(gemm: Gemm, transposed: bool) -> None:
+    """The deferred gradient of the matrices is bitwise the one that is computed at once."""
     x, weight, ends = case()
     weight = weight.detach().transpose(1, 2).contiguous().requires_grad_() if transposed else weight
     used = torch.autograd.grad(gemm(x, weight, ends, transposed)[:10].sum(), (x, weight))

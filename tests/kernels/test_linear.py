@@ -11,8 +11,8 @@ from drawloom.kernels.linear import linear_eager
 SHAPES = [(5,), (4, 5), (2, 3, 5), (2, 1, 3, 5), (0, 5), (2, 0, 5)]
 
 
-class Kept:
-    """Within it, the tensors that a graph keeps."""
+class SavedTensors:
+    """A context that lists the tensors which autograd saves within it."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -79,10 +79,10 @@ def test_half_precision(dtype: torch.dtype) -> None:
     "learns", [(True, False, False), (False, True, False), (False, False, True), (True, True, False)]
 )
 def test_frozen(learns: tuple[bool, ...]) -> None:
-    """Only what learns gets a gradient, and what its gradient does not need is not kept."""
+    """Only trainable tensors get a gradient, and tensors that no gradient needs are not saved."""
     tensors = [each.detach().requires_grad_(learn) for each, learn in zip(made((4, 5), True), learns, strict=True)]
     wanted = [each for each in tensors if each.requires_grad]
-    with Kept() as kept:
+    with SavedTensors() as kept:
         found = linear_eager(*tensors)
     grads = torch.autograd.grad(found.sum(), wanted)
     torch.testing.assert_close(grads, torch.autograd.grad(F.linear(*tensors).sum(), wanted))
@@ -97,8 +97,8 @@ def test_output_may_be_changed_in_place() -> None:
         torch.testing.assert_close(found, torch.autograd.grad(F.linear(*tensors).relu().sum(), tensors))
 
 
-def test_puts_its_weight_off() -> None:
-    """Asked to, it finds the gradients of input and bias alone, and the weight's later, bitwise the same."""
+def test_weight_gradient_can_be_deferred() -> None:
+    """Within `defer`, only input and bias get gradients at once; the weight's is computed later, bitwise the same."""
     tensors = made((2, 3, 5), True)
     grad = torch.randn(2, 3, 7, dtype=torch.float64)
     expected = torch.autograd.grad(linear_eager(*tensors), tensors, grad)
@@ -107,10 +107,10 @@ def test_puts_its_weight_off() -> None:
         found = linear_eager(*tensors)
     with deferral.defer():
         grads = torch.autograd.grad(found, tensors, grad, allow_unused=True)
-    (put_off,) = deferral.take()
+    (deferred,) = deferral.take()
     assert grads[1] is None
-    assert put_off.weight is tensors[1]
-    assert torch.equal(put_off.compute(), expected[1])
+    assert deferred.weight is tensors[1]
+    assert torch.equal(deferred.compute(), expected[1])
     assert torch.equal(grads[0], expected[0])
     assert torch.equal(grads[2], expected[2])
 
@@ -122,10 +122,10 @@ def test_compiles_without_a_break() -> None:
     assert torch.equal(compiled(*tensors), F.linear(*tensors))
 
 
-def test_modules_share_what_they_are_given() -> None:
-    """The input is kept as it is, not copied."""
+def test_saves_its_inputs_without_a_copy() -> None:
+    """What autograd saves is the storage of input and weight."""
     x, layer = torch.randn(4, 5, requires_grad=True), nn.Linear(5, 7)
-    with Kept() as kept:
+    with SavedTensors() as kept:
         linear_eager(x, layer.weight, layer.bias)
     assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr(), layer.weight.data_ptr()]
 

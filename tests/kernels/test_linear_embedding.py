@@ -25,8 +25,8 @@ def test_frozen() -> None:
     assert embedding_eager(torch.tensor([1, 2]), torch.randn(6, 5)).grad_fn is None
 
 
-def test_puts_its_weight_off() -> None:
-    """Asked to, it finds the table's gradient later, bitwise the same, from the tokens and nothing else it kept."""
+def test_weight_gradient_can_be_deferred() -> None:
+    """The deferred gradient of the table is bitwise the one that is computed at once."""
     tokens, weight = torch.randint(6, (3, 4)), torch.randn(6, 5, requires_grad=True)
     grad = torch.randn(3, 4, 5)
     (expected,) = torch.autograd.grad(embedding_eager(tokens, weight), weight, grad)
@@ -36,5 +36,5 @@ def test_puts_its_weight_off() -> None:
     with deferral.defer():
         (found_now,) = torch.autograd.grad(found, weight, grad, allow_unused=True)
     assert found_now is None
-    (put_off,) = deferral.take()
-    assert torch.equal(put_off.compute(), expected)
+    (deferred,) = deferral.take()
+    assert torch.equal(deferred.compute(), expected)

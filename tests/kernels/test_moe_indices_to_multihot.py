@@ -1,4 +1,4 @@
-"""Tables of choices against setting them one by one."""
+"""Multi-hot tables of expert choices, against values written out by hand."""
 
 import torch
 
@@ -6,10 +6,10 @@ from drawloom.kernels.moe import indices_to_multihot_eager
 
 
 def test_sets_what_is_chosen() -> None:
-    """Each choice is set with its probability, those of one expert add up, and choices of nobody set nothing."""
-    experts_of = torch.tensor([[2, 0, -1], [1, 1, 3], [-1, -1, -1]])
+    """Each choice is set with its probability, those of one expert add up, and dropped choices set nothing."""
+    expert_indices = torch.tensor([[2, 0, -1], [1, 1, 3], [-1, -1, -1]])
     probabilities = torch.tensor([[0.5, 0.25, 9.0], [0.125, 0.5, 0.25], [1.0, 1.0, 1.0]], requires_grad=True)
-    chosen, spread = indices_to_multihot_eager(experts_of, probabilities, 4)
+    chosen, spread = indices_to_multihot_eager(expert_indices, probabilities, 4)
     assert chosen.tolist() == [[True, False, True, False], [False, True, False, True], [False] * 4]
     assert spread.tolist() == [[0.25, 0, 0.5, 0], [0, 0.625, 0, 0.25], [0, 0, 0, 0]]
     grad = torch.arange(12.0).view(3, 4)

@@ -8,14 +8,14 @@ from drawloom.kernels.moe import Routes, moe_permute_eager, moe_routes_eager, mo
 
 
 def case(tokens: int = 7, choices: int = 3, experts: int = 4, width: int = 5) -> tuple[Tensor, Tensor, Routes]:
-    experts_of = torch.randint(-1, experts, (tokens, choices))
+    expert_indices = torch.randint(-1, experts, (tokens, choices))
     x = torch.randn(tokens, width, dtype=torch.float64, requires_grad=True)
     probabilities = torch.rand(tokens, choices, dtype=torch.float64, requires_grad=True)
-    return x, probabilities, moe_routes_eager(experts_of, experts)
+    return x, probabilities, moe_routes_eager(expert_indices, experts)
 
 
 def test_each_choice_has_its_row() -> None:
-    """A choice's row is its token, with its probability; rows of nobody are zero."""
+    """A choice's row is its token, with its probability; unused rows are zero."""
     x, probabilities, routes = case()
     rows, of_rows = moe_permute_eager(x, probabilities, routes)
     assert rows.shape == (21, 5)
@@ -31,7 +31,7 @@ def test_each_choice_has_its_row() -> None:
 
 
 def test_adds_up_by_token() -> None:
-    """A token is the sum of its choices' rows times their probabilities; zero if nobody was chosen."""
+    """A token is the sum of its choices' rows times their probabilities; zero if all its choices are dropped."""
     _, probabilities, routes = case()
     rows = torch.randn(21, 5, dtype=torch.float64)
     found, plain = moe_unpermute_eager(rows, routes, probabilities), moe_unpermute_eager(rows, routes)

@@ -1,4 +1,4 @@
-"""Routes against sorting by hand."""
+"""Routing tables against a sort written out."""
 
 import torch
 from hypothesis import given, settings
@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from drawloom.kernels.moe import moe_routes_eager
 
 
-def by_hand(experts_of: list[list[int]], experts: int) -> tuple[list[list[int]], list[int], list[int]]:
+def by_hand(expert_indices: list[list[int]], experts: int) -> tuple[list[list[int]], list[int], list[int]]:
     """Rows by choice, choices by row, and ends, written out."""
-    choices = [choice for token in experts_of for choice in token]
+    choices = [choice for token in expert_indices for choice in token]
     order = [place for expert in range(experts) for place, chosen in enumerate(choices) if chosen == expert]
-    width = len(experts_of[0]) if experts_of else 0
+    width = len(expert_indices[0]) if expert_indices else 0
     rows = [
         [order.index(t * width + c) if chosen >= 0 else -1 for c, chosen in enumerate(token)]
-        for t, token in enumerate(experts_of)
+        for t, token in enumerate(expert_indices)
     ]
     ends = [sum(0 <= choice <= expert for choice in choices) for expert in range(experts)]
     return rows, order + [-1] * (len(choices) - len(order)), ends
@@ -30,10 +30,10 @@ chosen = st.tuples(st.integers(1, 5), st.integers(1, 6)).flatmap(
 @settings(max_examples=60, deadline=None)
 @given(chosen, st.sampled_from([torch.int32, torch.int64]))
 def test_sorted_by_expert_then_by_token(case: tuple[list[list[int]], int], dtype: torch.dtype) -> None:
-    """Rows are those of a stable sort by expert; experts may have none, and choices of nobody get none."""
-    experts_of, experts = case
-    routes = moe_routes_eager(torch.tensor(experts_of, dtype=dtype), experts)
-    assert tuple(table.tolist() for table in routes) == by_hand(experts_of, experts)
+    """Rows are those of a stable sort by expert; experts may have none, and dropped choices have none."""
+    expert_indices, experts = case
+    routes = moe_routes_eager(torch.tensor(expert_indices, dtype=dtype), experts)
+    assert tuple(table.tolist() for table in routes) == by_hand(expert_indices, experts)
     assert {table.dtype for table in routes} == {torch.int32}
 
 

@@ -1,4 +1,4 @@
-"""Eager kernels as torch.compile takes them; their Triton twins are in tests/kernels/triton/test_launch.py."""
+"""Eager kernels under torch.compile; those in Triton are in tests/kernels/triton/test_primitives.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
 def test_compiles_without_breaks(name: str) -> None:
-    """Traced as one graph, with what comes before and after it, an operation gives the gradients that it gives else."""
+    """Traced as one graph with operations around it, an operation gives the gradients that it gives in eager mode."""
     call, shapes = CALLS[name]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
 

@@ -63,17 +63,17 @@ def test_strided_input() -> None:
 
 
 def test_zero_centred_weight() -> None:
-    """A zero-centred weight is 1 less than the factor, and has the same gradient."""
+    """A zero-centered weight is 1 less than the factor, and has the same gradient."""
     x, weight = torch.randn(3, 5, dtype=torch.float64), torch.randn(5, dtype=torch.float64, requires_grad=True)
     centred = (weight - 1).detach().requires_grad_()
-    found, expected = rms_norm_eager(x, centred, 1e-3, zero_centred=True), rms_norm_eager(x, weight, 1e-3)
+    found, expected = rms_norm_eager(x, centred, 1e-3, zero_centered=True), rms_norm_eager(x, weight, 1e-3)
     torch.testing.assert_close(found, expected)
     grads = torch.autograd.grad(found.sum(), centred), torch.autograd.grad(expected.sum(), weight)
     torch.testing.assert_close(*grads)
 
 
-def test_adds_what_comes_before() -> None:
-    """The sum is rounded as by itself, and its norm is that of the rounded sum; gradients reach both summands."""
+def test_add_rms_norm_normalizes_the_rounded_sum() -> None:
+    """The sum is rounded as by itself, and its norm is that of the rounded sum; both summands get gradients."""
     x, residual = (torch.randn(7, 16, dtype=torch.bfloat16) for _ in range(2))
     weight = torch.randn(16)
     normed, summed = add_rms_norm_eager(x, residual, weight, 1e-3)

@@ -1,4 +1,4 @@
-"""rope against turning complex numbers."""
+"""rope against the rotation of complex numbers."""
 
 from typing import Any
 
@@ -21,8 +21,8 @@ def angles_of(rows: int, length: int, half: int) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 8), (1, 1, 1, 2), (0, 4, 2, 6), (3, 0, 2, 4)])
-def test_turns_pairs_of_channels(shape: tuple[int, int, int, int]) -> None:
-    """Every shape, zero rows included, is turned as complex numbers are."""
+def test_rotates_pairs_of_channels(shape: tuple[int, int, int, int]) -> None:
+    """Every shape, zero rows included, is rotated as complex numbers are."""
     x, angles = torch.randn(shape), angles_of(shape[0], shape[1], shape[3] // 2)
     found = rope_eager(x, angles.cos().float(), angles.sin().float())
     assert found.dtype == torch.float32
@@ -70,7 +70,7 @@ def test_interleaved_pairs() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_only_the_first_channels_turn(interleaved: bool) -> None:
+def test_only_the_first_channels_are_rotated(interleaved: bool) -> None:
     """With angles for fewer channels, the others stay bitwise, and get their gradient bitwise."""
     x, angles = torch.randn(2, 3, 2, 10, requires_grad=True), angles_of(2, 3, 3)
     cos, sin = angles.cos().float(), angles.sin().float()
@@ -82,7 +82,7 @@ def test_only_the_first_channels_turn(interleaved: bool) -> None:
 
 
 def test_in_place() -> None:
-    """In place, the tensor itself changes, gradients are the same, and autograd guards what others need."""
+    """In place, the tensor itself changes, gradients are the same, and changing a saved tensor is an error."""
     x, angles = torch.randn(2, 3, 2, 8, requires_grad=True), angles_of(2, 3, 4)
     cos, sin = angles.cos().float(), angles.sin().float()
     held = x * 1
@@ -100,7 +100,7 @@ def test_in_place() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
 def test_compiles_without_breaks(interleaved: bool) -> None:
-    """Traced as one graph, it turns the same pairs by the same angles."""
+    """Traced as one graph, it rotates the same pairs by the same angles."""
     x, angles = torch.randn(2, 3, 2, 10), angles_of(2, 3, 4)
     cos, sin = angles.cos().float(), angles.sin().float()
     compiled: Any = torch.compile(rope_eager, fullgraph=True, backend="aot_eager")

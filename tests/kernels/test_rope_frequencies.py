@@ -11,12 +11,12 @@ from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drawloom.kernels.rope_frequencies import (
-    Dynamic,
-    Linear,
-    Llama3,
-    Ntk,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    NtkScaling,
     Scaling,
-    Yarn,
+    YarnScaling,
     attention_scaling,
     rope_angles,
     rope_frequencies,
@@ -41,16 +41,16 @@ factors = st.sampled_from([1.0, 2.0, 4.0, 8.5])
 @settings(max_examples=40, deadline=None)
 @given(channels, bases, factors, st.sampled_from([2048, 32768]))
 def test_yarn_is_that_of_transformers(channels: int, base: float, factor: float, length: int) -> None:
-    """Frequencies and sharpening are those of transformers with its own defaults."""
-    found = rope_frequencies(channels, base, Yarn(factor, length))
+    """Frequencies and attention factor are those of transformers with its own defaults."""
+    found = rope_frequencies(channels, base, YarnScaling(factor, length))
     expected, attention = theirs("yarn", channels, base, factor=factor, original_max_position_embeddings=length)
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
-    assert attention_scaling(Yarn(factor, length)) == pytest.approx(attention)
+    assert attention_scaling(YarnScaling(factor, length)) == pytest.approx(attention)
 
 
 def test_yarn_with_settings_of_its_own() -> None:
-    """Range, rounding and sharpening mean what transformers means by them."""
-    yarn = Yarn(4.0, 4096, beta_fast=16, beta_slow=2, truncate=False, attention_factor=1.25)
+    """Range, truncation and attention factor mean what transformers means by them."""
+    yarn = YarnScaling(4.0, 4096, beta_fast=16, beta_slow=2, truncate=False, attention_factor=1.25)
     own: dict[str, Any] = {"beta_fast": 16, "beta_slow": 2, "truncate": False, "attention_factor": 1.25}
     expected, attention = theirs("yarn", 64, 1e4, factor=4.0, original_max_position_embeddings=4096, **own)
     torch.testing.assert_close(rope_frequencies(64, 1e4, yarn), expected, rtol=2e-6, atol=0)
@@ -62,8 +62,8 @@ def test_yarn_with_settings_of_its_own() -> None:
 def test_linear_is_that_of_transformers(channels: int, base: float, factor: float) -> None:
     """Linear scaling is that of transformers."""
     expected, attention = theirs("linear", channels, base, factor=factor)
-    torch.testing.assert_close(rope_frequencies(channels, base, Linear(factor)), expected, rtol=2e-6, atol=0)
-    assert attention_scaling(Linear(factor)) == attention
+    torch.testing.assert_close(rope_frequencies(channels, base, LinearScaling(factor)), expected, rtol=2e-6, atol=0)
+    assert attention_scaling(LinearScaling(factor)) == attention
 
 
 @settings(max_examples=20, deadline=None)
@@ -71,9 +71,9 @@ def test_linear_is_that_of_transformers(channels: int, base: float, factor: floa
 def test_ntk_is_that_of_transformers_at_a_length(channels: int, base: float, factor: float, length: int) -> None:
     """Dynamic scaling of transformers, at a length, is NTK scaling by a factor of its own."""
     expected, attention = theirs("dynamic", channels, base, length, factor=factor)
-    found = rope_frequencies(channels, base, Ntk(factor * length / 32768 - factor + 1))
+    found = rope_frequencies(channels, base, NtkScaling(factor * length / 32768 - factor + 1))
     torch.testing.assert_close(found, expected, rtol=4e-6, atol=0)
-    assert attention_scaling(Ntk(factor)) == attention
+    assert attention_scaling(NtkScaling(factor)) == attention
 
 
 @settings(max_examples=20, deadline=None)
@@ -82,7 +82,7 @@ def test_dynamic_grows_with_each_row(channels: int, base: float, factor: float, 
     """A row's angles are those of transformers' dynamic scaling at the row's length, whatever rows are beside it."""
     expected, _ = theirs("dynamic", channels, base, max(length * 1024, 1), factor=factor)
     positions = torch.stack([torch.arange(1024) * length + length - 1, torch.arange(1024)])
-    cos, sin = rope_angles(positions, channels, base, Dynamic(factor, 32768))
+    cos, sin = rope_angles(positions, channels, base, DynamicScaling(factor, 32768))
     angles = (positions[0, :, None] * expected).double()
     torch.testing.assert_close(cos[0].double(), angles.cos(), rtol=0, atol=2e-2)  # positions reach 130 thousand
     torch.testing.assert_close(sin[0].double(), angles.sin(), rtol=0, atol=2e-2)
@@ -94,26 +94,26 @@ def test_dynamic_grows_with_each_row(channels: int, base: float, factor: float, 
 def test_llama3_is_that_of_transformers(
     channels: int, base: float, factor: float, length: int, bounds: tuple[float, float]
 ) -> None:
-    """Frequencies are those of transformers, which are not sharpened."""
+    """Frequencies are those of transformers, and attention is not scaled."""
     low, high = bounds
     names: dict[str, Any] = {"low_freq_factor": low, "high_freq_factor": high}
     names["original_max_position_embeddings"] = length
     expected, attention = theirs("llama3", channels, base, factor=factor, **names)
-    scaling = Llama3(factor, length, low, high)
+    scaling = Llama3Scaling(factor, length, low, high)
     torch.testing.assert_close(rope_frequencies(channels, base, scaling), expected, rtol=2e-6, atol=0)
     assert attention_scaling(scaling) == attention
 
 
 def test_ntk_slows_the_slowest_pair_by_the_factor() -> None:
-    """The first pair turns as before, the last `factor` times slower."""
-    plain, slowed = rope_frequencies(64, 1e4), rope_frequencies(64, 1e4, Ntk(4.0))
+    """The first pair keeps its frequency, the last one's is divided by `factor`."""
+    plain, slowed = rope_frequencies(64, 1e4), rope_frequencies(64, 1e4, NtkScaling(4.0))
     assert slowed[0] == plain[0]
     assert slowed[-1] == pytest.approx(plain[-1].item() / 4)
 
 
-@pytest.mark.parametrize("scaling", [None, Linear(2.0), Yarn(4.0, 64), Llama3(8.0, 64)])
+@pytest.mark.parametrize("scaling", [None, LinearScaling(2.0), YarnScaling(4.0, 64), Llama3Scaling(8.0, 64)])
 def test_angles_are_positions_times_frequencies(scaling: Scaling) -> None:
-    """Cosines and sines are those of position times frequency, sharpened, for positions in any order."""
+    """cos and sin are those of position times frequency, times the attention factor, for positions in any order."""
     positions = torch.tensor([[0, 1, 2, 0, 1], [5, 3, 900, 1, 0]])
     cos, sin = rope_angles(positions, 8, 1e4, scaling)
     assert cos.shape == sin.shape == (2, 5, 4)

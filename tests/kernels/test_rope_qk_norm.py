@@ -1,4 +1,4 @@
-"""Norm and rotation together against one after the other."""
+"""qk_norm_rope against rms_norm followed by rope."""
 
 import torch
 
@@ -7,8 +7,8 @@ from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
 from drawloom.kernels.rope_frequencies import rope_angles
 
 
-def test_norms_each_with_its_weight_and_turns_both() -> None:
-    """Queries and keys, of as many heads as each has, are normed with their own weights, then turned."""
+def test_queries_and_keys_have_their_own_weights() -> None:
+    """Queries and keys, of different numbers of heads, are normalized with their own weights, then rotated."""
     q, k, q_weight, k_weight = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 1, 8), torch.randn(8), torch.randn(8)
     cos, sin = rope_angles(torch.arange(3).expand(2, 3), 8, 1e4)
     turned_q, turned_k = qk_norm_rope_eager(q, k, q_weight, k_weight, 0.1, cos, sin)

@@ -1,4 +1,4 @@
-"""Stochastic rounding: what it must leave alone, and that it is right on average."""
+"""Stochastic rounding: values that it must preserve, and that it is unbiased."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def of_bits(*bits: int) -> Tensor:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20), st.integers(0, 2**62))
 def test_gives_a_neighbour(bits: list[int], key: int) -> None:
-    """Any 32 bits at all become one of the two bfloat16 beside them, of the same sign; NaN stays NaN."""
+    """Any 32 bits become one of the two nearest bfloat16, of the same sign; NaN stays NaN."""
     source = of_bits(*bits)
     found = copied(source, key)
     nan = source.isnan()
@@ -34,7 +34,7 @@ def test_gives_a_neighbour(bits: list[int], key: int) -> None:
 
 
 def test_every_nan_stays_nan() -> None:
-    """Payloads that would carry into the sign, or be cut off, are NaN still; infinities stay, with their signs."""
+    """NaN with payloads that would overflow into the sign, or be truncated, stays NaN; infinities keep their signs."""
     source = of_bits(0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF80FFFF, 0x7FC00000, 0x7F80FFFF).repeat(500)
     assert copied(source).isnan().all()
     infinite = torch.tensor([float("inf"), -float("inf")]).repeat(500)
@@ -60,7 +60,7 @@ def test_beyond_the_largest_lies_infinity() -> None:
 
 
 @pytest.mark.parametrize("number", [1.001, -3.14159, 1e-3, 1e-40, -7.3e-39, 6e4])
-def test_right_on_average(number: float) -> None:
+def test_rounding_is_unbiased(number: float) -> None:
     """The mean of many roundings is the number, and their variance that of the two neighbours; subnormals too."""
     count = 200_000
     source = torch.full((count,), number)
@@ -74,24 +74,24 @@ def test_right_on_average(number: float) -> None:
 
 
 def test_neighbours_are_rounded_independently() -> None:
-    """Noise of elements side by side, and of one element at counters side by side, is not correlated."""
+    """Noise of neighbouring elements, and of one element at neighbouring counters, is not correlated."""
     source = torch.full((100_000,), 1.0 + 2**-9 + 2**-8)
     first, second = (copied(source, counter=counter).double() for counter in (0, 1))
     for a, b in [(first[:-lag], first[lag:]) for lag in (1, 2, 4, 8)] + [(first, second)]:
         assert abs(torch.corrcoef(torch.stack((a, b)))[0, 1]) < 5 / 100_000**0.5
 
 
-def test_noise_belongs_to_places() -> None:
-    """A part that says where it begins is rounded as it is within the whole."""
+def test_noise_depends_on_the_index() -> None:
+    """A part that is given its first index is rounded as it is within the whole."""
     source = torch.randn(100)
     assert torch.equal(copied(source)[40:77], copied(source[40:77], first=40))
     assert not torch.equal(copied(source)[40:77], copied(source[40:77], first=48))
-    with pytest.raises(ValueError, match="no multiple of 8"):
+    with pytest.raises(ValueError, match="not a multiple of 8"):
         copied(source, first=4)
 
 
 def test_strided() -> None:
-    """Elements are numbered as they stand in the tensor, not in memory."""
+    """Noise follows the index in the tensor, not in memory."""
     source, target = torch.randn(6, 10), torch.empty(10, 6, dtype=torch.bfloat16).T
     stochastic_copy_eager(target, source.T.contiguous().T, 1, 0)
     assert torch.equal(target, copied(source))

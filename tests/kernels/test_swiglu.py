@@ -57,6 +57,6 @@ def test_scales_vectors() -> None:
 
 
 def test_halves_of_one_tensor() -> None:
-    """Gate and up beside each other give what they give as two tensors."""
+    """The halves of one tensor give the same as two tensors."""
     both = torch.randn(4, 6, requires_grad=True)
     torch.testing.assert_close(swiglu_halves_eager(both), swiglu_eager(both[:, :3], both[:, 3:]))

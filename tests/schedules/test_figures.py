@@ -55,7 +55,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("name", "settings", "size", "makespan", "ideal", "span", "late", "live", "weights"), MEASURED)
-def test_figures_are_those_that_were_measured_elsewhere(
+def test_figures_are_those_of_other_implementations(
     name: str,
     settings: dict[str, Any],
     size: tuple[int, int],
@@ -66,7 +66,7 @@ def test_figures_are_those_that_were_measured_elsewhere(
     live: int,
     weights: int,
 ) -> None:
-    """If forward, input and weight gradients take 1 each, figures are those of torch, d9d and zero-bubble's code."""
+    """With costs of 1 for F, I and W, figures are those of the programs of torch, d9d and zero-bubble."""
     program = schedule(name, **settings).program(*size)
     run = simulate(program, Costs())
     assert (run.makespan, run.ideal, run.span) == (makespan, ideal, span)
@@ -87,8 +87,8 @@ def test_figures_are_those_that_were_measured_elsewhere(
 )
 def test_receives_are_posted_in_time(name: str, settings: dict[str, Any], one_stream: float) -> None:
     """
-    Messages of 0.25 cost no more than if each had a wire to itself where each direction has its channel, and next to
-    nothing more where all of a rank's share one. (Torch's order: 523, 297, 274, 224 and 334 with one stream.)
+    With a channel for each direction, messages of 0.25 cost no more than without contention, and little more if all
+    messages of a rank share a channel. (torch's order: 523, 297, 274, 224 and 334 with one channel.)
     """
     program = schedule(name, **settings).program(8, 32)
     lines = [lower(program, rank) for rank in range(8)]
@@ -101,7 +101,7 @@ def test_receives_are_posted_in_time(name: str, settings: dict[str, Any], one_st
 
 
 def runs(name: str, least: int = 1, **settings: Any) -> list[tuple[int, int, Simulation]]:
-    """Simulations for up to 8 ranks and up to four times as many microbatches, `least` times as many at least."""
+    """Simulations for up to 8 ranks, with `least` to 4 times as many microbatches."""
     sizes = [(p, m) for p in range(1, 9) for m in range(least * p, 4 * p + 1)]
     return [(p, m, simulate(schedule(name, **settings).program(p, m), Costs())) for p, m in sizes]
 
@@ -125,8 +125,8 @@ def test_makespans_of_single_stages_follow_their_formulas() -> None:
         assert (run.makespan, run.span) == (3 * m + p - 1, 3 * m)
 
 
-def test_makespans_of_vees_follow_their_formulas() -> None:
-    """6 m + p - 1 where nothing is short of memory; V-Half 6 m + 3 p - 7, an odd one 1 more; V-Min 6 m + 4 p - 5."""
+def test_makespans_of_v_schedules_follow_their_formulas() -> None:
+    """6 m + p - 1 with enough memory; V-Half 6 m + 3 p - 7, 1 more for odd p; V-Min 6 m + 4 p - 5."""
     for p, m, run in [*runs("zero_bubble_v", least=2), *runs("dual_pipe_v", least=2), *runs("greedy", least=2)]:
         assert run.makespan == 6 * m + p - 1, (p, m)
     for p, m, run in runs("v_half", least=2):
@@ -152,7 +152,7 @@ def test_bubbles_of_other_costs_follow_their_formulas() -> None:
 
 
 def test_memory_follows_its_formulas() -> None:
-    """What a rank holds at most, by rank, in stage-microbatches: until input gradients, and until weight gradients."""
+    """Peaks by rank in stage-microbatches, until input gradients and until weight gradients, follow formulas."""
     for p, m in ((1, 4), (2, 8), (4, 8), (4, 16), (5, 20), (8, 32)):
         ranks = range(p)
         live = {
@@ -174,7 +174,7 @@ def test_memory_follows_its_formulas() -> None:
 
 
 def test_the_greedy_schedule_is_no_slower_than_those_of_fixed_order() -> None:
-    """For costs of many kinds, the greedy schedule made for them is as quick as ZB1P, ZBV and DualPipeV, to 2 %."""
+    """For various costs, the greedy schedule is as fast as ZB1P, ZBV and DualPipeV, within 2 %."""
     for f, i, w, message in [(1, 1, 1, 0.25), (1, 1.5, 0.5, 0), (2, 1, 1, 0), (1, 1.2, 0.8, 0.1), (1, 2, 1, 0.3)]:
         costs = Costs(f, i, w, comm=message)
         greedy = schedule("greedy", forward=f, backward_input=i, backward_weight=w, comm=message)

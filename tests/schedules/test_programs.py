@@ -1,4 +1,4 @@
-"""What holds of every schedule, for any number of ranks, stages and microbatches."""
+"""Properties of every schedule, for any number of ranks, stages and microbatches."""
 
 from collections import Counter
 from itertools import pairwise, product
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.lowering import lower
-from drawloom.components.pipeline.program.validity import faults
+from drawloom.components.pipeline.program.validity import violations
 from drawloom.components.pipeline.simulation.contention import Channels, run_events
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.ports.pipeline import Schedule
@@ -29,44 +29,46 @@ def programs(draw: st.DrawFn, most_ranks: int = 5, names: list[str] = NAMES) -> 
 
 
 def lines_of(program: Program) -> list[RankProgram]:
-    """Every rank's line with its messages."""
+    """Every rank's lowered program."""
     return [lower(program, rank) for rank in range(program.ranks)]
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_each_stage_does_all_its_work_once_and_in_order(name: str) -> None:
-    """Each stage goes forward once for each microbatch, then backward once, on its own rank, and the program ends."""
+def test_each_stage_runs_every_microbatch_once_and_in_order(name: str) -> None:
+    """Each stage runs one forward and then one backward for each microbatch, on its rank, without a deadlock."""
     for made, ranks in product(variants(name), RANKS):
         for microbatches in counts(ranks):
             program = made.program(ranks, microbatches)
             assert program.stage_to_rank == made.stage_to_rank(ranks)
             assert Counter(program.stage_to_rank) == dict.fromkeys(range(ranks), made.stages_per_rank)
             assert program.microbatches == microbatches
-            assert faults(program) == []
-            work = Counter((a.stage, a.microbatch, str(a.op)) for r in range(ranks) for a in parts(program.line(r)))
+            assert violations(program) == []
+            work = Counter(
+                (a.stage, a.microbatch, str(a.op)) for r in range(ranks) for a in parts(program.rank_program(r))
+            )
             for place in product(range(program.stages), range(microbatches)):
                 done = {kind: work.pop((*place, kind), 0) for kind in "FBIW"}
                 assert done in ({"F": 1, "B": 1, "I": 0, "W": 0}, {"F": 1, "B": 0, "I": 1, "W": 1})
             assert not work
 
 
-def test_inference_has_no_backward_work() -> None:
-    """Each stage goes forward once for each microbatch, and nothing else happens."""
+def test_inference_has_forwards_alone() -> None:
+    """Each stage runs one forward for each microbatch, and no other op."""
     for made, ranks in product(variants("inference"), RANKS):
         program = made.program(ranks, 7)
-        assert [a.op for r in range(ranks) for a in parts(program.line(r))] == ["F"] * program.stages * 7
+        assert [a.op for r in range(ranks) for a in parts(program.rank_program(r))] == ["F"] * program.stages * 7
         assert simulate(program, Costs()).peak_activations == [0] * ranks
 
 
 @given(program=programs(), forward=COSTS, inputs=COSTS, weights=COSTS, message=st.floats(0, 2))
-def test_times_are_those_of_a_plain_walk_around_the_ranks(
+def test_times_are_those_of_a_fixed_point_iteration(
     program: Program, forward: float, inputs: float, weights: float, message: float
 ) -> None:
-    """Whatever work and messages cost, nothing gets stuck, and each action ends when the plain walk says."""
+    """For any costs there is no deadlock, and each action ends when a plain fixed-point iteration says."""
     costs = Costs(forward, inputs, weights, comm=message)
     run, walked = simulate(program, costs), ends(program, costs.length, message)
     for rank in range(program.ranks):
-        for bar in run.line(rank):
+        for bar in run.bars(rank):
             place = bar.action.stage, bar.action.op, bar.action.microbatch
             assert bar.end == pytest.approx(walked[place], rel=1e-9)
 
@@ -78,15 +80,15 @@ def test_slower_messages_never_make_a_step_shorter(program: Program, message: fl
 
 
 @given(program=programs(), message=st.floats(0, 2), forward=COSTS)
-def test_messages_need_no_buffers_and_meet_in_order(program: Program, message: float, forward: float) -> None:
-    """If every send waits until its receive is reached, lines still come to an end, and each meets its own receive."""
+def test_blocking_sends_do_not_deadlock(program: Program, message: float, forward: float) -> None:
+    """If every send blocks until its receive is reached, programs finish, and each send meets its own receive."""
     costs = Costs(forward, comm=message)
     rendezvous([lower(program, rank, costs) for rank in range(program.ranks)])
 
 
 @given(program=programs())
-def test_what_is_sent_one_way_is_received_in_the_same_order(program: Program) -> None:
-    """Between two ranks the sequence of sends is that of receives; each hop between ranks is sent and received once."""
+def test_messages_are_received_in_the_order_of_their_sends(program: Program) -> None:
+    """Between two ranks, receives are in the order of sends; each hop between ranks is sent and received once."""
     lines = [parts(line) for line in lines_of(program)]
     for here, there in product(range(program.ranks), repeat=2):
         sent = [a for a in lines[here] if a.peer == there and a.op.startswith("SEND")]
@@ -101,8 +103,8 @@ def test_what_is_sent_one_way_is_received_in_the_same_order(program: Program) ->
 
 
 @given(program=programs())
-def test_messages_stand_between_what_makes_them_and_what_needs_them(program: Program) -> None:
-    """On each rank a send stands behind its work, and a receive before the work that needs it."""
+def test_messages_are_between_producer_and_consumer(program: Program) -> None:
+    """On each rank a send follows its producer, and a receive precedes its consumer."""
     for line in map(parts, lines_of(program)):
         place = {(a.stage, str(a.op), a.microbatch): number for number, a in enumerate(line)}
         for (stage, work, microbatch), number in place.items():
@@ -115,8 +117,8 @@ def test_messages_stand_between_what_makes_them_and_what_needs_them(program: Pro
 
 
 @given(program=programs(most_ranks=4), channels=st.sampled_from(get_args(Channels)), message=st.floats(0, 1))
-def test_no_channel_makes_a_deadlock(program: Program, channels: Channels, message: float) -> None:
-    """Whichever messages hinder one another, lines come to an end, no sooner than if none did."""
+def test_contention_does_not_deadlock(program: Program, channels: Channels, message: float) -> None:
+    """Whichever messages share channels, programs finish, no earlier than without contention."""
     costs = Costs(comm=message)
     events = run_events([lower(program, rank, costs) for rank in range(program.ranks)], costs, channels)
     free = simulate(program, costs).makespan
@@ -124,11 +126,11 @@ def test_no_channel_makes_a_deadlock(program: Program, channels: Channels, messa
 
 
 @given(program=programs())
-def test_lowering_keeps_the_work_and_its_order(program: Program) -> None:
-    """Without its messages a lowered line is the rank's line, but that I and the W behind it may have become B."""
+def test_lowering_keeps_the_compute_actions_and_their_order(program: Program) -> None:
+    """Without messages, a lowered program is the rank's program, except that I and a following W may be B."""
     for rank, line in enumerate(lines_of(program)):
         lowered = [item for action in parts(line) if action.peer is None for item in _as_parts(action.op, action)]
-        plain = [item for action in parts(program.line(rank)) for item in _as_parts(action.op, action)]
+        plain = [item for action in parts(program.rank_program(rank)) for item in _as_parts(action.op, action)]
         assert lowered == plain
 
 
@@ -137,8 +139,8 @@ def _as_parts(work: str, action: object) -> list[tuple[int, str, int]]:
     return [(action.stage, kind, action.microbatch) for kind in kinds]  # type: ignore[attr-defined]
 
 
-def test_the_greedy_schedule_keeps_to_its_memory() -> None:
-    """Whatever the costs, a rank holds no more than the greedy schedule was given, from forwards to weights."""
+def test_the_greedy_schedule_keeps_its_memory_limit() -> None:
+    """For any costs, a rank holds no more than the memory setting until weight gradients."""
     for memory, weights in product((1, 2, 4), (0.4, 1.0, 2.5)):
         made = schedule("greedy", memory=memory, backward_weight=weights, comm=0.3)
         assert max(simulate(made.program(6, 18), Costs()).peak_live_weights) <= 2 * memory

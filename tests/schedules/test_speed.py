@@ -1,4 +1,4 @@
-"""Programs are built fast, for many ranks too."""
+"""The cost of building programs."""
 
 import cProfile
 
@@ -10,7 +10,7 @@ from support.schedules import schedule
 
 
 def _calls_and_actions(name: str, microbatches: int) -> tuple[int, int]:
-    """How many calls of functions it takes to build the program of a rank of 256, and how many actions it has.
+    """The number of function calls to build the program of a rank of 256, and its number of actions.
 
     Calls are counted, not seconds: a count is the same on a busy machine.
     """

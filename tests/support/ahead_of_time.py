@@ -129,7 +129,7 @@ def varieties() -> dict[str, int]:
         "swiglu of any size": lambda size: swiglu._forward(torch.empty(size), torch.empty(size), None),
         "swiglu backward": lambda size: swiglu._backward(*(torch.empty(size, 96) for _ in "123"), None),
         "rms_norm of any rows": lambda size: rms_norm._forward(torch.empty(size, 2048), None, weight, 1e-6, False),
-        "rope of any length": lambda size: rope._turned(
+        "rope of any length": lambda size: rope._rotated(
             torch.empty(1, size, 4, 32), angles[:, :size], angles[:, :size], False, False
         ),
         "moe_routes": lambda size: moe_routes._routes(torch.zeros(size, 8, dtype=torch.int64), 16),

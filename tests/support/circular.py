@@ -71,9 +71,9 @@ class Setup:
         return Positions(offset.expand(-1, 2, WIDTH), 0.5) if self.sharing else None
 
     def pipeline(self, blocks: Sequence[nn.Module], ring: Ring | None = None) -> CircularPipeline:
-        own = blocks_of(self.stages, self.repeats, ring or Ring())
+        local_blocks = blocks_of(self.stages, self.repeats, ring or Ring())
         options: dict[str, Any] = {"delayed": self.delayed, "remat": self.remat, "batched": self.batched}
-        return CircularPipeline([blocks[place] for place in own], self.stages, ring=ring, **options)
+        return CircularPipeline([blocks[place] for place in local_blocks], self.stages, ring=ring, **options)
 
 
 @attrs.frozen

@@ -6,7 +6,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from drawloom.kernels.stochastic_adamw import Trained, numbers_of
+from drawloom.kernels.stochastic_adamw import ParamState, step_scalars
 from drawloom.kernels.triton import (
     cut_cross_entropy,
     grouped_gemm,
@@ -69,9 +69,9 @@ def rotations() -> Iterator[tuple[str, Launch]]:
         angles = cos[..., :part]
         yield (
             f"rope interleaved={interleaved} back={back} of {2 * part}",
-            lambda a=angles, i=interleaved, b=back: rope._turned(q, a, a, i, b),
+            lambda a=angles, i=interleaved, b=back: rope._rotated(q, a, a, i, b),
         )
-    yield "rope in place", lambda: rope._turn(q, cos, cos, False, False)
+    yield "rope in place", lambda: rope._rotate_in_place(q, cos, cos, False, False)
     yield "qk_norm_rope", lambda: qk_norm_rope._forward(q, k, weight, weight, 1e-6, cos, cos)
     yield "qk_norm_rope backward", lambda: qk_norm_rope._backward(q, k, q, k, weight, weight, *inverses, cos, cos)
 
@@ -81,9 +81,9 @@ def steps() -> Iterator[tuple[str, Launch]]:
     for of_weight, of_gradient, of_means in product((BF16, FLOAT), repeat=3):
 
         def step(w: torch.dtype = of_weight, g: torch.dtype = of_gradient, m: torch.dtype = of_means) -> None:
-            trained = Trained(empty(4096, dtype=w), empty(4096, dtype=m), empty(4096, dtype=m), 0.1, 1 << 60)
+            trained = ParamState(empty(4096, dtype=w), empty(4096, dtype=m), empty(4096, dtype=m), 0.1, 1 << 60)
             stepper = StochasticAdamwTriton([trained])
-            stepper.step([empty(4096, dtype=g)], numbers_of(1e-3, (0.9, 0.95), 1e-8, 1), 1)
+            stepper.step([empty(4096, dtype=g)], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
 
         yield f"stochastic_adamw {of_weight} {of_gradient} {of_means}", step
 
@@ -102,7 +102,7 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
     for name, shape in (("rows", (2, 1, 1)), ("positions", (1, 2, 1)), ("heads", (1, 1, 2))):
         vectors = held.as_strided((*shape, 128), (2**31, 2**31, 2**31, 1))
         cos, inverses = empty(*shape[:2], 64, dtype=FLOAT), empty(*shape, dtype=FLOAT)
-        yield f"rope of far {name}", lambda x=vectors, c=cos: rope._turned(x, c, c, False, False)
+        yield f"rope of far {name}", lambda x=vectors, c=cos: rope._rotated(x, c, c, False, False)
         yield (
             f"qk_norm_rope of far {name}",
             lambda x=vectors, c=cos: qk_norm_rope._forward(x, x, norm, norm, 1e-6, c, c),
@@ -154,11 +154,11 @@ def losses() -> Iterator[tuple[str, Launch]]:
 
 
 def experts() -> Iterator[tuple[str, Launch]]:
-    experts_of, ends = torch.zeros(64, 8, dtype=torch.int64), torch.zeros(128, dtype=torch.int32)
+    expert_indices, ends = torch.zeros(64, 8, dtype=torch.int64), torch.zeros(128, dtype=torch.int32)
     x, rows, chances = empty(64, 2048), empty(512, 2048), empty(64, 8, dtype=FLOAT)
-    of_choices = experts_of.to(torch.int32)
-    yield "moe_routes", lambda: moe_routes._routes(experts_of, 128)
-    yield "indices_to_multihot", lambda: indices_to_multihot._multihot(experts_of, chances, 128)
+    of_choices = expert_indices.to(torch.int32)
+    yield "moe_routes", lambda: moe_routes._routes(expert_indices, 128)
+    yield "indices_to_multihot", lambda: indices_to_multihot._multihot(expert_indices, chances, 128)
     yield "moe_permute", lambda: moe_permute._spread(x, None, chances, of_choices, ends, False)
     yield "moe_permute backward", lambda: moe_permute._gather(rows, None, chances.flatten(), of_choices)
     yield "moe_unpermute", lambda: moe_permute._gather(rows, chances, None, of_choices)

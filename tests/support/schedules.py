@@ -1,4 +1,4 @@
-"""Schedules in all their variants, and oracles that share no code with the pipeline's own."""
+"""Schedules in all their variants, and oracles that share no code with the source."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ def schedule(name: str, **settings: Any) -> Schedule:
 
 
 def variants(name: str, most: int = 4) -> Iterator[Schedule]:
-    """A schedule with each number of stages on a rank, and each of its switches."""
+    """A schedule with each number of stages on a rank, and each value of its settings."""
     spec = CATALOGUE.find(FOLDER + name)
     assert not isinstance(spec, Problem), spec
     if "stages_per_rank" in spec.fields:
@@ -37,23 +37,23 @@ def variants(name: str, most: int = 4) -> Iterator[Schedule]:
 
 
 def counts(ranks: int) -> list[int]:
-    """Numbers of microbatches, few and many, multiples of ranks and not, up to four times as many as ranks."""
+    """Numbers of microbatches: few and many, multiples of ranks and not, up to four times as many as ranks."""
     return sorted({1, 2, ranks - 1, ranks, ranks + 1, 2 * ranks - 1, 2 * ranks, 3 * ranks + 2, 4 * ranks} - {0})
 
 
 def texts(line: RankProgram) -> list[str]:
-    """A line as its labels."""
+    """The labels of a rank's program."""
     return [str(item) for item in line]
 
 
 def parts(line: RankProgram) -> list[Action]:
-    """A line as single actions."""
+    """The single actions of a rank's program."""
     return [part for item in line for part in (item.parts if isinstance(item, Overlap) else (item,))]
 
 
 def ends(program: Program, cost: Callable[[str], float], message: float) -> dict[tuple[int, str, int], float]:
-    """When each action ends, by going round the ranks until nothing changes."""
-    lines = [parts(program.line(rank)) for rank in range(program.ranks)]
+    """The end of each action, by iterating over the ranks until nothing changes."""
+    lines = [parts(program.rank_program(rank)) for rank in range(program.ranks)]
     found: dict[tuple[int, str, int], float] = {}
     places, free = [0] * len(lines), [0.0] * len(lines)
     moved = True
@@ -112,7 +112,7 @@ def rendezvous(lines: Sequence[RankProgram]) -> None:
 
 
 def golden(name: str) -> str:
-    """What is recorded of a schedule: each rank's line at some sizes, and with messages at a small one."""
+    """The golden text of a schedule: each rank's program at some sizes, and lowered at a small one."""
     text = ""
     for ranks, microbatches in ((4, 8), (2, 5), (3, 2)):
         text += f"# {ranks} ranks, {microbatches} microbatches\n"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import attrs
 
 from drawloom.graph import above, at_least, setting
-from drawloom.kernels.rope_frequencies import Dynamic, Linear, Llama3, Scaling, Yarn
+from drawloom.kernels.rope_frequencies import DynamicScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
 
 USED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -75,11 +75,11 @@ def scaling_of(rope: RopeScaling | None, max_positions: int) -> Scaling:
     if rope is None:
         return None
     given = rope.given()
-    length = {"length": int(given.pop("original_max_position_embeddings", max_positions))}
     if rope.rope_type == "linear":
-        return Linear(given["factor"])
-    made = {"dynamic": Dynamic, "yarn": Yarn, "llama3": Llama3}[rope.rope_type]
-    return made(**given, **length)  # type: ignore[no-any-return]
+        return LinearScaling(given["factor"])
+    length = int(given.pop("original_max_position_embeddings", max_positions))
+    made = {"dynamic": DynamicScaling, "yarn": YarnScaling, "llama3": Llama3Scaling}[rope.rope_type]
+    return made(**given, original_max_position_embeddings=length)  # type: ignore[no-any-return]
 
 
 def rope_faults(rope: RopeScaling, head_dim: int | None, key: str = "rope_scaling") -> Iterator[InvalidSetting]:

@@ -1,1 +1,1 @@
-"""MaxText's circular pipeline as one program: all stages run at once, and everything moves on by one."""
+"""MaxText's circular pipeline as one program: all stages run at once, and all outputs move on by one stage."""

@@ -1,11 +1,11 @@
 """
-Messages as nodes of autograd: what a rank sends in the forward pass comes back to it as a gradient in the backward.
+Messages as autograd nodes: the gradient of a sent tensor is received from the rank that it was sent to.
 
-All that goes over a rank's borders at one time is one trip. Its start and its arrival are two nodes, so that work which
-stands between them, in either pass, hides the way. A trip may start with nothing that needs a gradient, or end in what
-nobody uses, and autograd would then leave it out of the backward pass, while the other rank waits. So one scalar, the
-thread, runs through all starts and arrivals, from the parameters to the outputs: a rank that goes backward makes every
-trip again, in reverse.
+All messages of a rank at one time are one exchange. Its start and its arrival are two nodes, so that computation
+between them, in either pass, hides the latency. If no sent tensor needs a gradient, or no received tensor is used,
+autograd would leave the exchange out of the backward pass, while the other rank waits for it. So a scalar, the autograd
+token, runs through all starts and arrivals, from the parameters to the outputs: a rank's backward pass makes every
+exchange again, in reverse.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from drawloom.components.ports.distributed import P2PChannel, Pending
 
 @attrs.frozen
 class Ring:
-    """This rank's place among those that share a pipeline, and its links to the ones beside it, by their places."""
+    """This rank's index among the ranks of a pipeline, and its channels to the neighbours, by their index."""
 
     rank: int = 0
     size: int = 1
@@ -29,31 +29,31 @@ class Ring:
 
 
 @attrs.frozen
-class Form:
-    """What all tensors look like that pass from stage to stage."""
+class TensorMeta:
+    """The shape, dtype and device of all tensors that pass from stage to stage."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
     def empty(self) -> Tensor:
-        """Room for one of them."""
+        """An uninitialized tensor of this shape, (...)."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 @attrs.define(eq=False)
 class PendingSends:
-    """Messages that nobody here waits for. They hold their tensors until they are over."""
+    """Sends that have not been waited for. They hold their tensors until they complete."""
 
     _sending: list[Pending] = attrs.field(init=False, factory=list)
 
     def add(self, messages: Sequence[Pending]) -> None:
-        """Keep these, and let go of those that are over."""
+        """Add sends, and release those that have completed."""
         self._sending = [message for message in self._sending if not message.is_completed()]
         self._sending += messages
 
     def clear(self) -> None:
-        """Until all are over."""
+        """Wait until all have completed."""
         for message in self._sending:
             message.wait()
         self._sending = []
@@ -61,107 +61,111 @@ class PendingSends:
 
 @attrs.define(eq=False)
 class Exchange:
-    """Tensors on their way to and from neighbours, which are named by their places in the ring."""
+    """Tensors that are sent to and received from neighbours, by their index in the ring."""
 
     ring: Ring
-    outbox: PendingSends
+    pending_sends: PendingSends
     to: Sequence[int]
     sources: Sequence[int]
-    form: Form
-    _coming: list[tuple[Pending, Tensor]] = attrs.field(init=False, factory=list)
+    meta: TensorMeta
+    _receiving: list[tuple[Pending, Tensor]] = attrs.field(init=False, factory=list)
 
     def begin(self, tensors: Sequence[Tensor], *, back: bool) -> None:
-        """Send them out, or their gradients back, and make room for what comes; wait for nothing."""
+        """Post sends of tensors of one shape (...), and receives, without waiting; `back` is for gradients."""
         to, sources = (self.sources, self.to) if back else (self.to, self.sources)
-        links, boxes = self.ring.links, [self.form.empty() for _ in sources]
-        self._coming = [(links[source].receive(box), box) for source, box in zip(sources, boxes, strict=True)]
+        links, boxes = self.ring.links, [self.meta.empty() for _ in sources]
+        # Receives are posted before sends, so that a transport that blocks in a send finds its receiver ready.
+        self._receiving = [(links[source].receive(box), box) for source, box in zip(sources, boxes, strict=True)]
         pairs = zip(to, tensors, strict=True)
-        self.outbox.add([links[peer].send(tensor.detach().contiguous()) for peer, tensor in pairs])
+        self.pending_sends.add([links[peer].send(tensor.detach().contiguous()) for peer, tensor in pairs])
 
     def finish(self) -> list[Tensor]:
-        """Wait for what comes."""
-        coming, self._coming = self._coming, []
-        for message, _ in coming:
+        """Wait for the receives; the received tensors, all of one shape (...)."""
+        incoming, self._receiving = self._receiving, []
+        for message, _ in incoming:
             message.wait()
-        return [box for _, box in coming]
+        return [box for _, box in incoming]
 
 
-def begin_token(outbox: PendingSends, device: torch.device, tensors: Sequence[Tensor]) -> Tensor:
-    """The thread, tied to all that may ask for a gradient; it needs none itself if gradients are off."""
+def begin_token(pending_sends: PendingSends, device: torch.device, tensors: Sequence[Tensor]) -> Tensor:
+    """The autograd token, 0-dimensional, dependent on `tensors` (any shape), which may be asked for gradients."""
+    # A leaf that requires a gradient keeps the token in the graph even if no other tensor requires one.
     anchor = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
-    return _apply(_Begin, outbox, anchor, *tensors)[0]
+    return _apply(_Begin, pending_sends, anchor, *tensors)[0]
 
 
-def start(trip: Exchange, thread: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Begin a trip with these tensors; gives the thread."""
-    return _apply(_Start, trip, thread, *tensors)[0]
+def start(exchange: Exchange, token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Begin an exchange that sends these tensors (any shape); returns the token."""
+    return _apply(_Start, exchange, token, *tensors)[0]
 
 
-def arrive(trip: Exchange, thread: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """End a trip; gives the thread, and what came."""
-    thread, *came = _apply(_Arrive, trip, thread)
-    return thread, came
+def arrive(exchange: Exchange, token: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Finish an exchange; returns the token and the received tensors (any shape)."""
+    token, *came = _apply(_Arrive, exchange, token)
+    return token, came
 
 
-def end_token(outbox: PendingSends, thread: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors; whoever goes backward from any of them draws the thread."""
-    outbox.clear()
-    return list(_apply(_End, thread, *tensors))
+def end_token(pending_sends: PendingSends, token: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors (any shape), now dependent on the token: a backward pass from any of them makes all exchanges."""
+    pending_sends.clear()
+    return list(_apply(_End, token, *tensors))
 
 
 def _apply(node: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor, ...]:
-    """What a node of autograd gives, always as a tuple."""
+    """The results of an autograd node, always as a tuple."""
     given = node.apply(*arguments)  # type: ignore[no-untyped-call]
     return given if isinstance(given, tuple) else (given,)
 
 
 class _Begin(torch.autograd.Function):
+    # Its backward is the last of the pass, so it waits for the sends of gradients.
     @staticmethod
-    def forward(ctx: Any, outbox: PendingSends, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.outbox, ctx.count = outbox, len(tensors)
+    def forward(ctx: Any, pending_sends: PendingSends, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.pending_sends, ctx.count = pending_sends, len(tensors)
         return anchor.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        ctx.outbox.clear()
+        ctx.pending_sends.clear()
         count: int = ctx.count
         return (None,) * (2 + count)
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, trip: Exchange, thread: Tensor, *tensors: Tensor) -> Tensor:
-        trip.begin(tensors, back=False)
-        ctx.trip = trip
-        return thread.clone()
+    def forward(ctx: Any, exchange: Exchange, token: Tensor, *tensors: Tensor) -> Tensor:
+        exchange.begin(tensors, back=False)
+        ctx.exchange = exchange
+        return token.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, gradient, *ctx.trip.finish())
+        return (None, gradient, *ctx.exchange.finish())
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, trip: Exchange, thread: Tensor) -> tuple[Tensor, ...]:
-        ctx.trip = trip
-        return (thread.clone(), *trip.finish())
+    def forward(ctx: Any, exchange: Exchange, token: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return (token.clone(), *exchange.finish())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.trip.begin(gradients, back=True)
+        ctx.exchange.begin(gradients, back=True)
         return None, gradient
 
 
 class _End(torch.autograd.Function):
+    # Its backward gives the token a gradient of zero, whichever output the backward pass starts from.
     @staticmethod
-    def forward(ctx: Any, thread: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.thread = thread.new_zeros(())
+    def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.token = token.new_zeros(())
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return (ctx.thread, *gradients)
+        return (ctx.token, *gradients)

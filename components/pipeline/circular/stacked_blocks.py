@@ -1,12 +1,11 @@
 """
-One iteration's work of the stages on this rank: all of them as one batch, or one after another.
+Blocks with stacked parameters, and running one iteration of this rank's stages: as one batch, or one after another.
 
-As a batch (torch.vmap), products of small matrices become one product of a stack of them. One after another, stages may
-do what can't be batched: operations with a backward pass of their own, kernels, decisions that depend on values.
+As a batch (torch.vmap), products of small matrices become one product of a stack of them. Run one after another, stages
+may do what can't be batched: custom autograd Functions, kernels, control flow that depends on values.
 
-Stages that are in the bubble do not run at all. Run on zeros, as in a program of fixed shapes, they would cost as much
-as others, count in side outputs, and give NaN for gradients wherever a zero has no derivative: the gradient 0 that
-comes back to them does not heal that, since 0 * inf is NaN.
+Stages in the bubble do not run. If they ran on zeros, as in a program of fixed shapes, they would cost as much as
+others, count in side outputs, and give NaN for gradients wherever a zero has no derivative, since 0 * inf is NaN.
 """
 
 import copy
@@ -23,15 +22,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from drawloom.components.storage.pytree import fill, leaves
 
 Remat = Literal["nothing", "everything", "all_but_products"]
-"""What is computed again: nothing; everything, from a stage's inputs; everything but matrix products."""
+"""What is recomputed in the backward pass: nothing; everything, from a stage's inputs; everything but matmuls."""
 
 
 def check_remat(remat: str) -> Remat:
-    """The policy of this name; ValueError if there is none."""
+    """The remat policy of this name; ValueError if there is none."""
     for known in get_args(Remat):
         if remat == known:
             return known  # type: ignore[no-any-return]
-    raise ValueError(f"nothing is known of remat={remat!r}; write one of {', '.join(map(repr, get_args(Remat)))}")
+    raise ValueError(f"remat={remat!r} is not a policy; write one of {', '.join(map(repr, get_args(Remat)))}")
 
 
 _aten = torch.ops.aten
@@ -41,7 +40,7 @@ _PRODUCTS = (_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten._grouped_mm)
 
 
 def with_remat(remat: Remat, work: Callable[..., Any], *arguments: Any) -> Any:
-    """What `work` gives, kept for its backward pass as the policy says. Random numbers come out alike again."""
+    """The result of `work`, with activations saved or recomputed by the policy; random numbers are reproduced."""
     if remat == "nothing" or not torch.is_grad_enabled():
         return work(*arguments)
     if remat == "everything":
@@ -51,41 +50,43 @@ def with_remat(remat: Remat, work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _keep_products(_context: Any, operation: Any, *_arguments: Any, **_options: Any) -> CheckpointPolicy:
+    # Matmuls cost most to recompute, relative to the memory of their results.
     kept = getattr(operation, "overloadpacket", operation) in _PRODUCTS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def stack_blocks(blocks: Sequence[nn.Module], repeats: int) -> nn.Module:
     """
-    One module with the tensors of all blocks, which come repeat by repeat, and stage by stage in each.
+    One module with the stacked tensors of all blocks, (repeats, stages, ...); blocks are ordered by repeat, then stage.
 
-    The blocks may differ in the values of their parameters and buffers, and in nothing else. Tensors that have two
-    names in a block keep both. Raises ValueError, with the block and the name, for blocks that differ in form.
+    The blocks may differ only in the values of their parameters and buffers. Tensors with two names in a block (tied)
+    keep both. Raises ValueError, with the block and the name, for tensors that differ in dtype or shape.
     """
     stages, left = divmod(len(blocks), repeats)
     if left or not stages:
         raise ValueError(f"{len(blocks)} blocks are not {repeats} repeats of the same number of stages")
     named = [_tensors(block) for block in blocks]
     for number, tensors in enumerate(named):
-        _check_form(named[0], tensors, number)
+        _check_same_form(named[0], tensors, number)
     stacked = copy.deepcopy(blocks[0])
-    twins: dict[int, Tensor] = {}
+    # A tied tensor has several names; all of them must get one stacked parameter.
+    stacked_of: dict[int, Tensor] = {}
     for name, first in named[0].items():
-        if id(first) not in twins:
+        if id(first) not in stacked_of:
             rows = torch.stack([tensors[name].detach() for tensors in named]).view(repeats, stages, *first.shape)
             parameter = isinstance(first, nn.Parameter)
-            twins[id(first)] = nn.Parameter(rows, first.requires_grad) if parameter else rows
-        _put(stacked, name, twins[id(first)])
+            stacked_of[id(first)] = nn.Parameter(rows, first.requires_grad) if parameter else rows
+        _put(stacked, name, stacked_of[id(first)])
     return stacked
 
 
 def tensors_of(stacked: nn.Module) -> dict[str, Tensor]:
-    """Each parameter and buffer of stacked blocks under one of its names."""
+    """Each parameter and buffer of stacked blocks, (repeats, stages, ...), under one of its names."""
     return dict([*stacked.named_parameters(), *stacked.named_buffers()])
 
 
 def rows_of(stacked: nn.Module) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
-    """For each block its repeat, its stage, and its tensors by their names in a block, as views of the stacked ones."""
+    """For each block its repeat, its stage, and its tensors by name, (...) as views of (repeats, stages, ...)."""
     tensors = {name: tensor.detach() for name, tensor in tensors_of(stacked).items()}
     repeats, stages = next(iter(tensors.values())).shape[:2]
     for repeat in range(repeats):
@@ -98,7 +99,7 @@ def _tensors(block: nn.Module) -> dict[str, Tensor]:
     return dict([*parameters, *block.named_buffers(remove_duplicate=False)])
 
 
-def _check_form(first: Mapping[str, Tensor], other: Mapping[str, Tensor], number: int) -> None:
+def _check_same_form(first: Mapping[str, Tensor], other: Mapping[str, Tensor], number: int) -> None:
     if first.keys() != other.keys():
         different = ", ".join(sorted(first.keys() ^ other.keys()))
         raise ValueError(f"blocks 0 and {number} have different parameters: {different}")
@@ -131,7 +132,7 @@ Weights = dict[str, Tensor]
 
 @attrs.frozen
 class Task:
-    """What one stage of this rank (counted from 0 here) does in an iteration: its repeat, and what its block takes."""
+    """The work of one stage in an iteration: its local index, its repeat, and the arguments of its block."""
 
     stage: int
     repeat: int
@@ -139,16 +140,16 @@ class Task:
     shared: Any
 
 
-class Running(Protocol):
-    """Does the work of an iteration; it is made for one pass, in which parameters don't change."""
+class BlockRunner(Protocol):
+    """Runs the blocks of an iteration; created for one pass, in which parameters don't change."""
 
     def run(self, tasks: Sequence[Task]) -> tuple[list[Tensor], list[SideOutputs]]:
-        """What the block of each task gives; tasks are those of neighbouring stages."""
+        """The output (any shape) and the side outputs of each task's block; tasks are of consecutive stages."""
         ...
 
 
-class InTurn:
-    """Stages run one after another."""
+class SequentialBlocks:
+    """Runs stages one after another."""
 
     def __init__(self, stacked: nn.Module, remat: Remat) -> None:
         self._stacked, self._remat = stacked, remat
@@ -161,6 +162,7 @@ class InTurn:
         ]
 
     def run(self, tasks: Sequence[Task]) -> tuple[list[Tensor], list[SideOutputs]]:
+        """The output (any shape) and the side outputs of each task's block."""
         results = [with_remat(self._remat, self._one, task) for task in tasks]
         return [output for output, _ in results], [side for _, side in results]
 
@@ -168,16 +170,18 @@ class InTurn:
         return call_block(self._stacked, self._rows[task.repeat][task.stage], task.input, task.shared)
 
 
-class AtOnce:
-    """Stages run as one batch."""
+class BatchedBlocks:
+    """Runs stages as one batch."""
 
     def __init__(self, stacked: nn.Module, remat: Remat) -> None:
         self._stacked, self._remat = stacked, remat
+        # unbind once for a pass: its backward stacks the gradients of all repeats in one operation.
         blocks = {name: tensor.unbind() for name, tensor in tensors_of(stacked).items()}
         repeats = len(next(iter(blocks.values())))
         self._repeats = [{name: rows[repeat] for name, rows in blocks.items()} for repeat in range(repeats)]
 
     def run(self, tasks: Sequence[Task]) -> tuple[list[Tensor], list[SideOutputs]]:
+        """The output (any shape) and the side outputs of each task's block, whose tensors are rows of one batch."""
         outputs, sides = with_remat(self._remat, self._batch, tasks)
         columns = {name: tensor.unbind() for name, tensor in sides.items()}
         places = range(len(tasks))
@@ -195,6 +199,7 @@ class AtOnce:
         try:
             return batched(self._weights(tasks), torch.stack([task.input for task in tasks]), shared)
         except RuntimeError as error:
+            # vmap's errors have no type of their own; other errors of a block must stay as they are.
             if any(word in str(error) for word in ("vmap", "functorch", "Batching rule")):
                 reason = str(error).strip().splitlines()[0]
                 raise ValueError(
@@ -203,7 +208,8 @@ class AtOnce:
             raise
 
     def _weights(self, tasks: Sequence[Task]) -> Weights:
-        """The weights of each task's block, [tasks, ...]. Stages behind the front of a repeat are in the one before."""
+        """The weights of each task's block, (tasks, ...)."""
+        # While a repeat begins on the first stages, later stages are still in the previous repeat.
         parts = []
         for repeat in sorted({task.repeat for task in tasks}, reverse=True):
             stages = [task.stage for task in tasks if task.repeat == repeat]
@@ -214,11 +220,11 @@ class AtOnce:
 def call_block(
     stacked: nn.Module, weights: dict[str, Tensor], given: Tensor, shared: Any
 ) -> tuple[Tensor, SideOutputs]:
-    """A block's output and its side outputs, none if it gives a tensor alone."""
+    """A block's output (any shape) and its side outputs; {} if the block returns a tensor alone."""
     result = functional_call(stacked, weights, (given,) if shared is None else (given, shared))
     return (result, {}) if isinstance(result, Tensor) else result
 
 
 def _slice(rows: Tensor, stages: Sequence[int]) -> Tensor:
-    """Neighbouring rows; all of them as they are, since the gradient of a slice is a copy of the whole."""
+    """Consecutive rows of a stack; all rows without a slice, whose gradient would be a copy of the whole."""
     return rows if len(stages) == len(rows) else rows[stages[0] : stages[-1] + 1]

@@ -1,4 +1,4 @@
-"""Programs built from rows of op codes, as in the figures of papers: the order is written, microbatches are counted."""
+"""Programs built from rows of op codes, as in the figures of papers: microbatch numbers follow from the order."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,52 +9,53 @@ from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD
 
 
 def loop(ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
-    """Round and round: the last rank hands over to the first. The rank of each stage."""
+    """The rank of each stage in a loop: the stage after the last rank's is on the first rank again."""
     return tuple(range(ranks)) * stages_per_rank
 
 
 def vee(ranks: int) -> tuple[int, ...]:
     """
-    Down and up again, two stages a rank: the rank of each stage.
+    The rank of each stage in a V, two stages a rank.
 
-    The last rank hands over to itself, and the first one holds both ends of the model.
+    The last rank holds two consecutive stages, the first rank the first and the last stage of the model.
     """
     return (*range(ranks), *reversed(range(ranks)))
 
 
-def stages_of(rank: int, owners: tuple[int, ...]) -> list[int]:
+def stages_of(rank: int, stage_to_rank: tuple[int, ...]) -> list[int]:
     """A rank's stages, in order."""
-    return [stage for stage, owner in enumerate(owners) if owner == rank]
+    return [stage for stage, owner in enumerate(stage_to_rank) if owner == rank]
 
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 Row = list[int]
-"""One rank's letters, in order. Letters are plain numbers, so that rows are made, and read, fast."""
+"""One rank's op codes, in order. They are plain integers, which numpy handles fast for thousands of microbatches."""
 
-_JOINT = 1 << 32
-"""The letter of an overlap is its second letter times this, and its first."""
-
-
-def forward(own: int) -> int:
-    """The letter of a forward of a rank's own stage of this number."""
-    return 4 * own + FORWARD + 4
+_SECOND = 1 << 32
+"""The op code of an overlap is its first op code plus its second times this."""
 
 
-def backward(own: int) -> int:
-    """The letter of a full backward."""
-    return 4 * own + BACKWARD + 4
+def forward(local_stage: int) -> int:
+    """The op code of a forward of a rank's n-th stage (`local_stage`, from 0)."""
+    # 4 ops for each local stage; the offset of 4 leaves 0 to 3 for local stage -1, any stage of the rank (W).
+    return 4 * local_stage + FORWARD + 4
 
 
-def backward_input(own: int) -> int:
-    """The letter of a backward towards the inputs."""
-    return 4 * own + BACKWARD_INPUT + 4
+def backward(local_stage: int) -> int:
+    """The op code of a full backward."""
+    return 4 * local_stage + BACKWARD + 4
 
 
-def backward_weight(own: int) -> int:
-    """The letter of a backward towards the weights, the oldest that this stage owes."""
-    return 4 * own + BACKWARD_WEIGHT + 4
+def backward_input(local_stage: int) -> int:
+    """The op code of the input gradients."""
+    return 4 * local_stage + BACKWARD_INPUT + 4
+
+
+def backward_weight(local_stage: int) -> int:
+    """The op code of the oldest pending weight gradients of this stage."""
+    return 4 * local_stage + BACKWARD_WEIGHT + 4
 
 
 F0, F1 = forward(0), forward(1)
@@ -62,74 +63,82 @@ B0, B1 = backward(0), backward(1)
 I0, I1 = backward_input(0), backward_input(1)
 W0, W1 = backward_weight(0), backward_weight(1)
 W = backward_weight(-1)
-"""The letter of a backward towards the weights, the oldest that this rank owes."""
+"""The op code of the oldest pending weight gradients of any stage of the rank."""
 
 
 def overlap(first: int, second: int) -> int:
-    """The letter of two pieces of work that may run together."""
-    return first + second * _JOINT
+    """The op code of two ops that may run concurrently."""
+    return first + second * _SECOND
 
 
 def build_program(
-    rows: Sequence[Row], owners: tuple[int, ...], microbatches: int, *, newest_first: bool = False
+    rows: Sequence[Row], stage_to_rank: tuple[int, ...], microbatches: int, *, newest_first: bool = False
 ) -> Program:
     """
-    The program whose line for each rank is a row of letters; stage s belongs to rank `owners[s]`.
+    The program with a row of op codes for each rank.
 
-    With `newest_first`, backwards take the microbatches from the last to the first.
+    The n-th forward of a stage is that of microbatch n, and so for backwards; with `newest_first` these take the
+    microbatches from the last to the first. Actions of surplus microbatches are dropped.
     """
-    stages = np.argsort(np.array(owners), kind="stable").reshape(len(rows), -1)
-    counted = [_count(np.array(row, dtype=np.int64)) for row in rows]
-    own, work, microbatch, joined = (np.concatenate(column) for column in zip(*counted, strict=True))
+    stages = np.argsort(np.array(stage_to_rank), kind="stable").reshape(len(rows), -1)
+    counted = [_number_microbatches(np.array(row, dtype=np.int64)) for row in rows]
+    local_stage, op, microbatch, overlaps = (np.concatenate(column) for column in zip(*counted, strict=True))
     bounds = np.concatenate([[0], np.cumsum([len(line[0]) for line in counted])])
-    stage = stages[np.repeat(np.arange(len(rows)), np.diff(bounds)), own]
+    stage = stages[np.repeat(np.arange(len(rows)), np.diff(bounds)), local_stage]
+    # Microbatches were numbered in the order of a row, so reversing backwards is a change of numbers alone.
     if newest_first:
-        microbatch[work != FORWARD] = microbatches - 1 - microbatch[work != FORWARD]
-    woven = Program(owners, microbatches, bounds, stage, work, microbatch, joined)
-    return woven if (microbatch < microbatches).all() else woven.select(microbatch < microbatches)
+        microbatch[op != FORWARD] = microbatches - 1 - microbatch[op != FORWARD]
+    program = Program(stage_to_rank, microbatches, bounds, stage, op, microbatch, overlaps)
+    return program if (microbatch < microbatches).all() else program.select(microbatch < microbatches)
 
 
-def _count(letters: Ints) -> tuple[Ints, Ints, Ints, Bools]:
-    """Own stage, work, microbatch and whether it is joined to the one before, of each action in a row."""
-    letters, joined = _split(letters)
-    own, work = letters // 4 - 1, letters % 4
-    microbatch = np.zeros_like(own)
-    for number in range(own.max(initial=-1) + 1):
-        for kind in (work == FORWARD, (work == BACKWARD) | (work == BACKWARD_INPUT)):
-            places = np.flatnonzero(kind & (own == number))
+def _number_microbatches(op_codes: Ints) -> tuple[Ints, Ints, Ints, Bools]:
+    """Local stage, op, microbatch and whether it overlaps the previous action, for each action of a row."""
+    op_codes, overlaps = _split_overlaps(op_codes)
+    local_stage, op = op_codes // 4 - 1, op_codes % 4
+    microbatch = np.zeros_like(local_stage)
+    for number in range(local_stage.max(initial=-1) + 1):
+        for kind in (op == FORWARD, (op == BACKWARD) | (op == BACKWARD_INPUT)):
+            places = np.flatnonzero(kind & (local_stage == number))
             microbatch[places] = np.arange(len(places))
-        mine = own == number
-        _settle(own, microbatch, mine & (work == BACKWARD_INPUT), mine & (work == BACKWARD_WEIGHT))
-    _settle(own, microbatch, work == BACKWARD_INPUT, own == -1)
-    return own, work, microbatch, joined
+        of_stage = local_stage == number
+        _match_weight_grads(
+            local_stage, microbatch, of_stage & (op == BACKWARD_INPUT), of_stage & (op == BACKWARD_WEIGHT)
+        )
+    _match_weight_grads(local_stage, microbatch, op == BACKWARD_INPUT, local_stage == -1)
+    return local_stage, op, microbatch, overlaps
 
 
-def _split(letters: Ints) -> tuple[Ints, Bools]:
-    """Overlaps as two letters each, the second joined to the first."""
-    second, first = np.divmod(letters, _JOINT)
+def _split_overlaps(op_codes: Ints) -> tuple[Ints, Bools]:
+    """Overlaps as two op codes each, the second marked as overlapping the first."""
+    second, first = np.divmod(op_codes, _SECOND)
     if not second.any():
-        return letters, np.zeros(len(letters), dtype=bool)
+        return op_codes, np.zeros(len(op_codes), dtype=bool)
     pairs = np.stack([first, second], axis=1).ravel()
-    joined = np.tile([False, True], len(letters))
-    return pairs[pairs > 0], joined[pairs > 0]
+    overlaps = np.tile([False, True], len(op_codes))
+    return pairs[pairs > 0], overlaps[pairs > 0]
 
 
-def _settle(own: Ints, microbatch: Ints, debts: Bools, payments: Bools) -> None:
-    """The n-th of these weight gradients is that of the n-th of these input gradients."""
-    owed, paid = np.flatnonzero(debts), np.flatnonzero(payments)
-    own[paid], microbatch[paid] = own[owed[: len(paid)]], microbatch[owed[: len(paid)]]
+def _match_weight_grads(local_stage: Ints, microbatch: Ints, input_grads: Bools, weight_grads: Bools) -> None:
+    """Give the n-th of these weight gradients the stage and microbatch of the n-th of these input gradients."""
+    produced, consumed = np.flatnonzero(input_grads), np.flatnonzero(weight_grads)
+    local_stage[consumed], microbatch[consumed] = (
+        local_stage[produced[: len(consumed)]],
+        microbatch[produced[: len(consumed)]],
+    )
 
 
 def rounds(ranks: int, microbatches: int) -> list[int]:
-    """How many microbatches go in each round: as many as ranks or a few more, the first rounds the larger ones."""
+    """The microbatches of each round: as many as ranks or a few more, with the larger rounds first."""
+    # Fewer, larger rounds than ceil(microbatches / ranks): a round with fewer microbatches than ranks has a bubble.
     count = max(1, microbatches // ranks)
     share, left = divmod(microbatches, count)
     return [share + 1] * left + [share] * (count - left)
 
 
-def in_rounds(letter: Callable[[int], int], sizes: list[int], stages: range) -> Row:
-    """Each round through a rank's own stages, in their order."""
-    return [letter(own) for size in sizes for own in stages for _ in range(size)]
+def in_rounds(op_code: Callable[[int], int], sizes: list[int], stages: range) -> Row:
+    """The op codes of each round through a rank's stages, in the order given."""
+    return [op_code(local_stage) for size in sizes for local_stage in stages for _ in range(size)]
 
 
 def interleaved(
@@ -137,19 +146,20 @@ def interleaved(
     ranks: int,
     stages: int,
     microbatches: int,
-    letter: Callable[[int], int],
+    op_code: Callable[[int], int],
     lead: int,
     lag: int | None = None,
 ) -> Row:
     """
-    One rank's row. `letter` makes that of a backward from an own stage.
+    One rank's row of interleaved 1F1B. `op_code` gives that of a backward of a local stage.
 
-    The rank that is k before the last one goes `lead * k` forwards further ahead. With `lag`, weight gradients are
-    paid one a backward, once that many are owed.
+    The rank that is k before the last one warms up with `lead * k` more forwards. With `lag`, weight gradients are
+    deferred: from the backward with that number on, each backward is followed by the oldest pending one.
     """
     sizes = rounds(ranks, microbatches)
     forwards = in_rounds(forward, sizes, range(stages))
-    backwards = in_rounds(letter, sizes, range(stages)[::-1])
+    backwards = in_rounds(op_code, sizes, range(stages)[::-1])
+    # The first backward needs the first round's forwards of all local stages, then `lead` for each rank after it.
     ahead = (stages - 1) * sizes[0] + lead * (ranks - 1 - rank)
     row = forwards[:ahead]
     for number, backward in enumerate(backwards):
@@ -160,25 +170,25 @@ def interleaved(
     return row if lag is None else row + [W] * min(lag, len(backwards))
 
 
-def breadth_first(owners: tuple[int, ...], ranks: int, microbatches: int, *, train: bool = True) -> Program:
-    """What each rank computes, in order; forwards alone if not to `train`."""
-    stages = range(len(owners) // ranks)
-    row = [forward(own) for own in stages for _ in range(microbatches)]
+def breadth_first(stage_to_rank: tuple[int, ...], ranks: int, microbatches: int, *, train: bool = True) -> Program:
+    """Breadth-first: all microbatches through one stage after another, then all backward if `train`."""
+    stages = range(len(stage_to_rank) // ranks)
+    row = [forward(local_stage) for local_stage in stages for _ in range(microbatches)]
     if train:
-        row += [backward(own) for own in reversed(stages) for _ in range(microbatches)]
-    return build_program([row] * ranks, owners, microbatches, newest_first=True)
+        row += [backward(local_stage) for local_stage in reversed(stages) for _ in range(microbatches)]
+    return build_program([row] * ranks, stage_to_rank, microbatches, newest_first=True)
 
 
-def forward_only(owners: Sequence[int], microbatches: int) -> Program:
+def forward_only(stage_to_rank: Sequence[int], microbatches: int) -> Program:
     """
-    Microbatches follow one another through the stages, each a stage behind the one before.
+    Forwards alone: each microbatch is one stage behind the previous one.
 
-    Where a rank holds several stages that are due at once, the one nearest to the end comes first, so that what is
-    under way gets done.
+    If several stages of a rank are due at the same time, the last one comes first, so that the oldest microbatch
+    finishes first.
     """
-    places = [(stage, number) for stage in range(len(owners)) for number in range(microbatches)]
+    places = [(stage, number) for stage in range(len(stage_to_rank)) for number in range(microbatches)]
     places.sort(key=lambda place: (place[0] + place[1], -place[0]))
-    lines: list[list[Action]] = [[] for _ in range(max(owners) + 1)]
+    lines: list[list[Action]] = [[] for _ in range(max(stage_to_rank) + 1)]
     for stage, number in places:
-        lines[owners[stage]].append(Action(stage, "F", number))
-    return Program.of(lines, owners)
+        lines[stage_to_rank[stage]].append(Action(stage, "F", number))
+    return Program.of(lines, stage_to_rank)

@@ -1,11 +1,11 @@
 """
-Sends and receives put into a rank's line.
+Lowering: sends and receives are inserted into a rank's program.
 
-Everything that happens, work and messages alike, is laid in one order for the whole world: by when it ends on paper. A
-message stands right behind the work that made it, and so before the work that needs it, which ends later. Each rank's
-line is this order without what concerns others only. Hence nothing can get stuck, even if a send waits until it is
-received, and between two ranks messages are received in the order in which they are sent; and a receive stands before
-the work during which its message comes, so that it is posted by then.
+All compute actions and messages are put in one global order, by their simulated end. A message follows the action that
+produces it, and so precedes the action that consumes it, which ends later. A rank's program is the part of this order
+that concerns it. Hence it can't deadlock, even if a send blocks until it is received; between two ranks, messages are
+received in the order in which they are sent; and a receive precedes the action during which its message arrives, so
+that it is posted by then.
 """
 
 import attrs
@@ -21,79 +21,88 @@ from drawloom.components.ports.program import (
     FORWARD,
     OPS,
     Action,
-    Message,
+    MessageOp,
     Program,
     RankProgram,
-    joined_up,
+    group_overlaps,
 )
 
-PAPER = Costs(comm=0.25)
-"""What is assumed of work and messages to lay them in order: a message takes a quarter of a forward."""
+ASSUMED_COSTS = Costs(comm=0.25)
+"""Costs assumed for the global order: a message takes a quarter of a forward."""
 
 
-def lower(program: Program, rank: int, costs: Costs = PAPER) -> RankProgram:
-    """One rank's line with its messages. All ranks must be given the same program and costs; raises Stuck."""
+def lower(program: Program, rank: int, costs: Costs = ASSUMED_COSTS) -> RankProgram:
+    """
+    One rank's program with its messages; raises Deadlock if the program can't finish.
+
+    All ranks must pass the same program and costs, for each computes the global order by itself.
+    """
     program = with_whole_backwards(program)
     return with_messages(program, time(program, costs), rank)
 
 
 def with_whole_backwards(program: Program) -> Program:
-    """The same program with a B for each I that its own W follows at once, if no other rank waits for what I gives."""
-    together = np.zeros(len(program.stage), dtype=bool)
-    together[:-1] = (program.op[:-1] == BACKWARD_INPUT) & (program.op[1:] == BACKWARD_WEIGHT)
+    """The same program with B for each I that its W follows directly, unless another rank consumes the result of I."""
+    merged = np.zeros(len(program.stage), dtype=bool)
+    merged[:-1] = (program.op[:-1] == BACKWARD_INPUT) & (program.op[1:] == BACKWARD_WEIGHT)
     for column in (program.stage, program.microbatch, program.rank):
-        together[:-1] &= column[:-1] == column[1:]
-    together[:-1] &= ~program.overlaps_previous[1:]
-    together &= peers(program) == program.rank
-    work = np.where(together, BACKWARD, program.op)
-    return attrs.evolve(program, op=work).select(~np.roll(together, 1))
+        merged[:-1] &= column[:-1] == column[1:]
+    merged[:-1] &= ~program.overlaps_previous[1:]
+    merged &= dest_ranks(program) == program.rank
+    op = np.where(merged, BACKWARD, program.op)
+    return attrs.evolve(program, op=op).select(~np.roll(merged, 1))
 
 
-def peers(program: Program) -> NDArray[np.int64]:
-    """For each action, the rank that its result goes to, which is its own if there is none to pass on."""
-    owners, whose = np.array(program.stage_to_rank), program.rank
-    goal = program.stage + np.where(program.op == FORWARD, 1, -1)
-    passed_on = (program.op != BACKWARD_WEIGHT) & (goal >= 0) & (goal < program.stages)
-    return np.where(passed_on, owners[np.where(passed_on, goal, 0)], whose)
+def dest_ranks(program: Program) -> NDArray[np.int64]:
+    """For each action, the rank that consumes its result; its own rank if there is no such rank."""
+    stage_to_rank, rank_of = np.array(program.stage_to_rank), program.rank
+    dest_stage = program.stage + np.where(program.op == FORWARD, 1, -1)
+    has_dest = (program.op != BACKWARD_WEIGHT) & (dest_stage >= 0) & (dest_stage < program.stages)
+    return np.where(has_dest, stage_to_rank[np.where(has_dest, dest_stage, 0)], rank_of)
 
 
 def with_messages(program: Program, timing: Timing, rank: int) -> RankProgram:
-    """One rank's line with its messages, given when each action of the whole program ends."""
-    whose, goals = program.rank, peers(program)
-    works, sends, receives = whose == rank, (whose == rank) & (goals != rank), (whose != rank) & (goals == rank)
-    rows = np.concatenate([np.flatnonzero(some) for some in (works, sends, receives)])
-    kinds = np.repeat([_WORK, _SEND, _RECEIVE], [some.sum() for some in (works, sends, receives)])
+    """One rank's program with its messages, ordered by the timing of the whole program."""
+    rank_of, dest_of = program.rank, dest_ranks(program)
+    computes, sends, receives = (
+        rank_of == rank,
+        (rank_of == rank) & (dest_of != rank),
+        (rank_of != rank) & (dest_of == rank),
+    )
+    rows = np.concatenate([np.flatnonzero(some) for some in (computes, sends, receives)])
+    kinds = np.repeat([_COMPUTE, _SEND, _RECEIVE], [some.sum() for some in (computes, sends, receives)])
     order = np.lexsort((kinds, rows, timing.wave[rows], timing.end[rows]))  # rows break ties alike on all ranks
+    # Kinds come before the rows in time: at equal times a message follows its producer.
     rows, kinds = rows[order], kinds[order]
-    peer = np.where(kinds == _SEND, goals[rows], whose[rows])
+    peer = np.where(kinds == _SEND, dest_of[rows], rank_of[rows])
     columns = (program.stage[rows], program.op[rows], program.microbatch[rows], kinds, peer)
     actions = [_action(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
-    return joined_up(zip(actions, _joined(program.overlaps_previous[rows], kinds), strict=True))
+    return group_overlaps(zip(actions, _overlaps_previous(program.overlaps_previous[rows], kinds), strict=True))
 
 
-_WORK, _SEND, _RECEIVE = range(3)
+_COMPUTE, _SEND, _RECEIVE = range(3)
 
-_MESSAGES: dict[tuple[bool, int], tuple[Message, int]] = {
+_MESSAGES: dict[tuple[bool, int], tuple[MessageOp, int]] = {
     (True, _SEND): ("SEND_F", 0),
     (True, _RECEIVE): ("RECV_F", 1),
     (False, _SEND): ("SEND_B", 0),
     (False, _RECEIVE): ("RECV_B", -1),
 }
-"""By whether it comes of a forward and on which side it is: a message's name, and how far from the sending stage."""
+"""By whether a forward produced it and by its side: a message's op, and its stage relative to the producer's."""
 
 
-def _action(stage: int, work: int, microbatch: int, kind: int, peer: int) -> Action:
-    """The work itself, or its result on the way: where it leaves, or where it arrives."""
-    if kind == _WORK:
-        return Action(stage, OPS[work], microbatch)
-    message, step = _MESSAGES[work == FORWARD, kind]
+def _action(stage: int, op: int, microbatch: int, kind: int, peer: int) -> Action:
+    """A compute action, or the message of its result on the sending or the receiving side."""
+    if kind == _COMPUTE:
+        return Action(stage, OPS[op], microbatch)
+    message, step = _MESSAGES[op == FORWARD, kind]
     return Action(stage + step, message, microbatch, peer)
 
 
-def _joined(joined: NDArray[np.bool_], kinds: NDArray[np.int64]) -> list[bool]:
-    """Whether each is joined to the one before: what stands between two parts of an overlap is part of it."""
-    found = np.zeros(len(joined), dtype=bool)
-    works = np.flatnonzero(kinds == _WORK)
-    for work, before in zip(works[1:][joined[works[1:]]], works[:-1][joined[works[1:]]], strict=True):
-        found[before + 1 : work + 1] = True
+def _overlaps_previous(overlaps: NDArray[np.bool_], kinds: NDArray[np.int64]) -> list[bool]:
+    """Whether each action overlaps the previous one: messages between two parts of an overlap belong to it."""
+    found = np.zeros(len(overlaps), dtype=bool)
+    computes = np.flatnonzero(kinds == _COMPUTE)
+    for op, before in zip(computes[1:][overlaps[computes[1:]]], computes[:-1][overlaps[computes[1:]]], strict=True):
+        found[before + 1 : op + 1] = True
     return found.tolist()

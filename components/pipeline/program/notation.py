@@ -10,7 +10,7 @@ ACTION = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
 
 def read_action(text: str) -> Action | Overlap:
-    """An action or an overlap; a ValueError if it is neither."""
+    """The action or overlap of a label; ValueError if it is neither."""
     parts = tuple(_read_part(part) for part in text.split("|"))
     return parts[0] if len(parts) == 1 else Overlap(parts)
 
@@ -18,12 +18,12 @@ def read_action(text: str) -> Action | Overlap:
 def _read_part(text: str) -> Action:
     found = ACTION.fullmatch(text)
     if found is None:
-        raise ValueError(f"{text!r} is no action; write such as 3F7: stage, work (F, B, I or W) and microbatch")
+        raise ValueError(f"{text!r} is not an action; write such as 3F7: stage, op (F, B, I or W) and microbatch")
     return Action(int(found[1]), found[2], int(found[3]))  # type: ignore[arg-type]
 
 
 def read_program(text: str) -> Program:
-    """What `write_program` gave; a ValueError if it is no program."""
+    """The program in a text of `write_program`; ValueError if there is none."""
     return Program.of([_read_line(row.partition(":")[2]) for row in text.splitlines() if row.strip()])
 
 
@@ -33,23 +33,24 @@ def _read_line(text: str) -> RankProgram:
 
 def write_program(program: Program) -> str:
     """A row for each rank, such as `0: 0F0 0F1 0B0`."""
-    return "".join(f"{rank}: {' '.join(map(str, program.line(rank)))}\n" for rank in range(program.ranks))
+    return "".join(f"{rank}: {' '.join(map(str, program.rank_program(rank)))}\n" for rank in range(program.ranks))
 
 
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
-ASIDE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+# torch's actions for FSDP: a program here does not schedule them.
+IGNORED_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
 def read_csv(text: str) -> Program:
-    """The program in a CSV text; a ValueError that names the cell if there is none."""
+    """The program in a CSV text; ValueError that names the cell if there is none."""
     rows = list(csv.reader(io.StringIO(text)))
     return Program.of([_line(cells, row) for row, cells in enumerate(rows, 1) if cells])
 
 
 def write_csv(program: Program) -> str:
-    """The CSV text of a program, as torch reads and writes it."""
+    """The CSV text of a program, in torch's format."""
     text = io.StringIO()
-    csv.writer(text).writerows([_cell(item) for item in program.line(rank)] for rank in range(program.ranks))
+    csv.writer(text).writerows([_cell(item) for item in program.rank_program(rank)] for rank in range(program.ranks))
     return text.getvalue()
 
 
@@ -65,7 +66,8 @@ def _line(cells: list[str], row: int) -> RankProgram:
 
 
 def _read(cell: str) -> Action | Overlap | None:
-    if not cell or ASIDE.fullmatch(cell):
+    # Messages are skipped below: lowering inserts its own.
+    if not cell or IGNORED_ACTION.fullmatch(cell):
         return None
     overlap = OVERLAP.fullmatch(cell)
     item = read_action(overlap[1].replace(";", "|") if overlap else cell)

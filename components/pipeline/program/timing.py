@@ -1,9 +1,10 @@
 """
-When each action starts and ends, if every rank goes through its line as fast as what it depends on lets it.
+The start and end of each action, if every rank runs its actions in order as early as dependencies allow.
 
-This is the longest path through the graph of actions. All ranks advance together, one action a sweep: a rank's next
-action starts when the rank is free and what it takes has been made, and if that is not so yet, the rank sits the sweep
-out. The number of sweeps is the depth of the graph, and each is a handful of operations on one number for each rank.
+This is the longest path through the dependency graph of actions. All ranks advance together, at most one action a wave:
+a rank's next action starts when the rank is free and its input has been produced; a rank whose input has not been
+produced skips the wave. The number of waves is the depth of the graph, and each wave is a few vectorized operations
+over ranks.
 """
 
 import attrs
@@ -15,12 +16,12 @@ from drawloom.components.ports.program import BACKWARD_WEIGHT, FORWARD, Program
 
 
 class Deadlock(Exception):
-    """A program can't be carried out: every rank that is left waits for another."""
+    """A program can't finish: every rank that has actions left waits for another."""
 
 
 @attrs.frozen(eq=False)
 class Timing:
-    """For each action of a program: when it starts and ends, and in which sweep it came, later than all it needs."""
+    """For each action of a program: its start, its end, and its wave, which is later than that of all its inputs."""
 
     start: NDArray[np.float64]
     end: NDArray[np.float64]
@@ -33,55 +34,67 @@ class Timing:
 
 
 def time(program: Program, costs: Costs) -> Timing:
-    """Times of each action with messages that take `costs.message` each, any number of them at once; or Stuck."""
-    made, takes, delay = dependencies(program, costs)
-    ends = np.full(made.max(initial=0) + 1, np.inf)
-    ends[_NOTHING] = 0.0
-    length, place, free = costs.of(program.op), program.bounds[:-1].copy(), np.zeros(program.ranks)
-    timing = Timing(np.zeros(len(made)), np.zeros(len(made)), np.zeros(len(made), dtype=np.int64))
-    number = 0
-    while len(ranks := np.flatnonzero(place < program.bounds[1:])):
-        ready = ends[takes[place[ranks]]] + delay[place[ranks]]
-        able = ready < np.inf
-        if not able.any():
-            raise Deadlock(_stuck(program, place[ranks]))
-        ranks = ranks[able]
-        now = place[ranks]
-        start = np.maximum(free[ranks], ready[able])
-        end = start + length[now]
-        timing.start[now], timing.end[now], timing.wave[now] = start, end, number
-        free[ranks] = ends[made[now]] = end
-        place[ranks] += 1
-        number += 1
+    """
+    The timing of a program in which messages take `costs.comm` each and don't share channels.
+
+    Raises Deadlock if the program can't finish.
+    """
+    produces, consumes, delay = dependencies(program, costs)
+    end_of = np.full(produces.max(initial=0) + 1, np.inf)
+    end_of[_NO_INPUT] = 0.0
+    length, next_action, free_at = costs.of(program.op), program.bounds[:-1].copy(), np.zeros(program.ranks)
+    timing = Timing(np.zeros(len(produces)), np.zeros(len(produces)), np.zeros(len(produces), dtype=np.int64))
+    wave = 0
+    while len(ranks := np.flatnonzero(next_action < program.bounds[1:])):
+        ready = end_of[consumes[next_action[ranks]]] + delay[next_action[ranks]]
+        # A cell that no action has produced yet is infinite.
+        can_start = ready < np.inf
+        if not can_start.any():
+            raise Deadlock(_deadlock_message(program, next_action[ranks]))
+        ranks = ranks[can_start]
+        current = next_action[ranks]
+        start = np.maximum(free_at[ranks], ready[can_start])
+        end = start + length[current]
+        timing.start[current], timing.end[current], timing.wave[current] = start, end, wave
+        free_at[ranks] = end_of[produces[current]] = end
+        next_action[ranks] += 1
+        wave += 1
     return timing
 
 
-_NOTHING = 0
-"""Where the end of what needs no waiting for is kept."""
+_NO_INPUT = 0
+"""The cell that is ready from the start, for actions without an input."""
 
 
 def dependencies(program: Program, costs: Costs) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """
-    For each action the cell in which it leaves its end, the cell with the end of what it takes, and how long that
-    travels. Cell 0 is for actions that take nothing, the last one for ends that nobody asks for.
+    For each action the cell that it produces, the cell that it consumes, and the delay of its input's message.
+
+    A cell holds the time at which an activation or gradient is ready. Cell 0 is for actions without an input, the last
+    one for results that no action consumes.
     """
-    stage, work, last = program.stage, program.op, program.stages - 1
-    forward, weight = work == FORWARD, work == BACKWARD_WEIGHT
+    stage, op, last = program.stage, program.op, program.stages - 1
+    forward, weight = op == FORWARD, op == BACKWARD_WEIGHT
     direction = np.where(forward, 1, -1)
     size = program.stages * program.microbatches
     cell = 1 + stage * program.microbatches + program.microbatch
-    made = np.where(forward, cell, np.where(weight, 1 + 2 * size, cell + size))
-    takes = made - direction * program.microbatches
-    takes[~forward & (stage == last)] = cell[~forward & (stage == last)]
-    takes[weight | (forward & (stage == 0))] = _NOTHING
-    owners = np.array(program.stage_to_rank)
+    # Forward results are in cells 1 to size, backward results in the next `size` cells.
+    produces = np.where(forward, cell, np.where(weight, 1 + 2 * size, cell + size))
+    consumes = produces - direction * program.microbatches
+    # The last stage's backward starts from its own forward, the loss.
+    consumes[~forward & (stage == last)] = cell[~forward & (stage == last)]
+    consumes[weight | (forward & (stage == 0))] = _NO_INPUT
+    stage_to_rank = np.array(program.stage_to_rank)
     source = np.clip(stage - direction, 0, last)
-    delay = np.where(owners[source] != owners[stage], costs.comm, 0.0)
-    delay[takes == _NOTHING] = 0.0
-    return made, takes, delay
+    delay = np.where(stage_to_rank[source] != stage_to_rank[stage], costs.comm, 0.0)
+    delay[consumes == _NO_INPUT] = 0.0
+    return produces, consumes, delay
 
 
-def _stuck(program: Program, places: NDArray[np.int64]) -> str:
+def _deadlock_message(program: Program, places: NDArray[np.int64]) -> str:
     ranks = np.searchsorted(program.bounds, places, side="right") - 1
-    waiting = [f"rank {rank} waits to do {program.action(place)}" for rank, place in zip(ranks, places, strict=True)]
-    return "no rank can go on: " + ", ".join(waiting[:8]) + (", ..." if len(waiting) > 8 else "")
+    waiting = [
+        f"rank {rank} waits to do {program.action(next_action)}"
+        for rank, next_action in zip(ranks, places, strict=True)
+    ]
+    return "deadlock: " + ", ".join(waiting[:8]) + (", ..." if len(waiting) > 8 else "")

@@ -1,4 +1,4 @@
-"""What is wrong with a program, in sentences: what must hold of any, whoever made it."""
+"""Validation of programs: the rules that every schedule must keep, and their violations as sentences."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -11,40 +11,40 @@ TRAINS = ("FB", "FIW")
 INFERS = ("F",)
 
 
-def faults(program: Program) -> list[str]:
+def violations(program: Program) -> list[str]:
     """
-    All that is wrong, the empty list if nothing is.
+    All violations of a program, an empty list if it is valid.
 
-    Each stage goes forward once for each microbatch, then backward once, at once or towards inputs and then weights,
-    on the rank that owns it; or the whole program goes forward only. And it comes to an end.
+    Each stage runs one forward for each microbatch, then one backward, whole or split in I and W, on the rank that owns
+    the stage; or the whole program has forwards alone. And the program must not deadlock.
     """
-    return [*_on_other_ranks(program), *_not_once(program)] or _stuck(program)
+    return [*_wrong_ranks(program), *_wrong_ops(program)] or _deadlocks(program)
 
 
-def _on_other_ranks(program: Program) -> Iterator[str]:
+def _wrong_ranks(program: Program) -> Iterator[str]:
     for rank in range(program.ranks):
-        for action in flat(program.line(rank)):
+        for action in flat(program.rank_program(rank)):
             if not 0 <= action.stage < program.stages:
                 yield f"{action} on rank {rank}: there are stages 0 to {program.stages - 1}"
             elif program.stage_to_rank[action.stage] != rank:
                 yield f"{action} is on rank {rank}, but its stage belongs to rank {program.stage_to_rank[action.stage]}"
 
 
-def _not_once(program: Program) -> Iterator[str]:
+def _wrong_ops(program: Program) -> Iterator[str]:
     done = dict.fromkeys(product(range(program.stages), range(program.microbatches)), "")
     for rank in range(program.ranks):
-        for action in flat(program.line(rank)):
-            place = action.stage, action.microbatch
-            done[place] = done.get(place, "") + action.op
-    fine = TRAINS if any(works.strip("F") for works in done.values()) else INFERS
-    for (stage, microbatch), works in done.items():
-        if works not in fine:
-            yield f"stage {stage} does {works or 'nothing'} for microbatch {microbatch}, not {' or '.join(fine)}"
+        for action in flat(program.rank_program(rank)):
+            key = action.stage, action.microbatch
+            done[key] = done.get(key, "") + action.op
+    allowed = TRAINS if any(ops.strip("F") for ops in done.values()) else INFERS
+    for (stage, microbatch), ops in done.items():
+        if ops not in allowed:
+            yield f"stage {stage} does {ops or 'nothing'} for microbatch {microbatch}, not {' or '.join(allowed)}"
 
 
-def _stuck(program: Program) -> list[str]:
+def _deadlocks(program: Program) -> list[str]:
     try:
         time(program, Costs())
-    except Deadlock as stuck:
-        return [str(stuck)]
+    except Deadlock as deadlock:
+        return [str(deadlock)]
     return []

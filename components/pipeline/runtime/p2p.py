@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.distributed import P2PChannel, Pending
 from drawloom.components.ports.model import BatchContext, LayerRange
-from drawloom.components.ports.program import Message
+from drawloom.components.ports.program import MessageOp
 from drawloom.components.storage.pytree import branches, leaves, transform
 
 Key = tuple[Any, ...]
@@ -83,7 +83,7 @@ def _written(leaf: Any) -> str:
     return f"{str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape)}"
 
 
-MessageKey = tuple[Message, int, int]
+MessageKey = tuple[MessageOp, int, int]
 """Which message: its kind on the receiving side, the stage that takes it, the microbatch."""
 
 

@@ -1,5 +1,5 @@
 """
-The circular pipeline: microbatches run round and round through all ranks, one repeat after the other.
+The circular pipeline: microbatches pass through all ranks in a loop, one repeat after another.
 
 MaxText (Google, github.com/AI-Hypercomputer/maxtext), `layers/pipeline.py`. Its one program for all ranks steps through
 `repeats * microbatches + ranks - 1` iterations and goes back through them in reverse, which makes it the looped
@@ -14,14 +14,14 @@ from drawloom.graph import at_least, component, setting
 
 @component(change="free")
 class Circular:
-    """MaxText's circular pipeline: each repeat takes all microbatches round once."""
+    """MaxText's circular pipeline: in each repeat all microbatches pass through all ranks once."""
 
     stages_per_rank: int = setting(default=2, check=at_least(1), doc="repeats, each a stage on every rank")
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """For each stage the rank that holds it."""
+        """The rank of each stage."""
         return loop(ranks, self.stages_per_rank)
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """What each rank computes, in order."""
+        """The actions of every rank, in order."""
         return breadth_first(self.stage_to_rank(ranks), ranks, microbatches)

@@ -16,15 +16,16 @@ class DualPipeV:
 
     @property
     def stages_per_rank(self) -> int:
-        """Down the V and up again."""
+        """Two: one on the way down the V, one on the way up."""
         return 2
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """For each stage the rank that holds it."""
+        """The rank of each stage."""
         return vee(ranks)
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """What each rank computes, in order."""
+        """The actions of every rank, in order."""
+        # The eight steps need 2 p microbatches; build_program drops the surplus.
         enough = max(microbatches, 2 * ranks)
         rows = [_row(rank, ranks, enough) for rank in range(ranks)]
         return build_program(rows, self.stage_to_rank(ranks), microbatches)
@@ -35,7 +36,7 @@ def _row(r: int, p: int, m: int) -> Row:
     half = r + 1
     steady = [overlap(F0, B1), overlap(F1, B0)] * (m - 2 * p + half)
     if r == p - 1:
-        steady[:1] = [F0, B1]  # apart they leave a smaller bubble
+        steady[:1] = [F0, B1]  # without this overlap the bubble is smaller
     return (
         [F0] * (2 * (p - r - 1))
         + [F0, F1] * (r + 1)

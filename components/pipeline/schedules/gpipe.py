@@ -1,5 +1,5 @@
 """
-GPipe: all microbatches forward, then all backward, the newest first.
+GPipe: forwards of all microbatches, then all backwards, the newest microbatch first.
 
 Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, figure 2c.
 Every rank holds all microbatches.
@@ -20,10 +20,10 @@ class GPipe:
         return 1
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """For each stage the rank that holds it."""
+        """The rank of each stage."""
         return loop(ranks)
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """What each rank computes, in order."""
+        """The actions of every rank, in order."""
         row = [F0] * microbatches + [B0] * microbatches
         return build_program([row] * ranks, self.stage_to_rank(ranks), microbatches, newest_first=True)

@@ -1,9 +1,9 @@
 """
-Greedy: weight gradients wherever a rank would wait, for work and messages that cost what was measured.
+Greedy: weight gradients fill the bubbles, for measured costs of ops and messages.
 
 The idea is that of the automatic schedules in Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024,
-section 3. Forwards and input gradients go in the order of DualPipeV, which proved the best for most costs; where memory
-is less than that order needs, whatever is ready goes, the most urgent first.
+section 3. Forwards and input gradients are in the order of DualPipeV, which is the best for most costs; with less
+memory than that order needs, a rank runs whatever is ready, the most urgent first.
 """
 
 from drawloom.components.pipeline.program.builders import vee
@@ -16,7 +16,7 @@ from drawloom.graph import above, at_least, component, setting
 
 @component(change="free")
 class Greedy:
-    """Made for measured costs and a given memory, on a V. Costs are of one stage and microbatch, in any unit."""
+    """A schedule for measured costs and a memory limit, on a V. Costs are of one stage and microbatch, in any unit."""
 
     forward: float = setting(default=1.0, check=above(0), doc="time of a forward")
     backward_input: float = setting(default=1.0, check=above(0), doc="time of the input gradients")
@@ -30,16 +30,17 @@ class Greedy:
 
     @property
     def stages_per_rank(self) -> int:
-        """Down the V and up again."""
+        """Two: one on the way down the V, one on the way up."""
         return 2
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """For each stage the rank that holds it."""
+        """The rank of each stage."""
         return vee(ranks)
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """What each rank computes, in order."""
+        """The actions of every rank, in order."""
         costs = Costs(self.forward, self.backward_input, self.backward_weight, comm=self.comm)
+        # DualPipeV holds at most 2 p + 1 stage-microbatches on a rank.
         enough = 2 * ranks + 1
         limit = enough if self.memory is None else 2 * self.memory
         if limit < enough:

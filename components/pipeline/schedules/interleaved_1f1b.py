@@ -18,10 +18,10 @@ class Interleaved1F1B:
     stages_per_rank: int = setting(default=2, check=at_least(1), doc="stages on each rank")
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """For each stage the rank that holds it."""
+        """The rank of each stage."""
         return loop(ranks, self.stages_per_rank)
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """What each rank computes, in order."""
+        """The actions of every rank, in order."""
         rows = [interleaved(rank, ranks, self.stages_per_rank, microbatches, backward, lead=2) for rank in range(ranks)]
         return build_program(rows, self.stage_to_rank(ranks), microbatches)

@@ -17,9 +17,9 @@ class LoopedBreadthFirst:
     stages_per_rank: int = setting(default=2, check=at_least(1), doc="stages on each rank")
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """For each stage the rank that holds it."""
+        """The rank of each stage."""
         return loop(ranks, self.stages_per_rank)
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """What each rank computes, in order."""
+        """The actions of every rank, in order."""
         return breadth_first(self.stage_to_rank(ranks), ranks, microbatches)

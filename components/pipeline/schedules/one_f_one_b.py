@@ -1,10 +1,10 @@
 """
-1F1B: a rank warms up with as many forwards as there are ranks behind it, then goes one forward, one backward.
+1F1B: a rank warms up with as many forwards as there are ranks after it, then alternates one forward, one backward.
 
 Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, section 3.2, in the form
 that flushes each step ("PipeDream-Flush", Narayanan et al., ICML 2021). Rank r of p holds at most p - r microbatches.
-Warming up with twice as many forwards, rank r holds 2 (p - r) - 1, and a message may take as long as a forward before
-anyone waits for it.
+Warming up with twice as many forwards, rank r holds 2 (p - r) - 1, and no rank waits for messages that take at most as
+long as a forward.
 """
 
 from drawloom.components.pipeline.program.builders import B0, F0, Row, build_program, loop
@@ -24,11 +24,11 @@ class OneFOneB:
         return 1
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """For each stage the rank that holds it."""
+        """The rank of each stage."""
         return loop(ranks)
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """What each rank computes, in order."""
+        """The actions of every rank, in order."""
         lead = 2 if self.hide_latency else 1
         rows = [_row(min(lead * (ranks - 1 - rank), microbatches), microbatches) for rank in range(ranks)]
         return build_program(rows, self.stage_to_rank(ranks), microbatches)

@@ -1,9 +1,9 @@
 """
-V-Half: half the memory of 1F1B, at a bubble between its own and none.
+V-Half: half the memory of 1F1B, with a smaller bubble.
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, section 3, allows p + 2 stages' activations on
-each rank. The building block repeated leaves gaps of 3 p - 5 slots at the ends; filled greedily in the same memory, for
-work that all costs the same, the gaps are 3 p - 7 (3 p - 6 if p is odd).
+each rank. The paper's repeated building block leaves bubbles of 3 p - 5 slots at the ends; list scheduling with the
+same memory, for ops of equal cost, leaves 3 p - 7 (3 p - 6 if p is odd).
 """
 
 from drawloom.components.pipeline.program.builders import vee
@@ -19,13 +19,13 @@ class VHalf:
 
     @property
     def stages_per_rank(self) -> int:
-        """Down the V and up again."""
+        """Two: one on the way down the V, one on the way up."""
         return 2
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """For each stage the rank that holds it."""
+        """The rank of each stage."""
         return vee(ranks)
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """What each rank computes, in order."""
+        """The actions of every rank, in order."""
         return list_schedule(ranks, microbatches, limit=ranks + 2, costs=Costs())

@@ -1,9 +1,9 @@
 """
-V-Min: the shortest lives of activations on a V, and so the least memory, a third of that of 1F1B.
+V-Min: the shortest lifetimes of activations on a V, and so the least memory, a third of that of 1F1B.
 
-Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, section 3. A *building block* says in which
-slot each rank does each of the six pieces of work for one microbatch; the schedule is the same block again every six
-slots, with the gaps taken out. Here each piece of work follows at once on the neighbour's, so that no activation waits:
+Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, section 3. A *building block* assigns a slot
+to each of the six ops of a rank for one microbatch; the schedule repeats the block every six slots, without the gaps.
+Here each op follows directly on the neighbour's, so that no activation waits:
 
     rank 0   F0 .  .  .  .  .  .  F1 I1 .  .  .  .  .  .  I0        (p = 4; weight gradients, in
     rank 1   .  F0 .  .  .  .  F1 .  .  I1 .  .  .  .  I0 .          the slots left, are not shown)
@@ -29,22 +29,22 @@ class VMin:
 
     @property
     def stages_per_rank(self) -> int:
-        """Down the V and up again."""
+        """Two: one on the way down the V, one on the way up."""
         return 2
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """For each stage the rank that holds it."""
+        """The rank of each stage."""
         return vee(ranks)
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """What each rank computes, in order."""
+        """The actions of every rank, in order."""
         return build_program(
             [_row(_block(rank, ranks), microbatches) for rank in range(ranks)], self.stage_to_rank(ranks), microbatches
         )
 
 
 def _block(r: int, p: int) -> dict[int, int]:
-    """The slot of each letter for the first microbatch. No two letters may fall on one slot when blocks repeat."""
+    """The slot of each op for the first microbatch; slots are distinct modulo PERIOD, so that blocks don't collide."""
     late = 2 if p % PERIOD in (0, 3) else 0  # or F0 and I1 would be 2 p slots apart, a multiple of the period
     block = {F0: r, F1: late + 2 * p - 1 - r, I1: late + 2 * p + r, I0: 2 * late + 4 * p - 1 - r}
     for weight, after in ((W1, block[I1]), (W0, block[I0])):
@@ -58,8 +58,8 @@ def _next_free(slot: int, taken: Iterable[int]) -> int:
 
 
 def _row(block: dict[int, int], microbatches: int) -> Row:
-    """A rank's letters by slot, the block again for each microbatch."""
+    """A rank's op codes in the order of their slots, the block repeated for each microbatch."""
     slots = np.add.outer(list(block.values()), PERIOD * np.arange(microbatches)).ravel()
-    letters = np.repeat(list(block), microbatches)
-    row: Row = letters[np.argsort(slots)].tolist()
+    op_codes = np.repeat(list(block), microbatches)
+    row: Row = op_codes[np.argsort(slots)].tolist()
     return row

@@ -1,8 +1,8 @@
 """
-ZB1P, also ZB-H1: 1F1B whose backward is split, with weight gradients where 1F1B waits.
+ZB1P, also ZB-H1: 1F1B with split backwards, whose weight gradients fill bubbles of 1F1B.
 
 Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2; with several stages on each rank, its
-interleaved form. Rank r lets r weight gradients be owed, so that every rank holds what rank 0 of 1F1B holds.
+interleaved form. Rank r defers r weight gradients, so that every rank holds as much as rank 0 of 1F1B.
 """
 
 from drawloom.components.pipeline.program.builders import backward_input, build_program, interleaved, loop
@@ -17,11 +17,11 @@ class ZeroBubble1P:
     stages_per_rank: int = setting(default=1, check=at_least(1), doc="stages on each rank")
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """For each stage the rank that holds it."""
+        """The rank of each stage."""
         return loop(ranks, self.stages_per_rank)
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """What each rank computes, in order."""
+        """The actions of every rank, in order."""
         rows = [
             interleaved(rank, ranks, self.stages_per_rank, microbatches, backward_input, lead=1, lag=rank)
             for rank in range(ranks)

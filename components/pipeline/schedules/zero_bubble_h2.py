@@ -2,8 +2,8 @@
 ZB-H2: ZB-H1 with twice the warm-up, which fills the bubble at the front; ranks start and end one after another.
 
 Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2. Rank r warms up with 2 (p - 1 - r)
-forwards and lets 2 r weight gradients be owed, so that every rank holds 2 p - 1 microbatches. From its own first action
-to its own last one, no rank waits.
+forwards and defers 2 r weight gradients, so that every rank holds 2 p - 1 microbatches. No rank waits between its first
+action and its last.
 """
 
 from drawloom.components.pipeline.program.builders import backward_input, build_program, interleaved, loop
@@ -13,7 +13,7 @@ from drawloom.graph import component
 
 @component(change="free")
 class ZeroBubbleH2:
-    """No bubble but the skew of starts and ends (ZB-H2), for nearly twice the memory of 1F1B."""
+    """No bubble except the skew of the ranks' starts and ends (ZB-H2), for nearly twice the memory of 1F1B."""
 
     @property
     def stages_per_rank(self) -> int:
@@ -21,11 +21,11 @@ class ZeroBubbleH2:
         return 1
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """For each stage the rank that holds it."""
+        """The rank of each stage."""
         return loop(ranks)
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """What each rank computes, in order."""
+        """The actions of every rank, in order."""
         rows = [
             interleaved(rank, ranks, 1, microbatches, backward_input, lead=2, lag=2 * rank) for rank in range(ranks)
         ]

@@ -16,15 +16,16 @@ class ZeroBubbleV:
 
     @property
     def stages_per_rank(self) -> int:
-        """Down the V and up again."""
+        """Two: one on the way down the V, one on the way up."""
         return 2
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """For each stage the rank that holds it."""
+        """The rank of each stage."""
         return vee(ranks)
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """What each rank computes, in order."""
+        """The actions of every rank, in order."""
+        # The rows below need 2 p - 1 microbatches; build_program drops the surplus.
         enough = max(microbatches, 2 * ranks - 1)
         return build_program(
             [_row(rank, ranks, enough) for rank in range(ranks)], self.stage_to_rank(ranks), microbatches

@@ -1,1 +1,1 @@
-"""Programs run on paper: time, memory, and timelines as pictures and text."""
+"""Simulation of programs: time, memory, and timelines as SVG and text."""

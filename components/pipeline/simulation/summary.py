@@ -1,4 +1,4 @@
-"""What a simulation comes to, in numbers: for programs, and for people."""
+"""The figures of a simulation, as JSON and as text."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,31 +10,31 @@ from drawloom.components.pipeline.simulation.simulator import Simulation
 
 @attrs.frozen(eq=False)
 class Summary:
-    """A simulated schedule, by the name that it was asked for."""
+    """A simulated schedule and its name."""
 
     schedule: str
     simulation: Simulation
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.simulation.program.ranks
 
     @property
     def stages_per_rank(self) -> int:
-        """How many stages each holds."""
+        """The number of stages of each rank."""
         return self.simulation.program.stages // self.ranks
 
     @property
     def title(self) -> str:
-        """What was simulated."""
+        """The schedule and its size."""
         ranks, stages = _several(self.ranks, "rank"), _several(self.stages_per_rank, "stage")
         microbatches = _several(self.simulation.program.microbatches, "microbatch", "es")
         return f"{self.schedule}: {ranks} × {stages}, {microbatches}"
 
     @property
     def caption(self) -> str:
-        """What came out."""
+        """Makespan, span and bubbles."""
         run = self.simulation
         return (
             f"makespan {run.makespan:g}, ideal {run.ideal:g}: bubble {run.bubble:.1%}; "
@@ -42,7 +42,7 @@ class Summary:
         )
 
     def as_data(self) -> dict[str, Any]:
-        """The numbers as JSON takes them."""
+        """The figures as data for JSON."""
         run = self.simulation
         return {
             "schedule": self.schedule,
@@ -59,22 +59,22 @@ class Summary:
         }
 
     def by_rank(self) -> str:
-        """What each rank holds at most, as a table."""
+        """The peaks of each rank, as a table."""
         run = self.simulation
         columns = (run.peak_activations, run.peak_live_weights, run.peak_pending_weight_grads, run.peak_boundary)
         rows = [(f"rank {rank}", *map(str, row)) for rank, row in enumerate(zip(*columns, strict=True))]
-        return table([("at most", "live", "until weights", "weights owed", "messages"), *rows])
+        return table([("peak", "live", "until weights", "weights pending", "messages"), *rows])
 
 
 def compare(summaries: Iterable[Summary]) -> str:
-    """A table of schedules, the quickest first, and among those the one that holds least."""
+    """A table of schedules, sorted by bubble, then by memory."""
     rows = [_row(summary) for summary in sorted(summaries, key=_cost)]
     head = ("schedule", "stages", "makespan", "ideal", "bubble", "span bubble", "live", "until weights", "microbatches")
     return f"{table([head, *rows])}\n\n{LEGEND}"
 
 
 LEGEND = """\
-live: stage-microbatches that a rank holds at most between their forward and their (input) gradients
+live: the peak of stage-microbatches on a rank between their forward and their (input) gradients
 until weights: the same, until their weight gradients; microbatches: the same, divided by a rank's stages"""
 
 

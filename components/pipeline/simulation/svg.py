@@ -1,8 +1,8 @@
 """
-A timeline as a picture: a row for each rank, a bar for each action, time from left to right.
+A timeline as SVG: a row for each rank, a bar for each action, time from left to right.
 
-The colour says the kind of work, its shade on which of its stages the rank works, the number which microbatch. Parts of
-an overlap stand in one frame. Grey is idle; on the right stands how many stage-microbatches a rank holds at most.
+The colour shows the op, its shade the local stage, the number the microbatch. The parts of an overlap share a frame.
+Grey is idle; at the right of each row is the peak of stage-microbatches that the rank holds.
 """
 
 import math
@@ -22,14 +22,14 @@ NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backwar
 WHITE: Colour = (255, 255, 255)
 INK, PALE, IDLE = "#1a1a1a", "#6b6b6b", "#ececec"
 PALEST = 0.62
-"""How far the colour of a rank's last stage is on its way to white."""
+"""The share of white in the colour of a rank's last stage."""
 
 BAR, GAP = 24, 5
 LEFT, RIGHT, TOP, BOTTOM = 58, 66, 62, 68
 WIDEST, NARROWEST, LARGEST_UNIT = 2400, 620, 26
-"""Pixels: the most and least of all bars together, and the most for the shortest bar."""
+"""Pixels: the most and the least for all bars together, and the most for the shortest bar."""
 SMALLEST_DIGITS = 5
-"""Pixels: smaller numbers are left out."""
+"""Pixels: smaller microbatch numbers are left out, as they could not be read."""
 
 
 def draw_svg(simulation: Simulation, title: str, caption: str) -> str:
@@ -39,34 +39,35 @@ def draw_svg(simulation: Simulation, title: str, caption: str) -> str:
 
 @attrs.define(eq=False)
 class _Picture:
-    """What is drawn, and how time becomes pixels."""
+    """The picture's layout: the scale of time in pixels, and the elements."""
 
     simulation: Simulation
     title: str
     caption: str
-    own: dict[int, int] = attrs.field(init=False)
-    depth: int = attrs.field(init=False)
+    local_stage: dict[int, int] = attrs.field(init=False)
+    stages_per_rank: int = attrs.field(init=False)
     unit: float = attrs.field(init=False)
     digits: float = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         owners = self.simulation.program.stage_to_rank
-        self.own = {stage: stages_of(rank, owners).index(stage) for stage, rank in enumerate(owners)}
-        self.depth = 1 + max(self.own.values())
+        self.local_stage = {stage: stages_of(rank, owners).index(stage) for stage, rank in enumerate(owners)}
+        self.stages_per_rank = 1 + max(self.local_stage.values())
         lengths = self.simulation.end - self.simulation.start
         shortest = float(lengths[lengths > 0].min(initial=math.inf))
         self.unit = min(LARGEST_UNIT / shortest, WIDEST / (self.simulation.makespan or 1.0))
         longest = len(str(max(1, self.simulation.program.microbatches) - 1))
+        # A digit is 0.6 em wide in Helvetica: 1.55 em for `longest` digits leaves a margin.
         self.digits = min(11.0, 1.55 * (shortest * self.unit - 1.5) / longest)
 
     @property
     def right(self) -> float:
-        """Where the bars end."""
+        """The x coordinate at which the bars end."""
         return LEFT + self.simulation.makespan * self.unit
 
     @property
     def bottom(self) -> float:
-        """Where the rows end."""
+        """The y coordinate at which the rows end."""
         return TOP + self.simulation.program.ranks * (BAR + GAP)
 
     def draw(self) -> Iterator[str]:
@@ -88,7 +89,7 @@ class _Picture:
 
     def _row(self, rank: int, live: int) -> Iterator[str]:
         y = TOP + rank * (BAR + GAP)
-        bars = list(self.simulation.line(rank))
+        bars = list(self.simulation.bars(rank))
         yield _text(LEFT - 10, y + BAR / 2 + 4, f"rank {rank}", 12, anchor="end")
         yield f'<rect x="{LEFT}" y="{y}" width="{_n(self.right - LEFT)}" height="{BAR}" fill="{IDLE}"/>'
         for bar in bars:
@@ -103,17 +104,18 @@ class _Picture:
 
     def _bar(self, bar: Bar, y: float) -> Iterator[str]:
         x, width = LEFT + bar.start * self.unit, (bar.end - bar.start) * self.unit
-        colour = self._shade(bar.action.op, self.own[bar.action.stage])
+        colour = self._shade(bar.action.op, self.local_stage[bar.action.stage])
         yield (
             f'<rect x="{_n(x)}" y="{y}" width="{_n(width)}" height="{BAR}" fill="{_hex(colour)}" stroke="#fff" '
             f'stroke-width="0.8"><title>{bar.action}: {bar.start:g} to {bar.end:g}</title></rect>'
         )
         if self.digits >= SMALLEST_DIGITS:
+            # 150 of 255 is where white text becomes hard to read; 0.36 em is half the height of a digit.
             ink, middle = "#fff" if _brightness(colour) < 150 else INK, y + BAR / 2 + 0.36 * self.digits
             yield _text(x + width / 2, middle, str(bar.action.microbatch), self.digits, ink, anchor="middle")
 
-    def _shade(self, work: str, own: int) -> Colour:
-        way = PALEST * own / max(1, self.depth - 1)
+    def _shade(self, work: str, local_stage: int) -> Colour:
+        way = PALEST * local_stage / max(1, self.stages_per_rank - 1)
         red, green, blue = (round(c + way * (w - c)) for c, w in zip(COLOURS[work], WHITE, strict=True))
         return red, green, blue
 
@@ -130,14 +132,14 @@ class _Picture:
     def _legend(self) -> Iterator[str]:
         x, y = float(LEFT), self.bottom + 40
         for work in [work for work, count in self.simulation.actions.items() if count]:
-            for own in range(self.depth):
-                colour = _hex(self._shade(work, own))
+            for local_stage in range(self.stages_per_rank):
+                colour = _hex(self._shade(work, local_stage))
                 yield f'<rect x="{_n(x)}" y="{_n(y)}" width="13" height="13" fill="{colour}"/>'
                 x += 15
             yield _text(x + 3, y + 11, NAMES[work], 11.5)
             x += 24 + 6.2 * len(NAMES[work])
-        if self.depth > 1:
-            yield _text(x, y + 11, f"paler: the later of a rank's {self.depth} stages", 11.5, PALE)
+        if self.stages_per_rank > 1:
+            yield _text(x, y + 11, f"paler: the later of a rank's {self.stages_per_rank} stages", 11.5, PALE)
 
 
 def _overlaps(bars: list[Bar]) -> Iterator[tuple[Bar, Bar]]:
@@ -149,7 +151,7 @@ def _overlaps(bars: list[Bar]) -> Iterator[tuple[Bar, Bar]]:
 
 
 def _round_step(least: float) -> float:
-    """The smallest of 1, 2 and 5, each with any number of noughts, that is no less."""
+    """The smallest 1, 2 or 5 times a power of ten that is at least `least`: a readable step of the axis."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))
 

@@ -1,1 +1,1 @@
-"""The backward pass in two halves: gradients of inputs, then those of weights."""
+"""The split backward pass: gradients of inputs, then those of weights."""

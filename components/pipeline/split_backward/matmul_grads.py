@@ -1,9 +1,9 @@
 """
-Foreign matrix products with a weight, whose gradient waits as it does for operations of ours.
+Deferred weight gradients of torch's own matmuls, which don't use kernels/deferred_grads.py; and accumulating them.
 
-`nn.Linear` and `x @ weight` leave a node `mm` or `addmm` in the graph, which leads to the weight or to its transpose.
-The weight's gradient needs that of the product and the other factor, and no more. A hook on the node captures the
-former, after all other hooks have seen it. Autograd goes through a transpose, and the hooks on it, with the weights.
+`nn.Linear` and `x @ weight` leave a node `mm` or `addmm` in the autograd graph, with an edge to the weight or to its
+transpose. The weight's gradient needs only the gradient of the product and the other factor. A hook on the node
+captures the former, after all other hooks have run. A transpose, and the hooks on it, run with the weight gradients.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,15 +30,15 @@ TRANSPOSE: type[Node] = torch._C._functions.TBackward0  # type: ignore[attr-defi
 
 def users_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Users:
     """
-    All nodes between outputs and inputs, without those of the inputs and what lies beyond, with their users.
+    The users of each node between outputs and inputs (tensors of any shape), without the inputs' own nodes and beyond.
 
-    It takes about 1 us a node. A graph is that of one microbatch; the next may lead to other leaves.
+    Takes about 1 us a node. It is computed for each microbatch, as the next one's graph may reach other leaves.
     """
     stops = [get_gradient_edge(tensor).node for tensor in inputs]
     roots = [(get_gradient_edge(output).node, 0) for output in outputs]
     users: Users = {node: [] for node in (None, *stops)}
     nodes: list[Node | None] = [None]
-    for node in nodes:  # the list grows meanwhile
+    for node in nodes:  # a breadth-first search: the list grows during the loop
         for child, _ in roots if node is None else node.next_functions:
             if child in users:
                 users[child].append(node)
@@ -50,81 +50,88 @@ def users_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Users:
     return users
 
 
-AT_ONCE = 2**22
-"""Bytes of gradients that may exist before they are added, 4 MiB: more cost memory, fewer cost nodes (20 us each)."""
+CHUNK_BYTES = 2**22
+"""Bytes of gradients that are computed before they are accumulated: more cost memory, fewer cost nodes (20 us each)."""
 
 
-def accumulate_grads(put_off: Sequence[DeferredGrad]) -> None:
+def accumulate_grads(deferred: Sequence[DeferredGrad]) -> None:
     """
-    Compute the gradients that wait, and add each to its weight's `.grad`.
+    Compute the deferred gradients, and add each to its weight's `.grad`.
 
-    Autograd takes a gradient over as a weight's `.grad` without a copy only if nobody else holds it. So it is computed
-    within a node of the graph, one for each share of the weights, and not beforehand.
+    Autograd makes a gradient a weight's `.grad` without a copy only if it holds the only reference. So gradients are
+    computed within a node of the graph, one for each chunk of weights, and not beforehand.
     """
-    # Autograd starts at the root that was made last; what the pass for the inputs found last is still in the caches.
-    roots = [_weight_grads(share) for share in reversed(_shares(put_off))]
+    # Autograd starts at the root created last, so the gradients deferred last come first: their tensors are still in
+    # the caches.
+    roots = [_weight_grads(chunk) for chunk in reversed(_chunks(deferred))]
     if roots:
-        torch.autograd.backward(roots, [root.detach() for root in roots])  # the gradient of a root does not matter
+        torch.autograd.backward(roots, [root.detach() for root in roots])  # _WeightGrads ignores its output's gradient
 
 
-def _shares(put_off: Sequence[DeferredGrad]) -> list[list[DeferredGrad]]:
-    """Consecutive weights whose gradients take `AT_ONCE` bytes, or one weight if that takes more."""
-    shares: list[list[DeferredGrad]] = []
-    room = 0
-    for each in put_off:
-        if room <= 0:
-            shares.append([])
-            room = AT_ONCE
-        shares[-1].append(each)
-        room -= each.weight.nbytes
-    return shares
+def _chunks(deferred: Sequence[DeferredGrad]) -> list[list[DeferredGrad]]:
+    """Consecutive weights whose gradients take CHUNK_BYTES, or one weight if it takes more."""
+    chunks: list[list[DeferredGrad]] = []
+    bytes_left = 0
+    for each in deferred:
+        if bytes_left <= 0:
+            chunks.append([])
+            bytes_left = CHUNK_BYTES
+        chunks[-1].append(each)
+        bytes_left -= each.weight.nbytes
+    return chunks
 
 
-def _weight_grads(put_off: list[DeferredGrad]) -> Tensor:
-    return _WeightGrads.apply(put_off, *[each.weight for each in put_off])  # type: ignore[no-untyped-call, no-any-return]
+def _weight_grads(deferred: list[DeferredGrad]) -> Tensor:
+    return _WeightGrads.apply(deferred, *[each.weight for each in deferred])  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _WeightGrads(Function):
-    """Its output is on the weights' device, and so their gradients are computed in the stream that is current there."""
+    """A node whose backward pass computes deferred weight gradients."""
+
+    # Its output is on the weights' device, so autograd runs the backward in the stream that is current there.
 
     @staticmethod
-    def forward(ctx: Any, put_off: list[DeferredGrad], *weights: Tensor) -> Tensor:
-        ctx.put_off = put_off
+    def forward(ctx: Any, deferred: list[DeferredGrad], *weights: Tensor) -> Tensor:
+        ctx.deferred = deferred
         return weights[0].new_empty(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *[each.compute() for each in ctx.put_off]
+        return None, *[each.compute() for each in ctx.deferred]
 
 
 FACTORS: dict[type[Node], tuple[str, str]] = {
     torch._C._functions.MmBackward0: ("self", "mat2"),  # type: ignore[attr-defined]
     torch._C._functions.AddmmBackward0: ("mat1", "mat2"),  # type: ignore[attr-defined]
 }
-"""By the type of a node, what its two factors are saved as; the last two edges lead to them."""
+"""By type of node, the names under which it saves its two factors; its last two edges lead to them."""
 
 
 @attrs.define(eq=False)
 class Product:
-    """A node that multiplies a weight, or its transpose, and another factor."""
+    """A node that multiplies a weight, or its transpose, by another factor."""
 
     node: Node
     weight: Tensor
     other: Tensor
     gradient: Callable[[Tensor, Tensor], Tensor]
 
-    def capture(self, put_off: DeferredGrad) -> RemovableHandle:
-        """Let the weight's gradient wait, once that of the product is there; gives the hook that does it."""
+    def capture(self, deferred: DeferredGrad) -> RemovableHandle:
+        """Register a hook that queues the weight's gradient when that of the product is computed."""
 
         def captured(_: object, grads: tuple[Tensor | None, ...]) -> None:
             if grads[0] is not None:
-                put_off.wait(self.gradient, grads[0], self.other)
+                deferred.queue(self.gradient, grads[0], self.other)
 
         return self.node.register_hook(captured)
 
 
 def defer_products(users: Users, deferral: Deferral) -> tuple[list[Tensor], list[RemovableHandle]]:
-    """Let each leaf wait that such products alone use; gives the other leaves, and the hooks to remove afterwards."""
+    """
+    Defer the gradients of leaves that only matmuls use.
+
+    Returns the other leaves (tensors of any shape), and the hooks to remove afterwards.
+    """
     others: list[Tensor] = []
     handles: list[RemovableHandle] = []
     for leaf, its_users in users.items():
@@ -137,12 +144,12 @@ def defer_products(users: Users, deferral: Deferral) -> tuple[list[Tensor], list
 
 
 _CANDIDATES = {*FACTORS, TRANSPOSE}
-"""What may be a product: a look at the first user of a leaf saves the time for most."""
+"""Types of nodes that may be a matmul: the type of a leaf's first user rules out most leaves at once."""
 
 
 def _capture(products: list[Product], deferral: Deferral) -> list[RemovableHandle]:
-    """Hooks on all products; none if others have hooks there, which may change the gradient of the weight."""
-    handles = [product.capture(deferral.of(product.weight)) for product in products]
+    """Register hooks on all products; none if any has a foreign hook, which may change the weight's gradient."""
+    handles = [product.capture(deferral.grad_for(product.weight)) for product in products]
     if all([*(handle.hooks_dict_ref() or ())] == [handle.id] for handle in handles):
         return handles
     for handle in handles:
@@ -151,20 +158,20 @@ def _capture(products: list[Product], deferral: Deferral) -> list[RemovableHandl
 
 
 def _products(leaf: Node, users: Users) -> list[Product]:
-    """The products that use a leaf or its transpose, if nothing else does."""
+    """The matmuls that use a leaf or its transpose; none if anything else uses it."""
     products: list[Product] = []
     for user in users[leaf]:
         factor, nodes = (user, users[user]) if type(user) is TRANSPOSE else (leaf, [user])
         for node in nodes:
             product = product_of(node, factor, users)
             if product is None or leaf.variable._backward_hooks:  # type: ignore[attr-defined]
-                return []  # a hook may wait for activations too: torch raises if it is asked for this gradient
+                return []  # the leaf's hook may need activations: then torch must see this gradient and raise an error
             products.append(product)
     return products
 
 
 def product_of(node: Node | None, factor: Node, users: Users) -> Product | None:
-    """The product with a factor that is a weight, if a node is one and all that the gradient needs is at hand."""
+    """The matmul of a node with `factor`, a weight; None if it is another node, or can't be deferred."""
     if node is None or (names := FACTORS.get(type(node))) is None:
         return None
     factors = [child for child, _ in node.next_functions][-2:]
@@ -174,16 +181,17 @@ def product_of(node: Node | None, factor: Node, users: Users) -> Product | None:
     if not _leads_on(factors[1 - side], users):
         return None
     if getattr(node, f"_raw_saved_{names[1 - side]}").unpack_hook is not None:
-        return None  # it is recomputed or fetched from elsewhere, which the node itself will do, and but once
+        return None  # saved-tensor hooks (recompute, offload) may unpack only once, which the node itself does
     weight, other = getattr(node, f"_saved_{names[side]}"), getattr(node, f"_saved_{names[1 - side]}")
     if other.is_complex() or other.layout != weight.layout:
         return None
+    # A gradient with the weight's own strides is accumulated without a copy.
     by_columns = weight.stride() == (1, len(weight))
     return Product(node, weight, other.detach(), _GRADIENTS[side, by_columns])
 
 
 def _leads_on(node: Node | None, users: Users) -> bool:
-    """Whether autograd goes through a product for the other factor's sake, if it is not asked for the weight's."""
+    """Whether autograd runs a matmul's backward for its other factor alone, without a request for the weight's."""
     return node is not None and not (type(node) in (LEAF, TRANSPOSE) and node in users)
 
 
@@ -193,4 +201,4 @@ _GRADIENTS: dict[tuple[int, bool], Callable[[Tensor, Tensor], Tensor]] = {
     (0, False): lambda grad, other: grad @ other.t(),
     (0, True): lambda grad, other: (other @ grad.t()).t(),
 }
-"""By the side on which the weight stands, and whether its columns are contiguous: its gradient's are then, too."""
+"""By the side of the weight in the product, and whether its columns are contiguous; the gradient's are alike."""

@@ -1,14 +1,14 @@
 """
-A stage's backward pass in two: first for its inputs, which another stage waits for, then for its weights.
+A stage's backward pass in two: first for its inputs (I), which another stage needs, then for its weights (W).
 
 Zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, arXiv 2401.10241) fill their bubbles with
-the second part. What waits for it is decided by the graph of each microbatch, leaf by leaf:
+the second part. Which gradients are deferred is decided from the autograd graph of each microbatch, leaf by leaf:
 
-1. Operations of ours (kernels/deferred_grads.py) queue what the gradients of their weights need.
-2. Other matrix products with a weight (`nn.Linear`) are found in the graph and served likewise.
-3. All other gradients of leaves are computed with those of the inputs, and added to the leaves with the rest.
+1. Kernels that use kernels/deferred_grads.py queue what the gradients of their weights need.
+2. Other matmuls with a weight (`nn.Linear`) are found in the graph and deferred likewise.
+3. All other gradients of leaves are computed with those of the inputs, and accumulated in W with the rest.
 
-So every leaf that a full backward pass would reach gets its gradient, also one that no module knows of.
+So every leaf that a full backward pass would reach gets its gradient, also one that belongs to no module.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,12 +23,12 @@ from drawloom.graph import UserError
 from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, DeferredGrad
 
 Roots = list[tuple[Tensor, Tensor | None]]
-"""Tensors to go backward from, with their gradients; without one, a loss has 1."""
+"""Outputs with their gradients; None is the gradient 1 of a loss."""
 
 
 class SplitBackward:
     """
-    Both backward passes of one stage for one microbatch; make one for each pair.
+    Both backward passes of one stage for one microbatch; create an instance for each pair.
 
         split = SplitBackward()
         with split.forward():
@@ -38,63 +38,66 @@ class SplitBackward:
         ...
         split.backward_weight()                              # W: now the parameters have their gradients
 
-    What ran within `forward` can go backward as a whole instead: `torch.autograd.backward(output, grad_output)`.
-    A pass that fails leaves nothing behind but what W has added to some weights already.
+    What ran within `forward` can have a full backward pass instead: `torch.autograd.backward(output, grad_output)`.
+    A pass that raises an error leaves no state behind, except gradients that W has accumulated already.
     """
 
-    __slots__ = ("_deferral", "_put_off")
+    __slots__ = ("_deferral", "_deferred")
 
     def __init__(self) -> None:
         self._deferral = Deferral()
-        self._put_off: list[DeferredGrad] | None = None
+        self._deferred: list[DeferredGrad] | None = None
 
     def forward(self) -> AbstractContextManager[None]:
-        """The stage's forward pass runs within this; without it our operations are treated as anybody else's."""
+        """The context for the stage's forward pass; outside of it, gradients of our kernels are not deferred."""
         return self._deferral.recording()
 
     def backward_input(
         self, outputs: Sequence[Any], output_grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]
     ) -> list[Tensor | None]:
         """
-        I: the gradient of each input, None for one that has none. No `.grad` changes, and no leaf's hook is called.
+        I: the gradient of each input (its shape and dtype), or None. No `.grad` changes, and no leaf's hook is called.
 
-        Outputs and inputs are what the stage gave and took, one by one; integers, None and tensors without gradient are
-        passed over. `output_grads` are those of the outputs, None for one that nobody asked for; or None if every
-        output is a loss, whose gradient is 1. The graph is freed as in a full backward pass.
+        `outputs` and `inputs` are the leaves of the stage's results and arguments; integers, None and tensors without
+        gradient are skipped. `output_grads` has a gradient for each output, any shape, or None for an unused one;
+        None as a whole if every output is a loss, whose gradient is 1. The graph is freed as in a full backward pass.
 
-        UserError for what can't be split: a re-entrant checkpoint, and a hook that waits for activations and weights.
+        Raises UserError for what can't be split: a re-entrant checkpoint, and a hook on activations and weights.
         """
-        if self._put_off is not None:
-            raise RuntimeError("backward_input has been called already; call backward_weight, or make a new pair")
+        if self._deferred is not None:
+            raise RuntimeError("backward_input was called before; call backward_weight, or create a SplitBackward")
         wanted = [given for given in inputs if _differentiable(given)]
         try:
             found = iter(self._run(_roots(outputs, output_grads), wanted))
         except BaseException:
-            _forget(self._deferral.take())
+            _clear(self._deferral.take())
             raise
-        self._put_off = self._deferral.take()
+        self._deferred = self._deferral.take()
+        # autograd.grad returned gradients for the differentiable inputs alone.
         return [next(found) if _differentiable(given) else None for given in inputs]
 
     def backward_weight(self) -> None:
         """
-        W: the gradient of each leaf is added to its `.grad`, and its hooks are called once.
+        W: accumulate the gradient of each leaf into its `.grad`; its hooks are called once.
 
-        To be called in the stream that the forward pass ran in. UserError if a tensor that waited was changed in place.
+        Call it in the stream of the forward pass. Raises UserError if a tensor that a gradient needs was changed in
+        place after I.
         """
-        put_off, self._put_off = self._put_off, None
-        if put_off is None:
-            raise RuntimeError("backward_weight has nothing to do: it comes after backward_input, and once")
+        deferred, self._deferred = self._deferred, None
+        if deferred is None:
+            raise RuntimeError("backward_weight has nothing to compute: call it once after each backward_input")
         try:
-            accumulate_grads(put_off)
+            accumulate_grads(deferred)
         except ChangedInPlaceError as error:
             raise UserError(f"split backward: between the two passes, {error}") from error
         finally:
-            _forget(put_off)
+            _clear(deferred)
 
     def _run(self, roots: Roots, inputs: list[Tensor]) -> Sequence[Tensor | None]:
-        """The gradients of the inputs; those of the leaves wait."""
+        """The gradients of the inputs; those of the leaves are deferred."""
         outputs, grads = [output for output, _ in roots], [grad for _, grad in roots]
         leaves, handles = defer_products(users_of(outputs, inputs), self._deferral)
+        # autograd.grad raises an error for an empty list of inputs or outputs.
         if not (inputs or leaves) or not roots:
             return [None] * len(inputs)
         try:
@@ -107,7 +110,7 @@ class SplitBackward:
 
 
 def _roots(outputs: Sequence[Any], output_grads: Sequence[Tensor | None] | None) -> Roots:
-    """The outputs to go backward from, with their gradients."""
+    """The differentiable outputs with their gradients."""
     if output_grads is None:
         return [(output, None) for output in outputs if _differentiable(output)]
     pairs = zip(outputs, output_grads, strict=True)
@@ -118,42 +121,43 @@ def _differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _forget(put_off: Iterable[DeferredGrad]) -> None:
-    for each in put_off:
-        each.forget()
+def _clear(deferred: Iterable[DeferredGrad]) -> None:
+    for each in deferred:
+        each.clear()
 
 
 _CAPTURE = -1
-"""The key of our hook among the hooks of a leaf, which torch numbers from 0."""
+"""The key of our hook among the hooks of a leaf; torch numbers its own from 0."""
 
 
 @contextmanager
 def _capturing(leaves: Iterable[Tensor], deferral: Deferral) -> Iterator[None]:
     """
-    Gradients that autograd computes for leaves wait, and the leaves' own hooks are not called: that is for W to do.
+    Queue the gradients that autograd computes for leaves, without calling the leaves' own hooks, which W calls.
 
     A hook captures them, because it sees a gradient before anything can change it in place.
     """
     captured: list[dict[int, Any]] = []
-    aside: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    suspended: list[tuple[dict[int, Any], dict[int, Any]]] = []
     try:
         for leaf in leaves:
             hooks = _hooks(leaf)
             if hooks:
-                aside.append((hooks, dict(hooks)))
+                suspended.append((hooks, dict(hooks)))
                 hooks.clear()
-            hooks[_CAPTURE] = deferral.of(leaf).add
+            hooks[_CAPTURE] = deferral.grad_for(leaf).add
             captured.append(hooks)
         yield
     finally:
         for hooks in captured:
             del hooks[_CAPTURE]
-        for hooks, others in aside:
+        for hooks, others in suspended:
             hooks.update(others)
 
 
 def _hooks(leaf: Tensor) -> dict[int, Any]:
-    """The hooks of a leaf, which torch looks through when it has a gradient."""
+    """The dict of a leaf's hooks, which torch calls with its gradient."""
+    # torch creates the dict with the first hook.
     if leaf._backward_hooks is None:
         leaf.register_hook(lambda _: None).remove()  # type: ignore[no-untyped-call]
     hooks: dict[int, Any] = leaf._backward_hooks  # type: ignore[assignment]
@@ -163,10 +167,10 @@ def _hooks(leaf: Tensor) -> dict[int, Any]:
 _REFUSED = {
     "use_reentrant=True": "the stage recomputes in a re-entrant checkpoint, which can't go backward for the inputs "
     "alone; write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
-    "_will_engine_execute_node": "a hook of register_multi_grad_hook waits for the gradients of activations and of "
+    "_will_engine_execute_node": "a hook of register_multi_grad_hook needs the gradients of activations and of "
     "weights, which come in two passes; register one for the activations and one for the weights",
 }
-"""By a part of torch's message, ours."""
+"""Error messages by a part of torch's message."""
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""What a step knows, in two views: the whole batch, and one microbatch."""
+"""The state of a step in two views: the whole batch, and one microbatch."""

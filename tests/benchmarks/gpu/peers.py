@@ -93,11 +93,13 @@ def _d9d(module: str, function: str) -> Any:
     return getattr(import_module(f"d9d.kernel.{module}"), function)
 
 
-def _d9d_experts(x: Tensor, probabilities: Tensor, experts_of: Tensor, experts: int) -> Tensor:
+def _d9d_experts(x: Tensor, probabilities: Tensor, expert_indices: Tensor, experts: int) -> Tensor:
     """From choices to rows and back."""
-    chosen, spread = _d9d("moe.indices_to_multihot", "fused_indices_to_multihot")(experts_of, probabilities, experts)
+    chosen, spread = _d9d("moe.indices_to_multihot", "fused_indices_to_multihot")(
+        expert_indices, probabilities, experts
+    )
     permute = _d9d("moe.permute_with_probs", "moe_permute_with_probs")
-    rows, of_rows, places = permute(x, spread, chosen, experts_of.numel())
+    rows, of_rows, places = permute(x, spread, chosen, expert_indices.numel())
     weighted = rows * of_rows.unsqueeze(-1).to(rows.dtype)
     back: Tensor = _d9d("moe.permute_with_probs", "moe_unpermute_mask")(weighted, places, None, x.shape)
     return back

@@ -16,7 +16,7 @@ from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unperm
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
 from drawloom.kernels.rope_frequencies import rope_angles
-from drawloom.kernels.stochastic_adamw import Trained, numbers_of
+from drawloom.kernels.stochastic_adamw import ParamState, step_scalars
 from drawloom.kernels.swiglu import swiglu_eager
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
@@ -177,8 +177,8 @@ def _steps(tiny: bool) -> Iterator[Row]:
         def step(weights: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]) -> None:
             if id(weights) not in made:
                 kept = zip(weights, means, squares, strict=True)
-                made[id(weights)] = StochasticAdamwTriton([Trained(w, m, s, 0.1, 7) for w, m, s in kept])
-            made[id(weights)].step(gradients, numbers_of(1e-3, (0.9, 0.95), 1e-8, 7), 7)
+                made[id(weights)] = StochasticAdamwTriton([ParamState(w, m, s, 0.1, 7) for w, m, s in kept])
+            made[id(weights)].step(gradients, step_scalars(1e-3, (0.9, 0.95), 1e-8, 7), 7)
 
         return step
 
@@ -217,8 +217,8 @@ def _torch_step(weights: list[Tensor], gradients: list[Tensor], means: list[Tens
 
 def _experts(tiny: bool) -> Iterator[Row]:
     tokens, choices, experts, width, inner = (10, 2, 4, 16, 24) if tiny else (32768, 8, 128, 2048, 1536)
-    experts_of = torch.rand(tokens, experts, device=DEVICE, generator=RANDOM).topk(choices, 1).indices
-    routes = moe_routes_eager(experts_of, experts)
+    expert_indices = torch.rand(tokens, experts, device=DEVICE, generator=RANDOM).topk(choices, 1).indices
+    routes = moe_routes_eager(expert_indices, experts)
     rows_of_all, byte = tokens * choices, 2.0
 
     def there_and_back(x: Tensor, probabilities: Tensor, chosen: Tensor, count: int) -> Tensor:
@@ -234,7 +234,7 @@ def _experts(tiny: bool) -> Iterator[Row]:
     yield Row(
         "moe_routes",
         f"{tokens} tokens, {choices} of {experts}",
-        lambda: ((), (experts_of, experts)),
+        lambda: ((), (expert_indices, experts)),
         {"drawloom": moe_routes_triton},
         {"eager": moe_routes_eager},
         None,
@@ -245,7 +245,7 @@ def _experts(tiny: bool) -> Iterator[Row]:
         f"{tokens} tokens, {choices} of {experts}, {width}",
         lambda: (
             (numbers(tokens, width), torch.rand(tokens, choices, device=DEVICE, generator=RANDOM).requires_grad_()),
-            (experts_of, experts),
+            (expert_indices, experts),
         ),
         {"drawloom": there_and_back},
         {"eager": eagerly},

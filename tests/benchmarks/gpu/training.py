@@ -37,7 +37,7 @@ from benchmarks.gpu import clock  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
 from drawloom.components.ports.model import BatchContext, Head, LayerRange  # noqa: E402
-from drawloom.kernels.stochastic_adamw import Trained, numbers_of  # noqa: E402
+from drawloom.kernels.stochastic_adamw import ParamState, step_scalars  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 2 if TINY else 10
@@ -211,7 +211,7 @@ def _rounded(parameters: list[nn.Parameter]) -> Callable[[], None]:
     )
     path, _, name = f"drawloom.kernels.{module}".rpartition(".")
     weights = [parameter.detach() for parameter in parameters]
-    kept = [Trained(w, torch.zeros_like(w), torch.zeros_like(w), 0.1, number) for number, w in enumerate(weights)]
+    kept = [ParamState(w, torch.zeros_like(w), torch.zeros_like(w), 0.1, number) for number, w in enumerate(weights)]
     stepper = getattr(import_module(path), name)(kept)
     count = 0
 
@@ -219,7 +219,7 @@ def _rounded(parameters: list[nn.Parameter]) -> Callable[[], None]:
         nonlocal count
         count += 1
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        stepper.step(gradients, numbers_of(1e-4, (0.9, 0.95), 1e-8, count), count)
+        stepper.step(gradients, step_scalars(1e-4, (0.9, 0.95), 1e-8, count), count)
 
     return apply
 

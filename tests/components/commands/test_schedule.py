@@ -110,7 +110,7 @@ def test_text_shows_numbers_and_timeline(capsys: Capture) -> None:
     lines = printed(capsys, "gpipe", "--ranks", "2", "--microbatches", "2").splitlines()
     assert lines[0] == "gpipe: 2 ranks × 1 stage, 2 microbatches"
     assert lines[1] == "makespan 9, ideal 6: bubble 33.3%; longest span of a rank 9: bubble 33.3%"
-    assert lines[3].split() == ["at", "most", "live", "until", "weights", "weights", "owed", "messages"]
+    assert lines[3].split() == ["peak", "live", "until", "weights", "weights", "pending", "messages"]
     assert [line[:14] for line in lines[7:9]] == ["rank 0  F0 F1 ", "rank 1     F0 "]
 
 

@@ -1,4 +1,4 @@
-"""Gradients no longer than a bound."""
+"""Gradient clipping by total norm."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ class Weights:
 
 @pytest.mark.parametrize(("bound", "expected"), [(1.0, (0.6, 0.8)), (10.0, (3.0, 4.0))])
 def test_clip_scales_gradients_to_max_norm(bound: float, expected: tuple[float, float]) -> None:
-    """Gradients above the bound keep their direction and get its norm; those below are left alone."""
+    """Gradients above max_norm keep their direction and get that norm; those below are unchanged."""
     weights, step = Weights(), Step(1, 1, outputs={"grad_norm": 5.0})
     ClipNorm(parameters=weights, max_norm=bound).run_phase(step)
     assert [float(p.grad) for p in weights.parameters] == pytest.approx(expected, rel=1e-6)  # type: ignore[arg-type]

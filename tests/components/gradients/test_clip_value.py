@@ -1,4 +1,4 @@
-"""Gradients with no element beyond a bound."""
+"""Gradient clipping by value."""
 
 import torch
 from torch import nn
@@ -18,8 +18,8 @@ class Weights:
         return [("weight", self.parameter)]
 
 
-def test_elements_are_moved_into_the_bound() -> None:
-    """Only elements beyond the bound change, and keep their sign."""
+def test_elements_are_clamped() -> None:
+    """Only elements beyond max_value change, and they keep their sign."""
     weights = Weights()
     ClipValue(parameters=weights, max_value=1.0).run_phase(Step(1, 1))
     assert weights.parameter.grad is not None

@@ -1,4 +1,4 @@
-"""The norm of all gradients, whatever the layout."""
+"""The total norm of gradients, for any sharding."""
 
 import math
 from fractions import Fraction
@@ -17,7 +17,7 @@ numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 @attrs.define
 class Ranks:
-    """A reduction over ranks whose totals are known."""
+    """A reduction over ranks with known totals."""
 
     others: list[Tensor] = attrs.field(factory=list)
     given: list[Tensor] = attrs.field(factory=list)
@@ -28,7 +28,7 @@ class Ranks:
 
 
 def _over_ranks(gradients: list[Tensor], owners: list[int]) -> list[float]:
-    """What each of three ranks gets that hold these gradients."""
+    """The norm that each of three ranks with these gradients computes."""
     held = [[each for each, owner in zip(gradients, owners, strict=True) if owner == rank] for rank in range(3)]
     told = [Ranks() for _ in held]
     for rank, own in zip(told, held, strict=True):
@@ -38,8 +38,8 @@ def _over_ranks(gradients: list[Tensor], owners: list[int]) -> list[float]:
 
 
 @given(st.lists(st.tuples(st.lists(numbers, max_size=3), st.integers(0, 2)), max_size=8), st.randoms())
-def test_any_layout_gives_the_same_bits(held: list[tuple[list[float], int]], moments: object) -> None:
-    """Over one rank or three, in whatever order: the root of the sum of squares as exact arithmetic has it."""
+def test_any_sharding_gives_the_same_bits(held: list[tuple[list[float], int]], moments: object) -> None:
+    """On one rank or three, in any order, the norm is the root of the exactly summed squares."""
     gradients = [torch.tensor(values) for values, _ in held]
     whole = total_norm(gradients, Ranks())
     assert _over_ranks(gradients, [owner for _, owner in held]) == [whole] * 3
@@ -48,25 +48,25 @@ def test_any_layout_gives_the_same_bits(held: list[tuple[list[float], int]], mom
     assert whole == math.sqrt(float(sum(Fraction(norm * norm) for norm in norms)))
 
 
-def test_small_ones_are_not_lost_beside_a_large_one() -> None:
-    """Four thousand of what adds nothing to one in float64, each by itself, add something together."""
+def test_small_gradients_are_not_lost_beside_a_large_one() -> None:
+    """4000 squares that each vanish when added to 1 in float64 change the norm together."""
     gradients = [torch.tensor([1.0]), *[torch.tensor([2.0**-27])] * 4096]
     assert total_norm(gradients, Ranks()) == math.sqrt(1 + 2.0**-42)
 
 
 @pytest.mark.parametrize(("value", "norm"), [(math.inf, math.inf), (-math.inf, math.inf), (math.nan, math.nan)])
-def test_what_is_not_finite_shows_on_every_rank(value: float, norm: float) -> None:
-    """One element on one rank is enough."""
+def test_a_non_finite_gradient_shows_on_every_rank(value: float, norm: float) -> None:
+    """One non-finite element on one rank makes the norm non-finite on all."""
     found = _over_ranks([torch.tensor([1.0, 2.0]), torch.tensor([value]), torch.tensor([1.0])], [0, 1, 2])
     assert [repr(each) for each in found] == [repr(norm)] * 3
 
 
 def test_the_largest_gradients_are_finite() -> None:
-    """Squares of float32 are far from the end of float64."""
+    """Squares of the largest float32 don't overflow."""
     largest = torch.finfo(torch.float32).max
     assert total_norm([torch.full((4,), largest)] * 4, Ranks()) == largest * 4
 
 
 def test_without_gradients_the_norm_is_zero() -> None:
-    """A rank may have no parameter."""
+    """A rank without parameters has a norm of zero."""
     assert total_norm([], Ranks()) == 0.0

@@ -1,4 +1,4 @@
-"""From sums on each rank to the gradient of the step."""
+"""Data-parallel gradient synchronization."""
 
 import math
 from typing import Any
@@ -32,7 +32,7 @@ class NoReduction:
 
 
 class Weights:
-    """Two parameters; the second has no gradient."""
+    """Two parameters, of which the second has no gradient."""
 
     def __init__(self, gradient: Tensor) -> None:
         self.first, self.second = nn.Parameter(torch.zeros_like(gradient)), nn.Parameter(torch.zeros(2))
@@ -49,7 +49,7 @@ class Weights:
 
 @attrs.frozen
 class Twins:
-    """A group of two replicas that always have the same."""
+    """A group of two replicas with equal tensors."""
 
     rank: int = 0
     size: int = 2
@@ -64,7 +64,7 @@ class Twins:
 
 
 def taken(weights: Weights, mesh: Any, total: float, weight: float, bucket_bytes: int = 2**20) -> Step:
-    """A step after the phase, of the given sums on this rank."""
+    """The step after the phase has run with the given sums on this rank."""
     phase = Synchronize(
         parameters=weights, mesh=mesh, precision=Float32(), reduce=NoReduction(), bucket_bytes=bucket_bytes
     )
@@ -75,7 +75,7 @@ def taken(weights: Weights, mesh: Any, total: float, weight: float, bucket_bytes
 
 
 def test_gradient_and_loss_are_means_by_weight(one_rank: Any) -> None:
-    """Sums are divided by the total weight once; a parameter that nothing reached gets zeros."""
+    """Sums are divided by the total weight once; a parameter without a gradient gets zeros."""
     weights = Weights(torch.tensor([6.0, 8.0]))
     step = taken(weights, one_rank, total=10.0, weight=2.0)
     assert weights.first.grad is not None and weights.first.grad.tolist() == [3.0, 4.0]
@@ -84,15 +84,15 @@ def test_gradient_and_loss_are_means_by_weight(one_rank: Any) -> None:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 12, 2**20])
-def test_two_replicas_that_see_the_same_change_nothing(bucket_bytes: int, mesh_of: Any) -> None:
-    """Sum over replicas and division by the weight of all cancel out, however gradients are cut into buckets."""
+def test_two_equal_replicas_give_the_gradient_of_one(bucket_bytes: int, mesh_of: Any) -> None:
+    """The sum over equal replicas divided by the total weight is the gradient of one, for any bucket size."""
     weights = Weights(torch.tensor([6.0, 8.0]))
     step = taken(weights, mesh_of(replicas=Twins()), total=10.0, weight=2.0, bucket_bytes=bucket_bytes)
     assert weights.first.grad is not None and weights.first.grad.tolist() == [3.0, 4.0]
     assert step.outputs["loss"] == 5.0 and step.tokens == 14
 
 
-def test_wide_gradients_are_not_narrowed_by_the_sum(mesh_of: Any) -> None:
+def test_float64_gradients_are_reduced_in_float64(mesh_of: Any) -> None:
     """Float64 gradients are summed in float64, though `reduce` is float32, also beside float32 ones."""
     weights = Weights(torch.tensor([1 + 2**-40, 8.0], dtype=torch.float64))
     taken(weights, mesh_of(replicas=Twins()), total=1.0, weight=1.0)
@@ -108,8 +108,6 @@ def test_wide_gradients_are_not_narrowed_by_the_sum(mesh_of: Any) -> None:
         (1.0, 0.0, 0.0, "there was no token to learn from"),
     ],
 )
-def test_what_is_not_finite_is_refused(
-    gradient: float, total: float, weight: float, reason: str, one_rank: Any
-) -> None:
-    """A step whose loss or gradient is not a number, or that has no token, is refused with the reason."""
+def test_a_non_finite_step_is_skipped(gradient: float, total: float, weight: float, reason: str, one_rank: Any) -> None:
+    """A step with a non-finite loss or gradient norm, or without tokens, gets a skip_reason."""
     assert taken(Weights(torch.tensor([gradient])), one_rank, total, weight).skip_reason == reason

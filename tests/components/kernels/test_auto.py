@@ -18,7 +18,7 @@ from drawloom.graph import UserError
 from drawloom.graph.cli.project import Project
 from drawloom.graph.registry.spec import read_spec
 from drawloom.graph.types.port_match import mismatches
-from drawloom.kernels.attention import attention_eager, visible
+from drawloom.kernels.attention import attention_eager, causal_document_mask
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
@@ -75,7 +75,7 @@ def test_operations_are_the_eager_ones(choice: Any) -> None:
     arguments = x, x[:, :, :2], weight, weight + 1, 0.1, cos, sin
     assert same(kernels.qk_norm_rope(*arguments), qk_norm_rope_eager(*arguments))
     mask = kernels.attention_mask(documents)
-    assert same(mask, visible(documents))
+    assert same(mask, causal_document_mask(documents))
     assert same(kernels.attention(x, x, x, mask), attention_eager(x, x, x, mask))
     inputs = x[0, :, 0], x[0, 0], targets
     assert same(kernels.linear_cross_entropy(*inputs), linear_cross_entropy_eager(*inputs))
@@ -87,9 +87,9 @@ def test_operations_of_experts_are_the_eager_ones() -> None:
     """As for a model without experts."""
     kernels = cpu_kernels()
     x, weight, probabilities = torch.randn(5, 8), torch.randn(3, 8, 6), torch.rand(5, 2)
-    experts_of = torch.randint(-1, 3, (5, 2))
-    routes = kernels.moe_routes(experts_of, 3)
-    known = moe_routes_eager(experts_of, 3)
+    expert_indices = torch.randint(-1, 3, (5, 2))
+    routes = kernels.moe_routes(expert_indices, 3)
+    known = moe_routes_eager(expert_indices, 3)
     assert same(routes, known)
     rows = kernels.moe_permute(x, probabilities, routes)
     assert same(rows, moe_permute_eager(x, probabilities, known))

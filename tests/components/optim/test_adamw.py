@@ -52,8 +52,8 @@ def test_steps_are_those_of_the_paper() -> None:
         torch.testing.assert_close(parameter.detach().double(), expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_state_goes_on_in_an_optimizer_that_never_stepped() -> None:
-    """A step after loading the state equals the step of the optimizer that was never interrupted, to the bit."""
+def test_state_loads_into_a_new_optimizer() -> None:
+    """A step after loading the state is bitwise that of the optimizer that was not interrupted."""
     weights, others = Weights(), Weights()
     first, second = made(weights), made(others)
     weights.give_gradients(1)
@@ -68,8 +68,8 @@ def test_state_goes_on_in_an_optimizer_that_never_stepped() -> None:
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(weights.named(), others.named(), strict=True))
 
 
-def test_a_refused_step_changes_nothing_but_drops_the_gradients() -> None:
-    """Weights and state stay as they were to the bit when the step is refused."""
+def test_a_skipped_step_only_clears_the_gradients() -> None:
+    """A skipped step leaves weights and state bitwise unchanged, and clears the gradients."""
     weights = Weights()
     before = weights.matrix.detach().clone()
     optimizer = made(weights)
@@ -79,8 +79,8 @@ def test_a_refused_step_changes_nothing_but_drops_the_gradients() -> None:
     assert optimizer.state_dict() == {"vector": {}, "matrix": {}}
 
 
-def test_the_rate_is_the_base_times_the_factor() -> None:
-    """The rate that was used is left for the report."""
+def test_lr_is_the_base_times_lr_factor() -> None:
+    """The learning rate that was used is in the step's outputs."""
     weights = Weights()
     weights.give_gradients(1)
     step = Step(1, 1, outputs={"lr_factor": 0.25})
@@ -89,6 +89,6 @@ def test_the_rate_is_the_base_times_the_factor() -> None:
 
 
 def test_state_of_other_parameters_is_refused() -> None:
-    """State that lacks a parameter, or has one too many, is named and not taken."""
+    """State with a missing or an unknown parameter is an error that names it."""
     with pytest.raises(KeyError, match="vector"):
         made(Weights()).load_state_dict({"matrix": {}})

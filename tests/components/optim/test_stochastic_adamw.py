@@ -69,13 +69,13 @@ def same(one: Weights, other: Weights) -> bool:
 
 
 def test_replicas_stay_equal_and_seeds_differ() -> None:
-    """The same seed gives the same bits in another process's place; another seed gives others."""
+    """Replicas with the same seed get equal bits; another seed gives others."""
     assert same(after(5)[0], after(5)[0])
     assert not same(after(5)[0], after(5, seed=4)[0])
 
 
-def test_triton_gives_the_same_bits() -> None:
-    """Weights and running means do not depend on the implementation."""
+def test_triton_equals_eager_bitwise() -> None:
+    """Weights and state do not depend on the implementation."""
     (ours, mine), (theirs, their) = after(3, "triton"), after(3, "eager")
     assert same(ours, theirs)
     for name, values in mine.state_dict().items():
@@ -83,8 +83,8 @@ def test_triton_gives_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("means", ["bfloat16", "float32"])
-def test_goes_on_with_the_same_bits(means: str) -> None:
-    """Steps after loading the state equal those of the optimizer that was never interrupted, to the bit."""
+def test_resuming_is_bit_exact(means: str) -> None:
+    """Steps after loading the state are bitwise those of the optimizer that was not interrupted."""
     weights, first = after(3, state_dtype=means)
     others = Weights()
     with torch.no_grad():
@@ -99,8 +99,8 @@ def test_goes_on_with_the_same_bits(means: str) -> None:
     assert same(weights, others)
 
 
-def test_noise_belongs_to_names() -> None:
-    """A parameter changes in the same way whichever others a rank holds."""
+def test_noise_depends_on_the_parameter_name() -> None:
+    """A parameter gets the same noise whichever other parameters a rank has."""
     alone = Weights("matrix")
     optimizer = made(alone, implementation="eager")
     alone.give_gradients(1)
@@ -109,7 +109,7 @@ def test_noise_belongs_to_names() -> None:
 
 
 def test_only_matrices_decay() -> None:
-    """Without gradients a matrix shrinks by the rate times the decay, and a vector stays."""
+    """With zero gradients a matrix shrinks by lr times weight_decay, and a vector is unchanged."""
     weights = Weights()
     before = {name: parameter.detach().clone() for name, parameter in weights.named()}
     made(weights, lr=0.5, weight_decay=0.5).run_phase(Step(1, 1))
@@ -117,8 +117,8 @@ def test_only_matrices_decay() -> None:
     torch.testing.assert_close(weights.parameters["matrix"].detach(), before["matrix"] * 0.75, rtol=0.01, atol=0)
 
 
-def test_a_refused_step_changes_nothing_but_drops_the_gradients() -> None:
-    """Weights, means and the noise to come stay as they were when a step is refused."""
+def test_a_skipped_step_only_clears_the_gradients() -> None:
+    """A skipped step leaves weights, state and the next step's noise unchanged."""
     weights, optimizer = after(1)
     before, state = copy.deepcopy(weights), copy.deepcopy(optimizer.state_dict())
     weights.give_gradients(2)
@@ -128,15 +128,15 @@ def test_a_refused_step_changes_nothing_but_drops_the_gradients() -> None:
     assert optimizer.state_dict()["matrix"]["steps"] == state["matrix"]["steps"] == 1
 
 
-def test_the_rate_is_the_base_times_the_factor() -> None:
-    """The rate that was used is left for the report."""
+def test_lr_is_the_base_times_lr_factor() -> None:
+    """The learning rate that was used is in the step's outputs."""
     step = Step(1, 1, outputs={"lr_factor": 0.25})
     made(Weights(), lr=0.1).run_phase(step)
     assert step.outputs["lr"] == pytest.approx(0.025)
 
 
-def test_state_that_does_not_fit_is_refused() -> None:
-    """State of other parameters is named and not taken, as is one whose parameters took different steps."""
+def test_inconsistent_state_is_refused() -> None:
+    """State of other parameters is an error that names them, as is state of different numbers of steps."""
     _, optimizer = after(1)
     with pytest.raises(KeyError, match="vector"):
         made(Weights()).load_state_dict({"matrix": {}})
@@ -146,8 +146,8 @@ def test_state_that_does_not_fit_is_refused() -> None:
         optimizer.load_state_dict(state)
 
 
-def test_triton_without_a_gpu_is_a_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking for Triton on a CPU, outside of its interpreter, is told in a sentence."""
+def test_triton_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """implementation = 'triton' on a CPU without Triton's interpreter is a UserError."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(ComputeDevice, "device", torch.device("cpu"))
     with pytest.raises(UserError, match="implementation is 'triton', but Triton runs on GPUs"):

@@ -1,4 +1,4 @@
-"""The state of every optimizer, by parameter names: where it is put, and that of a rank that trains nothing."""
+"""The state of every optimizer by parameter names: its device, and that of a rank without parameters."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ from drawloom.components.ports.run import Step
 
 
 class Weights:
-    """A matrix and a vector to train, on a device; or nothing."""
+    """A matrix and a vector to train, on a device; or no parameters."""
 
     def __init__(self, device: str = "cpu", shapes: dict[str, tuple[int, ...]] | None = None) -> None:
         shapes = {"matrix": (3, 4), "vector": (4,)} if shapes is None else shapes
@@ -79,7 +79,7 @@ def test_loaded_state_is_on_the_device_of_the_parameter(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_loaded_state_is_a_copy(kind: str) -> None:
-    """A step after loading leaves the state that was loaded as it was."""
+    """A step after loading does not change the state that was loaded."""
     weights, others = Weights(), Weights()
     first, second = _opened(kind, weights), _opened(kind, others)
     weights.give_gradients("matrix", "vector")
@@ -93,8 +93,8 @@ def test_loaded_state_is_a_copy(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_rank_that_trains_nothing_steps_and_resumes(kind: str) -> None:
-    """A pipeline rank whose parameters are all frozen takes its steps, and saves and loads a state without entries."""
+def test_a_rank_without_parameters_steps_and_resumes(kind: str) -> None:
+    """A pipeline rank whose parameters are all frozen steps, and saves and loads an empty state."""
     optimizer, resumed = (_opened(kind, Weights(shapes={})) for _ in range(2))
     step = Step(1, 2)
     optimizer.run_phase(step)
@@ -106,7 +106,7 @@ def test_a_rank_that_trains_nothing_steps_and_resumes(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_a_parameter_without_gradients_has_an_entry(kind: str) -> None:
-    """A parameter that has had no gradient so far is in the state, so that the state of all fits the parameters."""
+    """A parameter that has had no gradient so far has an empty entry in the state."""
     weights, others = Weights(), Weights()
     optimizer, resumed = _opened(kind, weights), _opened(kind, others)
     weights.give_gradients("matrix")

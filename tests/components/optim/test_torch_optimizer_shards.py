@@ -1,4 +1,4 @@
-"""Parts of parameters and the noise that belongs to them."""
+"""Shards of parameters and the keys of their noise."""
 
 from collections.abc import Iterator
 
@@ -14,21 +14,21 @@ from drawloom.components.optim.torch_optimizer import LocalShard, local_part, sh
 
 @pytest.fixture
 def second_of_four() -> Iterator[DeviceMesh]:
-    """A mesh of two by two ranks, of which this is the last but one."""
+    """A mesh of two by two ranks, of which this is rank 2."""
     dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
     yield DeviceMesh("cpu", [[0, 1], [2, 3]])
     dist.destroy_process_group()
 
 
-def test_a_whole_tensor_is_its_own_part() -> None:
-    """What is not distributed begins at 0 and is the whole."""
+def test_a_plain_tensor_is_its_own_shard() -> None:
+    """A tensor that is not a DTensor has its first element at 0."""
     tensor = torch.ones(3, 4)
     assert local_part(tensor) is tensor
     assert shard_of(tensor, 2) == LocalShard()
 
 
-def test_parts_of_distributed_tensors(second_of_four: DeviceMesh) -> None:
-    """Rows are a run of the whole, columns are not; replicas have the same part; a run may begin at a wrong place."""
+def test_shards_of_dtensors(second_of_four: DeviceMesh) -> None:
+    """Rows are a contiguous range and columns are not; replicas have equal shards; unaligned ranges have offsets."""
     numbers = torch.arange(60).view(6, 10)
 
     def part(*placements: Shard | Replicate) -> LocalShard:
@@ -45,8 +45,8 @@ def test_parts_of_distributed_tensors(second_of_four: DeviceMesh) -> None:
     assert local_part(odd).tolist() == [3, 4, 5]
 
 
-def test_keys() -> None:
-    """Runs of the whole share the whole's key, other parts have keys of their own."""
+def test_only_contiguous_ranges_share_the_key() -> None:
+    """Contiguous ranges have the whole parameter's key, other shards have keys of their own."""
     keys = {shard.key(1, "noise", "w") for shard in (LocalShard(), LocalShard(8), LocalShard(offset=(0, 5)))}
     assert len(keys) == 2
     assert LocalShard().key(1, "noise", "w") != LocalShard().key(2, "noise", "w")

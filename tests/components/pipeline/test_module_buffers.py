@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Angles(nn.Module):
-    """Frequencies that are no state, and a count that is."""
+    """Frequencies in a non-persistent buffer, and a count in a persistent one."""
 
     frequencies: torch.Tensor
     count: torch.Tensor
@@ -45,7 +45,7 @@ class Drawn(nn.Module):
 
 
 class Scaled(nn.Linear):
-    """A buffer of which the inherited `reset_parameters` knows nothing."""
+    """A buffer that the inherited `reset_parameters` does not fill."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -62,13 +62,13 @@ class Constant(nn.Module):
 
 
 def on_meta(build: Callable[[], nn.Module]) -> Any:
-    """A module as a blueprint builds it."""
+    """A module built on the meta device."""
     with torch.device("meta"):
         return build()
 
 
 def test_every_buffer_has_the_values_of_its_module() -> None:
-    """Persistent or not, filled in place or made anew, each is real and what a module off the meta device holds."""
+    """Every buffer, persistent or not, has the values of a module that is not built on the meta device."""
     module = on_meta(lambda: nn.ModuleDict({"angles": Angles(), "norm": nn.BatchNorm1d(3)}))
     fill_buffers(module, CPU, seed=1)
     expected = nn.ModuleDict({"angles": Angles(), "norm": nn.BatchNorm1d(3)})
@@ -78,15 +78,15 @@ def test_every_buffer_has_the_values_of_its_module() -> None:
         assert found[name].dtype == buffer.dtype and torch.equal(found[name], buffer), name
 
 
-def test_parameters_beside_buffers_are_real_and_others_untouched() -> None:
-    """A module without buffers stays on the meta device, for its parameters may be loaded."""
+def test_only_owners_of_buffers_leave_the_meta_device() -> None:
+    """A module without buffers stays on the meta device, as its parameters will be loaded."""
     module = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     fill_buffers(module, CPU, seed=1)
     assert [parameter.device.type for parameter in module.parameters()] == ["meta", "meta", "cpu", "cpu"]
 
 
-def test_what_is_drawn_follows_from_seed_and_name() -> None:
-    """Replicas hold the same numbers, two modules others, and the process draws on as if nothing had been drawn."""
+def test_random_buffers_depend_on_seed_and_name() -> None:
+    """Replicas have equal numbers, other modules have others, and the process's generators keep their state."""
     one, other = (on_meta(lambda: nn.ModuleDict({"a": Drawn(), "b": Drawn()})) for _ in range(2))
     torch.manual_seed(3)
     fill_buffers(one, CPU, seed=1)
@@ -109,7 +109,7 @@ def test_what_is_drawn_follows_from_seed_and_name() -> None:
         (Constant, r"the module part \(Constant\) registers the buffers mask, but has no reset_parameters\(\)"),
     ],
 )
-def test_a_buffer_that_nobody_fills_is_named(build: Callable[[], nn.Module], words: str) -> None:
-    """Whoever owns it is told, also where `reset_parameters` is inherited from a class that does not know of it."""
+def test_a_buffer_that_is_not_filled_is_an_error(build: Callable[[], nn.Module], words: str) -> None:
+    """The error names the module and the buffer, also if `reset_parameters` is inherited."""
     with pytest.raises(UserError, match=words):
         fill_buffers(on_meta(lambda: nn.ModuleDict({"part": build()})), CPU, seed=1)

@@ -1,48 +1,48 @@
-"""Programs as columns, and as lines."""
+"""Programs as columns, and as lists of actions by rank."""
 
 import numpy as np
 import pytest
 
 from drawloom.components.ports.program import Action, Overlap, Program, RankProgram, flat
 
-LINES: list[RankProgram] = [
+RANK_PROGRAMS: list[RankProgram] = [
     [Action(0, "F", 0), Overlap((Action(0, "F", 1), Action(3, "B", 0))), Action(3, "I", 1), Action(3, "W", 1)],
     [Action(1, "F", 0), Action(2, "F", 0)],
 ]
 
 
-def test_lines_come_back_from_columns() -> None:
-    """A program made from lines gives these lines, and knows its ranks, stages and microbatches."""
-    program = Program.of(LINES)
-    assert [program.line(rank) for rank in range(2)] == LINES
+def test_rank_programs_round_trip() -> None:
+    """A program made from rank programs returns them, and has their ranks, stages and microbatches."""
+    program = Program.of(RANK_PROGRAMS)
+    assert [program.rank_program(rank) for rank in range(2)] == RANK_PROGRAMS
     assert (program.ranks, program.stages, program.microbatches) == (2, 4, 2)
     assert program.stage_to_rank == (0, 1, 1, 0)
     assert program.rank.tolist() == [0, 0, 0, 0, 0, 1, 1]
 
 
-def test_labels_are_those_of_the_field() -> None:
-    """Actions are written stage, work, microbatch; parts of an overlap stand side by side."""
-    assert [str(item) for item in LINES[0]] == ["0F0", "0F1|3B0", "3I1", "3W1"]
+def test_labels_are_those_of_torch() -> None:
+    """Actions are written stage, op, microbatch; parts of an overlap are separated by a bar."""
+    assert [str(item) for item in RANK_PROGRAMS[0]] == ["0F0", "0F1|3B0", "3I1", "3W1"]
     assert str(Action(3, "SEND_F", 7, peer=1)) == "3SEND_F7"
 
 
-def test_part_of_an_overlap_can_be_left_out() -> None:
-    """What is left of an overlap is an action by itself."""
-    program = Program.of(LINES)
+def test_part_of_an_overlap_can_be_dropped() -> None:
+    """The remaining part of an overlap is an action by itself."""
+    program = Program.of(RANK_PROGRAMS)
     without_forward = program.select(~((program.op == 0) & (program.microbatch == 1)))
-    assert [str(item) for item in without_forward.line(0)] == ["0F0", "3B0", "3I1", "3W1"]
+    assert [str(item) for item in without_forward.rank_program(0)] == ["0F0", "3B0", "3I1", "3W1"]
     without_backward = program.select(program.op != 1)
-    assert [str(item) for item in without_backward.line(0)] == ["0F0", "0F1", "3I1", "3W1"]
-    assert without_backward.line(1) == LINES[1]
+    assert [str(item) for item in without_backward.rank_program(0)] == ["0F0", "0F1", "3I1", "3W1"]
+    assert without_backward.rank_program(1) == RANK_PROGRAMS[1]
 
 
-def test_flat_lines_hold_the_parts_of_overlaps() -> None:
-    """Overlaps are taken apart, in order."""
-    assert [str(action) for action in flat(LINES[0])] == ["0F0", "0F1", "3B0", "3I1", "3W1"]
+def test_flat_takes_overlaps_apart() -> None:
+    """flat gives the parts of overlaps one by one, in order."""
+    assert [str(action) for action in flat(RANK_PROGRAMS[0])] == ["0F0", "0F1", "3B0", "3I1", "3W1"]
 
 
 def test_a_program_holds_no_messages() -> None:
-    """Sends and receives are no part of a program."""
+    """A program with a send is refused."""
     with pytest.raises(ValueError, match="0SEND_F0 is a message"):
         Program.of([[Action(0, "SEND_F", 0, peer=1)]])
 
@@ -55,8 +55,8 @@ def test_a_stage_belongs_to_one_rank() -> None:
         Program.of([[Action(0, "F", 0)], [Action(2, "F", 0)]])
 
 
-def test_ranks_may_have_nothing_to_do() -> None:
-    """An empty line is a line."""
-    program = Program.of([[], [Action(0, "F", 0)]], owners=[1])
-    assert (program.line(0), program.rows(1)) == ([], slice(0, 1))
-    assert program.select(np.array([False])).line(1) == []
+def test_a_rank_program_may_be_empty() -> None:
+    """A rank without actions has an empty program."""
+    program = Program.of([[], [Action(0, "F", 0)]], stage_to_rank=[1])
+    assert (program.rank_program(0), program.rows(1)) == ([], slice(0, 1))
+    assert program.select(np.array([False])).rank_program(1) == []

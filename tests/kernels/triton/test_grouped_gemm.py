@@ -1,4 +1,4 @@
-"""Grouped products in Triton against the eager ones in float64."""
+"""Grouped GEMM in Triton against the eager one in float64."""
 
 import pytest
 import torch
@@ -78,10 +78,10 @@ def test_tiles_of_several_experts() -> None:
     st.sampled_from([torch.bfloat16, torch.float16]),
     st.booleans(),
 )
-def test_by_blocks(
+def test_tma_equals_eager(
     _seed: object, counts: list[int], unused: int, sizes: tuple[int, int], dtype: torch.dtype, transposed: bool
 ) -> None:
-    """Fetched in blocks, what belongs to others or to nobody, NaN at that, has no part in rows or gradients."""
+    """With TMA, rows of other experts and unused rows of NaN do not enter results or gradients."""
     inputs, outputs = (8 * size for size in sizes)
     rows, ends = sum(counts) + unused, ends_of(counts)
     shape = (outputs, inputs) if transposed else (inputs, outputs)
@@ -93,7 +93,7 @@ def test_by_blocks(
         grad[rows - unused :] = torch.nan
     wide, used = exact(x, weight), slice(rows - unused)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped_gemm_blocks, "_fetches", lambda device: True)
+        patch.setattr(grouped_gemm_blocks, "_has_tma", lambda device: True)
         patch.setattr(grouped_gemm_blocks, "LEAST_ROWS", 0)
         found = grouped_gemm_triton(x, weight, ends, transposed)
         ours = torch.autograd.grad(found, (x, weight), grad)
@@ -103,9 +103,9 @@ def test_by_blocks(
     assert_all_close((ours[0][used], ours[1]), (theirs[0][used], theirs[1]), 4)
 
 
-def test_what_suits_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half precision whose rows begin at multiples of 16 bytes, as it lies or turned, in numbers that fill tiles."""
-    monkeypatch.setattr(grouped_gemm_blocks, "_fetches", lambda device: True)
+def test_tma_is_used_for_aligned_half_precision_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TMA takes half precision with rows at multiples of 16 bytes, transposed or not, and enough rows per expert."""
+    monkeypatch.setattr(grouped_gemm_blocks, "_has_tma", lambda device: True)
     rows, weight = torch.zeros(256, 16, dtype=torch.bfloat16), torch.zeros(4, 16, 24, dtype=torch.bfloat16)
     suit = grouped_gemm_blocks.suit
     assert suit(4, rows, weight) and suit(4, rows, weight.transpose(1, 2))
@@ -115,8 +115,8 @@ def test_what_suits_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not suit(4, rows.T.contiguous().T, weight) and not suit(4, rows, weight[:1].expand(4, 16, 24))
 
 
-def test_weight_gradient_can_wait() -> None:
-    """Put off, the matrices' gradient comes later, and is what it would have been."""
+def test_weight_gradient_can_be_deferred() -> None:
+    """The deferred gradient of the matrices is bitwise the one that is computed at once."""
     ends = ends_of([3, 0, 5])
     x, weight = drawn("contiguous", 8, 16), drawn("contiguous", 3, 16, 20)
     expected = torch.autograd.grad(grouped_gemm_triton(x, weight, ends).sum(), (x, weight))
@@ -130,15 +130,15 @@ def test_weight_gradient_can_wait() -> None:
     assert torch.equal(deferral.take()[0].compute(), expected[1])
 
 
-def test_refuses_more_rows_than_have_numbers() -> None:
-    """Rows whose numbers would not fit into 32 bits are refused before any is read."""
+def test_more_rows_than_32_bits_number_are_refused() -> None:
+    """Rows whose indices would not fit into 32 bits are refused before any is read."""
     x, weight = torch.ones(1, 1, device=DEVICE).expand(2**31, 1), torch.ones(1, 1, 1, device=DEVICE)
-    with pytest.raises(ValueError, match="2147483648 rows are more than have numbers"):
+    with pytest.raises(ValueError, match="2147483648 rows are more than 32-bit row indices"):
         grouped_gemm_triton(x, weight, ends_of([1]))
 
 
-def test_is_an_operation_of_torch() -> None:
-    """Both products keep the promises that torch.compile relies on."""
+def test_passes_opcheck() -> None:
+    """Both products pass torch.library.opcheck, which torch.compile relies on."""
     x, weight = torch.randn(8, 16, device=DEVICE), torch.randn(3, 16, 20, device=DEVICE)
     torch.library.opcheck(torch.ops.drawloom.grouped_gemm_rows.default, (x, weight, ends_of([3, 0, 5])))
     torch.library.opcheck(torch.ops.drawloom.grouped_gemm_matrices.default, (x, x + 1, ends_of([3, 0, 5])))

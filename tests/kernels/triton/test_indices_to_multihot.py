@@ -1,4 +1,4 @@
-"""Tables of choices in Triton are those of the eager twin."""
+"""Multi-hot tables in Triton are those of the eager implementation."""
 
 import torch
 from hypothesis import given
@@ -13,12 +13,12 @@ from support.seeding import seeds
 @few
 @given(seeds, st.integers(0, 60), st.integers(1, 6), st.integers(1, 70), dtypes, layouts)
 def test_equals_eager(_seed: object, tokens: int, choices: int, experts: int, dtype: torch.dtype, layout: str) -> None:
-    """Any numbers of tokens, choices and experts, twice the same or nobody, give the same tables and gradients."""
-    experts_of = torch.randint(-1, experts, (tokens, choices), device=DEVICE)
+    """Any numbers of tokens, choices and experts, with repeated and dropped choices, give the eager results."""
+    expert_indices = torch.randint(-1, experts, (tokens, choices), device=DEVICE)
     probabilities = drawn(layout, tokens, choices, dtype=dtype)
     (wide,) = exact(probabilities)
-    chosen, spread = indices_to_multihot_triton(experts_of, probabilities, experts)
-    expected = indices_to_multihot_eager(experts_of, wide, experts)
+    chosen, spread = indices_to_multihot_triton(expert_indices, probabilities, experts)
+    expected = indices_to_multihot_eager(expert_indices, wide, experts)
     assert torch.equal(chosen, expected[0])
     assert_close(spread, expected[1])
     grad = drawn("contiguous", tokens, experts, dtype=dtype).detach()
@@ -29,7 +29,7 @@ def test_equals_eager(_seed: object, tokens: int, choices: int, experts: int, dt
     assert_close(ours, theirs)
 
 
-def test_is_an_operation_of_torch() -> None:
-    """It keeps the promises that torch.compile relies on."""
-    experts_of, probabilities = torch.randint(-1, 4, (5, 2), device=DEVICE), torch.rand(5, 2, device=DEVICE)
-    torch.library.opcheck(torch.ops.drawloom.indices_to_multihot.default, (experts_of, probabilities, 4))
+def test_passes_opcheck() -> None:
+    """It passes torch.library.opcheck, which torch.compile relies on."""
+    expert_indices, probabilities = torch.randint(-1, 4, (5, 2), device=DEVICE), torch.rand(5, 2, device=DEVICE)
+    torch.library.opcheck(torch.ops.drawloom.indices_to_multihot.default, (expert_indices, probabilities, 4))

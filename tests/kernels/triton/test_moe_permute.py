@@ -14,9 +14,9 @@ from support.seeding import seeds
 cases = (st.integers(0, 9), st.integers(1, 5), st.integers(1, 6), st.integers(1, 40))
 
 
-def routes_of(tokens: int, choices: int, experts: int, of_nobody: bool = True) -> Routes:
-    experts_of = torch.randint(-1 if of_nobody else 0, experts, (tokens, choices), device=DEVICE)
-    return moe_routes_eager(experts_of, experts)
+def routes_of(tokens: int, choices: int, experts: int, with_dropped: bool = True) -> Routes:
+    expert_indices = torch.randint(-1 if with_dropped else 0, experts, (tokens, choices), device=DEVICE)
+    return moe_routes_eager(expert_indices, experts)
 
 
 @few
@@ -24,7 +24,7 @@ def routes_of(tokens: int, choices: int, experts: int, of_nobody: bool = True) -
 def test_permutes_as_eager(
     _seed: object, tokens: int, choices: int, experts: int, width: int, dtype: torch.dtype, layout: str, of_grad: str
 ) -> None:
-    """Rows and their probabilities are copies, bit for bit, also where nobody needs them; gradients are sums."""
+    """Rows and their probabilities are copies, bit for bit, unused rows too; gradients are sums."""
     x, probabilities = drawn(layout, tokens, width, dtype=dtype), drawn("contiguous", tokens, choices)
     routes = routes_of(tokens, choices, experts)
     found, expected = moe_permute_triton(x, probabilities, routes), moe_permute_eager(x, probabilities, routes)
@@ -49,7 +49,7 @@ def test_adds_up_as_eager(
     of_grad: str,
     weights: str,
 ) -> None:
-    """Sums by token, weighted or not, and their gradients are those of float64; rows of nobody get zero."""
+    """Sums by token, weighted or not, and their gradients are those of float64; unused rows get zero."""
     rows, routes = drawn(layout, tokens * choices, width, dtype=dtype), routes_of(tokens, choices, experts)
     wide = exact(rows)
     probabilities = None if weights == "none" else drawn("contiguous", tokens, choices)
@@ -70,7 +70,7 @@ def test_adds_up_as_eager(
 
 
 def test_wide_rows_and_many_choices() -> None:
-    """Tokens of several tiles with as many choices as experts are whole."""
+    """Tokens of several tiles, with as many choices as experts, are permuted and summed completely."""
     routes = routes_of(3, 16, 16)
     x, probabilities = drawn("contiguous", 3, 700), drawn("contiguous", 3, 16)
     rows, _ = moe_permute_triton(x, probabilities, routes)
@@ -83,7 +83,7 @@ def test_wide_rows_and_many_choices() -> None:
     assert_all_close(grads, torch.autograd.grad(expected.square().sum(), wide), 16)
 
 
-def test_same_bits_each_time() -> None:
+def test_results_are_deterministic() -> None:
     """Sums and gradients are bitwise the same in a second run."""
     routes, x, p = routes_of(20, 4, 5), drawn("contiguous", 20, 33, dtype=torch.bfloat16), drawn("contiguous", 20, 4)
     runs = []
@@ -93,8 +93,8 @@ def test_same_bits_each_time() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_is_an_operation_of_torch() -> None:
-    """Both directions keep the promises that torch.compile relies on."""
+def test_passes_opcheck() -> None:
+    """Both directions pass torch.library.opcheck, which torch.compile relies on."""
     routes, x, p = routes_of(5, 2, 3), torch.randn(5, 8, device=DEVICE), torch.rand(5, 2, device=DEVICE)
     rows = torch.randn(10, 8, device=DEVICE)
     torch.library.opcheck(torch.ops.drawloom.moe_spread.default, (x, None, p, routes.dest_row, routes.offsets, False))

@@ -1,4 +1,4 @@
-"""Routes in Triton are those of the eager twin."""
+"""Routing tables in Triton are those of the eager implementation."""
 
 import torch
 from hypothesis import given
@@ -22,22 +22,22 @@ from support.seeding import seeds
 def test_equals_eager(
     _seed: object, tokens: int, choices: int, experts: int, dtype: torch.dtype, strided: bool
 ) -> None:
-    """Any numbers of tokens, choices and experts, some of nobody, give the same tables."""
+    """Any numbers of tokens, choices and experts, some choices dropped, give the same tables."""
     shape = (choices, tokens) if strided else (tokens, choices)
-    experts_of = torch.randint(-1, experts, shape, dtype=dtype, device=DEVICE)
-    experts_of = experts_of.T if strided else experts_of
-    found, expected = moe_routes_triton(experts_of, experts), moe_routes_eager(experts_of, experts)
+    expert_indices = torch.randint(-1, experts, shape, dtype=dtype, device=DEVICE)
+    expert_indices = expert_indices.T if strided else expert_indices
+    found, expected = moe_routes_triton(expert_indices, experts), moe_routes_eager(expert_indices, experts)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
 
 
 def test_several_programs() -> None:
     """More choices than a program has, most of one expert and none of others, keep their order."""
-    experts_of = torch.where(torch.rand(500, 3) < 0.9, 77, torch.randint(-1, 512, (500, 3))).to(DEVICE)
-    found, expected = moe_routes_triton(experts_of, 512), moe_routes_eager(experts_of, 512)
+    expert_indices = torch.where(torch.rand(500, 3) < 0.9, 77, torch.randint(-1, 512, (500, 3))).to(DEVICE)
+    found, expected = moe_routes_triton(expert_indices, 512), moe_routes_eager(expert_indices, 512)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
-def test_is_an_operation_of_torch() -> None:
-    """It keeps the promises that torch.compile relies on."""
+def test_passes_opcheck() -> None:
+    """It passes torch.library.opcheck, which torch.compile relies on."""
     torch.library.opcheck(torch.ops.drawloom.moe_routes.default, (torch.randint(-1, 4, (5, 2), device=DEVICE), 4))

@@ -64,7 +64,7 @@ def experts(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("compute", [norms, halves, rotations, losses, experts])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
 def test_compiles_without_breaks(compute: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Traced as one graph, forwards and backwards, an operation gives the bits that it gives otherwise."""
+    """Traced as one graph, forward and backward, an operation gives the bits of eager mode."""
     x, weight = drawn("contiguous", 4, 16), drawn("contiguous", 16)
     compiled: Any = torch.compile(compute, fullgraph=True, backend="aot_eager")
     runs = []
@@ -75,7 +75,7 @@ def test_compiles_without_breaks(compute: Callable[[Tensor, Tensor], Tensor]) ->
 
 
 def test_a_copy_compiles() -> None:
-    """What writes into its argument is traced as well."""
+    """An operation that writes into its argument is traced as well."""
 
     def rounded(source: Tensor) -> Tensor:
         target = torch.empty_like(source, dtype=torch.bfloat16)
@@ -139,7 +139,7 @@ def test_strides_beyond_32_bits(name: str, dimension: int) -> None:
 
 
 def test_rows() -> None:
-    """Rows are views where they can be, and always have their elements side by side."""
+    """Rows are views where strides allow it, and always have a last stride of 1."""
     x = torch.arange(24.0).view(2, 3, 4)
     assert as_rows(x).data_ptr() == x.data_ptr()
     assert as_rows(x[..., :2]).data_ptr() == x.data_ptr()
@@ -150,7 +150,7 @@ def test_rows() -> None:
 
 
 def test_angle_tables() -> None:
-    """Cosines and sines come out with one set of strides, and are the same tensors if they have one already."""
+    """cos and sin get equal strides, and are the same tensors if they have them already."""
     cos, sin = torch.rand(1, 3, 4).expand(2, 3, 4), torch.rand(2, 3, 4)
     assert angle_tables(sin, sin + 1)[0] is sin
     found = angle_tables(cos, sin)
@@ -159,5 +159,5 @@ def test_angle_tables() -> None:
 
 
 def test_power_of_two() -> None:
-    """The least that is no less."""
+    """next_power_of_2 returns the least power of two that is at least the number."""
     assert [next_power_of_2(number) for number in (1, 2, 3, 4, 5, 1000)] == [1, 2, 4, 4, 8, 1024]

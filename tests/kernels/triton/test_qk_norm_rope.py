@@ -1,4 +1,4 @@
-"""Norm and rotation in one launch against the eager ones in float64."""
+"""qk_norm_rope in Triton against the eager one in float64."""
 
 from typing import Any
 
@@ -69,8 +69,8 @@ def test_many_tiles_for_each_program() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_is_an_operation_of_torch() -> None:
-    """Both directions keep the promises that torch.compile relies on."""
+def test_passes_opcheck() -> None:
+    """Both directions pass torch.library.opcheck, which torch.compile relies on."""
     q, k = (torch.randn(2, 3, heads, 8, device=DEVICE) for heads in (4, 2))
     cos, sin = rope_angles(torch.arange(3, device=DEVICE).expand(2, 3), 8, 1e4)
     weights, inverses = torch.randn(2, 8, device=DEVICE), [torch.rand(2, 3, heads, device=DEVICE) for heads in (4, 2)]

@@ -24,14 +24,14 @@ def test_equals_eager(
     of_weight: torch.dtype,
     layout: str,
     of_grad: str,
-    zero_centred: bool,
+    zero_centered: bool,
 ) -> None:
     """Any shape, zero rows included, any strides and dtypes give result and gradients of float64, rounded."""
     x, weight = drawn(layout, *shape, dtype=dtype), drawn("contiguous", shape[-1], dtype=of_weight)
     grad = drawn(of_grad, *shape, dtype=dtype).detach()
-    found = rms_norm_triton(x, weight, 0.1, zero_centred)
+    found = rms_norm_triton(x, weight, 0.1, zero_centered)
     wide = exact(x, weight)
-    expected = rms_norm_eager(wide[0], wide[1], 0.1, zero_centred)
+    expected = rms_norm_eager(wide[0], wide[1], 0.1, zero_centered)
     assert found.dtype == dtype
     assert_close(found, expected, 4)
     grads = torch.autograd.grad(found, (x, weight), grad)
@@ -41,7 +41,7 @@ def test_equals_eager(
 
 @few
 @given(seeds, shapes, dtypes, layouts, layouts)
-def test_adds_what_comes_before(
+def test_fused_sum_equals_the_sum(
     _seed: object, shape: tuple[int, ...], dtype: torch.dtype, layout: str, of_residual: str
 ) -> None:
     """The fused sum is bitwise the sum, its norm bitwise the norm of the sum, and the gradient bitwise both added."""
@@ -71,7 +71,7 @@ def test_many_rows_for_each_program() -> None:
         assert_all_close(grads, torch.autograd.grad(expected.sum(), wide), 8)
 
 
-def test_only_what_is_needed() -> None:
+def test_a_frozen_weight_leaves_the_other_gradient_unchanged() -> None:
     """A frozen weight gets no gradient, and that of x stays the same."""
     x, weight = drawn("contiguous", 5, 12), drawn("contiguous", 12)
     (both, _) = torch.autograd.grad(rms_norm_triton(x, weight, 1e-6).sum(), (x, weight))
@@ -79,7 +79,7 @@ def test_only_what_is_needed() -> None:
     assert torch.equal(both, alone)
 
 
-def test_same_gradients_each_time() -> None:
+def test_gradients_are_deterministic() -> None:
     """Gradients are bitwise the same in a second run."""
     x, weight = drawn("contiguous", 50, 33, dtype=torch.bfloat16), drawn("contiguous", 33)
     runs = [torch.autograd.grad(rms_norm_triton(x, weight, 1e-6).float().sum(), (x, weight)) for _ in range(2)]
@@ -87,15 +87,15 @@ def test_same_gradients_each_time() -> None:
 
 
 def test_refuses_float64() -> None:
-    """A dtype that the kernel would round is refused in a sentence."""
-    with pytest.raises(TypeError, match="float64; use its eager twin"):
+    """A dtype that the kernel would round is an error that names what to use instead."""
+    with pytest.raises(TypeError, match="float64; use the eager implementation"):
         rms_norm_triton(torch.ones(2, 2, dtype=torch.float64, device=DEVICE), torch.ones(2, device=DEVICE), 1e-6)
 
 
-def test_is_an_operation_of_torch() -> None:
-    """Both directions keep the promises that torch.compile relies on."""
+def test_passes_opcheck() -> None:
+    """Both directions pass torch.library.opcheck, which torch.compile relies on."""
     x, weight = torch.randn(3, 8, device=DEVICE), torch.randn(8, device=DEVICE)
-    inverse = torch.rand(3, device=DEVICE)
+    rstd = torch.rand(3, device=DEVICE)
     torch.library.opcheck(torch.ops.drawloom.rms_norm.default, (x, None, weight, 1e-6, False))
     torch.library.opcheck(torch.ops.drawloom.rms_norm.default, (x, x + 1, weight, 1e-6, True))
-    torch.library.opcheck(torch.ops.drawloom.rms_norm_backward.default, (x, None, x, weight, inverse, False, True))
+    torch.library.opcheck(torch.ops.drawloom.rms_norm_backward.default, (x, None, x, weight, rstd, False, True))

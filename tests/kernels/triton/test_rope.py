@@ -17,7 +17,7 @@ channels = st.integers(1, 9).flatmap(lambda pairs: st.tuples(st.just(pairs), st.
 
 
 def angles_of(rows: int, length: int, pairs: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions of packed documents: they start again and again."""
+    """cos and sin of positions of packed documents, which restart at each document."""
     positions = torch.randint(0, 5000, (rows, length), device=DEVICE)
     return rope_angles(positions, 2 * pairs, 1e4)
 
@@ -33,7 +33,7 @@ def test_equals_eager(
     of_grad: str,
     interleaved: bool,
 ) -> None:
-    """Any shape and strides, with channels that stay, give result and gradient of float64, rounded once."""
+    """Any shape and strides, with channels that are not rotated, give result and gradient of float64, rounded once."""
     pairs, rest = channels
     full = (*shape, 2 * pairs + rest)
     x, (cos, sin) = drawn(layout, *full, dtype=dtype), angles_of(*shape[:2], pairs)
@@ -62,7 +62,7 @@ def test_in_place(_seed: object, shape: tuple[int, int, int], dtype: torch.dtype
 
 
 def test_autograd_guards_what_is_changed_in_place() -> None:
-    """Changing in place what an earlier operation still needs is an error, not a wrong gradient."""
+    """Changing a tensor in place that an earlier operation saved is an error, not a wrong gradient."""
     x, (cos, sin) = drawn("contiguous", 1, 2, 1, 4), angles_of(1, 2, 2)
     needed = x.exp()
     turned = rope_triton(needed, cos, sin, in_place=True)
@@ -71,7 +71,7 @@ def test_autograd_guards_what_is_changed_in_place() -> None:
 
 
 def test_many_vectors() -> None:
-    """More vectors than a program turns, with heads that divide no tile, are all turned."""
+    """More vectors than a program's tile, with a number of heads that divides no tile, are all rotated."""
     x, (cos, sin) = drawn("contiguous", 2, 50, 6, 64, dtype=torch.bfloat16), angles_of(2, 50, 32)
     assert_close(rope_triton(x, cos, sin), rope_eager(x.double(), cos.double(), sin.double()))
 
@@ -84,7 +84,7 @@ def test_angles_of_one_row_for_all() -> None:
 
 
 def test_gradients_of_gradients() -> None:
-    """The way back can be gone back again."""
+    """The backward pass has a backward pass of its own."""
     x, (cos, sin) = drawn("contiguous", 1, 3, 2, 4), angles_of(1, 3, 2)
     grad = drawn("contiguous", 1, 3, 2, 4)
     (first,) = torch.autograd.grad(rope_triton(x, cos, sin), x, grad, create_graph=True)
@@ -92,8 +92,8 @@ def test_gradients_of_gradients() -> None:
     assert_close(second, rope_triton(x, cos, sin).detach().double())
 
 
-def test_is_an_operation_of_torch() -> None:
-    """Out of place and in place keep the promises that torch.compile relies on."""
+def test_passes_opcheck() -> None:
+    """Out of place and in place pass torch.library.opcheck, which torch.compile relies on."""
     x, (cos, sin) = torch.randn(2, 3, 2, 8, device=DEVICE), angles_of(2, 3, 3)
     torch.library.opcheck(torch.ops.drawloom.rope.default, (x, cos, sin, False, False))
     torch.library.opcheck(torch.ops.drawloom.rope_.default, (x.clone(), cos, sin, True, True))

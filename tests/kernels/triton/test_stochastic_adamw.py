@@ -1,4 +1,4 @@
-"""AdamW in Triton is that of the eager twin, to the bit."""
+"""AdamW in Triton is bitwise that of the eager implementation."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.stochastic_adamw import StochasticAdamwEager, Trained, numbers_of
+from drawloom.kernels.stochastic_adamw import ParamState, StochasticAdamwEager, step_scalars
 from drawloom.kernels.triton.stochastic_adamw import PART, StochasticAdamwTriton
 from support.kernels import BOUNDARIES, DEVICE, few
 from support.seeding import seeds
@@ -18,31 +18,31 @@ WIDE, NARROW = torch.float32, torch.bfloat16
 kinds = st.tuples(st.integers(0, 1500), st.sampled_from([WIDE, NARROW]), st.sampled_from([WIDE, NARROW]))
 
 
-def twins(shapes: list[tuple[Any, torch.dtype, torch.dtype]]) -> tuple[list[Trained], list[Trained]]:
-    """Two equal lists of weights and what is kept for them."""
+def twins(shapes: list[tuple[Any, torch.dtype, torch.dtype]]) -> tuple[list[ParamState], list[ParamState]]:
+    """Two equal lists of weights with their optimizer state."""
 
-    def made() -> list[Trained]:
+    def made() -> list[ParamState]:
         torch.manual_seed(1)
         weights = [torch.randn(shape).to(DEVICE, dtype) for shape, dtype, _ in shapes]
         kept = [[torch.rand(shape).to(DEVICE, of_kept) for _ in "ms"] for shape, _, of_kept in shapes]
         return [
-            Trained(weight, mean, square, 0.1 * (place % 2), 2**60 + place, 2 * place)
+            ParamState(weight, mean, square, 0.1 * (place % 2), 2**60 + place, 2 * place)
             for place, (weight, (mean, square)) in enumerate(zip(weights, kept, strict=True))
         ]
 
     return made(), made()
 
 
-def assert_same_bits(ours: list[Trained], theirs: list[Trained]) -> None:
+def assert_same_bits(ours: list[ParamState], theirs: list[ParamState]) -> None:
     for mine, their in zip(ours, theirs, strict=True):
-        for name in ("weight", "mean", "square"):
+        for name in ("weight", "exp_avg", "exp_avg_sq"):
             assert torch.equal(getattr(mine, name), getattr(their, name)), name
 
 
-def step_both(ours: list[Trained], theirs: list[Trained], gradients: list[list[Tensor]]) -> None:
+def step_both(ours: list[ParamState], theirs: list[ParamState], gradients: list[list[Tensor]]) -> None:
     triton, eager = StochasticAdamwTriton(ours), StochasticAdamwEager(theirs)
     for step, of_step in enumerate(gradients, 1):
-        numbers = numbers_of(1e-2, (0.9, 0.95), 1e-8, step)
+        numbers = step_scalars(1e-2, (0.9, 0.95), 1e-8, step)
         triton.step(of_step, numbers, step + 2**40)
         eager.step(of_step, numbers, step + 2**40)
 
@@ -52,7 +52,7 @@ def step_both(ours: list[Trained], theirs: list[Trained], gradients: list[list[T
 def test_same_bits(
     _seed: object, shapes: list[tuple[int, torch.dtype, torch.dtype]], of_gradients: torch.dtype
 ) -> None:
-    """Weights of all sizes and dtypes, empty ones too, with gradients of either dtype, change as the eager twin's."""
+    """Weights of all sizes and dtypes, empty ones too, with gradients of either dtype, change as by the eager step."""
     ours, theirs = twins(shapes)
     gradients = [[torch.randn(t.weight.shape).to(DEVICE, of_gradients) for t in ours] for _ in range(2)]
     step_both(ours, theirs, gradients)
@@ -61,36 +61,36 @@ def test_same_bits(
 
 @pytest.mark.parametrize("number", BOUNDARIES)
 def test_same_bits_at_boundaries(number: int) -> None:
-    """Keys, counters and places that fill 32 bits, or 64, give the bits of the eager twin."""
+    """Keys, counters and first indices around 2^32 and 2^63 give the bits of the eager step."""
     for key, counter, first in ((number, 3, 0), (3, number, 0), (3, 3, number // 4 * 2)):
         ours, theirs = twins([((700,), NARROW, NARROW)])
         ours, theirs = ([replace(of[0], key=key, first=first)] for of in (ours, theirs))
-        gradients, numbers = [torch.randn(700).to(DEVICE)], numbers_of(1e-2, (0.9, 0.95), 1e-8, 1)
+        gradients, numbers = [torch.randn(700).to(DEVICE)], step_scalars(1e-2, (0.9, 0.95), 1e-8, 1)
         StochasticAdamwTriton(ours).step(gradients, numbers, counter)
         StochasticAdamwEager(theirs).step(gradients, numbers, counter)
         assert_same_bits(ours, theirs)
 
 
 def test_several_programs_for_a_weight() -> None:
-    """A weight that several programs share, the last with a part of its part, changes as the eager twin's."""
+    """A weight of several programs' parts, the last one incomplete, changes as by the eager step."""
     ours, theirs = twins([((2, PART // 2 + 700), NARROW, NARROW), ((3,), NARROW, NARROW)])
     step_both(ours, theirs, [[torch.randn(t.weight.shape).to(DEVICE) for t in ours]])
     assert_same_bits(ours, theirs)
 
 
 def test_gradients_of_any_kind() -> None:
-    """Strided gradients, at odd places in memory, of mixed dtypes and new each step, are read as they are."""
+    """Gradients that are strided, unaligned, of mixed dtypes and new each step, give the eager step."""
     ours, theirs = twins([((8, 6), NARROW, NARROW), ((5,), NARROW, NARROW)])
     strided, odd = torch.randn(6, 8, device=DEVICE).T.bfloat16(), torch.randn(6, device=DEVICE)[1:]
     step_both(ours, theirs, [[strided, odd], [strided.clone(), odd.clone()]])
     assert_same_bits(ours, theirs)
 
 
-def test_weights_at_odd_places() -> None:
-    """Weights that don't begin where wide reads may are updated all the same."""
+def test_unaligned_weights() -> None:
+    """Weights that are not aligned for vectorized loads change as by the eager step."""
     ours, theirs = twins([((40,), NARROW, NARROW), ((40,), NARROW, NARROW)])
     moved = torch.empty(41, dtype=NARROW, device=DEVICE)[1:].copy_(ours[0].weight)
-    ours[0] = Trained(moved, ours[0].mean, ours[0].square, ours[0].decay, ours[0].key, ours[0].first)
+    ours[0] = ParamState(moved, ours[0].exp_avg, ours[0].exp_avg_sq, ours[0].weight_decay, ours[0].key, ours[0].first)
     step_both(ours, theirs, [[torch.randn(40, device=DEVICE) for _ in range(2)]])
     assert_same_bits(ours, theirs)
 
@@ -102,7 +102,7 @@ def test_one_launch_for_all_of_a_kind() -> None:
 
 
 def test_refuses_strided_weights() -> None:
-    """A weight that is no one piece of memory is refused in a sentence."""
+    """A weight that is not contiguous is an error that names the eager implementation."""
     weight = torch.ones(3, 4, device=DEVICE).T
     with pytest.raises(ValueError, match="must be contiguous"):
-        StochasticAdamwTriton([Trained(weight, torch.zeros_like(weight), torch.zeros_like(weight), 0.0, 1)])
+        StochasticAdamwTriton([ParamState(weight, torch.zeros_like(weight), torch.zeros_like(weight), 0.0, 1)])

@@ -1,4 +1,4 @@
-"""Stochastic rounding in Triton is that of the eager twin, to the bit."""
+"""Stochastic rounding in Triton is bitwise that of the eager implementation."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from support.seeding import seeds
 def test_same_bits(
     _seed: object, shape: list[int], key: int, counter: int, first: int, of_source: str, of_target: str
 ) -> None:
-    """Any shape, layout, key, counter and place give the bits of the eager twin."""
+    """Any shape, layout, key, counter and first index give the bits of the eager implementation."""
     source = drawn(of_source, *shape).detach()
     found, expected = (drawn(of_target, *shape, dtype=torch.bfloat16).detach() for _ in range(2))
     stochastic_copy_triton(found, source, key, counter, first)
@@ -34,7 +34,7 @@ def test_same_bits(
 
 @pytest.mark.parametrize("number", BOUNDARIES)
 def test_same_bits_at_boundaries(number: int) -> None:
-    """Keys, counters and places at which Triton types a scalar anew give the bits of the eager twin."""
+    """Scalars around which Triton's type for them changes give the bits of the eager implementation."""
     source = torch.randn(4096, device=DEVICE)
     for key, counter, first in ((number, 3, 0), (3, number, 0), (3, 3, number // 16 * 8)):
         found, expected = (torch.empty(4096, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
@@ -44,7 +44,7 @@ def test_same_bits_at_boundaries(number: int) -> None:
 
 
 def test_same_bits_for_any_bits() -> None:
-    """NaN of every kind, infinities, subnormals and the largest numbers come out as from the eager twin."""
+    """NaN of every kind, infinities, subnormals and the largest numbers come out as from the eager implementation."""
     bits = torch.randint(-(2**31), 2**31, (3000,)).to(torch.int32)
     bits[:8] = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7F800000, -(2**23), 1, 0x7F7FFFFF, 0x80FFFF]).to(torch.int32)
     source = bits.view(torch.float32).to(DEVICE)
@@ -56,14 +56,14 @@ def test_same_bits_for_any_bits() -> None:
 
 
 def test_refuses_other_dtypes() -> None:
-    """Only float32 to bfloat16 of one shape is such a copy."""
+    """Any copy but float32 to bfloat16 of one shape is an error that names dtypes and shapes."""
     source = torch.ones(8, device=DEVICE)
     for target in (torch.ones(8, dtype=torch.float16, device=DEVICE), torch.ones(9, device=DEVICE).bfloat16()):
-        with pytest.raises(ValueError, match="from float32 to bfloat16"):
+        with pytest.raises(ValueError, match="copies float32 to bfloat16 of one shape, not"):
             stochastic_copy_triton(target, source, 0, 0)
 
 
-def test_is_an_operation_of_torch() -> None:
-    """It keeps the promises that torch.compile relies on."""
+def test_passes_opcheck() -> None:
+    """It passes torch.library.opcheck, which torch.compile relies on."""
     target, source = torch.ones(8, dtype=torch.bfloat16, device=DEVICE), torch.randn(8, device=DEVICE)
     torch.library.opcheck(torch.ops.drawloom.stochastic_copy.default, (target, source, 1, 2, 0))

@@ -35,7 +35,7 @@ def test_equals_eager(
 def test_scales_vectors(
     _seed: object, shape: tuple[int, ...], dtype: torch.dtype, of_scale: torch.dtype, layout: str
 ) -> None:
-    """A factor for each vector is in the result, in the gradients, and gets one itself."""
+    """A scale for each vector is in the result and in the gradients, and gets a gradient itself."""
     gate, up = drawn(layout, *shape, dtype=dtype), drawn("contiguous", *shape, dtype=dtype)
     scale, grad = drawn("contiguous", *shape[:-1], dtype=of_scale), drawn("contiguous", *shape, dtype=dtype).detach()
     wide = exact(gate, up, scale)
@@ -51,7 +51,7 @@ def test_scales_vectors(
 def test_halves_of_one_tensor(
     _seed: object, shape: tuple[int, ...], dtype: torch.dtype, layout: str, scaled: bool
 ) -> None:
-    """Gate and up beside each other give what they give as two tensors."""
+    """The halves of one tensor give the same as two tensors."""
     both = drawn(layout, *shape[:-1], 2 * shape[-1], dtype=dtype)
     inputs = (both, drawn("contiguous", *shape[:-1])) if scaled else (both,)
     wide = exact(*inputs)
@@ -63,7 +63,7 @@ def test_halves_of_one_tensor(
 
 
 def test_rows_wider_than_a_program() -> None:
-    """Rows of several tiles, the last one part of one, are whole, their factors' gradients too."""
+    """Rows of several tiles, the last one incomplete, are computed completely, their scales' gradients too."""
     gate, up, scale = drawn("sliced", 3, 5000), drawn("contiguous", 3, 5000), drawn("contiguous", 3)
     wide = exact(gate, up, scale)
     for inputs, wide_inputs in (((gate, up), wide[:2]), ((gate, up, scale), wide)):
@@ -83,8 +83,8 @@ def test_keeps_to_finite_numbers() -> None:
     assert all(x.isfinite().all() for x in (found, *grads))
 
 
-def test_is_an_operation_of_torch() -> None:
-    """Both directions keep the promises that torch.compile relies on."""
+def test_passes_opcheck() -> None:
+    """Both directions pass torch.library.opcheck, which torch.compile relies on."""
     x, both, scale = (torch.randn(*shape, device=DEVICE) for shape in ((3, 8), (3, 16), (3,)))
     torch.library.opcheck(torch.ops.drawloom.swiglu.default, (x, x + 1, None))
     torch.library.opcheck(torch.ops.drawloom.swiglu.default, (x, x + 1, scale))

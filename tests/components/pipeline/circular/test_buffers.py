@@ -1,4 +1,4 @@
-"""What lies between stages."""
+"""The buffers of a circular pipeline."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from drawloom.components.pipeline.circular.buffers import Buffers, Move
 from drawloom.components.pipeline.circular.timetable import Timetable
 
 
-def test_what_is_taken_is_gone() -> None:
-    """No buffer keeps a tensor that nobody will read again, so that memory is free as soon as it can be."""
+def test_taken_tensors_are_released() -> None:
+    """No buffer keeps a tensor after its last read, so that its memory is freed."""
     table = Timetable(2, 4, 2)
     buffers = Buffers.of(table, range(2), list(torch.arange(4.0)))
     assert float(buffers.take_input(0, 0)) == 0
@@ -25,12 +25,12 @@ def test_what_is_taken_is_gone() -> None:
         assert float(buffers.take_input(iteration, stage)) == 9
         with pytest.raises(KeyError):
             buffers.take_input(iteration, stage)
-    with pytest.raises(LookupError, match="nothing lies at stage 0 in column 0"):
+    with pytest.raises(LookupError, match="state_io is empty at stage 0, column 0"):
         buffers.take_input(0, 0)
 
 
-def test_a_share_of_the_stages_has_a_share_of_the_inputs() -> None:
-    """A rank with the last two of four stages counts its rows from its first stage."""
+def test_a_rank_has_the_inputs_of_its_stages() -> None:
+    """The rows of state_io of a rank with the last two of four stages are indexed from its first stage."""
     buffers = Buffers.of(Timetable(4, 8), range(2, 4), list(torch.arange(4.0)))
     assert float(buffers.take(Move(2, 1, "state_io", 1), late=False)) == 1
     buffers.put(Move(3, 2, "state_io", 1), torch.tensor(5.0))

@@ -1,4 +1,4 @@
-"""What goes from stage to stage."""
+"""The moves between stages."""
 
 import pytest
 
@@ -6,10 +6,10 @@ from drawloom.components.pipeline.circular.buffers import Move, early_moves, lat
 from drawloom.components.pipeline.circular.timetable import Timetable
 
 TABLES = [
-    Timetable(stages, rounds * stages, repeats, hop)
+    Timetable(stages, rounds * stages, repeats, latency)
     for stages in range(1, 5)
-    for hop in (1, 2)
-    for rounds in range(hop, 5)
+    for latency in (1, 2)
+    for rounds in range(latency, 5)
     for repeats in (1, 2, 3)
 ]
 
@@ -17,9 +17,9 @@ TABLES = [
 @pytest.mark.parametrize("table", TABLES, ids=repr)
 def test_every_stage_finds_its_input(table: Timetable) -> None:
     """
-    Carried out with counts of blocks passed in place of tensors, each item has passed all blocks before its own.
+    Simulated with the number of blocks passed in place of tensors, each item has passed all earlier blocks.
 
-    A place that is read twice, written twice before it is read, or read empty, is an error here.
+    A slot that is read twice, written twice before it is read, or read while empty, is an error.
     """
     shift: dict[int, tuple[int, int]] = {}
     storage: dict[int, tuple[int, int]] = {}
@@ -32,7 +32,7 @@ def test_every_stage_finds_its_input(table: Timetable) -> None:
                 continue
             if stage == 0 and item.repeat == 0:
                 value = (item.microbatch, 0)
-            elif stage == 0 and table.stores:
+            elif stage == 0 and table.uses_circ_storage:
                 value = storage.pop(item.microbatch)
             else:
                 value = shift.pop(stage)
@@ -53,8 +53,8 @@ def test_every_stage_finds_its_input(table: Timetable) -> None:
 
 
 @pytest.mark.parametrize("table", TABLES, ids=repr)
-def test_nothing_moves_but_to_a_neighbour(table: Timetable) -> None:
-    """Moves go to a stage beside, the last one being beside the first, and at most one of a kind between any two."""
+def test_moves_go_to_neighbours_alone(table: Timetable) -> None:
+    """Moves go to a neighbouring stage, in a ring, and at most one into each buffer between any two stages."""
     for iteration in range(table.iterations):
         moves = early_moves(table, iteration) + late_moves(table, iteration)
         assert all((move.target - move.source) % table.stages in (0, 1, table.stages - 1) for move in moves)
@@ -63,7 +63,7 @@ def test_nothing_moves_but_to_a_neighbour(table: Timetable) -> None:
 
 
 def test_moves_of_a_known_iteration() -> None:
-    """3 stages, 6 microbatches, 2 repeats: inputs come down, the first output comes round and is stored."""
+    """3 stages, 6 microbatches, 2 repeats: inputs move up, and the first output reenters through circ_storage."""
     table = Timetable(3, 6, 2)
     assert early_moves(table, 0) == [Move(1, 0, "state_io", 0), Move(2, 1, "state_io", 0)]
     assert early_moves(table, 3) == [Move(1, 0, "state_io", 1), Move(2, 0, "circ_storage", 0)]

@@ -1,4 +1,4 @@
-"""A pass on several ranks, each with its stages."""
+"""A forward pass on several ranks, each with its stages."""
 
 from collections.abc import Sequence
 
@@ -28,14 +28,14 @@ class Rounding(Block):
 @pytest.mark.parametrize(
     ("kind", "gave"), [(Wider, r"float64 \(2, 6\)"), (Rounding, r"float32 \(2, 3\)")], ids=["wider", "rounding"]
 )
-def test_blocks_that_change_the_form_are_refused(kind: type[Block], gave: str) -> None:
-    """What a block gives, the next one takes."""
+def test_blocks_that_change_shape_or_dtype_are_refused(kind: type[Block], gave: str) -> None:
+    """A block's output must have the shape and dtype of its input; the error names both."""
     with pytest.raises(ValueError, match=rf"took float64 \(2, 3\) and gave {gave}"):
         CircularPipeline([kind()], 1)(Setup(1, 1).inputs())
 
 
 def _on_ranks(setups: list[Setup]) -> list[Outcome]:
-    """Each pipeline on several ranks, as this one sees it."""
+    """The results of each pipeline on this rank."""
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
     size = processes.world_size
@@ -48,21 +48,21 @@ def _on_ranks(setups: list[Setup]) -> list[Outcome]:
 def _share(setup: Setup, ring: Ring) -> Outcome:
     """Outputs and gradients of this rank's microbatches and blocks."""
     pipeline = setup.pipeline(setup.blocks(), ring)
-    own = setup.inputs().chunk(ring.size)[ring.rank].clone().requires_grad_()
-    outputs, sides = split(pipeline(own, setup.shared()))
-    loss = loss_of(outputs, sides, ring.rank * len(own))
+    inputs = setup.inputs().chunk(ring.size)[ring.rank].clone().requires_grad_()
+    outputs, sides = split(pipeline(inputs, setup.shared()))
+    loss = loss_of(outputs, sides, ring.rank * len(inputs))
     weight = pipeline.get_parameter("block.mix.weight")
     if setup.sharing:
         torch.autograd.backward(loss)
-        found = gradient(own), gradient(weight)
+        found = gradient(inputs), gradient(weight)
     else:  # asking for some gradients only must not leave a neighbour waiting
-        found = torch.autograd.grad(loss, (own, weight))  # type: ignore[assignment]
+        found = torch.autograd.grad(loss, (inputs, weight))  # type: ignore[assignment]
     table = {name: side.detach().flatten(0, 1) for name, side in sides.items()}
     return Outcome(outputs.detach(), found[0], found[1].flatten(0, 1), table)
 
 
 def _together(setup: Setup, shares: Sequence[Outcome]) -> Outcome:
-    """What ranks found, as one."""
+    """The results of all ranks, joined."""
     places = [
         place
         for rank in range(len(shares))
@@ -78,7 +78,7 @@ def _together(setup: Setup, shares: Sequence[Outcome]) -> Outcome:
     )
 
 
-DEALT_OUT = {
+SHARDED = {
     2: [
         Setup(2, 2, 1),
         Setup(2, 2, 2, sharing=True),
@@ -94,9 +94,9 @@ DEALT_OUT = {
 """By ranks, pipelines with storage and without, delayed and not, with one stage a rank and two."""
 
 
-@pytest.mark.parametrize("ranks", DEALT_OUT)
-def test_stages_can_be_dealt_out_over_ranks(ranks: int) -> None:
-    """Each rank with its slice of the stack and its share of microbatches: together they find what one finds."""
-    found = run_ranks(_on_ranks, ranks, DEALT_OUT[ranks])
-    for setup, shares in zip(DEALT_OUT[ranks], zip(*found, strict=True), strict=True):
+@pytest.mark.parametrize("ranks", SHARDED)
+def test_stages_can_be_sharded_over_ranks(ranks: int) -> None:
+    """Ranks with shards of the stack and of the microbatches give together what one rank gives."""
+    found = run_ranks(_on_ranks, ranks, SHARDED[ranks])
+    for setup, shares in zip(SHARDED[ranks], zip(*found, strict=True), strict=True):
         assert_same(_together(setup, shares), sequential(setup))

@@ -1,4 +1,4 @@
-"""The circular pipeline beside the same blocks one after another."""
+"""The circular pipeline against the same blocks in sequence."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from drawloom.components.pipeline.circular.pipeline import CircularPipeline, blocks_of, own_stages
+from drawloom.components.pipeline.circular.pipeline import CircularPipeline, blocks_of, stages_of_rank
 from drawloom.components.pipeline.circular.ring import Ring
 from drawloom.components.pipeline.circular.stacked_blocks import Remat
 from drawloom.components.ports.model import LayerRange
@@ -40,7 +40,7 @@ SETUPS = [
 
 @pytest.mark.parametrize("setup", SETUPS, ids=repr)
 def test_outputs_and_gradients_are_those_of_the_blocks_in_order(setup: Setup) -> None:
-    """A pipeline of any shape computes what its blocks compute one after another."""
+    """A pipeline of any size computes what its blocks compute in sequence."""
     assert_same(pipelined(setup), sequential(setup))
 
 
@@ -51,8 +51,8 @@ def test_outputs_and_gradients_are_those_of_the_blocks_in_order(setup: Setup) ->
     st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
-def test_how_it_runs_changes_nothing(setup: Setup, remat: Remat, batched: bool, sharing: bool) -> None:
-    """Batched or in turn, recomputed or not, with shared values and side outputs or not: the numbers are the same."""
+def test_batching_and_remat_do_not_change_results(setup: Setup, remat: Remat, batched: bool, sharing: bool) -> None:
+    """Batched or sequential, recomputed or not, with shared values and side outputs or not, results are the same."""
     setup = attrs.evolve(setup, remat=remat, batched=batched, sharing=sharing)
     assert_same(pipelined(setup), sequential(setup))
 
@@ -60,7 +60,7 @@ def test_how_it_runs_changes_nothing(setup: Setup, remat: Remat, batched: bool, 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("remat", get_args(Remat))
 def test_without_gradients_the_outputs_are_the_same(mode: Any, remat: Remat) -> None:
-    """A pass for evaluation keeps no graph."""
+    """A pass without gradients keeps no graph and gives the same outputs."""
     setup = Setup(2, 4, 2, remat=remat)
     with mode():
         outputs = setup.pipeline(setup.blocks())(setup.inputs())
@@ -78,8 +78,8 @@ def test_frozen_blocks_pass_gradients_on() -> None:
     assert all(parameter.grad is None for parameter in pipeline.parameters())
 
 
-def test_nothing_outlives_the_outputs() -> None:
-    """When outputs are gone, so is all that was computed, without a collection of garbage."""
+def test_the_graph_is_freed_with_the_outputs() -> None:
+    """When the outputs are deleted, the graph is freed without a garbage collection."""
     setup = Setup(3, 6, 2, delayed=True, sharing=True)
     inputs = setup.inputs().requires_grad_()
     outputs, sides = split(setup.pipeline(setup.blocks())(inputs, setup.shared()))
@@ -94,27 +94,27 @@ def test_nothing_outlives_the_outputs() -> None:
         gc.enable()
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    """Numbers of ranks, of microbatches and of shared rows that don't fit are told with what they should be."""
-    with pytest.raises(ValueError, match="5 stages can't be dealt out evenly to 2 ranks; write 4"):
-        own_stages(5, Ring(0, 2))
-    with pytest.raises(ValueError, match="1 stages can't be dealt out evenly to 2 ranks; write 2"):
-        own_stages(1, Ring(0, 2))
-    with pytest.raises(ValueError, match="3 blocks are no whole number for each of 2 stages; give 2 or 4"):
+def test_numbers_that_do_not_divide_are_refused() -> None:
+    """Wrong numbers of ranks, microbatches and shared rows are errors that name numbers to write instead."""
+    with pytest.raises(ValueError, match="5 stages can't be divided evenly among 2 ranks; write 4"):
+        stages_of_rank(5, Ring(0, 2))
+    with pytest.raises(ValueError, match="1 stages can't be divided evenly among 2 ranks; write 2"):
+        stages_of_rank(1, Ring(0, 2))
+    with pytest.raises(ValueError, match="3 blocks can't be divided evenly among 2 stages; give 2 or 4"):
         CircularPipeline([Block(), Block(), Block()], 2)
     pipeline = CircularPipeline([SharingBlock(), SharingBlock()], 2, delayed=True)
     with pytest.raises(ValueError, match="write 4, or no delay"):
         pipeline(Setup(2, 2).inputs(), Setup(2, 2, sharing=True).shared())
-    with pytest.raises(ValueError, match=r"a row for each of 4 microbatches, not \(6, 2, 3\)"):
+    with pytest.raises(ValueError, match=r"a row for each of 4 microbatches, but one is \(6, 2, 3\)"):
         pipeline(Setup(2, 4).inputs(), Setup(2, 6, sharing=True).shared())
 
 
-def test_blocks_are_dealt_out_by_stage() -> None:
-    """With 4 stages on 2 ranks, each rank holds 2 neighbouring ones in every repeat."""
+def test_a_rank_holds_the_blocks_of_its_stages() -> None:
+    """With 4 stages on 2 ranks, each rank holds the blocks of 2 consecutive stages in every repeat."""
     assert [blocks_of(4, 2, Ring(rank, 2)) for rank in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
-def test_a_language_model_runs_in_it() -> None:
+def test_a_language_model_runs_in_a_circular_pipeline() -> None:
     """The layers of a Qwen3 as a pipeline, between its embedding and its head, give its losses and its gradients."""
     model = dense(num_hidden_layers=4)
     module = whole(model).double()

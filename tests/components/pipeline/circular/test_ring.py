@@ -1,4 +1,4 @@
-"""Messages as nodes of autograd."""
+"""Exchanges between ranks as autograd nodes."""
 
 import weakref
 
@@ -11,9 +11,9 @@ from drawloom.components.distributed.p2p_links import p2p_links, ring
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.circular.ring import (
     Exchange,
-    Form,
     PendingSends,
     Ring,
+    TensorMeta,
     arrive,
     begin_token,
     end_token,
@@ -21,7 +21,7 @@ from drawloom.components.pipeline.circular.ring import (
 )
 from support.processes import run_ranks
 
-FORM = Form(torch.Size([2]), torch.float64, torch.device("cpu"))
+FORM = TensorMeta(torch.Size([2]), torch.float64, torch.device("cpu"))
 
 
 def _opened() -> tuple[TorchProcesses, Ring]:
@@ -32,16 +32,16 @@ def _opened() -> tuple[TorchProcesses, Ring]:
 
 
 def _hand_over(used: bool, only_some: bool) -> list[float] | None:
-    """Rank 0 sends its weight to rank 1, which multiplies it, or leaves it lying; the gradient that rank 0 gets."""
+    """Rank 0 sends its weight to rank 1, which multiplies it, or does not use it; the gradient that rank 0 gets."""
     processes, ring = _opened()
-    outbox, weight = PendingSends(), torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
-    thread = begin_token(outbox, FORM.device, [weight])
+    pending_sends, weight = PendingSends(), torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    token = begin_token(pending_sends, FORM.device, [weight])
     to, sources = ([1], []) if ring.rank == 0 else ([], [0])
-    trip = Exchange(ring, outbox, to, sources, FORM)
-    thread = start(trip, thread, [weight] if ring.rank == 0 else [])
-    thread, came = arrive(trip, thread)
+    exchange = Exchange(ring, pending_sends, to, sources, FORM)
+    token = start(exchange, token, [weight] if ring.rank == 0 else [])
+    token, came = arrive(exchange, token)
     output = came[0] * 3 if came and used else weight * 5
-    [output] = end_token(outbox, thread, [output])
+    [output] = end_token(pending_sends, token, [output])
     if only_some:
         [gradient] = torch.autograd.grad(output.sum(), [weight], allow_unused=True)
     else:
@@ -53,11 +53,11 @@ def _hand_over(used: bool, only_some: bool) -> list[float] | None:
 
 @pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("only_some", [True, False])
-def test_gradients_come_back_the_way_that_tensors_went(used: bool, only_some: bool) -> None:
+def test_sent_tensors_get_their_gradients_from_the_receiver(used: bool, only_some: bool) -> None:
     """
-    What was sent gets its gradient from the rank that received it, and zero if that left it lying.
+    A sent tensor gets its gradient from the rank that received it, and zero if it was not used there.
 
-    Both ranks go backward to the end, whatever they ask gradients of: neither waits for a message that does not come.
+    Both ranks finish the backward pass, whichever gradients they compute: neither waits for a missing message.
     """
     away = 3.0 if used else 0.0
     found = run_ranks(_hand_over, 2, used, only_some)
@@ -66,34 +66,34 @@ def test_gradients_come_back_the_way_that_tensors_went(used: bool, only_some: bo
 
 
 def _cross() -> tuple[list[float], float]:
-    """Both ranks send at once, in trips that overlap, from memory that is not contiguous."""
+    """Both ranks send at once, in overlapping exchanges, from memory that is not contiguous."""
     processes, ring = _opened()
-    outbox, peer = PendingSends(), 1 - ring.rank
+    pending_sends, peer = PendingSends(), 1 - ring.rank
     table = torch.arange(4.0, dtype=torch.float64).view(2, 2).requires_grad_()
-    thread = begin_token(outbox, FORM.device, [table])
-    trips = [Exchange(ring, outbox, [peer], [peer], FORM) for _ in range(2)]
-    for column, trip in enumerate(trips):
-        thread = start(trip, thread, [table[:, column] * (ring.rank + 1)])
+    token = begin_token(pending_sends, FORM.device, [table])
+    exchanges = [Exchange(ring, pending_sends, [peer], [peer], FORM) for _ in range(2)]
+    for column, exchange in enumerate(exchanges):
+        token = start(exchange, token, [table[:, column] * (ring.rank + 1)])
     total: Tensor = torch.zeros((), dtype=torch.float64)
-    for factor, trip in zip((1.0, 10.0), trips, strict=True):
-        thread, [came] = arrive(trip, thread)
+    for factor, exchange in zip((1.0, 10.0), exchanges, strict=True):
+        token, [came] = arrive(exchange, token)
         total = total + factor * came.sum()
-    [total] = end_token(outbox, thread, [total])
+    [total] = end_token(pending_sends, token, [total])
     torch.autograd.backward(total)
     processes.close()
     assert table.grad is not None
     return table.grad.flatten().tolist(), float(total.detach())
 
 
-def test_trips_may_overlap() -> None:
-    """Trips that are under way together keep their order, forward and backward."""
+def test_exchanges_may_overlap() -> None:
+    """Exchanges that overlap keep their order, forward and backward."""
     first, second = run_ranks(_cross, 2)
     assert first == ([1, 10, 1, 10], 2 * (0 + 2 + 10 * (1 + 3)))
     assert second == ([2, 20, 2, 20], 0 + 2 + 10 * (1 + 3))
 
 
 class Sent:
-    """A message that is over when it is told so."""
+    """A send that completes when `over` is set."""
 
     def __init__(self) -> None:
         self.over = False
@@ -106,23 +106,23 @@ class Sent:
         self.waited = True
 
 
-def test_messages_are_let_go_of_when_they_are_over() -> None:
-    """What has been sent is not held for the rest of the pass, and at its end all that is left is waited for."""
-    outbox, first, second = PendingSends(), Sent(), Sent()
-    outbox.add([first])
+def test_completed_sends_are_released() -> None:
+    """Tensors of completed sends are released during the pass, and at its end the remaining sends are waited for."""
+    pending_sends, first, second = PendingSends(), Sent(), Sent()
+    pending_sends.add([first])
     first.over = True
     gone = weakref.ref(first)
     del first
     assert gone() is not None
-    outbox.add([second])
+    pending_sends.add([second])
     assert gone() is None
-    outbox.clear()
+    pending_sends.clear()
     assert second.waited
 
 
-def test_without_gradients_there_is_no_thread() -> None:
-    """Where gradients are off, outputs need none; where they are on, they do, even of constants."""
+def test_without_gradients_the_token_needs_none() -> None:
+    """With gradients off, outputs need none; with gradients on, they do, even those of constants."""
     with torch.no_grad():
         assert not begin_token(PendingSends(), FORM.device, [torch.ones(2)]).requires_grad
-    thread = begin_token(PendingSends(), FORM.device, [torch.ones(2)])
-    assert end_token(PendingSends(), thread, [torch.ones(2)])[0].requires_grad
+    token = begin_token(PendingSends(), FORM.device, [torch.ones(2)])
+    assert end_token(PendingSends(), token, [torch.ones(2)])[0].requires_grad

@@ -1,4 +1,4 @@
-"""What is computed again."""
+"""Recomputation of activations in the backward pass."""
 
 from functools import partial
 from typing import Any, get_args
@@ -14,7 +14,7 @@ from support.circular import EXACT, WIDTH, Block, Setup, gradient
 
 
 class Counting(Block):
-    """A block that knows how often it ran."""
+    """A block that counts its runs."""
 
     runs = 0
 
@@ -33,7 +33,7 @@ def test_blocks_run_once_for_each_microbatch_and_again_to_recompute(remat: Remat
 
 
 class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts matrix products and hyperbolic tangents."""
+    """Counts matmuls and tanh."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,8 +48,8 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("batched", [True, False])
-def test_what_is_recomputed_follows_the_policy(batched: bool) -> None:
-    """Everything is computed again if it shall, products are not if they shall not, and cheap work is then."""
+def test_recomputation_follows_the_policy(batched: bool) -> None:
+    """ "everything" recomputes all operations, "all_but_products" all but matmuls, "nothing" none."""
     counts = {}
     for remat in get_args(Remat):
         setup = Setup(2, 4, 2, remat=remat, batched=batched)
@@ -63,8 +63,8 @@ def test_what_is_recomputed_follows_the_policy(batched: bool) -> None:
     assert cheap[0] == products
 
 
-def test_recomputing_keeps_the_inputs_of_stages_alone() -> None:
-    """Between the passes, what a stage computes inside is not in memory."""
+def test_remat_saves_only_the_inputs_of_stages() -> None:
+    """Between forward and backward, activations inside a stage are not in memory."""
     kept: dict[str, int] = {}
 
     def keep(tensor: Tensor, remat: str) -> Tensor:
@@ -82,8 +82,8 @@ def test_recomputing_keeps_the_inputs_of_stages_alone() -> None:
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_random_numbers_are_drawn_alike_when_recomputed(batched: bool) -> None:
-    """Dropout drops the same in the recomputed pass, and differently at each stage and for each microbatch."""
+def test_recomputation_reproduces_random_numbers(batched: bool) -> None:
+    """Dropout masks are the same in the recomputed pass, and differ by stage and microbatch."""
     found = []
     for remat in get_args(Remat):
         blocks = [nn.Sequential(block, nn.Dropout(0.5)) for block in Setup(2, 2).blocks()]
@@ -99,7 +99,7 @@ def test_random_numbers_are_drawn_alike_when_recomputed(batched: bool) -> None:
 
 @pytest.mark.parametrize("name", ["all", "none", "Everything", ""])
 def test_an_unknown_policy_is_refused(name: Any) -> None:
-    """A name that is none is never taken for another policy; the message lists those that there are."""
+    """An unknown policy is an error that lists the known ones."""
     known = "write one of 'nothing', 'everything', 'all_but_products'"
-    with pytest.raises(ValueError, match=f"nothing is known of remat='{name}'; {known}"):
+    with pytest.raises(ValueError, match=f"remat='{name}' is not a policy; {known}"):
         CircularPipeline([Block(), Block()], 2, remat=name)

@@ -1,4 +1,4 @@
-"""An iteration's work: as one batch, or in turn."""
+"""Running the blocks of an iteration, batched or sequentially."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ class Direction(nn.Module):
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("batched", [False, True])
 def test_the_bubble_gives_no_nan(delayed: bool, batched: bool) -> None:
-    """A block that can't take zeros is never given any: all gradients are finite, and those of the blocks in order."""
+    """A block that is not differentiable at zero gets no zeros from the bubble: gradients are finite and correct."""
     setup = Setup(3, 6, 2, delayed, batched=batched)
     pipeline = setup.pipeline([Direction() for _ in range(6)])
     pipeline(setup.inputs()).sin().sum().backward()
@@ -33,14 +33,14 @@ def test_the_bubble_gives_no_nan(delayed: bool, batched: bool) -> None:
 
 
 class Branching(Block):
-    """A block whose course depends on values."""
+    """A block with control flow that depends on values."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if float(x.detach().sum()) > 0 else x
 
 
-def test_what_can_not_be_batched_says_so() -> None:
-    """Blocks whose course depends on values run in turn, and as a batch are refused with the way out."""
+def test_blocks_that_can_not_be_batched_are_refused() -> None:
+    """Blocks with control flow run sequentially; batched, they are an error that names batched=False."""
     blocks, inputs = [Branching(), Branching()], Setup(2, 2).inputs()
     with pytest.raises(ValueError, match="write batched=False"):
         CircularPipeline(blocks, 2)(inputs)

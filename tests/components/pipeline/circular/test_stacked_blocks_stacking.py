@@ -1,4 +1,4 @@
-"""Blocks as one module."""
+"""Stacking blocks into one module."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ class Tied(nn.Module):
 
 
 def test_rows_are_blocks() -> None:
-    """A row of the stacked tensors makes the module that block: ties, buffers and all, at the place of its order."""
+    """A row of the stacked tensors holds the parameters and buffers of its block, ties included, in order."""
     blocks = [Tied(float(number)) for number in range(6)]
     stacked = stack_blocks(blocks, repeats=2)
     assert {name: tuple(tensor.shape) for name, tensor in tensors_of(stacked).items()} == {
@@ -41,14 +41,14 @@ def test_rows_are_blocks() -> None:
 
 
 def test_rows_are_views() -> None:
-    """What is written into a block's row is in the stack: so can weights be loaded by their names in a block."""
+    """A write into a block's row is a write into the stack, so weights can be loaded by their names in a block."""
     stacked = stack_blocks([nn.Linear(2, 2) for _ in range(4)], repeats=2)
     for repeat, stage, row in rows_of(stacked):
         row["weight"].fill_(10 * repeat + stage)
     assert stacked.weight[:, :, 0, 0].tolist() == [[0, 1], [10, 11]]  # type: ignore[index]
 
 
-def test_a_stack_is_the_blocks_no_more() -> None:
+def test_a_stack_is_a_copy_of_its_blocks() -> None:
     """Blocks stay as they were, and training the stack does not change them."""
     blocks = [nn.Linear(2, 2) for _ in range(2)]
     before = [block.weight.detach().clone() for block in blocks]
@@ -60,7 +60,7 @@ def test_a_stack_is_the_blocks_no_more() -> None:
     assert all(isinstance(parameter, nn.Parameter) for parameter in stacked.parameters())
 
 
-def test_blocks_can_be_stacked_before_they_are_real() -> None:
+def test_blocks_can_be_stacked_on_the_meta_device() -> None:
     """Blocks on the meta device make a stack there."""
     with torch.device("meta"):
         stacked = stack_blocks([nn.Linear(2, 3) for _ in range(4)], repeats=2)
@@ -95,7 +95,7 @@ FAULTS: dict[str, tuple[list[nn.Module], int, str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_blocks_that_differ_are_refused(fault: str) -> None:
-    """The text names the blocks, and in what they differ."""
+    """The error names the blocks and their difference."""
     blocks, repeats, message = FAULTS[fault]
     with pytest.raises(ValueError) as caught:
         stack_blocks(blocks, repeats)

@@ -4,11 +4,12 @@ import pytest
 
 from drawloom.components.pipeline.circular.timetable import Item, Timetable
 
+RANGES = "stages, microbatches and repeats are at least 1, and latency is 1 or 2"
 TABLES = [
-    Timetable(stages, rounds * stages, repeats, hop)
+    Timetable(stages, rounds * stages, repeats, latency)
     for stages in range(1, 5)
-    for hop in (1, 2)
-    for rounds in range(hop, 5)
+    for latency in (1, 2)
+    for rounds in range(latency, 5)
     for repeats in (1, 2, 3)
 ]
 
@@ -24,8 +25,8 @@ def test_every_block_sees_every_microbatch_once_and_in_order(table: Timetable) -
 
 
 @pytest.mark.parametrize("table", TABLES, ids=repr)
-def test_a_stage_lags_behind_the_one_before_by_a_hop(table: Timetable) -> None:
-    """Stage s + 1 does in iteration t + hop what stage s did in t; and no iteration is idle at every stage."""
+def test_a_stage_lags_by_the_latency(table: Timetable) -> None:
+    """Stage s + 1 has in iteration t + latency the item of stage s in t; no iteration is idle at every stage."""
     for iteration in range(table.iterations):
         row = [table.item(iteration, stage) for stage in range(table.stages)]
         assert any(item is not None for item in row)
@@ -34,22 +35,22 @@ def test_a_stage_lags_behind_the_one_before_by_a_hop(table: Timetable) -> None:
 
 
 @pytest.mark.parametrize("table", TABLES, ids=repr)
-def test_what_comes_round_is_there_in_time(table: Timetable) -> None:
-    """Stage 0 needs an output no sooner than it has come round: at once without storage, after a wait with it."""
+def test_reentering_outputs_arrive_in_time(table: Timetable) -> None:
+    """Stage 0 needs a reentering output when it arrives, or later if circ_storage is used."""
     first = [table.item(iteration, 0) for iteration in range(table.iterations)]
     for iteration in range(table.iterations):
-        item = table.comes_round(iteration)
+        item = table.reenters(iteration)
         if item is None:
             continue
         needed = first.index(Item(item.microbatch, item.repeat + 1))
-        if table.stores:
+        if table.uses_circ_storage:
             assert needed >= iteration + 2  # one to travel, one to be put away
         else:
             assert needed == iteration + table.latency
 
 
 @pytest.mark.parametrize(
-    ("table", "stores"),
+    ("table", "uses_circ_storage"),
     [
         (Timetable(4, 4, 2), False),
         (Timetable(4, 8, 2), True),
@@ -59,9 +60,9 @@ def test_what_comes_round_is_there_in_time(table: Timetable) -> None:
     ],
     ids=repr,
 )
-def test_storage_is_needed_where_microbatches_outnumber_the_way_round(table: Timetable, stores: bool) -> None:
-    """The boundary lies between m = hop * p, where outputs are needed as they come, and the next multiple."""
-    assert table.stores is stores
+def test_circ_storage_is_used_for_more_microbatches_than_latency(table: Timetable, uses_circ_storage: bool) -> None:
+    """The boundary is between m = latency * p, where outputs are needed as they arrive, and the next multiple."""
+    assert table.uses_circ_storage is uses_circ_storage
 
 
 def test_counts_of_a_known_pipeline() -> None:
@@ -87,7 +88,7 @@ def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
         if iteration < table.microbatches:
             assert rows[0][column] == ("in", iteration)
         for stage in range(1, stages):
-            rows[stage - 1][column] = rows[stage][column] if table.is_wanted(iteration, stage) else None
+            rows[stage - 1][column] = rows[stage][column] if table.moves_up(iteration, stage) else None
         item = table.item(iteration, stages - 1)
         rows[-1][column] = ("out", item.microbatch) if item and table.is_finished(iteration) else None
     found = [rows[stage][table.column(place)] for stage in range(stages) for place in range(columns)]
@@ -97,21 +98,27 @@ def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((4, 6), "6 microbatches can't be dealt out to 4 stages; write 4 or 8"),
-        ((4, 3), "3 microbatches can't be dealt out to 4 stages; write 4"),
-        ((4, 6, 1, 2), "6 microbatches can't be dealt out to 4 stages; write 8"),
-        ((4, 10, 1, 2), "10 microbatches can't be dealt out to 4 stages; write 8 or 12"),
+        ((4, 6), "6 microbatches can't be divided evenly among 4 stages; write 4 or 8"),
+        ((4, 3), "3 microbatches can't be divided evenly among 4 stages; write 4"),
+        ((4, 6, 1, 2), "6 microbatches can't be divided evenly among 4 stages; write 8"),
+        ((4, 10, 1, 2), "10 microbatches can't be divided evenly among 4 stages; write 8 or 12"),
         (
             (4, 4, 2, 2),
             "4 microbatches are too few for 4 stages and delayed forwarding, in which an output needs two iterations "
             "to the next stage; write 8, or no delay",
         ),
-        ((0, 1), "there is no such pipeline: Timetable(stages=0, microbatches=1, repeats=1, latency=1)"),
-        ((1, 1, 1, 3), "there is no such pipeline: Timetable(stages=1, microbatches=1, repeats=1, latency=3)"),
+        (
+            (0, 1),
+            f"{RANGES}: Timetable(stages=0, microbatches=1, repeats=1, latency=1)",
+        ),
+        (
+            (1, 1, 1, 3),
+            f"{RANGES}: Timetable(stages=1, microbatches=1, repeats=1, latency=3)",
+        ),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(arguments: tuple[int, ...], message: str) -> None:
-    """Where a pipeline would give wrong numbers in silence, the text says which numbers to write instead."""
+    """Numbers that don't fit together are an error that names numbers to write instead."""
     with pytest.raises(ValueError) as caught:
         Timetable(*arguments)
     assert str(caught.value) == message

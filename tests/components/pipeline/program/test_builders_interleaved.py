@@ -15,7 +15,7 @@ from drawloom.components.pipeline.program.builders import (
 
 @given(ranks=st.integers(1, 9), microbatches=st.integers(1, 60))
 def test_rounds_are_as_even_as_can_be(ranks: int, microbatches: int) -> None:
-    """Together they are all microbatches, each has as many as ranks at least if there are, the first ones the most."""
+    """Rounds sum to all microbatches, have at least as many as ranks if there are, and the larger ones come first."""
     sizes = rounds(ranks, microbatches)
     assert sum(sizes) == microbatches
     assert sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
@@ -23,13 +23,13 @@ def test_rounds_are_as_even_as_can_be(ranks: int, microbatches: int) -> None:
 
 
 def test_a_row_warms_up_then_alternates() -> None:
-    """Forwards ahead, then one forward and one backward, then the backwards left over; a round a stage at a time."""
+    """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards."""
     f0, f1, b0, b1 = forward(0), forward(1), backward(0), backward(1)
     assert interleaved(1, 2, 2, 4, backward, lead=2) == [f0, f0, f1, b1, f1, b1, f0, b0, f0, b0, f1, b1, f1, b1, b0, b0]
 
 
-def test_weights_are_paid_once_enough_are_owed() -> None:
-    """With a lag of one, a weight gradient follows each backward but the first, and one is left for the end."""
+def test_weight_gradients_follow_after_the_lag() -> None:
+    """With a lag of 1, a weight gradient follows each backward except the first, and one is last."""
     row = interleaved(1, 2, 1, 3, backward_input, lead=1, lag=1)
     f, i, w = forward(0), backward_input(0), backward_weight(-1)
     assert row == [f, i, f, i, w, f, i, w, w]

@@ -1,15 +1,15 @@
-"""Whose a stage is."""
+"""The rank of each stage."""
 
 from drawloom.components.pipeline.program.builders import loop, stages_of, vee
 
 
-def test_a_loop_goes_round() -> None:
+def test_loop_placement() -> None:
     """Stage s belongs to rank s mod p."""
     assert loop(3, 2) == (0, 1, 2, 0, 1, 2)
     assert stages_of(1, loop(3, 2)) == [1, 4]
 
 
-def test_a_vee_turns_back() -> None:
-    """The last rank holds the turn, the first both ends."""
+def test_v_placement() -> None:
+    """The last rank holds two consecutive stages, the first rank the first and the last stage."""
     assert vee(3) == (0, 1, 2, 2, 1, 0)
     assert [stages_of(rank, vee(3)) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]

@@ -1,4 +1,4 @@
-"""Rows of letters."""
+"""Rows of op codes."""
 
 from drawloom.components.pipeline.program.builders import (
     B0,
@@ -20,48 +20,48 @@ from drawloom.components.pipeline.program.builders import (
 
 
 def woven(row: Row, microbatches: int = 9, *, newest_first: bool = False) -> str:
-    """The line of a lone rank with two stages."""
+    """The program of a single rank with two stages, as text."""
     program = build_program([row], vee(1), microbatches, newest_first=newest_first)
-    return " ".join(map(str, program.line(0)))
+    return " ".join(map(str, program.rank_program(0)))
 
 
 def test_microbatches_are_counted() -> None:
-    """The n-th letter of a stage is microbatch n; whole and split backwards count together."""
+    """The n-th forward of a stage is microbatch n; whole and split backwards are numbered together."""
     assert woven([F0, F0, F1, B1, F1, I1, B0, I0]) == "0F0 0F1 1F0 1B0 1F1 1I1 0B0 0I1"
 
 
 def test_weight_gradients_are_a_queue() -> None:
-    """W is the oldest that is owed by any stage, W0 and W1 the oldest of theirs."""
+    """W is the oldest pending weight gradient of any stage, W0 and W1 the oldest of their stage."""
     assert woven([I1, I0, I1, W, W, W]) == "1I0 0I0 1I1 1W0 0W0 1W1"
     assert woven([I1, I0, I1, W0, W1, W1]) == "1I0 0I0 1I1 0W0 1W0 1W1"
 
 
-def test_whole_backwards_owe_nothing() -> None:
-    """After B no weight gradient is left, so that W belongs to a later I."""
+def test_whole_backwards_leave_no_weight_gradient() -> None:
+    """B leaves no pending weight gradient, so W belongs to a later I."""
     assert woven([B1, I1, B0, I0, W, W]) == "1B0 1I1 0B0 0I1 1W1 0W1"
 
 
-def test_overlaps_are_counted_as_their_parts() -> None:
-    """Parts of an overlap are letters like others."""
+def test_overlaps_are_numbered_as_their_parts() -> None:
+    """The parts of an overlap are numbered like other ops."""
     assert woven([F0, overlap(F0, B1), overlap(F1, B0)]) == "0F0 0F1|1B0 1F0|0B0"
 
 
-def test_the_newest_can_go_backward_first() -> None:
+def test_backwards_can_start_from_the_newest() -> None:
     """Backwards then take microbatches from the last to the first."""
     assert woven([F0, F0, B0, B0], 2, newest_first=True) == "0F0 0F1 0B1 0B0"
 
 
 def test_surplus_microbatches_are_left_out() -> None:
-    """A row may be written for more microbatches than there are; halves of overlaps stay."""
+    """Actions of microbatches beyond the number asked for are dropped, and the other half of an overlap stays."""
     assert woven([F0, F0, overlap(F0, B0), overlap(F0, B0), B0], 2) == "0F0 0F1 0B0 0B1"
     assert woven([F0, overlap(F0, B0), F0, B0], 2) == "0F0 0F1|0B0 0B1"
 
 
 def test_stages_follow_from_the_placement() -> None:
-    """A rank's own stages are counted from its first."""
+    """Local stages are counted from a rank's first stage."""
     row = [F0, F1]
     around = build_program([row] * 3, loop(3, 2), 1)
     down_and_up = build_program([row] * 3, vee(3), 1)
-    assert [str(around.line(rank)[1]) for rank in range(3)] == ["3F0", "4F0", "5F0"]
-    assert [str(down_and_up.line(rank)[1]) for rank in range(3)] == ["5F0", "4F0", "3F0"]
-    assert str(build_program([[forward(4)]], loop(1, 5), 1).line(0)[0]) == "4F0"
+    assert [str(around.rank_program(rank)[1]) for rank in range(3)] == ["3F0", "4F0", "5F0"]
+    assert [str(down_and_up.rank_program(rank)[1]) for rank in range(3)] == ["5F0", "4F0", "3F0"]
+    assert str(build_program([[forward(4)]], loop(1, 5), 1).rank_program(0)[0]) == "4F0"

@@ -1,16 +1,16 @@
-"""Messages in lines."""
+"""Lowering: messages in programs."""
 
 from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.pipeline.program.notation import read_program
 
 
 def lowered(text: str, rank: int) -> str:
-    """A rank's line with its messages, as text."""
+    """A rank's lowered program, as text."""
     return " ".join(map(str, lower(read_program(text), rank)))
 
 
-def test_messages_are_put_in() -> None:
-    """A send stands right behind its work, a receive before the work during which its message comes."""
+def test_messages_are_inserted() -> None:
+    """A send follows its producer directly, a receive precedes the action during which its message arrives."""
     text = "0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n"
     assert lowered(text, 0) == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
     assert lowered(text, 1) == "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
@@ -32,21 +32,21 @@ def test_messages_know_their_peers() -> None:
 
 
 def test_a_forward_leaves_before_the_backward_that_it_overlaps() -> None:
-    """What comes between the parts of an overlap is part of it, the forward's send before the backward."""
+    """Messages between the parts of an overlap belong to it, and the forward's send precedes the backward."""
     text = "0: 0F0 0F1 0F2 0B0 0B1 0B2\n1: 1F0 1F1|1B0 1F2|1B1 1B2\n2: 2F0 2B0 2F1 2B1 2F2 2B2\n"
     overlap = next(word for word in lowered(text, 1).split() if word.startswith("1F1"))
     parts = overlap.split("|")
     assert parts.index("1F1") < parts.index("1SEND_F1") < parts.index("1B0") == len(parts) - 1
 
 
-def test_parts_of_a_backward_become_whole_where_nobody_waits() -> None:
-    """I and the W behind it are one B on stage 0, and where the stage before is on the same rank; else they stay."""
+def test_split_backwards_are_merged_if_no_rank_waits() -> None:
+    """I and a following W become B on stage 0, and if the previous stage is on the same rank; else they stay."""
     text = "0: 0F0 0I0 0W0\n1: 1F0 2F0 2I0 2W0 1I0 1W0\n"
     assert lowered(text, 0) == "0F0 0SEND_F0 0RECV_B0 0B0"
     assert lowered(text, 1) == "1RECV_F0 1F0 2F0 2B0 1I0 1SEND_B0 1W0"
 
 
-def test_parts_that_stand_apart_stay_apart() -> None:
-    """Other work between I and its W keeps them two."""
+def test_separated_backwards_stay_split() -> None:
+    """I and W with another action between them stay split."""
     assert lowered("0: 0F0 0F1 0I0 0I1 0W0 0W1\n", 0) == "0F0 0F1 0I0 0I1 0W0 0W1"
     assert lowered("0: 0F0 0F1 0I0 0I1 0W1 0W0\n", 0) == "0F0 0F1 0I0 0B1 0W0"

@@ -23,11 +23,13 @@ def test_programs_are_read_as_they_are_written(name: str, ranks: int, microbatch
     program = schedule(name).program(ranks, microbatches)
     back = read_program(write_program(program))
     assert (back.stage_to_rank, back.microbatches) == (program.stage_to_rank, microbatches)
-    assert [texts(back.line(rank)) for rank in range(ranks)] == [texts(program.line(rank)) for rank in range(ranks)]
+    assert [texts(back.rank_program(rank)) for rank in range(ranks)] == [
+        texts(program.rank_program(rank)) for rank in range(ranks)
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "F7", "3F", "3X7", "3F7|", "-1F0", "3F7 ", "3f7"])
-def test_what_is_no_action_is_refused(text: str) -> None:
-    """The error shows what stands there and what might."""
-    with pytest.raises(ValueError, match="is no action; write such as 3F7"):
+def test_other_texts_are_not_actions(text: str) -> None:
+    """The error shows the text and an example of an action."""
+    with pytest.raises(ValueError, match="is not an action; write such as 3F7"):
         read_action(text)

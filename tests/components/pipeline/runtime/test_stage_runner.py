@@ -113,7 +113,7 @@ class Folded:
 
     def program(self, ranks: int, microbatches: int) -> Program:
         program = self.schedule.program(2, microbatches)
-        lines = [deque(flat(program.line(rank))) for rank in range(2)]
+        lines = [deque(flat(program.rank_program(rank))) for rank in range(2)]
         folded: list[Action] = []
         while any(lines):
             for line in lines:

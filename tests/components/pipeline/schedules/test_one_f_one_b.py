@@ -9,21 +9,21 @@ from drawloom.components.pipeline.simulation.simulator import simulate
 from support.schedules import texts
 
 
-def test_one_rank_is_the_plain_loop() -> None:
-    """One rank goes backward through each microbatch as soon as it went forward."""
-    assert texts(OneFOneB().program(1, 2).line(0)) == ["0F0", "0B0", "0F1", "0B1"]
+def test_one_rank_is_the_plain_training_loop() -> None:
+    """On one rank, the backward of each microbatch follows its forward."""
+    assert texts(OneFOneB().program(1, 2).rank_program(0)) == ["0F0", "0B0", "0F1", "0B1"]
 
 
 @given(ranks=st.integers(1, 8), microbatches=st.integers(1, 32))
 def test_rank_r_holds_at_most_p_minus_r_microbatches(ranks: int, microbatches: int) -> None:
-    """The peak of live microbatches is p - r, or all of them if they are fewer."""
+    """The peak of activations is p - r microbatches, or all of them if they are fewer."""
     run = simulate(OneFOneB().program(ranks, microbatches), Costs())
     assert run.peak_activations == [min(ranks - rank, microbatches) for rank in range(ranks)]
 
 
 @given(ranks=st.integers(1, 8), message=st.floats(0, 1))
-def test_messages_hide_behind_a_doubled_warm_up(ranks: int, message: float) -> None:
-    """With twice the warm-up, messages no longer than a forward cost what they cost GPipe: each hop once each way."""
+def test_a_doubled_warm_up_hides_messages(ranks: int, message: float) -> None:
+    """With twice the warm-up, messages no longer than a forward cost as in GPipe: each hop once each way."""
     run = simulate(OneFOneB(hide_latency=True).program(ranks, 4 * ranks), Costs(comm=message))
     assert abs(run.makespan - 3 * (5 * ranks - 1) - 2 * message * (ranks - 1)) < 1e-9
     assert run.peak_activations == [2 * (ranks - rank) - 1 for rank in range(ranks)]

@@ -5,16 +5,16 @@ from drawloom.components.pipeline.schedules.v_min import VMin
 from drawloom.components.pipeline.simulation.simulator import simulate
 
 
-def test_the_first_microbatch_goes_as_in_the_figure() -> None:
-    """No work on the first microbatch waits: each follows at once on the neighbour's."""
+def test_the_first_microbatch_follows_the_papers_figure() -> None:
+    """No op of the first microbatch waits: each directly follows the neighbour's."""
     run = simulate(VMin().program(4, 8), Costs())
-    starts = {str(bar.action): bar.start for rank in range(4) for bar in run.line(rank)}
+    starts = {str(bar.action): bar.start for rank in range(4) for bar in run.bars(rank)}
     assert [starts[f"{stage}F0"] for stage in range(8)] == list(range(8))
     assert [starts[f"{stage}I0"] for stage in reversed(range(8))] == list(range(8, 16))
 
 
 def test_memory_is_a_third_of_that_of_1f1b() -> None:
-    """A rank holds p / 3 microbatches and one more at most, for any number of ranks."""
+    """A rank holds at most p / 3 + 1 microbatches, for any number of ranks."""
     for ranks in range(1, 20):
         run = simulate(VMin().program(ranks, 2 * ranks), Costs())
         assert max(run.peak_activations) / 2 <= ranks / 3 + 1

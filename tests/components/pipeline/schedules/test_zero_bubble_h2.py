@@ -6,10 +6,10 @@ from drawloom.components.pipeline.simulation.simulator import simulate
 
 
 def test_no_rank_waits_between_its_first_and_its_last_action() -> None:
-    """From two microbatches a rank on, each rank's span is its work, and all hold 2 p - 1 microbatches at most."""
+    """From 2 p microbatches on, no rank waits within its span, and each holds at most 2 p - 1 microbatches."""
     for ranks in range(1, 9):
         run = simulate(ZeroBubbleH2().program(ranks, 3 * ranks), Costs())
         for rank in range(ranks):
-            bars = list(run.line(rank))
+            bars = list(run.bars(rank))
             assert bars[-1].end - bars[0].start == 9 * ranks
         assert run.peak_live_weights == [2 * ranks - 1] * ranks

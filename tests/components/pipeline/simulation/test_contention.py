@@ -1,4 +1,4 @@
-"""Lines with messages, on paper."""
+"""Simulation of messages that share channels."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from drawloom.components.ports.program import Action, RankProgram
 
 
 def line(rank: int, text: str) -> RankProgram:
-    """One of two ranks' lines, from labels; stage s belongs to rank s mod 2."""
+    """The program of one of two ranks, from labels; stage s belongs to rank s mod 2."""
     works = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "F", "B")
     made: RankProgram = []
     for label in text.split():
@@ -24,17 +24,17 @@ CROSSED = ["0F0 0SEND_F0 0RECV_B0", "1B0 1SEND_B0 1RECV_F0"]
 
 @pytest.mark.parametrize(("channels", "stuck"), [("free", False), ("direction", False), ("pair", True), ("rank", True)])
 def test_crossed_messages_need_a_channel_each(channels: Channels, stuck: bool) -> None:
-    """Two ranks that both send first get through if each direction has its own channel, and not if they share one."""
+    """Two ranks that both send first deadlock if both directions share a channel, and only then."""
     lines = [line(rank, text) for rank, text in enumerate(CROSSED)]
     if stuck:
-        with pytest.raises(Deadlock, match="these wait for one another: 0SEND_F0"):
+        with pytest.raises(Deadlock, match="events wait for one another: 0SEND_F0"):
             run_events(lines, Costs(), channels)
     else:
         assert len(run_events(lines, Costs(), channels)) == 4
 
 
-def test_ranks_that_block_wait_for_each_other() -> None:
-    """A rank that blocks does no work while it sends, and can't send to a rank that sends to it."""
+def test_blocking_ranks_do_not_compute_while_sending() -> None:
+    """A blocking rank does not compute while it sends, and deadlocks with a rank that sends to it."""
     lines = [line(0, "0F0 0SEND_F0 0F1"), line(1, "1F5 1F6 1RECV_F0 1F0")]
     costs = Costs(comm=0.5)
     assert run_events(lines, costs, "direction")[0, "F", 1].start == 1
@@ -44,7 +44,7 @@ def test_ranks_that_block_wait_for_each_other() -> None:
 
 
 def test_messages_of_one_channel_follow_one_another() -> None:
-    """Two messages that are ready at once take twice as long on a channel, and no longer if they are free."""
+    """Two messages that are ready at the same time take twice as long on one channel."""
     lines = [line(0, "0F0 2F0 0SEND_F0 2SEND_F0"), line(1, "1RECV_F0 3RECV_F0 1F0 3F0")]
     costs = Costs(comm=3)
     assert run_events(lines, costs, "free")[3, "F", 0].start == 6
@@ -52,7 +52,7 @@ def test_messages_of_one_channel_follow_one_another() -> None:
 
 
 def test_messages_wait_for_their_receive() -> None:
-    """A message is not under way before its receive is posted, which is when the work before it is over."""
+    """A transfer starts when its receive is posted, after the actions before it."""
     costs = Costs(comm=0.5)
     late = run_events([line(0, "0F0 0SEND_F0"), line(1, "1F7 1F8 1RECV_F0 1F0")], costs)
     early = run_events([line(0, "0F0 0SEND_F0"), line(1, "1RECV_F0 1F7 1F8 1F0")], costs)

@@ -1,4 +1,4 @@
-"""Simulations in numbers."""
+"""The figures of simulations as JSON and text."""
 
 from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.simulation.simulator import simulate
@@ -11,8 +11,8 @@ def summary(name: str, ranks: int = 4, microbatches: int = 8) -> Summary:
     return Summary(name, simulate(schedule(name).program(ranks, microbatches), Costs()))
 
 
-def test_numbers_are_those_of_the_simulation() -> None:
-    """What programs read of a schedule."""
+def test_json_has_the_figures_of_the_simulation() -> None:
+    """The data for JSON has these keys and values."""
     assert summary("zero_bubble_h2").as_data() == {
         "schedule": "zero_bubble_h2",
         "ranks": 4,
@@ -28,34 +28,34 @@ def test_numbers_are_those_of_the_simulation() -> None:
     }
 
 
-def test_a_title_counts_in_words() -> None:
-    """One of a thing is one thing."""
+def test_titles_use_singular_and_plural() -> None:
+    """A count of 1 has the singular."""
     assert summary("gpipe", 1, 1).title == "gpipe: 1 rank × 1 stage, 1 microbatch"
     assert summary("v_min").title == "v_min: 4 ranks × 2 stages, 8 microbatches"
 
 
-def test_makespan_and_span_are_told_apart() -> None:
+def test_the_caption_has_makespan_and_span() -> None:
     """The caption names both lengths with their bubbles."""
     wanted = "makespan 27, ideal 24: bubble 11.1%; longest span of a rank 24: bubble 0.0%"
     assert summary("zero_bubble_h2").caption == wanted
 
 
-def test_what_each_rank_holds_is_a_table() -> None:
-    """A row for each rank."""
+def test_peaks_by_rank_are_a_table() -> None:
+    """The table has a row of peaks for each rank."""
     assert summary("one_f_one_b", 2, 4).by_rank().splitlines() == [
-        "at most  live  until weights  weights owed  messages",
-        "rank 0      2              2             0         1",
-        "rank 1      1              1             0         2",
+        "peak    live  until weights  weights pending  messages",
+        "rank 0     2              2                0         1",
+        "rank 1     1              1                0         2",
     ]
 
 
-def test_the_quickest_comes_first() -> None:
-    """Schedules are compared by bubble, then by what is held."""
+def test_schedules_are_sorted_by_bubble() -> None:
+    """Schedules are sorted by bubble, then by memory."""
     rows = compare([summary(name) for name in ("gpipe", "one_f_one_b", "zero_bubble_v")]).splitlines()
     assert [row.split()[0] for row in rows[:4]] == ["schedule", "zero_bubble_v", "one_f_one_b", "gpipe"]
     assert rows[1].split()[1:] == ["2", "51", "48", "5.9%", "0.0%", "8", "8", "4"]
 
 
-def test_columns_line_up() -> None:
-    """The first column stands left, the others right."""
+def test_columns_are_aligned() -> None:
+    """The first column is aligned left, the others right."""
     assert table([("a", "bb", "c"), ("aaa", "b", "ccc")]) == "a    bb    c\naaa   b  ccc"

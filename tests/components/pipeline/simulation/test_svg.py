@@ -1,4 +1,4 @@
-"""Timelines as pictures."""
+"""Timelines as SVG."""
 
 import re
 from xml.etree import ElementTree
@@ -28,22 +28,22 @@ def bars(picture: ElementTree.Element) -> dict[str, ElementTree.Element]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_action_is_a_bar_where_it_happens(name: str) -> None:
-    """Bars are as many as actions, in proportion to their time, in the row of their rank."""
+def test_every_action_is_a_bar_at_its_time(name: str) -> None:
+    """There is a bar for each action, in proportion to its time, in the row of its rank."""
     simulation = simulate(schedule(name).program(4, 8), Costs(1, 1.5, 0.5, comm=0.25))
     found = bars(drawn(simulation))
     assert len(found) == len(simulation.program.stage)
     unit = float(next(iter(found.values())).attrib["width"]) / 1.0
     for rank in range(4):
-        for bar in simulation.line(rank):
+        for bar in simulation.bars(rank):
             rectangle = found[f"{bar.action}: {bar.start:g} to {bar.end:g}"]
             assert float(rectangle.attrib["x"]) == pytest.approx(LEFT + bar.start * unit, abs=0.05)
             assert float(rectangle.attrib["width"]) == pytest.approx((bar.end - bar.start) * unit, abs=0.01)
             assert float(rectangle.attrib["y"]) == pytest.approx(62 + 29 * rank)
 
 
-def test_nothing_reaches_out_of_the_picture() -> None:
-    """All rectangles and texts lie inside, few actions or many."""
+def test_all_elements_are_inside_the_picture() -> None:
+    """All rectangles and texts are inside the picture, for few actions and many."""
     for name, ranks, microbatches in (("gpipe", 1, 1), ("dual_pipe_v", 8, 32), ("zero_bubble_v", 4, 8)):
         picture = drawn(simulate(schedule(name).program(ranks, microbatches), Costs()))
         width, height = float(picture.attrib["width"]), float(picture.attrib["height"])
@@ -62,7 +62,7 @@ def test_each_overlap_has_a_frame() -> None:
 
 
 def test_stages_and_work_have_their_own_colours() -> None:
-    """No two kinds of work or stages of a rank look the same, and the legend shows each that there is."""
+    """Each op and local stage has its own colour, and the legend shows all of them."""
     picture = drawn(simulate(schedule("dual_pipe_v").program(4, 8), Costs()))
     colours: dict[str, set[tuple[str, bool]]] = {}
     for label, rectangle in bars(picture).items():
@@ -73,6 +73,6 @@ def test_stages_and_work_have_their_own_colours() -> None:
     assert swatches == set(colours)
 
 
-def test_words_are_escaped() -> None:
-    """A caption may hold any character."""
+def test_text_is_escaped() -> None:
+    """A caption may have any character."""
     assert "a < caption" in [item.text for item in drawn(simulate(schedule("gpipe").program(1, 1), Costs())).iter()]

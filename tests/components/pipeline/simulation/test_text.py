@@ -14,18 +14,18 @@ def drawn(name: str, ranks: int, microbatches: int, width: int = 120, costs: Cos
     return draw_text(simulate(program, costs or Costs()), width).splitlines()
 
 
-def test_actions_stand_where_they_happen() -> None:
+def test_actions_are_drawn_at_their_time() -> None:
     """A unit of time is as wide as a label, a backward two units, and waiting is blank."""
     assert drawn("one_f_one_b", 2, 3) == [
         "rank 0  F0 F1       B0--- F2 B1---    B2---",
         "rank 1     F0 B0--- F1 B1--- F2 B2---",
         "",
-        "F forward, B backward, I towards inputs, W towards weights",
+        "F forward, B backward, I input gradients, W weight gradients",
     ]
 
 
-def test_second_stages_are_small_and_overlaps_are_tied() -> None:
-    """Small letters are work on a rank's second stage, and a bar ties the parts of an overlap."""
+def test_second_stages_are_lower_case_and_overlaps_joined() -> None:
+    """Lower-case labels are of a rank's second stage, and a bar joins the parts of an overlap."""
     lines = drawn("dual_pipe_v", 2, 4)
     assert lines[0].startswith("rank 0  F0 F1 F2 f0 i0 w0 f1 F3|b1--- f2|B0---")
     assert lines[-1].endswith("small letters: the rank's second stage")
@@ -45,14 +45,14 @@ def test_long_timelines_are_cut_into_bands() -> None:
     assert len(labels) == 4 * 16 * 3
 
 
-def test_very_long_timelines_are_letters() -> None:
-    """What would take too many bands is drawn with a letter for each unit of time, and dots where a rank waits."""
+def test_very_long_timelines_have_one_letter_a_unit() -> None:
+    """A timeline of too many bands is drawn with a letter for each unit of time, and dots for idle time."""
     lines = drawn("zero_bubble_v", 8, 32)
     assert lines[7].startswith("rank 7  ·······FfFfFf")
     assert sum(line.count("F") + line.count("f") for line in lines if line.startswith("rank")) == 8 * 2 * 32
 
 
 def test_measured_costs_keep_their_proportions() -> None:
-    """The shortest work is as wide as a label, all else in proportion."""
+    """The shortest op is as wide as a label, all others in proportion."""
     assert drawn("one_f_one_b", 1, 1, costs=Costs(6, 1, 1))[0] == "rank 0  F0------ B0"
     assert drawn("zero_bubble_1p", 1, 1, costs=Costs(1, 1, 2))[0] == "rank 0  F0 I0 W0---"

@@ -1,4 +1,4 @@
-"""Weights of foreign matrix products, and what is no such product."""
+"""Deferred gradients of torch's own matmuls, and nodes that can't be deferred."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -41,8 +41,8 @@ PRODUCTS: dict[str, Use] = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_the_gradient_of_a_product_waits(name: str) -> None:
-    """On either side, transposed or not, autograd is not asked for the weight's gradient; the second pass has it."""
+def test_the_weight_gradient_of_a_matmul_is_deferred(name: str) -> None:
+    """On either side, transposed or not, the weight's gradient is left to the second pass."""
     x, w = torch.randn(4, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
     y = PRODUCTS[name](x, w)
     grad = torch.randn_like(y)
@@ -69,15 +69,15 @@ OTHERS: dict[str, Use] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_no_product_with_a_weight(name: str) -> None:
-    """Anything else is left to others, as is what has to be recomputed."""
+def test_other_nodes_are_not_deferred(name: str) -> None:
+    """Nodes that are no matmul with a weight, or that recompute their factors, are left to autograd."""
     x, w = torch.randn(4, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
     leaves, handles = defer_products(users_of([OTHERS[name](x, w)], [x]), Deferral())
     assert leaves == [w]
     assert not handles
 
 
-def test_complex_numbers() -> None:
+def test_complex_matmuls_are_not_deferred() -> None:
     """Products of complex numbers, whose gradients are conjugate, are left to autograd."""
     x = torch.randn(4, 4, dtype=torch.complex64, requires_grad=True)
     w = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
@@ -102,7 +102,7 @@ HOOKS: dict[str, Hooked] = {
 @pytest.mark.parametrize("ops", get_args(Ops))
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_on_a_product_change_the_gradient_of_its_weight(name: str, ops: Ops) -> None:
-    """What a hook on a product makes of gradients counts for the weight as for the input, and it is called once."""
+    """A hook on a matmul changes the weight's gradient as it does the input's, and is called once."""
     p, called = Parts(ops), Counter[str]()
 
     def forward(s: Any, x: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def test_hooks_on_a_product_change_the_gradient_of_its_weight(name: str, ops: Op
 
 
 def test_hooks_on_a_transposed_weight_are_called_once() -> None:
-    """What a hook makes of the gradient of `w.t()` is the weight's, though the second pass alone goes through it."""
+    """A hook on `w.t()` changes the weight's gradient, though only the second pass runs through the transpose."""
     called = Counter[str]()
 
     def forward(s: Any, x: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def test_hooks_on_a_transposed_weight_are_called_once() -> None:
 
 
 def test_hooks_are_gone_after_the_first_pass() -> None:
-    """A node that outlives the first pass calls nothing of ours, and holds nothing that waits."""
+    """A node that outlives the first pass has none of our hooks, and holds no queued tensor."""
     x, w = torch.randn(4, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
     y = x @ w
     node = y.grad_fn

@@ -1,4 +1,4 @@
-"""Weights get their gradients once, with all hooks, and nothing outlives that."""
+"""accumulate_grads adds gradients once, calls all hooks, and releases everything afterwards."""
 
 import weakref
 from collections import Counter
@@ -51,7 +51,7 @@ def test_hooks_are_called_once_and_in_the_second_pass(name: str, ops: Ops) -> No
 
 @pytest.mark.parametrize(("name", "ops"), KINDS)
 def test_nothing_outlives_the_second_pass(name: str, ops: Ops) -> None:
-    """After it no tensor and no node of the graph lives, though the pair itself does, and no cycle is left."""
+    """After it no tensor and no autograd node is alive, though the SplitBackward is, and no reference cycle is left."""
     stage, inputs = made(name, ops)
     in_one(stage, inputs)  # the first recomputation of a process leaves frames behind
     with Watch(stage) as watch:
@@ -67,9 +67,9 @@ def test_nothing_outlives_the_second_pass(name: str, ops: Ops) -> None:
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 @pytest.mark.parametrize("name", ["transformer block", "convolutions"])
-def test_a_second_pass_that_fails_leaves_nothing(name: str, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a hook fails, what was still to come is dropped at once, and the next pair is right."""
-    monkeypatch.setattr(matmul_grads, "AT_ONCE", 1)
+def test_a_failed_second_pass_leaves_no_state(name: str, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a hook raises an error, remaining gradients are dropped at once, and the next pair of passes is correct."""
+    monkeypatch.setattr(matmul_grads, "CHUNK_BYTES", 1)
     stage, inputs = made(name, ops)
     expected = in_one(stage, inputs)
 
@@ -96,9 +96,9 @@ def test_a_second_pass_that_fails_leaves_nothing(name: str, ops: Ops, monkeypatc
 
 
 @pytest.mark.parametrize("at_once", [1, 300, 2**30])
-def test_gradients_exist_a_share_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights get their gradients in shares of so many bytes, each weight once; a share is never split."""
-    monkeypatch.setattr(matmul_grads, "AT_ONCE", at_once)
+def test_gradients_are_computed_in_chunks(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are computed in chunks of CHUNK_BYTES, each weight once, and no weight is split."""
+    monkeypatch.setattr(matmul_grads, "CHUNK_BYTES", at_once)
     stage, inputs = made("transformer block", "ours")
     expected = in_one(stage, inputs)
     split, outputs = split_of(stage, inputs)
@@ -124,8 +124,8 @@ def test_gradients_exist_a_share_at_a_time(at_once: int, monkeypatch: pytest.Mon
     assert max(most) == {1: 1, 300: 2, 2**30: 4}[at_once]
 
 
-def test_a_fresh_gradient_is_taken_over() -> None:
-    """A weight without `.grad` gets the very tensor that was computed, and one that has some keeps its own."""
+def test_a_new_gradient_is_not_copied() -> None:
+    """A weight without `.grad` gets the computed tensor itself, and an existing `.grad` is added to in place."""
     stage, inputs = made("affine", "ours")
     computed: list[int] = []
     compute = DeferredGrad.compute

@@ -1,4 +1,4 @@
-"""Every leaf of a graph is found, and who uses it."""
+"""users_of finds every leaf of a graph and its users."""
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ def leaves_of(users: Users, names: dict[str, Tensor]) -> dict[str, list[str]]:
     }
 
 
-def test_every_leaf_with_all_its_uses() -> None:
-    """Of operations of ours and of torch's, through other leaves, and as an output; an input is none."""
+def test_every_leaf_is_found_with_all_its_users() -> None:
+    """Users among our kernels and torch's operations, and outputs, are found; an input is not among the leaves."""
     x, a, b, c, d = (leaf() for _ in range(5))
     y = linear_eager(x, a) @ (b * c) + c
     assert leaves_of(users_of([y, d], [x]), {"a": a, "b": b, "c": c, "d": d}) == {
@@ -33,22 +33,22 @@ def test_every_leaf_with_all_its_uses() -> None:
     }
 
 
-def test_a_node_may_use_a_leaf_twice() -> None:
-    """Each edge counts."""
+def test_a_node_that_uses_a_leaf_twice_counts_twice() -> None:
+    """Each edge of the graph is a use."""
     w = leaf()
     assert leaves_of(users_of([w * w], []), {"w": w}) == {"w": ["MulBackward0"] * 2}
 
 
-def test_the_graph_beyond_an_input_is_somebody_else_s() -> None:
-    """An input that was computed is where the walk ends."""
+def test_the_search_ends_at_inputs() -> None:
+    """The graph behind an input that was itself computed is not searched."""
     a, b = leaf(), leaf()
     x = leaf() @ a
     assert leaves_of(users_of([x @ b], [x]), {"b": b}) == {"b": ["MmBackward0"]}
     assert users_of([x], [x]) == {}
 
 
-def test_a_deep_graph() -> None:
-    """Thousands of nodes in a row take no recursion, and those that are met often are gone through once."""
+def test_a_deep_graph_needs_no_recursion() -> None:
+    """Thousands of nodes in a row are searched without recursion, each node once."""
     x, w = leaf(), leaf()
     y = x
     for _ in range(3000):

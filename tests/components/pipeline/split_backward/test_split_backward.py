@@ -1,4 +1,4 @@
-"""Two backward passes give what one gives, on every kind of stage, and leave to the second what can wait."""
+"""The split backward equals the full backward, on every kind of stage, and defers weight gradients."""
 
 import threading
 import weakref
@@ -49,7 +49,7 @@ def float64() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize(("name", "ops"), KINDS)
-def test_two_passes_give_what_one_gives(name: str, ops: Ops, dtype: torch.dtype) -> None:
+def test_split_backward_equals_full_backward(name: str, ops: Ops, dtype: torch.dtype) -> None:
     """Inputs and parameters get bitwise the gradients of a full backward pass."""
     torch.set_default_dtype(dtype)
     stage, inputs = made(name, ops)
@@ -58,7 +58,7 @@ def test_two_passes_give_what_one_gives(name: str, ops: Ops, dtype: torch.dtype)
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_re_entrant_checkpoints_are_refused(ops: Ops) -> None:
-    """What torch can't split is refused in our words, and nothing has changed."""
+    """A re-entrant checkpoint is refused with what to write instead, and no gradient has changed."""
     stage, inputs = re_entrant(ops), inputs_of(["x"])
     split, outputs = split_of(stage, inputs)
     with pytest.raises(UserError, match="use_reentrant=False"):
@@ -67,8 +67,8 @@ def test_re_entrant_checkpoints_are_refused(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize(("name", "ops"), KINDS)
-def test_microbatches_may_wait(name: str, ops: Ops) -> None:
-    """Three microbatches go through the first pass before any goes through the second: parameters get their sums."""
+def test_several_microbatches_can_be_pending(name: str, ops: Ops) -> None:
+    """With three first passes before any second pass, parameters get the sum of the gradients."""
     stage, inputs = made(name, ops)
     several = [inputs, *(inputs_of(STAGES[name][1]) for _ in range(2))]
     expected, found, splits = [], [], []
@@ -86,8 +86,8 @@ def test_microbatches_may_wait(name: str, ops: Ops) -> None:
     same((found, taken(list(stage.parameters()))), (expected, sums))
 
 
-def test_another_thread_may_go_backward() -> None:
-    """Autograd's own threads, on an accelerator, find what is put off as the calling thread does."""
+def test_backward_in_another_thread_defers_too() -> None:
+    """A backward pass in another thread, as on an accelerator, finds the deferral of the forward pass."""
     stage, inputs = made("mlp", "ours")
     expected = in_one(stage, inputs)
     split, outputs = split_of(stage, inputs)
@@ -103,8 +103,8 @@ def test_another_thread_may_go_backward() -> None:
 
 
 @pytest.mark.parametrize(("name", "ops"), KINDS)
-def test_what_was_recorded_may_go_backward_as_a_whole(name: str, ops: Ops) -> None:
-    """Until its first pass, a recorded graph is an ordinary one."""
+def test_a_recorded_graph_can_have_a_full_backward(name: str, ops: Ops) -> None:
+    """Before its first pass, a recorded graph is an ordinary one."""
     stage, inputs = made(name, ops)
     expected = in_one(stage, inputs)
     split = SplitBackward()
@@ -113,8 +113,8 @@ def test_what_was_recorded_may_go_backward_as_a_whole(name: str, ops: Ops) -> No
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
-def test_some_outputs_without_gradient(ops: Ops) -> None:
-    """An output that nobody asked for counts for nothing; if none is asked for, nothing has a gradient."""
+def test_outputs_without_gradient_are_skipped(ops: Ops) -> None:
+    """An output whose gradient is None contributes nothing; if all are None, there are no gradients."""
     stage, inputs = made("two outputs", ops)
     _, second = ran(stage, inputs)
     grad = torch.randn_like(second)
@@ -132,7 +132,7 @@ def test_some_outputs_without_gradient(ops: Ops) -> None:
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_losses_need_no_gradient(ops: Ops) -> None:
-    """The last stage gives its loss alone."""
+    """Without output gradients, every output is a loss with gradient 1."""
     parts = Parts(ops)
     stage, inputs = Stage(lambda s, x: s.a(x).square().sum(), a=parts.linear()), inputs_of(["x"])
     stage(*inputs)[0].backward()
@@ -143,22 +143,22 @@ def test_losses_need_no_gradient(ops: Ops) -> None:
     same((found, taken(list(stage.parameters()))), expected)
 
 
-def test_the_passes_come_in_order() -> None:
-    """Each pass runs once, the one for the inputs first."""
+def test_passes_out_of_order_are_an_error() -> None:
+    """Each pass runs once, and backward_input comes first."""
     stage, inputs = made("affine", "ours")
     split, outputs = split_of(stage, inputs)
-    with pytest.raises(RuntimeError, match="after backward_input"):
+    with pytest.raises(RuntimeError, match="after each backward_input"):
         split.backward_weight()
     split.backward_input(outputs, grads_for(outputs), inputs)
-    with pytest.raises(RuntimeError, match="already"):
+    with pytest.raises(RuntimeError, match="was called before"):
         split.backward_input(outputs, grads_for(outputs), inputs)
     split.backward_weight()
-    with pytest.raises(RuntimeError, match="once"):
+    with pytest.raises(RuntimeError, match="once after each"):
         split.backward_weight()
 
 
 class Fails(Function):
-    """Gives its input back, and fails on the way back."""
+    """The identity, whose backward pass raises an error."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -170,8 +170,8 @@ class Fails(Function):
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
-def test_a_first_pass_that_fails_leaves_nothing(ops: Ops) -> None:
-    """Gradients are untouched, hooks are in place, nothing waits, and the next pass is right."""
+def test_a_failed_first_pass_leaves_no_state(ops: Ops) -> None:
+    """After an error, gradients and hooks are unchanged, nothing is queued, and the next pass is correct."""
     p = Parts(ops)
     failing = [True]
     stage = Stage(lambda s, x: s.b((Fails.apply if failing else Tensor.clone)(s.a(x))), a=p.linear(), b=p.linear())
@@ -188,7 +188,7 @@ def test_a_first_pass_that_fails_leaves_nothing(ops: Ops) -> None:
         del grads
         assert held() is None
         assert untouched([*inputs, *stage.parameters()])
-        with pytest.raises(RuntimeError, match="after backward_input"):
+        with pytest.raises(RuntimeError, match="after each backward_input"):
             split.backward_weight()
         del outputs
         assert not watch.living()
@@ -204,7 +204,7 @@ SPLIT_BY_TORCH = ["affine", "mlp", "residual", "norms", "convolutions", "dropout
 
 @pytest.mark.parametrize("name", SPLIT_BY_TORCH)
 def test_equals_torch_where_torch_is_right(name: str) -> None:
-    """Two passes give what torch.distributed.pipelining's two give."""
+    """Both passes give the gradients of torch.distributed.pipelining's split backward."""
     stage, inputs = made(name, "torch")
     found = in_two(stage, inputs)
     outputs = [output.clone() for output in ran(stage, inputs)]  # torch detaches them in place, which views forbid
@@ -219,7 +219,7 @@ def test_equals_torch_where_torch_is_right(name: str) -> None:
 
 
 def test_an_input_may_be_used_as_a_weight() -> None:
-    """A leaf that is an input gets its whole gradient as one, also where operations of ours multiply by it."""
+    """A leaf that is an input gets its whole gradient in the first pass, also as the weight of our kernels."""
     stage, _ = made("shared in series", "ours")
     inputs = [stage.w]
     grad = torch.randn(6, 6)
@@ -232,8 +232,8 @@ def test_an_input_may_be_used_as_a_weight() -> None:
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
-def test_leaves_that_no_module_knows(ops: Ops) -> None:
-    """Tensors that are nobody's parameters get the gradients of a full pass, those of the loss among them."""
+def test_leaves_outside_of_modules_get_gradients(ops: Ops) -> None:
+    """Leaves that belong to no module, such as those of the loss, get the gradients of a full pass."""
     product = Parts(ops).product
     known, vector, matrix = nn.Parameter(torch.randn(6, 6)), *(torch.randn(*shape) for shape in ((6,), (6, 6)))
     leaves: list[Any] = [known, vector.requires_grad_(), matrix.requires_grad_()]
@@ -249,8 +249,8 @@ def test_leaves_that_no_module_knows(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
-def test_each_microbatch_may_take_another_way(ops: Ops) -> None:
-    """Which leaves there are is seen in the graph of each microbatch, whatever the others led to."""
+def test_each_microbatch_can_use_other_weights(ops: Ops) -> None:
+    """Leaves are found in the graph of each microbatch, whichever leaves earlier graphs had."""
     product = Parts(ops).product
     ways = [torch.randn(6, 6, requires_grad=True), torch.randn(6, requires_grad=True)]
     stage = Stage(lambda s, x, n: product(product(x, ways[0]) if n == 0 else x * ways[1], s.w), w=weight())
@@ -272,8 +272,8 @@ def test_each_microbatch_may_take_another_way(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize(("name", "ops"), KINDS)
-def test_gradients_that_are_retained(name: str, ops: Ops) -> None:
-    """What `retain_grad` keeps of activations is what it keeps in a full pass, and is there after the first."""
+def test_retained_gradients_of_activations(name: str, ops: Ops) -> None:
+    """`retain_grad` keeps the gradients of a full pass, available after the first pass."""
     stage, inputs = made(name, ops)
     kept: list[Tensor] = []
 
@@ -299,8 +299,8 @@ def test_gradients_that_are_retained(name: str, ops: Ops) -> None:
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "two parameters at one node", "shared in series"])
-def test_a_hook_over_several_weights(name: str, ops: Ops) -> None:
-    """It is called once with all gradients, as by a full pass."""
+def test_a_multi_grad_hook_over_weights_is_called_once(name: str, ops: Ops) -> None:
+    """A multi-grad hook over weights is called once with all gradients, as by a full pass."""
     stage, inputs = made(name, ops)
     seen: list[Any] = []
     register_multi_grad_hook([*stage.parameters()], lambda grads: seen.append([*grads]))
@@ -312,7 +312,7 @@ def test_a_hook_over_several_weights(name: str, ops: Ops) -> None:
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_a_hook_over_weights_and_activations_is_refused(ops: Ops) -> None:
-    """Their gradients come in two passes: torch would call the hook in each."""
+    """A multi-grad hook over weights and activations would be called in both passes, and is an error."""
     stage, inputs = made("mlp", ops)
     register_multi_grad_hook([*stage.parameters(), *inputs], lambda grads: None)
     split, outputs = split_of(stage, inputs)
@@ -322,7 +322,7 @@ def test_a_hook_over_weights_and_activations_is_refused(ops: Ops) -> None:
 
 
 class InPlace(Function):
-    """Gives its input back, and triples the gradient where it stands."""
+    """The identity, whose backward pass triples the gradient in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -341,8 +341,8 @@ CHANGED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 @pytest.mark.parametrize("name", CHANGED)
-def test_gradients_that_are_changed_in_place(name: str, ops: Ops) -> None:
-    """Where a weight waits for a gradient that a custom backward then changes in place, the second pass says so."""
+def test_changing_a_queued_gradient_in_place_is_an_error(name: str, ops: Ops) -> None:
+    """If a custom backward changes a queued gradient in place, the second pass raises an error."""
     stage = Stage(CHANGED[name], a=Parts(ops).linear(bias=False), bias=weight(2, 4, 6))
     inputs = inputs_of(["x"])
     split, outputs = split_of(stage, inputs)
@@ -352,28 +352,28 @@ def test_gradients_that_are_changed_in_place(name: str, ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
-def test_activations_that_are_changed_in_place(ops: Ops) -> None:
-    """A stage that writes into a buffer of its own for the next microbatch can't go backward in two."""
+def test_changing_a_queued_activation_in_place_is_an_error(ops: Ops) -> None:
+    """A stage that overwrites its activations for the next microbatch can't have a split backward."""
     stage, inputs = made("mlp", ops)
     buffer = torch.randn(2, 4, 6)
     inputs[0] = buffer.detach().requires_grad_()
     split, outputs = split_of(stage, inputs)
     split.backward_input(outputs, grads_for(outputs), inputs)
     buffer.copy_(torch.randn(2, 4, 6))
-    with pytest.raises(UserError, match=r"float64 \(.*6\) for which the gradient of a weight float64 \(.*\) waits"):
+    with pytest.raises(UserError, match=r"float64 \(.*6\) that the deferred gradient of a weight float64 \(.*\) needs"):
         split.backward_weight()
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
-def test_a_gradient_that_is_changed_in_place_for_all_is_right(ops: Ops) -> None:
-    """Before or behind a product, nobody else waits for the gradient that is changed."""
+def test_a_gradient_changed_in_place_before_it_is_queued(ops: Ops) -> None:
+    """A gradient that is changed in place before it is queued, or that is not queued, gives the full pass's result."""
     linears = {name: Parts(ops).linear() for name in "ab"}
     stage = Stage(lambda s, x: InPlace.apply(s.b(InPlace.apply(s.a(x)))), **linears)  # type: ignore[no-untyped-call]
     inputs = inputs_of(["x"])
     same(in_two(stage, inputs), in_one(stage, inputs))
 
 
-def test_no_rows() -> None:
+def test_a_stage_without_tokens_gives_zero_gradients() -> None:
     """A stage that gets no tokens gives its weights gradients of zero."""
     stage, _ = made("mlp", "ours")
     x = torch.randn(0, 4, 6, requires_grad=True)
@@ -396,7 +396,7 @@ STEPS = ("product", "product", "scale", "shift", "tanh", "add", "halves", "produ
     [("product", 0, 1, True), ("product", 1, 1, False)], [False, True, False, True, False, False], 1, True
 )
 def test_any_graph(steps: list[tuple[str, int, int, bool]], trained: list[bool], outputs: int, learns: bool) -> None:
-    """Weights may be shared, multiplied, frozen and mixed with ours and torch's operations in any way."""
+    """Weights that are shared, multiplied, frozen, and used by our kernels and torch's get a full pass's gradients."""
     x = torch.randn(3, 4, requires_grad=learns)
     weights = {f"w{n}": nn.Parameter(torch.randn(4, 4), trained[n]) for n in range(4)}
     vectors = {f"v{n}": nn.Parameter(torch.randn(4), trained[n + 4]) for n in range(2)}
@@ -435,7 +435,7 @@ def test_any_graph(steps: list[tuple[str, int, int, bool]], trained: list[bool],
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_the_first_pass_frees_what_weights_do_not_need(ops: Ops) -> None:
-    """Gate and up die with the first pass; their product, which the weight of `down` meets, lives until the second."""
+    """gate and up are freed with the first pass; their product, an input of `down`, lives until the second."""
     p = Parts(ops)
     stage = Stage(lambda s, x: s.down(F.silu(s.gate(x)) * s.up(x)), gate=p.linear(), up=p.linear(), down=p.linear())
     (x,) = inputs_of(["x"])
@@ -461,7 +461,7 @@ def test_the_first_pass_frees_what_weights_do_not_need(ops: Ops) -> None:
 @pytest.mark.parametrize("ops", get_args(Ops))
 @pytest.mark.parametrize("name", ["mlp", "transformer block", "tied around another", "recomputed"])
 def test_the_first_pass_frees_the_graph(name: str, ops: Ops) -> None:
-    """What waits for the second pass holds numbers, and no node of the graph."""
+    """The queue for the second pass holds data, and no autograd node."""
     stage, inputs = made(name, ops)
     in_one(stage, inputs)  # the first recomputation of a process leaves frames behind
     with Watch(stage) as watch:
@@ -474,7 +474,7 @@ def test_the_first_pass_frees_the_graph(name: str, ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
-def test_recomputes_once(ops: Ops) -> None:
+def test_a_checkpoint_is_recomputed_once(ops: Ops) -> None:
     """A checkpointed region runs once forward and once for both passes."""
     stage, inputs = made("recomputed", ops)
     runs: Counter[str] = Counter()
@@ -493,13 +493,13 @@ PUT_OFF = {
     "somebody else's function": 1,
     "recomputed": 3,
 }
-"""How many uses of weights wait for the second pass."""
+"""The number of uses of weights that are left to the second pass."""
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 @pytest.mark.parametrize("name", PUT_OFF)
-def test_no_product_is_computed_twice(name: str, ops: Ops) -> None:
-    """Both passes take as many matrix products as one; the second takes one for each use of a weight."""
+def test_no_matmul_is_computed_twice(name: str, ops: Ops) -> None:
+    """Both passes together compute as many matmuls as a full pass; the second has one for each use of a weight."""
     stage, inputs = made(name, ops)
     outputs = ran(stage, inputs)
     with Products() as whole:
@@ -514,8 +514,8 @@ def test_no_product_is_computed_twice(name: str, ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
-def test_the_first_stage_s_weights_wait_too(ops: Ops) -> None:
-    """Without an input that needs a gradient, all weights wait but that of torch's operation that comes first."""
+def test_weights_of_the_first_stage_are_deferred_too(ops: Ops) -> None:
+    """Without an input that needs a gradient, all weight gradients are deferred but that of a first torch operation."""
     stage, inputs = made("input without gradient", ops)
     split, outputs = split_of(stage, inputs)
     with Products() as first:
@@ -526,7 +526,7 @@ def test_the_first_stage_s_weights_wait_too(ops: Ops) -> None:
 
 
 def put_off(stage: Stage) -> list[str]:
-    """The parameters that get their gradients in the second pass only, by the products that this takes."""
+    """The parameters whose gradients are computed in the second pass alone, by its matmuls."""
     inputs = inputs_of(["x"])
     split, outputs = split_of(stage, inputs)
     split.backward_input(outputs, grads_for(outputs), inputs)
@@ -540,8 +540,8 @@ def put_off(stage: Stage) -> list[str]:
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
-def test_weights_may_be_frozen_and_thawed_between_steps(ops: Ops) -> None:
-    """Each microbatch serves what is trained at its time."""
+def test_weights_can_be_frozen_and_unfrozen_between_steps(ops: Ops) -> None:
+    """Each microbatch computes gradients of the weights that are trainable at that time."""
     p = Parts(ops)
     stage = Stage(lambda s, x: s.b(s.a(x).tanh()), a=p.linear(), b=p.linear())
     stage.a.requires_grad_(False)

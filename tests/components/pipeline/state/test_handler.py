@@ -1,4 +1,4 @@
-"""The state of a step: written in one view, read in the other."""
+"""The state of a step, written in one view and read in the other."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ NUMBERS = st.lists(st.integers(-5, 5), min_size=3, max_size=3)
 
 @attrs.frozen
 class Case:
-    """A whole, its parts in order, and the specification that makes them belong together (or none)."""
+    """A whole value, its shards in order, and the sharding spec that relates them (or None)."""
 
     whole: Any
     shards: list[Any]
@@ -88,8 +88,8 @@ def write_parts(handler: PipelineStateHandler, case: Case, order: list[int]) -> 
 
 
 @pytest.mark.parametrize("name", TO_THE_WHOLE)
-def test_parts_are_read_as_a_whole(name: str) -> None:
-    """What microbatches wrote, in any order, is read as one; and each still reads its own."""
+def test_shards_are_read_as_a_whole(name: str) -> None:
+    """Shards written in any order are read as the whole, and each is still read as it was written."""
     case = TO_THE_WHOLE[name]
     for order in (list(range(len(case.shards))), list(reversed(range(len(case.shards))))):
         handler = handler_of(case)
@@ -99,8 +99,8 @@ def test_parts_are_read_as_a_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TO_PARTS)
-def test_a_whole_is_read_in_parts(name: str) -> None:
-    """What was written for all is read by each; and the whole is still there."""
+def test_a_whole_is_read_in_shards(name: str) -> None:
+    """A value written as a whole is read by each microbatch, and is still read as a whole."""
     case = TO_PARTS[name]
     handler = handler_of(case)
     handler.global_state()["x"] = case.whole
@@ -109,7 +109,7 @@ def test_a_whole_is_read_in_parts(name: str) -> None:
 
 
 class Views(RuleBasedStateMachine):
-    """Writes and reads in any order, beside a list of rows that says what must be read."""
+    """Writes and reads in any order, against a list of rows as the model of what must be read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,25 +159,25 @@ class Views(RuleBasedStateMachine):
 TestViews = Views.TestCase
 
 
-def test_what_is_not_there_is_named() -> None:
-    """The error says in which view, under which name and of which shards a value is not there."""
+def test_missing_values_are_named() -> None:
+    """The error names the view, the name and the shards of a missing value."""
     handler = PipelineStateHandler({}, 4)
     handler.sharded_state(0)["loss"] = torch.ones(())
     handler.sharded_state(2)["loss"] = torch.ones(())
     sentences = {
-        "global_state()['loss'] is not there: of 4 shards, shards 1, 3 were not written": handler.global_state(),
-        "sharded_state(3)['loss'] is not there: of 4 shards, shard 3 was not written": handler.sharded_state(3),
+        "global_state()['loss'] is missing: of 4 shards, shards 1, 3 were not written": handler.global_state(),
+        "sharded_state(3)['loss'] is missing: of 4 shards, shard 3 was not written": handler.sharded_state(3),
     }
     for sentence, view in sentences.items():
         with pytest.raises(KeyError) as caught:
             view["loss"]
         assert str(caught.value) == sentence
-    with pytest.raises(PipelineStateError, match=r"sharded_state\(1\)\['other'\] is not there: nobody wrote it"):
+    with pytest.raises(PipelineStateError, match=r"sharded_state\(1\)\['other'\] is missing: it has not been written"):
         handler.sharded_state(1)["other"]
 
 
-def test_what_does_not_fit_is_named() -> None:
-    """Errors of cutting and joining say the view and the name, when reading and when writing."""
+def test_sharding_errors_name_view_and_value() -> None:
+    """Errors of sharding and joining name the view and the value, when reading and when writing."""
     handler = PipelineStateHandler({"fixed": Shard()}, 2)
     handler.global_state()["fixed"] = torch.ones(3)
     with pytest.raises(PipelineStateError, match=r"^sharded_state\(1\)\['fixed'\]: a tensor of shape \(3,\) can't be"):
@@ -188,12 +188,12 @@ def test_what_does_not_fit_is_named() -> None:
     handler.sharded_state(1)["loss"] = torch.ones(1)
     with pytest.raises(PipelineStateError, match=r"^global_state\(\)\['loss'\]: the parts can't be joined by Stack"):
         handler.global_state()["loss"]
-    with pytest.raises(PipelineStateError, match=r"^the specification of 'x': at \['a'\]: 3 is no specification"):
+    with pytest.raises(PipelineStateError, match=r"^the specification of 'x': at \['a'\]: 3 is not a sharding spec"):
         PipelineStateHandler({"x": {"a": 3}}, 2)
 
 
 @pytest.mark.parametrize("shard", [-1, 2])
-def test_there_are_no_other_shards(shard: int) -> None:
+def test_a_shard_id_out_of_range_is_refused(shard: int) -> None:
     """A view of a microbatch that the step does not have is refused at once."""
     with pytest.raises(PipelineStateError, match="shards are 0 to 1"):
         PipelineStateHandler({}, 2).sharded_state(shard)
@@ -202,7 +202,7 @@ def test_there_are_no_other_shards(shard: int) -> None:
 
 
 def test_a_reset_forgets_what_was_inferred() -> None:
-    """A name that held numbers in one step can hold rows in the next; a given specification stays."""
+    """A name that held numbers in one step can hold rows in the next; a given spec stays."""
     handler = PipelineStateHandler({"given": Shard(1)}, 2)
     for step in (torch.ones(()), torch.ones(1)):
         for shard in range(2):
@@ -215,8 +215,8 @@ def test_a_reset_forgets_what_was_inferred() -> None:
         assert "x" not in handler.sharded_state(0)
 
 
-def test_what_is_written_is_cut_from_its_graph() -> None:
-    """No view holds on to the graph of a value, at any depth, and the tensor that was written keeps it."""
+def test_written_tensors_are_detached() -> None:
+    """No view holds the autograd graph of a value, at any depth, and the tensor that was written keeps its graph."""
     handler = PipelineStateHandler({}, 2)
     written = torch.ones(2, requires_grad=True) * 2
     handler.global_state()["x"] = {"deep": [written]}
@@ -226,8 +226,8 @@ def test_what_is_written_is_cut_from_its_graph() -> None:
     assert written.grad_fn is not None
 
 
-def test_containers_belong_to_whoever_holds_them() -> None:
-    """Appending to a list that was written or read changes nothing for anybody else."""
+def test_containers_are_not_shared() -> None:
+    """Appending to a list that was written or read does not change the stored value."""
     handler = PipelineStateHandler({}, 2)
     mine = {"a": [1, 2]}
     handler.global_state()["x"] = mine
@@ -240,7 +240,7 @@ def test_containers_belong_to_whoever_holds_them() -> None:
 
 @given(copy=st.booleans(), from_parts=st.booleans())
 def test_tensors_are_shared_unless_copies_are_asked_for(copy: bool, from_parts: bool) -> None:
-    """With `copy`, a change in place reaches nobody else; without, nothing is copied that need not be."""
+    """With `copy`, a change in place does not reach the stored value; without, nothing is copied."""
     handler = PipelineStateHandler({}, 2, copy=copy)
     written = torch.zeros(1)
     view = handler.sharded_state(0) if from_parts else handler.global_state()

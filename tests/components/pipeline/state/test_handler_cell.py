@@ -1,4 +1,4 @@
-"""Both forms of one value."""
+"""The whole and the shards of one value."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from drawloom.components.pipeline.state.handler import Cell
 from drawloom.components.ports.pipeline import Stack
 
 
-def test_each_form_is_made_once() -> None:
+def test_each_form_is_computed_once() -> None:
     """Reading again gives the same object, until something is written."""
     cell = Cell(2, None)
     cell.write_shard(0, torch.ones(1))
@@ -19,7 +19,7 @@ def test_each_form_is_made_once() -> None:
 
 
 def test_a_read_does_not_lose_the_other_form() -> None:
-    """Parts of unequal sizes are what they were after the whole was read, and the whole after the parts were."""
+    """Shards of unequal sizes stay as they were after the whole is read, and the whole after the shards are."""
     cell = Cell(2, None)
     parts = [torch.arange(3), torch.arange(2)]
     for place, part in enumerate(parts):
@@ -29,7 +29,7 @@ def test_a_read_does_not_lose_the_other_form() -> None:
 
 
 def test_a_failed_write_changes_nothing() -> None:
-    """A part can't replace one of a whole that can't be cut, and the whole is still there."""
+    """A shard of a whole that can't be sharded is refused, and the whole stays."""
     cell = Cell(2, None)
     cell.write(torch.arange(3))
     with pytest.raises(ValueError, match="evenly"):
@@ -37,13 +37,13 @@ def test_a_failed_write_changes_nothing() -> None:
     assert cell.read().tolist() == [0, 1, 2]
 
 
-def test_the_specification_follows_the_last_way_of_writing() -> None:
-    """A number written for all is everybody's; written by each it is one of a row; a given specification stays."""
+def test_the_inferred_spec_follows_the_last_write() -> None:
+    """A number written as a whole is replicated, written by shards it is stacked; a given spec stays."""
     cell = Cell(2, None)
     cell.write(torch.tensor(5.0))
     assert [float(cell.read_shard(place)) for place in range(2)] == [5, 5]
     cell.write(torch.tensor([5.0, 6.0]))
     assert [cell.read_shard(place).tolist() for place in range(2)] == [[5], [6]]
-    given = Cell(2, Stack())
-    given.write(torch.tensor([5.0, 6.0]))
-    assert [given.read_shard(place).tolist() for place in range(2)] == [5, 6]
+    spec = Cell(2, Stack())
+    spec.write(torch.tensor([5.0, 6.0]))
+    assert [spec.read_shard(place).tolist() for place in range(2)] == [5, 6]

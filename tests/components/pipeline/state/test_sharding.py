@@ -1,4 +1,4 @@
-"""Trees cut by microbatch and joined again."""
+"""Pytrees sharded by microbatch and joined again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ def _rows(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 @attrs.frozen
 class Case:
-    """A whole and its parts, known by construction: parts are drawn, and the whole is written out from them."""
+    """A whole and its shards: shards are drawn, and the whole is constructed from them."""
 
     whole: Any
     shards: list[Any]
@@ -105,20 +105,20 @@ def _nodes(inner: st.SearchStrategy[Case]) -> st.SearchStrategy[Case]:
 
 
 def cases(count: int) -> st.SearchStrategy[Case]:
-    """Trees whose specification is a tree too."""
+    """Trees whose spec is a tree too."""
     return st.recursive(st.one_of(tensor_cases(count), leaf_cases(count)), _nodes, max_leaves=4)
 
 
 @given(st.integers(1, 4).flatmap(cases))
-def test_wholes_and_parts_belong_together(case: Case) -> None:
-    """Cutting the whole gives the parts, and joining the parts gives the whole, whatever the tree."""
+def test_sharding_and_joining_are_inverse(case: Case) -> None:
+    """Sharding the whole gives the shards, and joining the shards gives the whole, for any tree."""
     assert same(list(shard_tree(case.whole, case.spec, len(case.shards))), case.shards)
     assert same(unshard_tree(case.shards, case.spec), case.whole)
 
 
 @given(st.integers(0, 20), st.integers(1, 6), st.booleans())
-def test_uneven_parts_differ_by_one_at_most(size: int, count: int, as_list: bool) -> None:
-    """If asked, sizes may differ: the first parts are larger by one, and together they are the whole."""
+def test_uneven_shards_differ_by_one_at_most(size: int, count: int, as_list: bool) -> None:
+    """With even=False, the first shards are larger by one, and together they are the whole."""
     whole: Any = list(range(size)) if as_list else torch.arange(size)
     parts = shard_tree(whole, Shard(), count, even=False)
     sizes = [len(part) for part in parts]
@@ -127,16 +127,16 @@ def test_uneven_parts_differ_by_one_at_most(size: int, count: int, as_list: bool
     assert same(unshard_tree(parts, Shard()), whole)
 
 
-def test_one_specification_holds_for_a_whole_tree() -> None:
-    """A leaf specification reaches every tensor below, in dicts, tuples and classes, and leaves None alone."""
+def test_one_spec_applies_to_a_whole_tree() -> None:
+    """A leaf spec applies to every tensor below, in dicts, tuples and classes, and leaves None as it is."""
     tree = {"rows": Rows(torch.arange(4), None), "pair": (torch.ones(2, 3), ["a", "b"])}
     first, second = shard_tree(tree, Shard(), 2)
     assert same(first, {"rows": Rows(torch.tensor([0, 1]), None), "pair": (torch.ones(1, 3), ["a"])})
     assert same(unshard_tree([first, second], Shard()), tree)
 
 
-def test_parts_of_a_tensor_are_views() -> None:
-    """Cutting copies nothing."""
+def test_shards_of_a_tensor_are_views() -> None:
+    """Sharding a tensor copies nothing."""
     whole = torch.arange(6)
     assert [part.data_ptr() - whole.data_ptr() for part in shard_tree(whole, Shard(), 3)] == [0, 16, 32]
 
@@ -216,16 +216,19 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no specification": (
         lambda: check_spec({"a": [Shard(), 0]}),
-        "at ['a'][1]: 0 is no specification; write Shard(dim), Stack(dim) or Replicate()",
+        "at ['a'][1]: 0 is not a sharding spec; write Shard(dim), Stack(dim) or Replicate()",
     ),
     "nothing to join": (lambda: unshard_tree([], Shard()), "there are no parts to join"),
-    "no parts": (lambda: shard_tree(torch.ones(2), Shard(), 0), "a tree can't be cut into 0 parts"),
+    "no parts": (
+        lambda: shard_tree(torch.ones(2), Shard(), 0),
+        "a tree can't be sharded into 0 parts; write at least 1",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_does_not_fit_is_told_with_its_place(fault: str) -> None:
-    """Each way not to fit has a sentence that says where and what, and where there is one, what to write instead."""
+def test_errors_name_the_path_in_the_tree(fault: str) -> None:
+    """Every error names the path, the problem, and what to write instead if there is something."""
     work, message = FAULTS[fault]
     with pytest.raises(ValueError) as caught:
         work()

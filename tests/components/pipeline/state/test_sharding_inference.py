@@ -1,4 +1,4 @@
-"""Specifications that nobody gave."""
+"""Inferred sharding specs."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class Rows:
         ),
     ],
 )
-def test_each_leaf_gets_what_is_meant_most_often(value: Any, whole: Any, shard: Any) -> None:
-    """Rows are cut and joined; a number is everybody's if it was written for all, and one of several if by one."""
+def test_the_spec_of_each_leaf_is_inferred(value: Any, whole: Any, shard: Any) -> None:
+    """Rows are sharded; a number is replicated if it was written as a whole, and stacked if written by shards."""
     assert spec_of_whole(value) == whole
     assert spec_of_shard(value) == shard
