@@ -21,7 +21,7 @@ from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, names_o
 from drawloom.components.checkpoint.threads import run_now, submit
 from drawloom.components.distributed.rank_errors import Agreed, run_on_all, run_on_rank0
 from drawloom.components.ports.distributed import Group, Mesh, Processes
-from drawloom.components.ports.run import Cadence, Durable, Event, Events, RunFolder, Stateful, Step, a_cadence, due
+from drawloom.components.ports.run import Cadence, Durable, Event, Events, RunFolder, Stateful, Step, check_cadence, due
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, at_least, component, setting
 from drawloom.graph.recipe.lockfile import LOCK
@@ -58,7 +58,9 @@ class Checkpointer:
     recipe: ResolvedRecipe
     staging: Stager | None = None
     events: Events | None = None
-    every: Cadence = setting(default="last", check=a_cadence, doc="steps between checkpoints; the last is always saved")
+    every: Cadence = setting(
+        default="last", check=check_cadence, doc="steps between checkpoints; the last is always saved"
+    )
     keep: int = setting(default=3, check=at_least(1), doc="how many checkpoints are kept, the newest ones")
     keep_every: int | None = setting(
         default=None, check=at_least(1), doc="checkpoints of steps that are multiples of this never expire"

@@ -1,4 +1,4 @@
-"""In what dtype each kind of number is kept. There is no autocast: what stands here is what happens."""
+"""The dtype of parameters, activations, gradients and reductions. There is no autocast: these are the dtypes used."""
 
 from typing import Literal
 
@@ -24,29 +24,29 @@ def _wide(name: str) -> str | None:
 
 @component
 class DtypePolicy:
-    """One dtype for each kind of number."""
+    """One dtype each for parameters, compute, gradients and reductions."""
 
     _parameter: Name = setting(default="float32", alias="parameter", doc="dtype of parameters")
-    _compute: Name = setting(default="float32", alias="compute", doc="dtype of activations")
+    _compute: Name = setting(default="float32", alias="compute", doc="dtype of activations; FSDP's param_dtype")
     _gradient: Name = setting(default="float32", alias="gradient", doc="dtype of accumulated gradients")
-    _reduce: Name = setting(default="float32", alias="reduce", check=_wide, doc="least dtype of sums over ranks")
+    _reduce: Name = setting(default="float32", alias="reduce", check=_wide, doc="narrowest dtype of sums over ranks")
 
     @property
     def parameter(self) -> torch.dtype:
-        """Of parameters."""
+        """Dtype of parameters."""
         return DTYPES[self._parameter]
 
     @property
     def compute(self) -> torch.dtype:
-        """Of activations."""
+        """Dtype of activations."""
         return DTYPES[self._compute]
 
     @property
     def gradient(self) -> torch.dtype:
-        """Of accumulated gradients."""
+        """Dtype of accumulated gradients."""
         return DTYPES[self._gradient]
 
     @property
     def reduce(self) -> torch.dtype:
-        """Of sums over ranks."""
+        """Narrowest dtype of sums over ranks."""
         return DTYPES[self._reduce]
