@@ -24,7 +24,7 @@ from drawloom.components.storage.strict_json import checksum
 from drawloom.graph import UserError
 from drawloom.graph.cli.main import main
 from support.audit import Audit, places
-from support.checkpoints import Memory, OwnMemory, SpreadMemory, checkpointer, save_steps
+from support.checkpoints import LocalNode, ShardedNode, StateNode, checkpointer, save_steps
 from support.processes import run_ranks
 
 PACKAGE = Path(drawloom.__path__[0])
@@ -235,7 +235,7 @@ def _load_all(folder: Path) -> tuple[list[str], list[tuple[str, float]]]:
         hostile(checkpoint)
         audit.inside, began, said = places(run), time.monotonic(), []
         audit.on = True
-        for node in (Memory(), OwnMemory(), SpreadMemory({}, names=["weight"])):
+        for node in (StateNode(), LocalNode(), ShardedNode({}, names=["weight"])):
             said.append(_refusal(partial(_restore, run, node)))
         with contextlib.suppress(UserError):  # it reads what it needs, and no more
             load_node(checkpoint, "memory")
@@ -244,7 +244,7 @@ def _load_all(folder: Path) -> tuple[list[str], list[tuple[str, float]]]:
     return audit.found, ends
 
 
-def _restore(run: Path, node: Memory) -> None:
+def _restore(run: Path, node: StateNode) -> None:
     checkpointer(run, {"memory": node}).restore()
 
 
@@ -309,7 +309,7 @@ def _misbehave(folder: Path, size: int) -> list[str]:
     audit = Audit(places(folder / "inside"))
     audit.install()
     audit.on = True
-    pickle.loads(pickle.dumps(Memory({"a": "b" * size})))
+    pickle.loads(pickle.dumps(StateNode({"a": "b" * size})))
     (folder / "outside").write_text("")
     sys.path.insert(0, str(folder))
     __import__("evil")

@@ -156,7 +156,7 @@ def _little_memory(folder: Path, arguments: Sequence[str]) -> Outcome:
 def test_no_memory_for_a_copy_ends_the_run_with_its_cause(place: Path) -> None:
     """It is not tried again; what was committed stands, and the run goes on from it."""
     [outcome] = run_ranks(_little_memory, 1, place, TINY, variables=False)
-    assert outcome.code == 1 and "there is no memory for a copy of the state" in outcome.text
+    assert outcome.code == 1 and "bytes for a copy of the state" in outcome.text
     assert "Traceback" not in outcome.text
     saved = committed(place / "runs/tiny/checkpoints")
     assert [step_of(path) for path in saved] == [4] and all(map(is_whole, saved))

@@ -30,7 +30,7 @@ from drawloom.components.checkpoint.reader import load_node, newest
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
-from support.checkpoints import Memory, OwnMemory, checkpointer, state_of
+from support.checkpoints import LocalNode, StateNode, checkpointer, state_of
 from support.disk import FailAt, watched
 from support.processes import run_ranks
 
@@ -63,8 +63,8 @@ def test_every_damage_to_every_file_is_detected_by_name(
     tmp_path: Path, damage: Callable[[Path, random.Random], None], times: int
 ) -> None:
     """So many times, at random places, in each kind of file that a checkpoint has."""
-    memory = Memory({"weight": torch.randn(300), "list": list(range(30))})
-    checkpointer(tmp_path, {"memory": memory, "own": OwnMemory(state_of(1))}).save(Step(1, 9, outputs={"loss": 0.5}))
+    memory = StateNode({"weight": torch.randn(300), "list": list(range(30))})
+    checkpointer(tmp_path, {"memory": memory, "own": LocalNode(state_of(1))}).save(Step(1, 9, outputs={"loss": 0.5}))
     checkpoint, moments = tmp_path / "checkpoints/step-1", random.Random(5)
     names = sorted(os.listdir(checkpoint))
     for _ in range(times):
@@ -89,7 +89,7 @@ class Folder(RuleBasedStateMachine):
     def begin(self) -> None:
         """An empty folder, and a run in it."""
         self.place = Path(tempfile.mkdtemp(prefix="stateful-"))
-        self.memory = Memory()
+        self.memory = StateNode()
         self.step = 0
         self.whole: set[int] = set()
         self.unsure = 0
@@ -181,7 +181,7 @@ def test_whatever_happens_in_whatever_order() -> None:
 def _rotate_or_read(folder: Path, seconds: float) -> int:
     """The first process saves and rotates without end, the other one reads what is newest; how often."""
     end, times = time.monotonic() + seconds, 0
-    memory = Memory()
+    memory = StateNode()
     node = checkpointer(folder, {"memory": memory}, keep=1) if os.environ["RANK"] == "0" else None
     while time.monotonic() < end:
         times += 1
@@ -211,7 +211,7 @@ def _endure(folder: Path, steps: int, every: int) -> tuple[list[int], list[int]]
     """Open files, threads and memory of a process, early and at the end of a long run with faults."""
     moments = random.Random(1)
     weight = torch.zeros(20_000)
-    memory = Memory({"weight": weight, "step": 0})
+    memory = StateNode({"weight": weight, "step": 0})
     node = checkpointer(folder, {"memory": memory}, every=every, keep=2, staging=Blocking(), failures=10**9)
     seen: list[list[int]] = []
     for index in range(1, steps):
@@ -237,7 +237,7 @@ def test_a_long_run_needs_no_more_at_its_end(tmp_path: Path, steps: int, every: 
     [(early, late)] = run_ranks(_endure, 1, tmp_path, steps, every, timeout=500)
     assert late[0] <= early[0] + 3 and late[1] <= early[1] + 3  # a save may be under way
     assert late[2] - early[2] < 8_000  # KiB
-    memory = Memory()
+    memory = StateNode()
     assert checkpointer(tmp_path, {"memory": memory}).restore() == steps
     assert memory.state["step"] == steps - 1 and set(memory.state["weight"].tolist()) == {steps - 1}
 
@@ -245,7 +245,7 @@ def test_a_long_run_needs_no_more_at_its_end(tmp_path: Path, steps: int, every: 
 def test_checkpoints_of_two_runs_can_t_be_mixed(tmp_path: Path) -> None:
     """A manifest or a file of another run, with the same step and sizes, is not taken for this one's."""
     for run, factor in (("a", 1.0), ("b", 2.0)):
-        checkpointer(tmp_path / run, {"memory": Memory({"w": torch.ones(5) * factor})}).save(Step(3, 9))
+        checkpointer(tmp_path / run, {"memory": StateNode({"w": torch.ones(5) * factor})}).save(Step(3, 9))
     ours, theirs = (tmp_path / run / "checkpoints/step-3" for run in ("a", "b"))
     for name in ("manifest.json", "rank-0.safetensors"):
         good = (ours / name).read_bytes()

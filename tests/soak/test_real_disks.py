@@ -12,7 +12,7 @@ import torch
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
-from support.checkpoints import Memory, checkpointer, restored, state_of
+from support.checkpoints import StateNode, checkpointer, restored, state_of
 from support.power import is_possible
 from support.runs import drawloom, write_corpus
 
@@ -37,7 +37,7 @@ if is_possible():
         when somebody makes room the next one is committed.
         """
         with _small_disk(tmp_path, 1000) as disk:
-            memory = Memory({"weight": torch.zeros(100_000)})  # 400 kB: two fit, and not a third
+            memory = StateNode({"weight": torch.zeros(100_000)})  # 400 kB: two fit, and not a third
             stager = Blocking() if staging else None
             node = checkpointer(disk, {"memory": memory}, every=1, keep=9, staging=stager, failures=9)
             (disk / "other").write_bytes(bytes(100_000))
@@ -58,7 +58,7 @@ if is_possible():
             os.rmdir(disk / "checkpoints/step-1")
             memory.state["weight"].fill_(6)
             node.save(Step(6, 99))
-            fresh = Memory()
+            fresh = StateNode()
             again = checkpointer(disk, {"memory": fresh})
             assert set(fresh.state) == set() and again._find() is not None
             found = again._find()
@@ -69,7 +69,7 @@ if is_possible():
     def test_a_disk_that_turns_read_only_is_lived_with(tmp_path: Path, staging: bool) -> None:
         """As some do after an error: what was committed is restored from it, and later saves are told, in words."""
         with _small_disk(tmp_path, 1000) as disk:
-            memory = Memory(state_of(1))
+            memory = StateNode(state_of(1))
             node = checkpointer(disk, {"memory": memory}, staging=Blocking() if staging else None)
             node.save(Step(1, 99))
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)

@@ -16,7 +16,7 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
-from support.checkpoints import Memory, OwnMemory, checkpointer
+from support.checkpoints import LocalNode, StateNode, checkpointer
 from support.disk import FailAt, kill_at, watched
 from support.processes import RanksFailed, run_ranks
 
@@ -34,7 +34,7 @@ def _mesh() -> Iterator[RankMesh]:
 
 
 def _node(folder: Path, mesh: RankMesh, step: int) -> Any:
-    states = {"shared": Memory({"step": step}), "own": OwnMemory({"step": step, "rank": mesh.world.rank})}
+    states = {"shared": StateNode({"step": step}), "own": LocalNode({"step": step, "rank": mesh.world.rank})}
     return checkpointer(folder, states, mesh, every=1, keep=2, staging=Blocking())
 
 

@@ -43,17 +43,17 @@ def no_rename() -> None:
         durable_files.remove_folder(checkpoint)
         checkpoint.mkdir()
 
-    def commit(_aside: Path, checkpoint: Path, manifest: Manifest) -> None:
+    def commit(_temp: Path, checkpoint: Path, manifest: Manifest) -> None:
         durable_files.write_file(checkpoint / MANIFEST, manifest.write())
         durable_files.sync(checkpoint)
 
     def nothing(_checkpoints: Path) -> None:
         return
 
-    put(writing, "ASIDE", "")
+    put(writing, "TEMP", "")
     put(writing, "begin", begin)
     put(writing, "commit", commit)
-    put(writing, "_sweep", nothing)
+    put(writing, "_remove_leftovers", nothing)
 
 
 def rotate_before_commit() -> None:
@@ -73,7 +73,7 @@ def manifest_first() -> None:
     sync = durable_files.sync
 
     def late(path: Path) -> None:
-        if not path.name.startswith(writing.ASIDE):
+        if not path.name.startswith(writing.TEMP):
             sync(path)
 
     put(durable_files, "sync", late)

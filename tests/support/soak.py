@@ -329,7 +329,7 @@ class _Watch:
         """Wrap what is to be seen; and let training draw from every generator of the process."""
         for owner, name, phase in (
             (Checkpointer, "restore", "load"),
-            (Trainer, "_take", "train"),
+            (Trainer, "_run_step", "train"),
             (ShardPlan, "take", "copy"),
             (writing, "write_rank", "write"),
             (writing, "commit", "commit"),
