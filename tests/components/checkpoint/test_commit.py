@@ -51,7 +51,7 @@ def test_a_power_cut_at_any_call_loses_no_committed_step(tmp_path: Path) -> None
     assert {each.restored for each in found} == {2, 3, 4}
 
 
-@pytest.mark.parametrize("mutation", ["no_rename", "rotate_before_commit"])
+@pytest.mark.parametrize("mutation", ["no_rename", "expire_before_commit"])
 def test_the_kill_test_finds_wrong_orders(tmp_path: Path, mutation: str) -> None:
     """Writing in place and expiring before the commit are found: the test above can fail."""
     [found] = run_ranks(kill_everywhere, 1, tmp_path, False, mutation)
@@ -59,7 +59,7 @@ def test_the_kill_test_finds_wrong_orders(tmp_path: Path, mutation: str) -> None
 
 
 @pytest.mark.parametrize(
-    "mutation", ["no_fsync", "no_fsync_of_folders", "manifest_first", "rotate_before_commit", "no_rename"]
+    "mutation", ["no_fsync", "no_fsync_of_folders", "manifest_first", "expire_before_commit", "no_rename"]
 )
 def test_the_power_cut_test_finds_missing_fsyncs(tmp_path: Path, mutation: str) -> None:
     """No fsync at all, none of folders, or one too late: each loses a step, which no kill shows."""
