@@ -1,7 +1,7 @@
 """
-Triton's kernels run compiled where there is a GPU, and in Triton's interpreter where there is none.
+Triton's kernels run compiled on a GPU, and in Triton's interpreter without one.
 
-Triton reads its variable once, when it is first imported, and much imports it: so it is set before any test is read.
+Triton reads its variable once, when it is first imported, and many modules import it: it is set before any test.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from support import seeding  # noqa: F401 - Hypothesis is told of torch's generators
+from support import seeding  # noqa: F401 - registers torch's generators with Hypothesis
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -25,7 +25,7 @@ def room() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs more GPUs than there are is skipped: `pytest.mark.gpu` needs one, `pytest.mark.gpu(2)` two."""
+    """Skip tests that need more GPUs than there are: `pytest.mark.gpu` needs one, `pytest.mark.gpu(2)` two."""
     there = torch.cuda.device_count()
     for item in items:
         for mark in item.iter_markers("gpu"):

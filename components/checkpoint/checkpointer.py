@@ -14,26 +14,26 @@ import torch
 from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.io_errors import check_space, described
 from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, step_of
-from drawloom.components.checkpoint.reader import none_whole
+from drawloom.components.checkpoint.reader import no_valid_checkpoint
 from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, read_states
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, names_of
 from drawloom.components.checkpoint.threads import run_now, submit
 from drawloom.components.distributed.rank_errors import Agreed, run_on_all, run_on_rank0
 from drawloom.components.ports.distributed import Group, Mesh, Processes
-from drawloom.components.ports.run import Cadence, Durable, Event, Events, RunFolder, Stateful, Step, a_cadence, due
+from drawloom.components.ports.run import Cadence, Durable, Event, Events, RunFolder, Stateful, Step, check_cadence, due
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, at_least, component, setting
 from drawloom.graph.recipe.lockfile import LOCK
 
-CLOSE_TIMEOUT = 20.0  # seconds that a run which ends by an error waits for a checkpoint that is being written
+CLOSE_TIMEOUT = 20.0  # seconds that a failing run waits for a checkpoint that is being written
 
 log = logging.getLogger("drawloom.checkpoint")
 
 
 @attrs.define
-class Writing:
-    """A save in the background: of which step, its bytes on all ranks, and whether the state may change already."""
+class PendingSave:
+    """A save in the background: its step, its bytes on all ranks, and whether the state may change already."""
 
     step: int
     bytes: int
@@ -47,7 +47,7 @@ class Checkpointer:
     Saves every stateful node after some steps and after the last, and restores the newest valid checkpoint.
 
     With `staging` a copy is written while training continues; without it training waits for the disk. After an I/O
-    error training continues, and the next save is tried.
+    error training continues, up to `failures` failed saves in a row.
     """
 
     folder: RunFolder
@@ -58,38 +58,40 @@ class Checkpointer:
     recipe: ResolvedRecipe
     staging: Stager | None = None
     events: Events | None = None
-    every: Cadence = setting(default="last", check=a_cadence, doc="steps between checkpoints; the last is always saved")
-    keep: int = setting(default=3, check=at_least(1), doc="how many checkpoints are kept, the newest ones")
+    every: Cadence = setting(
+        default="last", check=check_cadence, doc="steps between checkpoints; the last is always saved"
+    )
+    keep: int = setting(default=3, check=at_least(1), doc="number of newest checkpoints to keep")
     keep_every: int | None = setting(
-        default=None, check=at_least(1), doc="checkpoints of steps that are multiples of this never expire"
+        default=None, check=at_least(1), doc="also keep the checkpoints of every n-th step, for ever"
     )
     best: str | None = setting(
-        default=None, doc="number by which the best checkpoint is kept too, such as validation_loss"
+        default=None, doc="output by which the best checkpoint is kept too, such as validation_loss"
     )
-    best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="which value of that number is best")
+    best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="which value of that output is best")
     failures: int = setting(default=3, check=at_least(1), doc="saves that may fail in a row before the run stops")
 
     _saved: int = attrs.field(init=False, default=0)  # the step of the newest save that has not failed
-    _failed: int = attrs.field(init=False, default=0)  # how many saves failed in a row
-    _writing: Writing | None = attrs.field(init=False, default=None)
+    _failed: int = attrs.field(init=False, default=0)  # failed saves in a row
+    _pending: PendingSave | None = attrs.field(init=False, default=None)
     _group: Group | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Create the folder of checkpoints, and sweep what a killed run left."""
+        """Create the folder of checkpoints, and remove what a killed run was writing."""
         run_on_rank0(self.mesh.world, lambda: commit.prepare(self._checkpoints))
         self._group = self.processes.control_group("checkpoint")
 
     def close(self) -> None:
-        """Wait for the save in the background, but not for ever, and free the memory of copies."""
-        if self._writing is not None:
-            wait([self._writing.done], CLOSE_TIMEOUT)
-            self._writing = None
+        """Wait up to CLOSE_TIMEOUT for the pending save, and free the memory of copies."""
+        if self._pending is not None:
+            wait([self._pending.done], CLOSE_TIMEOUT)
+            self._pending = None
         if self.staging is not None:
             self.staging.close()
 
     def run_phase(self, step: Step) -> None:
-        """Save after the steps of the cadence in the background, and after the last one before this returns."""
-        if self._writing is not None and self._is_done(self._writing):
+        """Save at the cadence, in the background if staging copies; at the last step, return when the save is done."""
+        if self._pending is not None and self._is_done(self._pending):
             self._finish()
         if step.last:
             self.save(step)
@@ -101,11 +103,11 @@ class Checkpointer:
 
     def save(self, step: Step) -> None:
         """
-        Commit the state after a step before this returns, unless it is committed. All ranks call this.
+        Commit a checkpoint of a step, unless it is committed already, and return when it is. All ranks call this.
 
-        Raises UserError on every rank if it fails on any; what was committed before is untouched.
+        Raises UserError on every rank if it fails on any; earlier checkpoints are unchanged.
         """
-        if step.index == self._saved and self._writing is None:
+        if step.index == self._saved and self._pending is None:
             return
         with self._saving(step):
             if step.index != self._saved:
@@ -113,16 +115,16 @@ class Checkpointer:
             self._finish(required=True)
 
     def staged(self) -> None:
-        """Return when the state may change although it is being saved. All ranks call this."""
-        if self._writing is not None and self.staging is not None and not self._writing.staged:
+        """Wait until the state may change, because a pending save has copied it. All ranks call this."""
+        if self._pending is not None and self.staging is not None and not self._pending.staged:
             run_on_all(self.mesh.world, self.staging.synchronize_staging)
-            self._writing.staged = True
+            self._pending.staged = True
 
     def restore(self) -> int:
         """
         Load the newest valid checkpoint into every stateful node; its step, 0 if there is none.
 
-        A damaged one is skipped with a warning. Raises UserError if all are damaged, or if there is no room for
+        A corrupt one is skipped with a warning. Raises UserError if all are corrupt, or if the disk has no space for
         another checkpoint.
         """
         found = self._find()
@@ -146,12 +148,12 @@ class Checkpointer:
 
     @cached_property
     def _protocol(self) -> commit.CommitProtocol:
-        shares = ShardPlan.of(self.states, self.mesh.world)
-        return commit.CommitProtocol(self._group or self.mesh.world, shares, self.recipe)
+        plan = ShardPlan.of(self.states, self.mesh.world)
+        return commit.CommitProtocol(self._group or self.mesh.world, plan, self.recipe)
 
     @contextmanager
     def _saving(self, step: Step) -> Iterator[None]:
-        """Tell listeners that ranks may wait longer for one another than a step takes."""
+        """Emit the events around a save, with which the timeouts listener allows more time."""
         if self.events is not None:
             self.events.emit(Event("saving_started", step))
         try:
@@ -161,17 +163,17 @@ class Checkpointer:
                 self.events.emit(Event("saving_ended", step))
 
     def _start(self, step: Step) -> None:
-        """Take and stage a snapshot, and write it; first wait for the save before, so that there is only one copy."""
-        self._finish()
-        shares, checkpoint = self._protocol.shares, self._checkpoints / f"step-{step.index}"
+        """Take and stage a snapshot, and write it, in the background if staging copies."""
+        self._finish()  # the pending save first: two copies of the state may not fit into memory
+        plan, checkpoint = self._protocol.plan, self._checkpoints / f"step-{step.index}"
         snapshot, sizes = run_on_all(
             self.mesh.world,
-            lambda: shares.take(self.states, step, self.staging),
+            lambda: plan.take(self.states, step, self.staging),
             share=lambda taken: taken.bytes,
         )
         run = submit if self._in_background else run_now
         done = run("checkpoint", lambda: self._write(checkpoint, snapshot))
-        self._writing = Writing(step.index, sum(sizes), done, snapshot.staged)
+        self._pending = PendingSave(step.index, sum(sizes), done, snapshot.staged)
         self._saved = step.index
 
     def _write(self, checkpoint: Path, snapshot: Snapshot) -> None:
@@ -189,66 +191,67 @@ class Checkpointer:
             try:
                 record.flush()
             except OSError as error:
-                log.warning("[%s] is not safe from a power cut: %s", name, error)
+                log.warning("[%s] could not be flushed to disk and may lose lines in a power cut: %s", name, error)
 
     def _remove_expired(self, saved: Path) -> None:
         try:
             commit.discard(self._retention.expired(self._checkpoints, saved))
-        except OSError as error:  # the new checkpoint is committed all the same, and the next save tries again
+        except OSError as error:  # the new checkpoint is committed, and the next save tries again
             log.warning("expired checkpoints in %s could not be removed: %s", self._checkpoints, error)
 
-    def _is_done(self, writing: Writing) -> bool:
+    def _is_done(self, pending: PendingSave) -> bool:
         """Whether a save is done on all ranks."""
-        waiting = torch.tensor(0 if writing.done.done() else 1)
+        # ranks must agree: what follows is a collective
+        waiting = torch.tensor(0 if pending.done.done() else 1)
         self.mesh.world.max(waiting)
         return not waiting.item()
 
     def _finish(self, *, required: bool = False) -> None:
         """
-        Wait for the save in the background, if there is one.
+        Wait for the pending save, if there is one.
 
-        If an I/O error has failed it, that is one warning, and an error only if the save is `required`, or if
-        `failures` saves in a row have failed.
+        An I/O error is logged as a warning; it is raised only if the save is `required`, or if `failures` saves in a
+        row have failed.
         """
-        writing, self._writing = self._writing, None
-        if writing is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
         try:
-            writing.done.result()
+            pending.done.result()
             self._failed = 0
         except UserError as error:
             if not isinstance(error, Agreed) or error.errno is None:
-                text = f"the checkpoint after step {writing.step} failed: {error}"
+                text = f"the checkpoint after step {pending.step} failed: {error}"
                 raise UserError(text, error.exit_code) from error
             self._saved, self._failed = 0, self._failed + 1
-            why = described(error, self._checkpoints, writing.bytes)
+            why = described(error, self._checkpoints, pending.bytes)
             if self._failed >= self.failures:
                 raise UserError(
-                    f"{self._failed} checkpoints in a row failed, at last the one after step {writing.step}: {why}; "
-                    "repair the disk or make room, and start the run again: it resumes from the newest checkpoint"
+                    f"{self._failed} checkpoints in a row failed, at last the one after step {pending.step}: {why}; "
+                    "repair the disk or free space, and start the run again: it resumes from the newest checkpoint"
                 ) from error
             if required:
-                raise UserError(f"the checkpoint after step {writing.step} failed: {why}") from error
-            log.warning("checkpoint %d skipped: %s", writing.step, why)
+                raise UserError(f"the checkpoint after step {pending.step} failed: {why}") from error
+            log.warning("checkpoint %d skipped: %s", pending.step, why)
 
     def _find(self) -> LoadedCheckpoint | None:
-        """The newest checkpoint that is valid on all ranks; each has read what it needs."""
-        world, damaged = self.mesh.world, dict[Path, str]()
+        """The newest checkpoint that is valid on all ranks; each rank has read the states that it needs."""
+        world, corrupt = self.mesh.world, dict[Path, str]()
         for step in reversed(run_on_rank0(world, lambda: [step_of(path) for path in committed(self._checkpoints)])):
             checkpoint = self._checkpoints / f"step-{step}"
             found, faults = run_on_all(world, lambda: self._read(checkpoint), share=_fault)  # noqa: B023
             if isinstance(found, LoadedCheckpoint) and not any(faults):
                 self._retention.mark_valid(checkpoint, found.manifest.values)
                 return found
-            damaged[checkpoint] = "; ".join(filter(None, dict.fromkeys(faults)))
+            corrupt[checkpoint] = "; ".join(filter(None, dict.fromkeys(faults)))
             self._retention.mark_invalid(checkpoint)
-            log.warning("%s is damaged and skipped: %s", checkpoint, damaged[checkpoint])
-        if damaged:
-            raise none_whole(self._checkpoints, damaged)
+            log.warning("%s is corrupt and skipped: %s", checkpoint, corrupt[checkpoint])
+        if corrupt:
+            raise no_valid_checkpoint(self._checkpoints, corrupt)
         return None
 
     def _read(self, checkpoint: Path) -> LoadedCheckpoint | CorruptCheckpoint:
-        """What this rank needs of a checkpoint, or what is wrong with it."""
+        """The states that this rank needs of a checkpoint, or the error, which the ranks then exchange."""
         world = self.mesh.world
         try:
             return read_states(checkpoint, self.states, world.rank, world.size)
@@ -263,17 +266,18 @@ class Checkpointer:
         log.info("restored %s", found.checkpoint)
 
     def _changed(self, checkpoint: Path) -> set[str]:
-        """The nodes in which the recipe differs from the one that saved."""
+        """The nodes in which the recipe differs from the checkpoint's."""
         try:
             return {change.node for change in self.recipe.changes((checkpoint / LOCK).read_text("utf-8"))}
         except (RecipeError, ValueError):
-            return set()  # an older recipe that this version can't read; then the nodes must be the same
+            return set()  # a recipe of an older version that can't be read: its nodes must be the same then
 
     def _check_space(self, last: int) -> None:
-        """`last` is the size of the newest checkpoint in bytes, 0 if there is none."""
-        now = self._protocol.shares.take(self.states, Step(0, 0))
+        """Check the free disk space; `last` is the size of the newest checkpoint in bytes, 0 if there is none."""
+        now = self._protocol.plan.take(self.states, Step(0, 0))
         fresh = any(names_of(node) and not node.state_dict() for node in self.states.values())
-        likely = now.bytes * (3 if fresh else 1)  # an optimizer that has not stepped will have two moments, most likely
+        # an optimizer that has not stepped has no state yet; Adam's two moments are the most usual case
+        likely = now.bytes * (3 if fresh else 1)
         check_space(self.mesh.world, self._checkpoints, now.bytes, max(likely, last // self.mesh.world.size))
 
 

@@ -1,9 +1,9 @@
 """
-How a checkpoint gets onto the disk: written under a temporary name, and renamed when all ranks have written.
+The commit protocol: a checkpoint is written under a temporary name, and renamed when all ranks have written.
 
-After every system call a crash, or a power cut, leaves either what was committed before, or that and the new
-checkpoint: files are flushed before the manifest that lists them, everything before the rename, and the rename before
-expired checkpoints are removed.
+A crash or a power cut at any system call leaves either the checkpoints that were committed before, or those and the new
+one: files are fsynced before the manifest that lists them, everything before the rename, and the rename before expired
+checkpoints are removed.
 """
 
 import json
@@ -27,9 +27,9 @@ from drawloom.components.storage.sha256_stream import Content
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import LOCK
 
-ASIDE = ".tmp-"  # being written
+TEMP = ".tmp-"  # being written
 TRASH = ".trash-"  # being removed
-KEPT = ".damaged-"  # kept for inspection
+CORRUPT = ".damaged-"  # kept for inspection
 
 SHARD = 2**28  # bytes of tensors in a file
 WRITERS = 2  # files written at a time: enough to keep a disk busy while hashes are computed
@@ -38,76 +38,76 @@ WRITERS = 2  # files written at a time: enough to keep a disk busy while hashes 
 @attrs.frozen
 class CommitProtocol:
     """
-    Writes checkpoints, all ranks together: each its part, then rank 0 the recipe and the manifest.
+    Writes checkpoints: every rank its part, then rank 0 the recipe and the manifest.
 
-    Every rank calls `save` for the same checkpoints in the same order. It may run in a thread beside training, so
-    nothing else uses `group`.
+    Every rank calls `save` for the same checkpoints in the same order. It may run in a background thread, so `group`
+    must not be used by anything else.
     """
 
     group: Group
-    shares: ShardPlan
+    plan: ShardPlan
     recipe: ResolvedRecipe
 
     def save(self, checkpoint: Path, snapshot: Snapshot) -> None:
         """
         Write and commit a checkpoint.
 
-        Raises Agreed on every rank if an I/O error occurs on any; what was committed before is untouched.
+        Raises Agreed on every rank if an I/O error occurs on any; earlier checkpoints are unchanged.
         """
-        aside = checkpoint.with_name(ASIDE + checkpoint.name)
+        temp = checkpoint.with_name(TEMP + checkpoint.name)
         rank = self.group.rank
         try:
-            run_on_rank0(self.group, lambda: begin(aside))
+            run_on_rank0(self.group, lambda: begin(temp))
             _, written = run_on_all(
-                self.group, lambda: write_rank(aside, rank, snapshot.tree, snapshot.ready()), share=_as_json
+                self.group, lambda: write_rank(temp, rank, snapshot.tree, snapshot.ready()), share=_as_json
             )
-            run_on_rank0(self.group, lambda: self._commit(aside, checkpoint, snapshot, written))
+            run_on_rank0(self.group, lambda: self._commit(temp, checkpoint, snapshot, written))
         except UserError:
             if rank == 0:
-                with suppress(OSError):  # the next save, or the next start, sweeps what is left
-                    durable_files.remove_folder(aside)
+                with suppress(OSError):  # the next save, or the next start, removes the rest
+                    durable_files.remove_folder(temp)
             raise
 
-    def _commit(self, aside: Path, checkpoint: Path, snapshot: Snapshot, written: list[dict[str, Any]]) -> None:
+    def _commit(self, temp: Path, checkpoint: Path, snapshot: Snapshot, written: list[dict[str, Any]]) -> None:
         files = {name: Content(**content) for by_name in written for name, content in by_name.items()}
-        files[LOCK] = durable_files.write_file(aside / LOCK, self.recipe.text.encode())
+        files[LOCK] = durable_files.write_file(temp / LOCK, self.recipe.text.encode())
         manifest = Manifest(
             step=step_of(checkpoint),
             recipe=self.recipe.hash,
             world_size=self.group.size,
-            replicated=self.shares.replicated,
-            local=self.shares.local,
-            spread=list(self.shares.sharded),
+            replicated=self.plan.replicated,
+            local=self.plan.local,
+            spread=list(self.plan.sharded),  # the manifest's older name
             values=snapshot.values,
             files=files,
         )
-        commit(aside, checkpoint, manifest)
+        commit(temp, checkpoint, manifest)
 
 
 def prepare(checkpoints: Path) -> None:
-    """Create the folder of checkpoints, and sweep what a killed run was writing or removing."""
+    """Create the folder of checkpoints, and remove what a killed run was writing or removing."""
     checkpoints.mkdir(exist_ok=True)
     durable_files.sync(checkpoints.parent)
-    _sweep(checkpoints)
+    _remove_leftovers(checkpoints)
 
 
-def begin(aside: Path) -> None:
-    """An empty folder in which a checkpoint is written. What failed saves and removals left is swept."""
-    _sweep(aside.parent)
-    aside.mkdir(exist_ok=True)
+def begin(temp: Path) -> None:
+    """Make an empty folder to write a checkpoint in, and remove what failed saves and removals left."""
+    _remove_leftovers(temp.parent)
+    temp.mkdir(exist_ok=True)
 
 
-def write_rank(aside: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, Content]:
+def write_rank(temp: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, Content]:
     """
-    Write the part of a rank; file name to content.
+    Write the part of a rank; the size and hash of each file, by name.
 
-    No tensor may change meanwhile. A tensor is copied only if it is not contiguous or not on the CPU, one at a time in
-    each of the files that are written at a time.
+    tensors: any shape, dtype and device, unchanged until this returns. A tensor is copied only if it is not contiguous
+    or not on the CPU, one at a time in each of the WRITERS threads.
     """
     name = tree_file(rank)
-    contents = {name: durable_files.write_file(aside / name, json.dumps(tree, allow_nan=False).encode())}
+    contents = {name: durable_files.write_file(temp / name, json.dumps(tree, allow_nan=False).encode())}
     shards = {tensors_file(rank, number): shard for number, shard in enumerate(split(tensors))}
-    works = [partial(write_tensors, aside / name, shard) for name, shard in shards.items()]
+    works = [partial(write_tensors, temp / name, shard) for name, shard in shards.items()]
     return contents | dict(zip(shards, map_parallel("writer", works, WRITERS), strict=True))
 
 
@@ -122,7 +122,7 @@ def tensors_file(rank: int, number: int = 0) -> str:
 
 
 def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Tensors in files of about the same size, so that they are written and read in parallel; at least one file."""
+    """Group tensors of any shape into files of about SHARD bytes, written and read in parallel; at least one file."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -134,20 +134,21 @@ def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     return shards
 
 
-def commit(aside: Path, checkpoint: Path, manifest: Manifest) -> None:
-    """Write the manifest and rename the folder. A damaged checkpoint of the same step is kept under another name."""
-    durable_files.write_file(aside / MANIFEST, manifest.write())
-    durable_files.sync(aside)
+def commit(temp: Path, checkpoint: Path, manifest: Manifest) -> None:
+    """Write the manifest and rename the folder. A corrupt checkpoint of the same step is kept under another name."""
+    durable_files.write_file(temp / MANIFEST, manifest.write())
+    durable_files.sync(temp)
     if checkpoint.exists():
         atomic_write.rename(checkpoint, _free_name(checkpoint))
-    atomic_write.rename(aside, checkpoint)
+    atomic_write.rename(temp, checkpoint)
 
 
 def discard(checkpoints: Iterable[Path]) -> None:
-    """Remove checkpoints; after a crash each is whole or gone."""
+    """Remove checkpoints; after a crash each is complete or has no valid name."""
     for checkpoint in checkpoints:
         trash = checkpoint.with_name(TRASH + checkpoint.name)
         durable_files.remove_folder(trash)
+        # renamed first: a half-removed folder would look like a corrupt checkpoint
         atomic_write.rename(checkpoint, trash)
         durable_files.remove_folder(trash)
 
@@ -156,14 +157,14 @@ def _as_json(contents: Mapping[str, Content]) -> dict[str, Any]:
     return {name: attrs.asdict(content) for name, content in contents.items()}
 
 
-def _sweep(checkpoints: Path) -> None:
+def _remove_leftovers(checkpoints: Path) -> None:
     for name in durable_files.names(checkpoints):
-        if name.startswith((ASIDE, TRASH)):
+        if name.startswith((TEMP, TRASH)):
             durable_files.remove_folder(checkpoints / name)
 
 
 def _free_name(checkpoint: Path) -> Path:
     taken, number = set(durable_files.names(checkpoint.parent)), 1
-    while (name := f"{KEPT}{checkpoint.name}-{number}") in taken:
+    while (name := f"{CORRUPT}{checkpoint.name}-{number}") in taken:
         number += 1
     return checkpoint.with_name(name)

@@ -1,4 +1,4 @@
-"""The disk under the checkpoints: whether it has room for them, and I/O errors during a save as one log line."""
+"""I/O errors during a save, as one log line, and the check for free disk space."""
 
 import errno
 import logging
@@ -16,7 +16,7 @@ log = logging.getLogger("drawloom.checkpoint")
 
 
 def described(error: Agreed, checkpoints: Path, need: int) -> str:
-    """An I/O error in a line; a full disk with the bytes that were needed and those that are free."""
+    """An I/O error in one line; for a full disk with the bytes needed and those free."""
     if error.errno not in FULL:
         return str(error)
     try:
@@ -26,33 +26,33 @@ def described(error: Agreed, checkpoints: Path, need: int) -> str:
     return f"disk full: needs {size(need)}, {free} free in {checkpoints} ({error})"
 
 
-def check_space(world: Group, checkpoints: Path, sure: int, likely: int) -> None:
+def check_space(world: Group, checkpoints: Path, minimum: int, likely: int) -> None:
     """
-    UserError on all ranks if there is no room for one checkpoint, and a warning if there is none for two.
+    UserError on all ranks if the disk has no space for one checkpoint, and a warning if not for two.
 
-    `sure` is how many bytes a checkpoint has on this rank at least, `likely` how many it will have after some steps.
-    It takes room for two, because the last one is removed only after the next one is committed.
+    `minimum` is the least size in bytes of this rank's part, `likely` the expected one after some steps.
     """
-    totals = [sum(column) for column in zip(*world.gather_json([sure, likely]), strict=True)]
+    totals = [sum(column) for column in zip(*world.gather_json([minimum, likely]), strict=True)]
     run_on_rank0(world, lambda: _check_space(checkpoints, *totals))
 
 
 def size(count: int) -> str:
-    """Bytes for people, in powers of a thousand."""
+    """A number of bytes as text, in powers of a thousand."""
     power = min((len(str(count)) - 1) // 3, len(UNITS) - 1)
     return f"{count} bytes" if not power else f"{count / 1000**power:.1f} {UNITS[power]}"
 
 
-def _check_space(checkpoints: Path, sure: int, likely: int) -> None:
+def _check_space(checkpoints: Path, minimum: int, likely: int) -> None:
     free = durable_files.free(checkpoints)
-    if free < sure:
+    if free < minimum:
         raise UserError(
-            f"{checkpoints}: a checkpoint needs {size(sure)}, and {size(free)} are free; make room, or set the folder "
-            "of the run to another disk"
+            f"{checkpoints}: a checkpoint needs {size(minimum)}, and {size(free)} are free; free some space, or set "
+            "run.folder to another disk"
         )
+    # two, because the last checkpoint is removed only after the next one is committed
     if free < 2 * likely:
         log.warning(
-            "%s: a checkpoint will need about %s, and %s are free; without room for two, saving may fail",
+            "%s: a checkpoint will need about %s, and %s are free; without space for two, saving may fail",
             checkpoints,
             size(likely),
             size(free),

@@ -1,7 +1,7 @@
 """
 The checkpoint manifest: written last, verified first.
 
-It lists every file of a checkpoint with size and SHA-256, and carries a checksum of its own.
+It lists every file of a checkpoint with size and SHA-256, and contains its own checksum.
 """
 
 import json
@@ -26,25 +26,25 @@ FOLDER = "checkpoints"
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 FORMAT = 2
 MANIFEST = "manifest.json"
-LARGEST = 2**24  # bytes of a manifest
-READERS = 4  # files that are read at a time
+LARGEST = 2**24  # bytes of a manifest; a larger file is not read into memory
+READERS = 4  # files hashed in parallel
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,255}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class CorruptCheckpoint(Exception):
-    """A checkpoint differs from what was committed; the message names the files, and what is wrong with each."""
+    """A checkpoint differs from what was committed; the message names the files and their faults."""
 
 
 @attrs.frozen
 class Manifest:
     """
-    The step after which a checkpoint was saved, the hash of its recipe, the number of ranks, and every file.
+    The step of a checkpoint, the hash of its recipe, the number of ranks, and every file.
 
-    `replicated` names the nodes whose state is the same on all ranks and saved by rank 0, `local` those of which each
-    rank saves a state of its own, and `spread` those whose entries are sharded over ranks. `values` are the numbers of
-    the step, such as its loss, by which retention chooses the best; None for one that is not finite.
+    `replicated` names the nodes whose state is equal on all ranks and saved by rank 0, `local` those with a separate
+    state on each rank, and `spread` those whose entries are sharded over ranks. `values` are the step's metrics, such
+    as its loss, by which retention chooses the best; None for one that is not finite.
     """
 
     step: int
@@ -63,7 +63,7 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """The size of all files together."""
+        """The total size of all files."""
         return sum(content.size for content in self.files.values())
 
 
@@ -79,7 +79,9 @@ def step_of(checkpoint: Path) -> int:
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """
-    The manifest of a checkpoint. Raises Damaged if it is invalid, UserError if a newer version of drawloom wrote it.
+    The manifest of a checkpoint.
+
+    Raises CorruptCheckpoint if it is invalid, UserError if a newer version of drawloom wrote it.
     """
     content = _read(checkpoint)
     version = content.pop("format")
@@ -87,14 +89,14 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise UserError(
             f"{checkpoint} has format {version}, and this version of drawloom reads up to {FORMAT}; use a newer version"
         )
-    manifest = _structure(_of_today(content, version))
+    manifest = _structure(_upgrade(content, version))
     if checkpoint.name != f"step-{manifest.step}":
         raise CorruptCheckpoint(f"{MANIFEST} is of step {manifest.step}")
     return manifest
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint of which every file is as it was committed; Damaged lists all that are not."""
+    """Hash every file of a checkpoint; its manifest. Raises CorruptCheckpoint with every file that differs."""
     manifest = read_manifest(checkpoint)
     if faults := [*faults_of_folder(checkpoint, manifest), *faults_of_files(checkpoint, manifest.files)]:
         raise CorruptCheckpoint("; ".join(faults))
@@ -102,20 +104,20 @@ def verify(checkpoint: Path) -> Manifest:
 
 
 def faults_of_folder(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
-    """Which files are missing, and which are too many."""
+    """Files that are missing, and files that the manifest does not list."""
     found, listed = set(names(checkpoint)), {*manifest.files, MANIFEST}
     yield from (f"{name} is missing" for name in sorted(listed - found))
-    yield from (f"{name} does not belong there" for name in sorted(found - listed))
+    yield from (f"{name} is not in the manifest" for name in sorted(found - listed))
 
 
 def faults_of_files(checkpoint: Path, committed: Mapping[str, Content]) -> Iterator[str]:
-    """Which of these files hold something else than was committed; several are read at a time."""
+    """Which of these files differ from what was committed; READERS files are hashed in parallel."""
 
     def fault(name: str) -> str:
         try:
             return difference(name, hash_file(checkpoint / name), committed[name])
         except FileNotFoundError:
-            return ""  # the folder's faults have it
+            return ""  # faults_of_folder reports it
         except OSError as error:
             return f"{name} can't be read ({error.strerror})"
 
@@ -123,14 +125,14 @@ def faults_of_files(checkpoint: Path, committed: Mapping[str, Content]) -> Itera
 
 
 def difference(name: str, found: Content, committed: Content) -> str:
-    """By what a file differs from the one that was committed; empty if it does not."""
+    """How a file differs from what was committed; empty if it does not."""
     if found.size != committed.size:
         return f"{name} has {found.size} bytes instead of {committed.size}"
-    return "" if found == committed else f"{name} has other bytes than were committed"
+    return "" if found == committed else f"{name} has a checksum mismatch"
 
 
 def quick_check(checkpoint: Path) -> Manifest | None:
-    """The manifest, if it and all names and sizes are as committed: what can be checked without reading the files."""
+    """The manifest, if it and all names and sizes are as committed; the files are not read. Else None."""
     try:
         manifest = read_manifest(checkpoint)
         sizes = {name: os.lstat(checkpoint / name).st_size for name in manifest.files}
@@ -142,7 +144,7 @@ def quick_check(checkpoint: Path) -> Manifest | None:
 def _read(checkpoint: Path) -> dict[str, Any]:
     """The content of the manifest without its checksum, which is verified."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
-        raise CorruptCheckpoint("it is a symbolic link, or no folder")
+        raise CorruptCheckpoint("it is a symbolic link, or not a folder")
     try:
         text, _ = read_file(checkpoint / MANIFEST, LARGEST)
         content: dict[str, Any] = parse(text, most=len(text))
@@ -155,12 +157,12 @@ def _read(checkpoint: Path) -> dict[str, Any]:
     if digest != checksum(content):
         raise CorruptCheckpoint(f"{MANIFEST} has a checksum mismatch")
     if type(version) is not int:
-        raise CorruptCheckpoint(f"{MANIFEST} has no format that is a number")
+        raise CorruptCheckpoint(f"{MANIFEST} has a format that is not a number")
     return content
 
 
-def _of_today(content: dict[str, Any], version: int) -> dict[str, Any]:
-    """The content as the newest version would have written it."""
+def _upgrade(content: dict[str, Any], version: int) -> dict[str, Any]:
+    """The content in the newest format."""
     if version == 1:
         return {**content, "spread": [], "values": {}}
     return content
@@ -168,12 +170,12 @@ def _of_today(content: dict[str, Any], version: int) -> dict[str, Any]:
 
 def _structure(content: dict[str, Any]) -> Manifest:
     if content.keys() != {field.name for field in attrs.fields(Manifest)}:
-        raise CorruptCheckpoint(f"{MANIFEST} has other entries than a manifest has")
+        raise CorruptCheckpoint(f"{MANIFEST} does not have the entries of a manifest")
     if odd := [name for name, fits in ENTRIES.items() if not fits(content[name])]:
-        raise CorruptCheckpoint(f"{MANIFEST} has something else than a manifest has as {odd[0]}")
+        raise CorruptCheckpoint(f"{MANIFEST} has an invalid value of {odd[0]!r}")
     listed = {name: Content(**each) for name, each in content.pop("files").items()}
     if bad := [name for name in listed if not NAME.fullmatch(name) or name in (".", "..", MANIFEST)]:
-        raise CorruptCheckpoint(f"{MANIFEST} lists {bad[0]!r:.99}, which is no plain file name")
+        raise CorruptCheckpoint(f"{MANIFEST} lists {bad[0]!r:.99}, which is not a plain file name")
     return Manifest(files=listed, **content)
 
 

@@ -1,4 +1,4 @@
-"""Reads checkpoints: the newest valid one of a run, and the states that it holds."""
+"""Reads checkpoints: the newest valid one of a run, and the states in it."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -34,18 +34,18 @@ from drawloom.graph import UserError
 LARGEST_TREE = 2**28  # bytes
 
 Pick = Callable[[int, str], Collection[str] | bool]
-"""Given the rank that wrote a state and its node: the entries that are wanted, or whether all of them are."""
+"""Given the rank that wrote a state, and its node: the names of the entries to read, or whether to read all."""
 
 log = logging.getLogger("drawloom.checkpoint")
 
 
 def newest(run_folder: Path) -> Path | None:
     """
-    The newest checkpoint of a run whose every byte is as committed; None if the run has none.
+    The newest valid checkpoint of a run, with every file hashed; None if the run has none.
 
-    A damaged one is skipped with a warning. Raises UserError if all are damaged.
+    A corrupt one is skipped with a warning. Raises UserError if all are corrupt.
     """
-    damaged = {}
+    corrupt = {}
     for path in reversed(committed(run_folder / FOLDER)):
         try:
             verify(path)
@@ -53,25 +53,25 @@ def newest(run_folder: Path) -> Path | None:
         except CorruptCheckpoint as error:
             if not path.exists():
                 return newest(run_folder)  # the run that owns the folder has just removed it
-            damaged[path] = str(error)
-            log.warning("%s is damaged and skipped: %s", path, error)
-    if damaged:
-        raise none_whole(run_folder / FOLDER, damaged)
+            corrupt[path] = str(error)
+            log.warning("%s is corrupt and skipped: %s", path, error)
+    if corrupt:
+        raise no_valid_checkpoint(run_folder / FOLDER, corrupt)
     return None
 
 
-def none_whole(checkpoints: Path, damaged: Mapping[Path, str]) -> UserError:
-    """The error if all checkpoints of a run are damaged, with what is wrong with each."""
-    lines = [f"no checkpoint in {checkpoints} is whole:"]
-    lines += [f"  {path}: {fault}" for path, fault in damaged.items()]
-    return UserError("\n".join([*lines, "put one back from a copy, or remove them all to start afresh"]))
+def no_valid_checkpoint(checkpoints: Path, corrupt: Mapping[Path, str]) -> UserError:
+    """The error if all checkpoints of a run are corrupt, with the faults of each."""
+    lines = [f"no checkpoint in {checkpoints} is valid:"]
+    lines += [f"  {path}: {fault}" for path, fault in corrupt.items()]
+    return UserError("\n".join([*lines, "restore one from a backup, or remove them all to start from step 0"]))
 
 
 def load_node(checkpoint: Path, node: str) -> dict[str, Any]:
     """
-    The saved state of one node; rank 0's, if each rank has its own.
+    The saved state of one node; of a local state rank 0's.
 
-    Raises UserError if there is none, or if it is damaged.
+    Raises UserError if there is none, or if the checkpoint is corrupt.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -80,15 +80,15 @@ def load_node(checkpoint: Path, node: str) -> dict[str, Any]:
         for rank in range(manifest.world_size if node in manifest.spread else 1):
             state |= reader.states(rank, lambda _rank, name: name == node).get(node, {})
     except CorruptCheckpoint as error:
-        raise UserError(f"{checkpoint} is damaged: {error}") from error
+        raise UserError(f"{checkpoint} is corrupt: {error}") from error
     if node not in (there := [*manifest.replicated, *manifest.spread, *manifest.local]):
-        raise UserError(f"{checkpoint} has no state of [{node}]; it has {', '.join(there) or 'none at all'}")
+        raise UserError(f"{checkpoint} has no state of [{node}]; it has {', '.join(there) or 'none'}")
     return state
 
 
 @attrs.define
 class Reader:
-    """Reads what ranks wrote. `verified` are the files that were hashed to their end, and are as committed."""
+    """Reads the files of a checkpoint. `verified` are those that were hashed to the end and are as committed."""
 
     checkpoint: Path
     manifest: Manifest
@@ -96,7 +96,7 @@ class Reader:
     _trees: dict[int, dict[str, Tree]] = attrs.field(init=False, factory=dict)
 
     def tree(self, rank: int) -> dict[str, Tree]:
-        """The trees that one rank wrote, by node; Damaged if they are not what was committed."""
+        """The trees that one rank wrote, by node. Raises CorruptCheckpoint."""
         if rank not in self._trees:
             name = tree_file(rank)
             try:
@@ -113,9 +113,9 @@ class Reader:
 
     def states(self, rank: int, pick: Pick) -> dict[str, dict[str, Any]]:
         """
-        The picked states that one rank wrote, by node; Damaged if they are not what was committed.
+        The picked states that one rank wrote, by node. Raises CorruptCheckpoint.
 
-        Every file that is read is hashed to its end, and verified before any of it is returned.
+        Every file that is read is hashed to the end, and verified before any of it is returned.
         """
         tree = self.tree(rank)
         try:
@@ -124,11 +124,11 @@ class Reader:
             wanted = named(whole)
             states: dict[str, dict[str, Any]] = unpack(whole, self._tensors(rank, wanted) if wanted else {})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CorruptCheckpoint(f"{tree_file(rank)} and its tensors don't belong together: {error}") from error
+            raise CorruptCheckpoint(f"{tree_file(rank)} does not match its tensors: {error}") from error
         return states
 
     def _tensors(self, rank: int, wanted: Collection[str]) -> dict[str, Tensor]:
-        """The wanted tensors of a rank; its files are read in parallel, each once and from start to end."""
+        """The wanted tensors of a rank; its files are read in parallel, each once and sequentially."""
         names = list(takewhile(self.manifest.files.__contains__, map(partial(tensors_file, rank), count())))
         if not names:
             raise CorruptCheckpoint(f"{MANIFEST} does not list {tensors_file(rank)}")
@@ -136,10 +136,11 @@ class Reader:
         return dict(item for tensors in map_parallel("reader", works, READERS) for item in tensors.items())
 
     def _tensors_of(self, name: str, wanted: Collection[str]) -> dict[str, Tensor]:
-        """The wanted tensors of a file; if it has none, only its header is read."""
+        """The wanted tensors of a file; if it has none of them, only its header is read."""
         try:
             with regular_file(self.checkpoint / name, hashed=True) as file:
                 begin, found = read_header(file)
+                # in file order, so that one sequential pass reads and hashes
                 in_order = sorted(found.keys() & wanted, key=lambda each: (found[each].start, found[each].end))
                 tensors = {each: read_tensor(file, begin, found[each]) for each in in_order}
                 if tensors:
@@ -148,7 +149,9 @@ class Reader:
         except OSError as error:
             raise CorruptCheckpoint(f"{name} can't be read ({error.strerror})") from error
         except BadHeader as error:
-            self._verify(name, hash_file(self.checkpoint / name))  # damage is the likelier reason
+            self._verify(
+                name, hash_file(self.checkpoint / name)
+            )  # corruption is likelier than a format that is not supported
             raise CorruptCheckpoint(f"{name} can't be read: {error}") from error
 
     def _verify(self, name: str, found: Content) -> None:

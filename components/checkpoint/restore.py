@@ -25,7 +25,7 @@ log = logging.getLogger("drawloom.checkpoint")
 
 @attrs.frozen
 class LoadedCheckpoint:
-    """What a rank has read: the states of its nodes, and of sharded nodes the names of all entries that were saved."""
+    """The states that a rank has read, by node, and the names of all saved entries of each sharded node."""
 
     checkpoint: Path
     manifest: Manifest
@@ -35,9 +35,9 @@ class LoadedCheckpoint:
 
 def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int, size: int) -> LoadedCheckpoint:
     """
-    Read what a rank needs, and verify its part of the files that it does not need.
+    Read the states that a rank needs, and verify its part of the other files.
 
-    If no rank raises Damaged, every file of the checkpoint is as committed.
+    Raises CorruptCheckpoint; if no rank does, every file of the checkpoint is as committed.
     """
     manifest = read_manifest(checkpoint)
     if faults := list(faults_of_folder(checkpoint, manifest)):
@@ -67,8 +67,10 @@ def compare(
     changed: Collection[str],
 ) -> None:
     """
-    UserError if a checkpoint has other nodes than `states`, except for the `changed` ones, which the recipe was allowed
-    to add or remove; or if a sharded node has other entries than all ranks together hold (`held`, by rank).
+    Check that a checkpoint fits the nodes of the run.
+
+    Raises UserError if it has other nodes than `states`, except for the `changed` ones, which the recipe was allowed to
+    add or remove; or if a sharded node has other entries than the ranks hold in total (`held`, by rank).
     """
     manifest = found.manifest
     saved = dict.fromkeys([*manifest.replicated, *manifest.spread], False) | dict.fromkeys(manifest.local, True)
@@ -76,17 +78,17 @@ def compare(
     missing = [name for name in here if saved.get(name) != here[name]]
     extra = [name for name in saved if saved[name] != here.get(name)]
     if not {*missing, *extra} <= {*changed}:
-        parts = [("it has no state of", missing), ("it has state of what is no such node here:", extra)]
-        told = "; ".join(f"{what} {', '.join(f'[{name}]' for name in which)}" for what, which in parts if which)
-        raise UserError(f"{found.checkpoint} does not fit this run: {told}")
+        parts = [("it has no state of", missing), ("it has a state of other nodes:", extra)]
+        differences = "; ".join(f"{what} {', '.join(f'[{name}]' for name in which)}" for what, which in parts if which)
+        raise UserError(f"{found.checkpoint} does not fit this run: {differences}")
     for name in missing:
-        log.info("%s has no state of [%s], which the recipe added; it starts afresh", found.checkpoint, name)
+        log.info("%s has no state of [%s], which the recipe added; its state is initialized", found.checkpoint, name)
     for name, there in found.names.items():
         _compare_entries(found.checkpoint, name, there, {each for names in held for each in names.get(name, [])})
 
 
 def load(found: LoadedCheckpoint, states: Mapping[str, Stateful]) -> None:
-    """Load what was read. A node whose state this rank did not save (the world has grown) keeps its fresh state."""
+    """Load the states into their nodes. A node without one (a new rank of a larger world) keeps its initial state."""
     for name, node in states.items():
         if name in found.states:
             _load(found.checkpoint, name, node, found.states[name])
@@ -115,15 +117,15 @@ def _compare_entries(checkpoint: Path, name: str, saved: set[str], here: set[str
     """UserError if they differ, unless nothing was saved: an optimizer that has not stepped has no entries."""
     if not saved or saved == here:
         return
-    parts = [("it lacks", here - saved), ("it has, and nothing here has,", saved - here)]
-    told = "; ".join(f"{what} {', '.join(sorted(which)[:20])}" for what, which in parts if which)
-    raise UserError(f"{checkpoint}: its state of [{name}] does not fit the node: {told}")
+    parts = [("missing", here - saved), ("unexpected", saved - here)]
+    differences = "; ".join(f"{what} {', '.join(sorted(which)[:20])}" for what, which in parts if which)
+    raise UserError(f"{checkpoint}: its state of [{name}] does not fit the node: {differences}")
 
 
 def _load(checkpoint: Path, name: str, node: Stateful, state: dict[str, Any]) -> None:
     try:
         node.load_state_dict(state)
     except (KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:
-        # modules of torch say so with a RuntimeError; the others come of states that are made up
+        # torch modules raise RuntimeError; the others come from states of another structure
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         raise UserError(f"{checkpoint}: its state of [{name}] does not fit the node: {text}") from error

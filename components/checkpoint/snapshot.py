@@ -1,4 +1,4 @@
-"""A snapshot of the state after a step: what this rank saves of every stateful node."""
+"""A snapshot of the state after a step: the part of every stateful node that this rank saves."""
 
 import math
 from collections.abc import Mapping
@@ -15,18 +15,18 @@ from drawloom.components.storage.state_tree import Tree, pack
 
 
 def is_local(node: Stateful) -> bool:
-    """Whether each rank has a state of its own."""
+    """Whether each rank has a separate state."""
     return bool(getattr(node, "state_is_local", False))
 
 
 def names_of(node: Stateful) -> list[str] | None:
-    """The names of the entries that this rank holds, if the state is sharded by entry over ranks; None if not."""
+    """The names of the entries that this rank holds, if the state is sharded by entry over ranks; else None."""
     return list(node.state_names()) if hasattr(node, "state_names") else None
 
 
 @attrs.frozen
 class Snapshot:
-    """What a rank saves of a step: a tree, the tensors that it names, their bytes, and the numbers of the step."""
+    """A rank's part of a checkpoint: a tree, the tensors that it names, their bytes, and the step's metrics."""
 
     tree: Tree
     tensors: dict[str, Tensor] | Future[dict[str, Tensor]]
@@ -39,17 +39,17 @@ class Snapshot:
         return not isinstance(self.tensors, Future)
 
     def ready(self) -> dict[str, Tensor]:
-        """The tensors, as soon as all copies are made."""
+        """The tensors by name, of any shape and dtype; waits until all copies are made."""
         return self.tensors.result() if isinstance(self.tensors, Future) else self.tensors
 
 
 @attrs.frozen
 class ShardPlan:
     """
-    Which part of the state this rank saves: of replicated state rank 0 saves all, of local state each rank its own.
+    Which part of the state this rank saves: rank 0 saves replicated state, each rank its local state.
 
-    `spread` names the nodes whose entries are sharded, and of each the entries that no lower rank holds: of those that
-    several ranks hold, the lowest saves one copy.
+    `sharded` has the nodes whose entries are sharded, and for each the entries that no lower rank holds: an entry that
+    several ranks hold is saved once, by the lowest of them.
     """
 
     replicated: list[str]
@@ -62,14 +62,14 @@ class ShardPlan:
         """Compare the nodes of all ranks; all ranks call this."""
         held = {name: names for name, node in states.items() if (names := names_of(node)) is not None}
         local = [name for name, node in states.items() if is_local(node)]
-        spread = {name: set(names) for name, names in held.items()}
+        sharded = {name: set(names) for name, names in held.items()}
         for other in group.gather_json(held)[: group.rank]:
             for name, names in other.items():
-                spread[name] -= set(names)
-        return cls([name for name in states if name not in (*local, *held)], local, spread, group.rank)
+                sharded[name] -= set(names)
+        return cls([name for name in states if name not in (*local, *held)], local, sharded, group.rank)
 
     def take(self, states: Mapping[str, Stateful], step: Step, stager: Stager | None = None) -> Snapshot:
-        """The part of this rank; a stager copies it, so that the state may change while it is written."""
+        """This rank's part of the state; a stager copies it, so that the state may change while it is written."""
         mine: dict[str, dict[str, Any]] = {}
         for name, node in states.items():
             if name in self.sharded:
@@ -82,7 +82,7 @@ class ShardPlan:
 
 
 def _values(step: Step) -> dict[str, float | None]:
-    """The numbers of a step, None for one that is not finite; a step whose update was skipped has no loss."""
+    """The numbers among a step's outputs, None for one that is not finite; a skipped step has no loss."""
     numbers = {name: value for name, value in step.outputs.items() if type(value) in (int, float)}
     values = {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
     return values | {"loss": None} if step.skip_reason else values

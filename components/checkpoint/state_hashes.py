@@ -1,4 +1,4 @@
-"""State hashes: one of every tensor after each step, to find the first step and tensor in which two runs differ."""
+"""State hashes of every tensor after each step, to find the first step and tensor in which two runs differ."""
 
 import hashlib
 import json
@@ -13,16 +13,16 @@ from drawloom.components.storage.state_tree import entries, pack
 from drawloom.components.storage.tensor_source import bytes_of
 from drawloom.graph import Every, component
 
-SHORT = 16  # hexadecimal digits of a SHA-256: enough to tell tensors apart
+SHORT = 16  # hexadecimal digits of a SHA-256: enough to distinguish tensors
 
 
 @component(reads=("weights",), change="free")
 class StateHashes:
     """
-    `digests/rank-N.jsonl` in the run folder: an object for each step, with `step` and `digests`, by node and tensor.
+    Writes `digests/rank-N.jsonl` in the run folder: an object for each step, with `step` and `digests`.
 
-    What a node keeps besides tensors goes by the node's name alone. It reads the whole state at every step: as the
-    last phase of a run that is to be compared with another, not of one that is to be fast.
+    There is a digest of each tensor, and one of all other values of each node. The phase reads the whole state at every
+    step; it is for comparing runs, and belongs last in a step.
     """
 
     folder: RunFolder
@@ -32,7 +32,7 @@ class StateHashes:
     _path: Path | None = attrs.field(init=False, default=None)
 
     def run_phase(self, step: Step) -> None:
-        """Write down a step; the first one of a process takes back later ones of a process that was killed."""
+        """Append the hashes of a step; at the first step of a process, lines of a killed process are removed."""
         if self._path is None:
             self._path = self._begin(step.index)
         row = {
@@ -51,7 +51,7 @@ class StateHashes:
 
 
 def state_hashes(states: dict[str, dict[str, object]]) -> dict[str, str]:
-    """The digest of each tensor by its path, and of the rest of each node by its name."""
+    """The digest of each tensor by its path, and of a node's other values by its name."""
     tree, tensors = pack(states)
     found = {name: _digest(bytes_of(tensor)) for name, tensor in tensors.items()}
     return found | {node: _digest(json.dumps(part).encode()) for node, part in entries(tree).items()}

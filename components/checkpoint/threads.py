@@ -1,4 +1,4 @@
-"""Work in threads; results and errors are in futures."""
+"""Functions run in threads, with results and errors in futures."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -10,8 +10,9 @@ T = TypeVar("T")
 
 
 def submit(name: str, work: Callable[[], T]) -> Future[T]:
-    """Run work in a daemon thread: one that hangs does not keep the process alive."""
+    """Run work in a new daemon thread."""
     future: Future[T] = Future()
+    # not a ThreadPoolExecutor: Python joins its threads at exit, so that one that hangs would keep the process alive
     threading.Thread(target=_work, args=(future, [work]), name=name, daemon=True).start()
     return future
 
@@ -27,7 +28,7 @@ def map_parallel(name: str, works: Sequence[Callable[[], T]], most: int) -> list
 
 
 def run_now(name: str, work: Callable[[], T]) -> Future[T]:
-    """Run work in this thread; the future is done."""
+    """Run work in this thread; a completed future."""
     future: Future[T] = Future()
     _work(future, [work])
     return future
@@ -38,8 +39,9 @@ def _all(works: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def _work(future: Future[T], works: list[Callable[[], T]]) -> None:
-    """Run the one work in the list. It is released, with the memory it holds, before the future is done."""
+    """Run the one work in the list, and complete the future."""
     try:
+        # popped, so that the work and the memory that it holds are released before the future is done
         result = works.pop()()
     except BaseException as error:
         future.set_exception(error)

@@ -8,34 +8,37 @@ from drawloom.components.ports.distributed import Device, Mesh, Precision, Proce
 from drawloom.graph.testing import expect
 
 
-def tensors_live_there(device: Device) -> None:
-    """A tensor can be made on it, and it is known how ranks talk and how much is in use."""
+def tensors_can_be_made_on_the_device(device: Device) -> None:
+    """Tensors can be made on the device; its backend is gloo or nccl, its memory in use at least 0."""
     tensor = torch.zeros(2, device=device.device)
     expect(tensor.device.type == device.device.type, f"a tensor is on {tensor.device}")
-    expect(device.backend in ("gloo", "nccl"), f"ranks talk by {device.backend!r}")
-    expect(device.memory() >= 0, "less than nothing is in use")
+    expect(device.backend in ("gloo", "nccl"), f"the backend is {device.backend!r}")
+    expect(device.memory() >= 0, f"{device.memory()} bytes are in use")
 
 
 DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 
 
 def sizes_multiply_to_the_world(mesh: Mesh) -> None:
-    """Every rank has one place along every dimension."""
+    """The sizes of the dimensions multiply to the world size, and each index is below its size."""
     sizes = {name: mesh.size(name) for name in DIMENSIONS}
     expect(prod(sizes.values()) == mesh.world.size, f"{sizes} are not {mesh.world.size} ranks")
     for name in (*DIMENSIONS, "expert"):
-        expect(0 <= mesh.index(name) < mesh.size(name), f"this rank lies at {mesh.index(name)} along {name}")
+        expect(0 <= mesh.index(name) < mesh.size(name), f"this rank has index {mesh.index(name)} along {name}")
 
 
-def groups_lie_along_dimensions(mesh: Mesh) -> None:
-    """The group of a dimension has as many ranks as it is long, and this rank lies in it where it lies there."""
+def groups_match_dimensions(mesh: Mesh) -> None:
+    """The group of a dimension has the dimension's size, and this rank's index is its rank in the group."""
     for name in DIMENSIONS:
         group = mesh.group(name)
-        expect((group.rank, group.size) == (mesh.index(name), mesh.size(name)), f"the group of {name} is another")
+        expect(
+            (group.rank, group.size) == (mesh.index(name), mesh.size(name)),
+            f"the group of {name} does not match it",
+        )
 
 
 def all_are_floating(precision: Precision) -> None:
-    """Each dtype is a floating one, and sums over ranks are at least as wide as float32."""
+    """Each dtype is a floating-point one, and sums over ranks are at least as wide as float32."""
     for name in ("parameter", "compute", "gradient", "reduce"):
         dtype = getattr(precision, name)
         expect(isinstance(dtype, torch.dtype) and dtype.is_floating_point, f"{name} is {dtype}")
@@ -43,25 +46,28 @@ def all_are_floating(precision: Precision) -> None:
 
 
 def ranks_are_counted(processes: Processes) -> None:
-    """Ranks go from 0, over all and on this machine."""
-    expect(0 <= processes.rank < processes.world_size, f"rank {processes.rank} is none of {processes.world_size}")
+    """Rank and local rank are at least 0 and below their world sizes."""
+    expect(0 <= processes.rank < processes.world_size, f"rank {processes.rank} is not below {processes.world_size}")
     local = processes.local_rank, processes.local_world_size
-    expect(0 <= local[0] < local[1] <= processes.world_size, f"rank {local[0]} is none of {local[1]} on this machine")
+    expect(0 <= local[0] < local[1] <= processes.world_size, f"local rank {local[0]} is not below {local[1]}")
 
 
-def a_group_is_the_set_with_this_rank(processes: Processes) -> None:
-    """Of several sets of ranks, the group is the one that this rank is in, and it knows its place there."""
+def group_returns_the_set_with_this_rank(processes: Processes) -> None:
+    """Of several sets of ranks, the group is the one that contains this rank, with its number there."""
     world = list(range(processes.world_size))
     together = processes.group("together", [world])
-    expect((together.rank, together.size) == (processes.rank, len(world)), "the group of all is another")
+    expect(
+        (together.rank, together.size) == (processes.rank, len(world)),
+        "the group of all ranks is another",
+    )
     alone = processes.group("alone", [[rank] for rank in world])
-    expect((alone.rank, alone.size) == (0, 1), "a group of one is another")
-    expect(alone.gather_json({"a": [1, None]}) == [{"a": [1, None]}], "a group of one gathers something else")
+    expect((alone.rank, alone.size) == (0, 1), "the group of one rank is another")
+    expect(alone.gather_json({"a": [1, None]}) == [{"a": [1, None]}], "a group of one rank gathers another value")
 
 
-def a_total_is_a_sum(reduce: Reduce) -> None:
-    """The total keeps shape and float64, is at least what this rank gave, and adds up where that does."""
+def total_is_a_sum(reduce: Reduce) -> None:
+    """The total keeps shape and float64, is at least this rank's (non-negative) value, and is linear in it."""
     given = torch.tensor([1.0, 2.0, 1e-9], dtype=torch.float64)
     total, twice = reduce.total(given.clone()), reduce.total(2 * given)
     expect(total.dtype == torch.float64 and total.shape == given.shape, f"the total is {total.dtype} {total.shape}")
-    expect(bool((total >= given).all()) and torch.allclose(twice, 2 * total), "the total is no sum")
+    expect(bool((total >= given).all()) and torch.allclose(twice, 2 * total), "the total is not a sum")

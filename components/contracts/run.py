@@ -1,4 +1,4 @@
-"""Contracts of the ports of a run: what phases, listeners, metrics and trackers are handed, and what they do."""
+"""Contracts of the ports of a run."""
 
 import math
 import typing
@@ -25,43 +25,46 @@ from drawloom.components.ports.run import (
 from drawloom.graph.testing import expect
 
 
-def sizes_multiply(batching: Batching) -> None:
-    """Microbatches of all replicas make exactly the rows of a step."""
+def microbatches_make_a_step(batching: Batching) -> None:
+    """The microbatches of all data-parallel ranks are exactly the rows of a step."""
     rows = batching.microbatches * batching.micro_size * batching.dp_size
-    expect(rows == batching.global_size, f"{rows} rows make a step of {batching.global_size}")
-    expect(0 <= batching.dp_rank < batching.dp_size, f"replica {batching.dp_rank} is none of {batching.dp_size}")
+    expect(rows == batching.global_size, f"microbatches have {rows} rows in a step of {batching.global_size}")
+    expect(0 <= batching.dp_rank < batching.dp_size, f"dp_rank {batching.dp_rank} is not below {batching.dp_size}")
 
 
-def every_place_is_taken_once(batching: Batching) -> None:
-    """The places of a replica lie in the step's part of the endless order, and no step takes one again."""
+def every_position_is_used_once(batching: Batching) -> None:
+    """A rank's positions are in the step's part of the endless order, and each is used at most once."""
     seen: set[int] = set()
     for step in (1, 2, 3):
         microbatches = batching.positions(step)
-        places = [place for microbatch in microbatches for place in microbatch]
+        positions = [position for microbatch in microbatches for position in microbatch]
         sizes = {len(microbatch) for microbatch in microbatches}
         expect(
-            sizes == {batching.micro_size} and len(microbatches) == batching.microbatches, "a step has another shape"
+            sizes == {batching.micro_size} and len(microbatches) == batching.microbatches,
+            f"step {step} has microbatches of other sizes",
         )
         inside = range((step - 1) * batching.global_size, step * batching.global_size)
-        expect(all(place in inside for place in places), f"step {step} takes places of another")
-        expect(len(set(places)) == len(places) and not seen & set(places), f"step {step} takes a place twice")
-        seen |= set(places)
+        expect(all(position in inside for position in positions), f"step {step} uses positions of another")
+        expect(
+            len(set(positions)) == len(positions) and not seen & set(positions), f"step {step} uses a position twice"
+        )
+        seen |= set(positions)
 
 
-def it_hears_of_everything(listener: Listener) -> None:
-    """A whole run of two steps is heard without a word."""
+def handles_a_whole_run(listener: Listener) -> None:
+    """The events of a run of two steps raise nothing."""
     listener.on_event(Event("run_started"))
     for index in (1, 2):
         step = Step(index, 2, tokens=64, outputs={"loss": 1.5, "grad_norm": 1.0, "lr": 0.1})
-        for moment in ("step_started", "phase_started", "phase_ended", "saving_started", "saving_ended", "step_ended"):
-            listener.on_event(Event(moment, step, "optimizer" if moment.startswith("phase") else ""))
+        for kind in ("step_started", "phase_started", "phase_ended", "saving_started", "saving_ended", "step_ended"):
+            listener.on_event(Event(kind, step, "optimizer" if kind.startswith("phase") else ""))
     listener.on_event(Event("run_ended"))
 
 
-def it_bears_what_it_does_not_expect(listener: Listener) -> None:
-    """Each moment alone, out of order and before any step, is heard without a word."""
-    for moment in reversed(typing.get_args(EventKind)):
-        listener.on_event(Event(moment, Step(1, 1), "optimizer"))
+def handles_unexpected_events(listener: Listener) -> None:
+    """Events out of order and before any step raise nothing."""
+    for kind in reversed(typing.get_args(EventKind)):
+        listener.on_event(Event(kind, Step(1, 1), "optimizer"))
 
 
 def _step(index: int) -> Step:
@@ -80,23 +83,23 @@ def _measured(metric: Metric, step: Step) -> typing.Mapping[str, Value]:
     return metric.compute(totals, step)
 
 
-def it_measures_numbers(metric: Metric) -> None:
-    """Each value is a finite number, a boolean, or nothing, under the name of a text."""
+def values_are_finite(metric: Metric) -> None:
+    """Each value is a finite number, a boolean, or None; each name is a non-empty string."""
     for index in (1, 2, 3):
         for name, value in _measured(metric, _step(index)).items():
-            expect(isinstance(name, str) and name, f"{name!r} is no name")
+            expect(isinstance(name, str) and name, f"{name!r} is not a name")
             expect(value is None or isinstance(value, int | float), f"{name} is {value!r}")
             expect(value is None or math.isfinite(value), f"{name} is {value}")
 
 
-def names_stay_the_same(metric: Metric) -> None:
-    """Every step is measured under the same names, so that a series has no holes."""
+def names_do_not_change(metric: Metric) -> None:
+    """Every step has the same metric names, so that a series has no gaps."""
     names = [sorted(_measured(metric, _step(index))) for index in (1, 2, 3)]
     expect(names[0] == names[1] == names[2], f"the names change from step to step: {names}")
 
 
-def it_changes_nothing(metric: Metric) -> None:
-    """A step is as it was after it has been measured."""
+def measuring_changes_nothing(metric: Metric) -> None:
+    """Measuring a step leaves it unchanged."""
     step = _step(1)
     before = dict(step.outputs)
     _measured(metric, step)
@@ -108,67 +111,67 @@ def _draw(randomness: Randomness, *purpose: str | int) -> list[float]:
     return torch.rand(4, generator=randomness.stream(*purpose)).tolist()
 
 
-def it_follows_from_the_purpose(one: Randomness, other: Randomness) -> None:
-    """The same purpose draws the same, whatever was drawn before."""
+def streams_depend_only_on_the_purpose(one: Randomness, other: Randomness) -> None:
+    """A purpose gives the same numbers, whatever was drawn before."""
     first = _draw(one, "dropout", 3)
     _draw(other, "something else")
     torch.rand(7)
     expect(
-        _draw(other, "dropout", 3) == first == _draw(one, "dropout", 3), "what was drawn before changes what is drawn"
+        _draw(other, "dropout", 3) == first == _draw(one, "dropout", 3), "earlier draws change the numbers of a purpose"
     )
 
 
-def purposes_differ(randomness: Randomness) -> None:
-    """Other purposes draw otherwise, also those that look alike."""
+def different_purposes_give_different_numbers(randomness: Randomness) -> None:
+    """Different purposes give different numbers, also those that look alike."""
     purposes: list[tuple[str | int, ...]] = [("a",), ("b",), ("a", 1), ("a", 2), ("a", "1"), ("a1",), (1, "a")]
     draws = [tuple(_draw(randomness, *purpose)) for purpose in purposes]
-    expect(len(set(draws)) == len(draws), "two purposes draw the same")
+    expect(len(set(draws)) == len(draws), "two purposes give the same numbers")
 
 
-def it_can_be_written_into(folder: RunFolder) -> None:
-    """It is there, and a file can be written in it."""
-    expect(folder.folder.is_dir(), f"{folder.folder} is no folder")
+def folder_is_writable(folder: RunFolder) -> None:
+    """The run folder exists, and a file can be written in it."""
+    expect(folder.folder.is_dir(), f"{folder.folder} is not a folder")
     probe = folder.folder / "written by a contract"
     probe.write_text("x", "utf-8")
     probe.unlink()
 
 
-def it_is_known(job: RunInfo) -> None:
-    """It has a name, a seed and a folder, and they do not change."""
-    expect(isinstance(job.name, str) and job.name, "it has no name")
-    expect(isinstance(job.seed, int) and isinstance(job.path, Path), "it has no seed, or no folder")
-    expect((job.name, job.seed, job.path) == (job.name, job.seed, job.path), "it changes")
+def identity_is_stable(job: RunInfo) -> None:
+    """The run has a name, a seed and a path, and they do not change."""
+    expect(isinstance(job.name, str) and job.name, "the run has no name")
+    expect(isinstance(job.seed, int) and isinstance(job.path, Path), "the run has no seed, or no path")
+    expect((job.name, job.seed, job.path) == (job.name, job.seed, job.path), "the run's identity changes")
 
 
 LEAVES = torch.Tensor | int | float | str | bool | None
 
 
 def state_is_plain(node: Stateful) -> None:
-    """State is made of tables with names, and at the leaves tensors, numbers, texts, booleans, nothing, or lists."""
+    """State is a nested dict; its leaves are tensors, numbers, strings, booleans, None, or lists of those."""
     _expect_plain(node.state_dict(), "the state")
 
 
 def _expect_plain(state: Any, where: str) -> None:
     if isinstance(state, dict):
         for name, part in state.items():
-            expect(isinstance(name, str), f"{where} has the key {name!r}, which is no text")
+            expect(isinstance(name, str), f"{where} has the key {name!r}, which is not a string")
             _expect_plain(part, f"{where}, {name}")
     elif isinstance(state, list | tuple):
-        expect(all(isinstance(part, LEAVES) for part in state), f"{where} is a list of more than plain values")
+        expect(all(isinstance(part, LEAVES) for part in state), f"{where} is a list of other than plain values")
     else:
         expect(isinstance(state, LEAVES), f"{where} is a {type(state).__name__}")
 
 
-def state_comes_back(saved: Stateful, fresh: Stateful) -> None:
-    """Another that is made alike, and loads a state, has that state."""
+def loaded_state_equals_saved_state(saved: Stateful, fresh: Stateful) -> None:
+    """A second node with the same settings that loads a state returns that state."""
     state = saved.state_dict()
     fresh.load_state_dict(state)
-    expect(_same(fresh.state_dict(), state), "the state that was loaded is another than the one that was saved")
+    expect(_same(fresh.state_dict(), state), "the loaded state differs from the saved state")
 
 
-def a_state_is_no_view(node: Stateful) -> None:
-    """Asking for the state twice gives the same, if nothing happened in between."""
-    expect(_same(node.state_dict(), node.state_dict()), "the state changes as it is asked for")
+def state_dict_changes_nothing(node: Stateful) -> None:
+    """Two calls of state_dict in a row return equal states."""
+    expect(_same(node.state_dict(), node.state_dict()), "state_dict changes the state")
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -181,30 +184,30 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def what_does_not_fit_is_told(node: Stateful) -> None:
-    """A state of something else is refused with a KeyError or ValueError, unless there is no state at all."""
+def a_foreign_state_is_refused(node: Stateful) -> None:
+    """Loading a state of another node raises KeyError or ValueError, unless the node has no state."""
     if not node.state_dict():
         return
     try:
-        node.load_state_dict({"a state of something else": 1})
+        node.load_state_dict({"a state of another node": 1})
     except (KeyError, ValueError):
         return
-    expect(False, "a state of something else is loaded without a word")
+    expect(False, "a state of another node is loaded without an error")
 
 
-def nobody_asks_by_himself(stop: Stop) -> None:
-    """Without a signal the run goes on."""
-    expect([stop.agreed(), stop.agreed()] == [0, 0], "somebody asks for the end of the run")
+def without_a_signal_the_run_continues(stop: Stop) -> None:
+    """Without a signal, `agreed` returns 0."""
+    expect([stop.agreed(), stop.agreed()] == [0, 0], "the run is asked to stop")
 
 
-def it_takes_all_that_is_measured(tracker: Tracker) -> None:
-    """Numbers, booleans and nothing are taken, and names with dots and slashes."""
+def accepts_every_kind_of_value(tracker: Tracker) -> None:
+    """Numbers, booleans and None are accepted, and names with dots and slashes."""
     tracker.track(1, {"loss": 1.5, "skipped": False, "validation_loss": None, "memory/peak.bytes": 3})
     tracker.track(2, {})
 
 
-def it_goes_back(tracker: Tracker) -> None:
-    """What was written after a step can be forgotten and written again, also when nothing was written after it."""
+def steps_can_be_rewound(tracker: Tracker) -> None:
+    """Steps can be deleted and tracked again, also when there are none to delete."""
     for step in (1, 2, 3):
         tracker.track(step, {"loss": float(step)})
     tracker.rewind(1)

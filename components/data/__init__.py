@@ -1,1 +1,1 @@
-"""Text, tokens, packed rows, and the order in which a run sees them."""
+"""Data: corpora, tokenizers, packed rows, their order, and the loader."""

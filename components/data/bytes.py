@@ -1,4 +1,4 @@
-"""A tokenizer that needs no training: each byte of UTF-8 is a token, and one more ends a document."""
+"""A byte-level tokenizer: each byte of UTF-8 is a token, and one more ends a document."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ END_NAME = "<|end|>"
 
 @component
 class Bytes:
-    """Ids 0 to 255 are bytes, 256 ends a document."""
+    """Ids 0 to 255 are bytes, 256 is the end of a document."""
 
     @property
     def vocab_size(self) -> int:
@@ -28,7 +28,7 @@ class Bytes:
         return END
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes of a text, int32 of shape (bytes,). Half a surrogate pair has none: a UserError."""
+        """The bytes of a text, int32 of shape (bytes,). Raises UserError for half a surrogate pair."""
         try:
             content = text.encode()
         except UnicodeEncodeError as error:
@@ -36,15 +36,15 @@ class Bytes:
         return np.frombuffer(content, np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids: bytes that are no UTF-8 become U+FFFD, and ids that are no bytes write nothing."""
+        """The text of ids; invalid UTF-8 becomes U+FFFD, and ids that are not bytes are skipped."""
         return bytes(number for number in ids if 0 <= number < END).decode("utf-8", "replace")
 
     def save(self, folder: Path) -> None:
         """
         Write `tokenizer.json` and `tokenizer_config.json` with which Hugging Face's libraries give the same ids.
 
-        The end is in the vocabulary but not among the added tokens, and `transformers` is told to split special
-        tokens: a text that spells `<|end|>` is so many bytes there too, and can't forge the end of a document.
+        The end is in the vocabulary but not among the added tokens, and `split_special_tokens` is set: a text that
+        contains `<|end|>` is encoded as bytes there too, and can't forge the end of a document.
         """
         _write(folder / "tokenizer.json", _tokenizer())
         _write(folder / "tokenizer_config.json", _config())
@@ -64,7 +64,7 @@ def _config() -> dict[str, Any]:
 
 
 def _tokenizer() -> dict[str, Any]:
-    """Byte-pair encoding without a single pair: what is left of it is the alphabet that it writes bytes in."""
+    """A byte-pair encoding without merges: only its alphabet of bytes is used."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     vocabulary = {character: byte for byte, character in enumerate(_alphabet())} | {END_NAME: END}
     return {
@@ -81,7 +81,7 @@ def _tokenizer() -> dict[str, Any]:
 
 
 def _alphabet() -> list[str]:
-    """The character that stands for each byte: itself where it can be seen, the next from U+0100 on where not."""
-    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in seen]
-    return [chr(byte) if byte in seen else chr(0x100 + hidden.index(byte)) for byte in range(256)]
+    """The character for each byte, as in GPT-2: itself if it is printable, else the next from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    remapped = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(0x100 + remapped.index(byte)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""Files of text as documents: found by globs, in an order and a split that no file system decides."""
+"""Text files as documents, found by globs, with an order and a split that do not depend on the file system."""
 
 import glob
 import os
@@ -14,14 +14,14 @@ from drawloom.graph import UserError
 
 
 def split_of(key: bytes, validation_fraction: float) -> Split:
-    """The split of a document, by a hash of its key, if a share `held_out` (0 to 1) of all keys is held out."""
+    """The split of a document, by a hash of its key; `validation_fraction` is 0 to 1."""
     fraction = int.from_bytes(blake2b(key, digest_size=8).digest(), "big") / 2**64
     return "validation" if fraction < validation_fraction else "train"
 
 
 @attrs.frozen
 class TextFile:
-    """A file, and the name that decides on its place and its split: the same wherever the corpus lies."""
+    """A file, and its name relative to the corpus, which determines its position and its split."""
 
     name: str
     path: Path
@@ -29,13 +29,14 @@ class TextFile:
 
 def find(patterns: Iterable[str]) -> list[TextFile]:
     """
-    The files of globs (`**` crosses folders), glob after glob, by name in each; a file found twice counts once.
+    The files of globs (`**` crosses folders), in the order of the globs and by name in each; duplicates are dropped.
 
-    A name is the path below the glob's folder before the first wildcard. A glob without a file is a UserError.
+    A name is the path below the glob's folder before the first wildcard. Raises UserError for a glob without a file.
     """
     found: dict[str, TextFile] = {}
     for pattern in patterns:
         for file in _matches(pattern):
+            # by real path: links may reach one file twice
             found.setdefault(os.path.realpath(file.path), file)
     return list(found.values())
 
@@ -43,14 +44,14 @@ def find(patterns: Iterable[str]) -> list[TextFile]:
 def documents(
     files: Iterable[TextFile], split: Split, validation_fraction: float, replace: bool = False
 ) -> Iterator[str]:
-    """The texts of the files of one split. Bytes that are no UTF-8 are replaced by U+FFFD, or a UserError."""
+    """The texts of one split's files. Invalid UTF-8 is replaced by U+FFFD, or raises UserError."""
     for file in files:
         if split_of(os.fsencode(file.name), validation_fraction) == split:
             yield decode(read(file.path), file.path, replace)
 
 
 def read(path: Path) -> bytes:
-    """A file's content, or a UserError."""
+    """A file's content. Raises UserError if it can't be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -58,12 +59,12 @@ def read(path: Path) -> bytes:
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """What to say of a file that the operating system does not let us read."""
-    return UserError(f"{path}: can't be read ({error.strerror}); mend the file or leave it out of `paths`")
+    """The error for a file that the operating system can't read."""
+    return UserError(f"{path}: can't be read ({error.strerror}); repair the file or leave it out of `paths`")
 
 
 def decode(content: bytes, path: Path, replace: bool) -> str:
-    """A file's content as text, its line ends as they are."""
+    """A file's content as text, with unchanged line ends."""
     try:
         return content.decode("utf-8", "replace" if replace else "strict")
     except UnicodeDecodeError as error:
@@ -77,12 +78,12 @@ def _matches(pattern: str) -> list[TextFile]:
     paths = [Path(match) for match in glob.iglob(pattern, recursive=True)]
     files = [TextFile(path.relative_to(folder).as_posix(), path) for path in paths if path.is_file()]
     if not files:
-        raise UserError(f'paths: no file matches "{pattern}" (looked from {Path.cwd()}); write a glob that one matches')
+        raise UserError(f'paths: no file matches "{pattern}" (relative to {Path.cwd()}); write a glob that matches one')
     return sorted(files, key=lambda file: file.name)
 
 
 def _folder(pattern: str) -> Path:
-    """The folder of a glob before its first wildcard; of a plain path, the folder that it lies in."""
+    """The folder of a glob before its first wildcard; for a plain path, its parent folder."""
     parts = Path(pattern).parts
     plain = list(takewhile(lambda part: not glob.has_magic(part), parts))
     return Path(*(plain if len(plain) < len(parts) else plain[:-1]))

@@ -1,4 +1,4 @@
-"""A tokenizer that somebody trained: a `tokenizer.json`, read by the package `tokenizers`."""
+"""A trained tokenizer: a `tokenizer.json`, read by the package `tokenizers`."""
 
 import json
 import shutil
@@ -11,28 +11,28 @@ import numpy as np
 
 from drawloom.graph import UserError, component, setting
 
-KIN = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Files that tell `transformers` more about a tokenizer, and lie beside it."""
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Further files of a tokenizer that `transformers` reads from the same folder."""
 
 
 @component(needs={"tokenizers": "drawloom[tokenizers]"})
 class HuggingFaceTokenizer:
     """
-    The ids of a `tokenizer.json`, without the special tokens that it would put around a text.
+    Encodes with a `tokenizer.json`, without adding special tokens around a text.
 
-    A text that spells a special token out is encoded like any other: no document can forge an end.
+    A special token that is spelled out in a text is encoded as text: no document can forge an end.
     """
 
     path: Path = setting(doc="the `tokenizer.json`, relative to the current directory")
     end_token: str = setting(doc="the token that ends a document, as the file writes it")
     _tokenizer: Any = attrs.field(init=False, default=None)
     _end: int = attrs.field(init=False, default=-1)
-    _vocabulary: int = attrs.field(init=False, default=0)
+    _vocab_size: int = attrs.field(init=False, default=0)
 
     def open(self) -> None:
-        """Read the file. UserError: no package, no such file, not a tokenizer, no such token."""
+        """Read the file. Raises UserError if the package, the file or the end token is missing."""
         self._tokenizer = _read(self.path)
-        self._vocabulary = max(self._tokenizer.get_vocab().values()) + 1
+        self._vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         end = self._tokenizer.token_to_id(self.end_token)
         if end is None:
             raise UserError(f'end_token: {self.path} has no token "{self.end_token}"; {_candidates(self._tokenizer)}')
@@ -41,7 +41,7 @@ class HuggingFaceTokenizer:
     @property
     def vocab_size(self) -> int:
         """One more than the highest id, added tokens included; ids in between may be unused."""
-        return self._vocabulary
+        return self._vocab_size
 
     @property
     def eos_id(self) -> int:
@@ -53,30 +53,30 @@ class HuggingFaceTokenizer:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; special tokens write nothing."""
+        """The text of ids; special tokens are skipped."""
         return str(self._tokenizer.decode([int(number) for number in ids], skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
-        """Copy the file as it is, and those beside it that `transformers` reads."""
+        """Copy the file and its companions that `transformers` reads."""
         shutil.copyfile(self.path, folder / "tokenizer.json")
-        kin = [self.path.parent / name for name in KIN]
-        for path in kin:
+        companions = [self.path.parent / name for name in COMPANIONS]
+        for path in companions:
             if path.is_file():
                 shutil.copyfile(path, folder / path.name)
-        if not kin[0].is_file():
+        if not companions[0].is_file():
             config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end_token}
-            (folder / KIN[0]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+            (folder / COMPANIONS[0]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 def _read(path: Path) -> Any:
-    """The tokenizer of a file, told neither to cut nor to pad, and to take special tokens in a text as text."""
+    """The tokenizer of a file, without truncation and padding; special tokens in a text are encoded as text."""
     kind = _package().Tokenizer
     if not path.is_file():
-        raise UserError(f"path: there is no file {path}; write where the `tokenizer.json` lies")
+        raise UserError(f"path: there is no file {path}; write the path of a `tokenizer.json`")
     try:
         tokenizer = kind.from_file(str(path))
-    except Exception as error:  # the package raises nothing narrower
-        raise UserError(f"path: {path} is not a tokenizer ({error}); write where a `tokenizer.json` lies") from error
+    except Exception as error:  # the package raises plain Exception
+        raise UserError(f"path: {path} is not a tokenizer ({error}); write the path of a `tokenizer.json`") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -94,4 +94,4 @@ def _package() -> Any:
 
 def _candidates(tokenizer: Any) -> str:
     special = [f'"{token.content}"' for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-    return f"write one of {', '.join(special)}" if special else "write one that it has"
+    return f"write one of {', '.join(special)}" if special else "write one of its tokens"

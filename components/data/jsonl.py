@@ -1,4 +1,4 @@
-"""A corpus of JSON lines, one document each."""
+"""A corpus of JSON lines, one document per line."""
 
 import json
 from collections.abc import Iterator
@@ -13,23 +13,23 @@ from drawloom.graph import UserError, between, component, setting
 @component
 class JsonLines:
     """
-    Documents in JSON-lines files: one object a line, its text in one field.
+    Documents in JSON-lines files: one object per line, with its text in one field.
 
-    Whether a document is held out depends on its text alone, so that lines may be moved and added, and a text that
-    stands twice is never in both splits.
+    The split of a document depends only on its text, so that lines may be moved and added, and duplicates are never in
+    both splits.
     """
 
     paths: list[str] = setting(
-        check=lambda paths: None if paths else "it names no file",
+        check=lambda paths: None if paths else "an empty list names no file",
         doc="globs of UTF-8 files, relative to the current directory; `**` crosses folders",
     )
-    field: str = setting(default="text", doc="the field of each object that holds the text")
+    field: str = setting(default="text", doc="the field of each object with the text")
     validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="share of the documents that is held out"
+        default=0.05, check=between(0, 1), doc="fraction of the documents in the validation split"
     )
 
     def documents(self, split: Split) -> Iterator[str]:
-        """The texts of one split, file by file and line by line. A bad line is a UserError with file and line."""
+        """The texts of one split, in the order of files and lines. Raises UserError with the position of a bad line."""
         for file in files.find(self.paths):
             for number, line in self._lines(file.path):
                 text = self._text(line, f"{file.path}:{number}")
@@ -37,7 +37,7 @@ class JsonLines:
                     yield text
 
     def _lines(self, path: Path) -> Iterator[tuple[int, bytes]]:
-        """The lines that hold anything, with their numbers from 1."""
+        """The lines that are not blank, with their numbers from 1."""
         try:
             with path.open("rb") as stream:
                 yield from ((number, line) for number, line in enumerate(stream, 1) if line.strip())
@@ -48,11 +48,13 @@ class JsonLines:
         value = _parse(line, where)
         if not isinstance(value, dict):
             raise UserError(
-                f'{where}: {_kind(value)} stands here; a line must be an object like {{"{self.field}": "..."}}'
+                f'{where}: a line must be an object and not {_kind(value)}; write a line like {{"{self.field}": "..."}}'
             )
         if self.field not in value:
             fields = ", ".join(value) or "none"
-            raise UserError(f'{where}: there is no field "{self.field}"; set `field` to one of those here ({fields})')
+            raise UserError(
+                f'{where}: the object has no field "{self.field}", only {fields}; set `field` to one of them'
+            )
         return _unicode(value[self.field], self.field, where)
 
 
@@ -60,24 +62,26 @@ def _parse(line: bytes, where: str) -> object:
     try:
         return json.loads(line.decode("utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}:{error.colno}: not JSON ({error.msg}); mend or remove the line") from error
+        raise UserError(f"{where}:{error.colno}: not JSON ({error.msg}); repair or remove the line") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: can't be read ({error}); mend or remove the line") from error
+        raise UserError(f"{where}: can't be read ({error}); repair or remove the line") from error
 
 
 def _unicode(value: object, field: str, where: str) -> str:
     if not isinstance(value, str):
-        raise UserError(f'{where}: field "{field}" holds {_kind(value)}, and a document is a string')
+        raise UserError(f'{where}: field "{field}" is {_kind(value)}; a document must be a string')
     try:
         value.encode()
     except UnicodeEncodeError as error:
         character = f"\\u{ord(value[error.start]):04x}"
-        raise UserError(f'{where}: field "{field}" holds {character}, half of a surrogate pair; remove it') from error
+        raise UserError(
+            f'{where}: field "{field}" contains {character}, half of a surrogate pair; remove it'
+        ) from error
     return value
 
 
 def _kind(value: object) -> str:
-    """What JSON calls a value of this type."""
+    """JSON's name of a value's type."""
     if value is None:
         return "null"
     names: dict[type, str] = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}

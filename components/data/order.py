@@ -1,10 +1,10 @@
 """
-The order of rows: a function of (seed, epoch, position) and of nothing else.
+The order of rows: a function of (seed, epoch, position) only.
 
-An epoch is sorted by pseudo-random keys. The keys are SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom
-number generators, 2014) of (stream + index), a bijection of 64 bits, so that no two are equal; the stream is a hash of
-seed, purpose and epoch. It is integer arithmetic on arrays: the same on every machine and in every version of numpy,
-whose own generators may change.
+An epoch is sorted by pseudo-random keys: SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+generators") of (stream + index). It is a bijection of 64 bits, so that no two keys are equal; the stream is a hash of
+seed, purpose and epoch. Integer arithmetic is the same on every machine and in every version of numpy, whose own
+generators may change.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ def permutation(seed: int, purpose: str, epoch: int, count: int) -> np.ndarray:
     keys *= GAMMA
     keys += np.uint64(int.from_bytes(digest, "big"))
     _mix(keys)
+    # no keys are equal, so every sorting algorithm gives the same order
     order: np.ndarray = np.argsort(keys).astype(np.int64)
     return order
 
@@ -37,7 +38,7 @@ def _mix(x: np.ndarray) -> None:
 
 @attrs.define
 class ShuffledOrder:
-    """Rows 0 to `count` - 1 again and again: place p is row permutation(epoch = p // count)[p % count]."""
+    """An endless order of rows 0 to `count` - 1: position p is row permutation(epoch = p // count)[p % count]."""
 
     seed: int
     count: int
@@ -45,13 +46,14 @@ class ShuffledOrder:
     _epoch: int = attrs.field(init=False, default=-1)
     _rows: np.ndarray | None = attrs.field(init=False, default=None)
 
-    def rows(self, places: Sequence[int]) -> list[int]:
-        """The rows at these places."""
-        return [self._row(*divmod(place, self.count)) for place in places]
+    def rows(self, positions: Sequence[int]) -> list[int]:
+        """The rows at these positions."""
+        return [self._row(*divmod(position, self.count)) for position in positions]
 
-    def _row(self, epoch: int, place: int) -> int:
+    def _row(self, epoch: int, index: int) -> int:
         if not self.shuffle:
-            return place
+            return index
+        # one epoch is kept: positions come in order, so that each permutation is computed once
         if self._rows is None or self._epoch != epoch:
             self._epoch, self._rows = epoch, permutation(self.seed, "rows", epoch, self.count)
-        return int(self._rows[place])
+        return int(self._rows[index])

@@ -1,4 +1,4 @@
-"""Rows from documents: tokenised once, laid end to end, cut to length."""
+"""Packs documents into rows: tokenized once, laid end to end, cut to length."""
 
 import logging
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ log = logging.getLogger("drawloom.data")
 @component
 class Packing:
     """
-    Documents, each with its end, cut into rows; a document goes on in the next row, as if it began there.
+    Documents, each with its end, cut into rows; a document that crosses a row's end restarts in the next row.
 
-    What is learned comes in an order drawn from the run's seed, what is held out stays in the order of the corpus.
-    Empty documents are left out. The last row is filled up with ends that have no target. A run goes on with the rows
-    that it began with: if the corpus is another one by then, that is refused.
+    Training documents are shuffled by the run's seed, validation documents stay in the order of the corpus. Empty
+    documents are dropped. The last row is padded with ends that have no target. A run resumes only with the rows that
+    it began with: a changed corpus is refused.
     """
 
     corpus: Corpus
@@ -33,40 +33,40 @@ class Packing:
     job: RunInfo
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
     length: int = setting(
-        check=lambda length: None if length >= 2 else f"{length} leaves rows in which there is nothing to predict",
+        check=lambda length: None if length >= 2 else f"a row of {length} tokens has nothing to predict",
         doc="tokens in a row, at least 2",
     )
     _packed: dict[Split, Packed] = attrs.field(init=False, factory=dict)
 
     def open(self) -> None:
-        """Tokenise both splits into memory: two bytes a token up to 65,536 ids, else four."""
+        """Tokenize both splits into memory: two bytes per token up to 65,536 ids, else four."""
         for split in SPLITS:
             self._packed[split] = self._pack(split)
 
     def close(self) -> None:
-        """Let go of the tokens."""
+        """Free the tokens."""
         self._packed.clear()
 
     def count(self, split: Split) -> int:
-        """How many rows a split has; 0 if it has no document."""
+        """The number of rows of a split; 0 if it has no document."""
         return self._packed[split].rows
 
     def batch(self, split: Split, indices: Sequence[int]) -> Batch:
-        """The rows of these indices, each from 0 to below count."""
+        """The rows at these indices, each from 0 to below count; every tensor is (rows, length), int64."""
         return self._packed[split].batch(indices)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the rows are known by."""
+        """The fingerprint of each split's rows."""
         return {split: self._packed[split].fingerprint for split in SPLITS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A UserError if the run began with other rows, unless changes are accepted."""
+        """Raise UserError if the run began with other rows, unless changes are accepted."""
         now = self.state_dict()
         other = [f"{split} had {_rows(state[split], now[split])}" for split in SPLITS if state[split] != now[split]]
         if other and not self.recipe.accept_changes:
             raise UserError(
-                f"the corpus is not the one that this run began with: {', and '.join(other)}; bring the old one back, "
-                "name another run, or go on with --accept-changes",
+                f"the corpus is not the one that this run began with: {', and '.join(other)}; restore the old one, "
+                "use another run name, or add --accept-changes",
                 exit_code=2,
             )
         if other:
@@ -82,12 +82,12 @@ class Packing:
         return pack(documents, self.tokenizer.eos_id, self.length, dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a worker process needs: the rows, and not what made them."""
+        """The rows only: what a worker process needs, and what can be pickled."""
         return {**self.__dict__, "corpus": None, "tokenizer": None, "job": None, "recipe": None}
 
 
 def _rows(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """How the rows of then differ from those of now."""
+    """How the rows differ, for the message."""
     if then["rows"] == now["rows"]:
         return f"other tokens in its {then['rows']} rows"
     return f"{then['rows']} rows, and has {now['rows']}"

@@ -1,4 +1,4 @@
-"""Whether ranks that must see the same rows do: asked once, at the start of a run."""
+"""Checks once, at the start of a run, that ranks of one data-parallel group see the same rows."""
 
 from hashlib import blake2b
 from typing import NoReturn
@@ -10,20 +10,19 @@ from drawloom.components.ports.distributed import Group
 from drawloom.graph import UserError
 
 
-def check_agreement(world: Group, replica: int, rows: int, batch: Batch) -> None:
+def check_consistency(world: Group, replica: int, rows: int, batch: Batch) -> None:
     """
-    A UserError on every rank if two ranks of a replica hold different batches, or any two ranks another number of rows.
-
-    Every rank of the world must call it, for it gathers.
+    Raise UserError on every rank if two ranks of a data-parallel index have different batches, or any two ranks
+    different numbers of rows. It is a collective of all ranks.
     """
     seen = world.gather_json([replica, rows, _fingerprint(batch)])
     first_of: dict[int, int] = {}
     for rank, (number, count, fingerprint) in enumerate(seen):
         if count != seen[0][1]:
-            _refuse(0, rank, f"have {seen[0][1]} and {count} rows to learn from")
+            _refuse(0, rank, f"have {seen[0][1]} and {count} training rows")
         first = first_of.setdefault(number, rank)
         if fingerprint != seen[first][2]:
-            _refuse(first, rank, f"share replica {number}, and see different rows")
+            _refuse(first, rank, f"have the same data-parallel index {number}, and see different rows")
 
 
 def _refuse(first: int, second: int, what: str) -> NoReturn:

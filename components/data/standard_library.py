@@ -1,4 +1,4 @@
-"""A corpus that every machine with Python has: the source of the standard library, without its tests."""
+"""A corpus on every machine with Python: the source of the standard library, without its tests."""
 
 import os
 import sysconfig
@@ -12,14 +12,16 @@ from drawloom.graph import UserError, between, component, setting
 TESTS = {"test", "tests", "idle_test"}
 INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
 GENERATED = ("config-", "_sysconfigdata_")
-"""How the names of what was written when this Python was built begin."""
+"""Prefixes of files that are generated when Python is built, and differ between machines."""
 
 
 @component
 class StandardLibrary:
-    """The standard library's source, one document a module; tests and installed packages are left out."""
+    """The standard library's source, one document per module, without tests and installed packages."""
 
-    validation_fraction: float = setting(default=0.05, check=between(0, 1), doc="share of the files that is held out")
+    validation_fraction: float = setting(
+        default=0.05, check=between(0, 1), doc="fraction of the files in the validation split"
+    )
 
     def documents(self, split: Split) -> Iterator[str]:
         """The texts of one split, by the module's path."""
@@ -27,11 +29,11 @@ class StandardLibrary:
 
 
 def source_files() -> list[files.TextFile]:
-    """The modules of the running Python, by path below its `stdlib` folder; none is a UserError."""
+    """The modules of the running Python, by path below its `stdlib` folder. Raises UserError if there are none."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in _walk(root) if path.suffix == ".py" and not path.name.startswith(GENERATED)]
     if not paths:
-        raise UserError(f'{root}: this Python comes without its source; write use = "data.text_files"')
+        raise UserError(f'{root}: this Python has no source files; write use = "data.text_files"')
     return sorted((files.TextFile(path.relative_to(root).as_posix(), path) for path in paths), key=lambda f: f.name)
 
 

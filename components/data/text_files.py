@@ -13,19 +13,21 @@ class TextFiles:
     """
     Text files by glob, one document each.
 
-    Whether a file is held out depends on its name below the glob's first wildcard alone: neither other files, nor the
-    folder that the corpus lies in, move it to the other split.
+    The split of a file depends only on its name below the glob's first wildcard: neither other files nor the corpus's
+    location move it to the other split.
     """
 
     paths: list[str] = setting(
-        check=lambda paths: None if paths else "it names no file",
+        check=lambda paths: None if paths else "an empty list names no file",
         doc="globs of UTF-8 files, relative to the current directory; `**` crosses folders",
     )
-    validation_fraction: float = setting(default=0.05, check=between(0, 1), doc="share of the files that is held out")
+    validation_fraction: float = setting(
+        default=0.05, check=between(0, 1), doc="fraction of the files in the validation split"
+    )
     invalid_bytes: Literal["refuse", "replace"] = setting(
-        default="refuse", doc="what to do with a file that is not UTF-8: stop, or put U+FFFD in place of its bad bytes"
+        default="refuse", doc="a file that is not UTF-8: stop, or replace its invalid bytes by U+FFFD"
     )
 
     def documents(self, split: Split) -> Iterator[str]:
-        """The texts of one split. A glob without a file, or a file that can't be read, is a UserError."""
+        """The texts of one split. Raises UserError for a glob without a file, or a file that can't be read."""
         return files.documents(files.find(self.paths), split, self.validation_fraction, self.invalid_bytes == "replace")

@@ -1,4 +1,4 @@
-"""What a run is measured on: the same held-out rows every time, each on one replica."""
+"""The validation split: the same rows at every evaluation, each on one data-parallel rank."""
 
 from collections.abc import Iterator
 
@@ -9,32 +9,32 @@ from drawloom.graph import UserError, at_least, component, setting
 
 @component(change="free")
 class Validation:
-    """Some held-out rows, evenly spread over the split, and the same for every layout of ranks."""
+    """Some validation rows, evenly spread over the split, the same for every mesh."""
 
     rows: PackedDataset
     batching: Batching
     rows_used: int = setting(
-        default=64, change="free", check=at_least(1), doc="held-out rows to measure on; all, if there are fewer"
+        default=64, change="free", check=at_least(1), doc="validation rows to evaluate; all, if there are fewer"
     )
 
     def open(self) -> None:
-        """No rows is a UserError."""
+        """Raise UserError if there are no rows."""
         if self.rows.count("validation") == 0:
             raise UserError("rows: the validation split is empty; increase `validation_fraction` in the corpus")
 
     def batches(self) -> Iterator[Batch]:
         """
-        This replica's microbatches: every row once over all replicas.
+        This data-parallel rank's microbatches: over all ranks, every row once.
 
-        Replicas may have different numbers of them, even none.
+        Ranks may have different numbers of microbatches, even none.
         """
-        mine = self.chosen()[self.batching.dp_rank :: self.batching.dp_size]
+        mine = self.row_indices()[self.batching.dp_rank :: self.batching.dp_size]
         size = self.batching.micro_size
         for start in range(0, len(mine), size):
             yield self.rows.batch("validation", mine[start : start + size])
 
-    def chosen(self) -> list[int]:
-        """The rows that are measured on, in order."""
+    def row_indices(self) -> list[int]:
+        """The indices of the evaluated rows, in order."""
         available = self.rows.count("validation")
         used = min(self.rows_used, available)
         return [index * available // used for index in range(used)]

@@ -1,13 +1,12 @@
 """
-Processes that make batches ahead of time.
+Worker processes that make batches ahead of time.
 
-They are our own and not torch's, whose DataLoader tells of a dead worker by an exception out of a signal handler,
-wherever the main thread is, or after the whole timeout; and whose workers, where they are not forked from this
-process, outlive it. Here each worker has one pipe: batches come back in order, the end of a process is an end of
-its pipe, on either side, and nothing is left to be told.
+torch's DataLoader is not used: it reports a dead worker by an exception from a signal handler, anywhere in the main
+thread, or only after the timeout; and its workers outlive a killed parent unless they are forked. Here each worker has
+one pipe: batches come back in order, and the end of either process closes the pipe for the other.
 
-Workers are started by multiprocessing's fork server. A fork of this process would take its locks, sockets and
-accelerator with it, in whatever state its threads have them, and hold a killed run's files open.
+Workers are started by multiprocessing's fork server. A fork of this process would inherit its locks, sockets and GPU
+context in whatever state its threads have them, and hold a killed run's files open.
 """
 
 import multiprocessing
@@ -33,21 +32,22 @@ from drawloom.graph import UserError
 
 @attrs.frozen
 class Worker:
-    """A process, and our end of its pipe."""
+    """A worker process, and this process's end of its pipe."""
 
     number: int
     process: BaseProcess
     pipe: Connection
 
-    def ask(self, rows: Sequence[int]) -> None:
-        """Have a batch made. Never blocks: the worker reads at any time."""
+    def request(self, rows: Sequence[int]) -> None:
+        """Request a batch. Never blocks: the worker reads requests in a thread."""
         try:
             self.pipe.send(list(rows))
         except OSError as error:
             raise self._died() from error
 
     def take(self, timeout: float) -> Batch:
-        """The first batch asked for and not yet taken."""
+        """The oldest requested batch; waits up to `timeout` seconds."""
+        # the sentinel too: a worker that dies must not cost the whole timeout
         if not wait([self.pipe, self.process.sentinel], timeout):
             hint = "give it more time (`timeout`), or write workers = 0"
             raise UserError(f"workers: {self} has given no batch for {timeout:g} seconds; {hint}")
@@ -62,7 +62,7 @@ class Worker:
         return Batch(*map(torch.from_numpy, answer))
 
     def stop(self) -> None:
-        """End the process, whatever it does: it holds nothing that could be lost."""
+        """Kill the process: it has no state that could be lost."""
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -71,16 +71,16 @@ class Worker:
     def _died(self) -> UserError:
         self.process.join(1)
         code = self.process.exitcode or 0
-        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended by itself (exit code {code})"
-        hint = "look for a lack of memory and start the run again, or write workers = 0"
-        return UserError(f"workers: {self} {end} while batches were wanted of it; {hint}")
+        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited (exit code {code})"
+        hint = "check for a lack of memory and start the run again, or write workers = 0"
+        return UserError(f"workers: {self} {end} before it delivered its batches; {hint}")
 
     def __str__(self) -> str:
         return f"data worker {self.number} (process {self.process.pid})"
 
 
 class Workers:
-    """Some workers that take turns, so that batches come in the order in which they were asked for."""
+    """Workers that take turns, so that batches come in the order of the requests."""
 
     def __init__(self, rows: PackedDataset, split: Split, count: int) -> None:
         self.members: list[Worker] = []
@@ -91,17 +91,18 @@ class Workers:
             self.close()
             raise
         self._turns = cycle(self.members)
-        self._asked: deque[Worker] = deque()
+        self._requested: deque[Worker] = deque()
 
     def batches(self, wanted: Iterator[Sequence[int]], ahead: int, timeout: float) -> Iterator[Batch]:
-        """The batches of endless lists of row numbers; `ahead` are asked for before their time. It starts afresh."""
-        while self._asked:
-            self._asked.popleft().take(timeout)
+        """The batches of an endless iterator of row indices, `ahead` of which are requested in advance."""
+        # batches that an earlier iterator requested are discarded
+        while self._requested:
+            self._requested.popleft().take(timeout)
         for rows in islice(wanted, ahead):
-            self._ask(rows)
+            self._request(rows)
         for rows in wanted:
-            batch = self._asked.popleft().take(timeout)
-            self._ask(rows)
+            batch = self._requested.popleft().take(timeout)
+            self._request(rows)
             yield batch
 
     def close(self) -> None:
@@ -109,15 +110,15 @@ class Workers:
         while self.members:
             self.members.pop().stop()
 
-    def _ask(self, rows: Sequence[int]) -> None:
+    def _request(self, rows: Sequence[int]) -> None:
         worker = next(self._turns)
-        worker.ask(rows)
-        self._asked.append(worker)
+        worker.request(rows)
+        self._requested.append(worker)
 
 
 def _spawn(number: int, rows: PackedDataset, split: Split) -> Worker:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])  # over a second to import: once, and not in each worker
+    context.set_forkserver_preload(["torch"])  # its import takes over a second: once, and not in each worker
     ours, theirs = context.Pipe()
     process = context.Process(target=_worker_main, args=(rows, split, theirs), daemon=True)
     try:
@@ -131,9 +132,9 @@ def _spawn(number: int, rows: PackedDataset, split: Split) -> Worker:
 
 
 def _worker_main(rows: PackedDataset, split: Split, pipe: Connection) -> None:
-    """The life of a worker: it makes what it is asked for until its pipe ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the run says when the workers end
-    torch.set_num_threads(1)
+    """The main function of a worker: make the requested batches until the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals every process; the run ends its workers
+    torch.set_num_threads(1)  # the cores belong to training
     wanted: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, wanted), daemon=True).start()
     while True:
@@ -145,7 +146,7 @@ def _worker_main(rows: PackedDataset, split: Split, pipe: Connection) -> None:
 
 
 def _listen(pipe: Connection, wanted: "queue.SimpleQueue[list[int]]") -> None:
-    """Read at any time, so that whoever asks never waits; end with the run, even in the middle of a batch."""
+    """Read requests in a thread, so that requesting never blocks; exit with the run, even during a batch."""
     try:
         while True:
             wanted.put(pipe.recv())
@@ -154,7 +155,7 @@ def _listen(pipe: Connection, wanted: "queue.SimpleQueue[list[int]]") -> None:
 
 
 def _answer(rows: PackedDataset, split: Split, indices: list[int]) -> tuple[np.ndarray, ...] | str:
-    """A batch as arrays, which travel by value, or what went wrong."""
+    """A batch as arrays, which are sent by value, or a traceback."""
     try:
         batch = rows.batch(split, indices)
         return tuple(tensor.numpy() for tensor in attrs.astuple(batch, recurse=False))

@@ -1,1 +1,1 @@
-"""Processes, groups of them, what they compute on, and randomness that any rank can derive."""
+"""Processes, process groups, the device mesh, and random numbers that any rank can derive."""

@@ -1,4 +1,4 @@
-"""What this process computes on, and how such processes talk."""
+"""The device that this process computes on, and the communication backend of its ranks."""
 
 import resource
 import sys
@@ -17,13 +17,13 @@ from drawloom.graph.problems import Problem
 
 @component(change="free")
 class ComputeDevice:
-    """The CPU, or one GPU for each process of a machine."""
+    """The CPU, or one GPU per process, chosen by LOCAL_RANK."""
 
-    kind: Literal["auto", "cpu", "cuda"] = setting(default="auto", doc="auto is cuda where there is one, else cpu")
+    kind: Literal["auto", "cpu", "cuda"] = setting(default="auto", doc="auto is cuda if torch finds a GPU, else cpu")
     _backend: Literal["auto", "gloo", "nccl"] = setting(
-        default="auto", alias="backend", doc="how processes talk; auto is nccl on cuda and gloo on cpu"
+        default="auto", alias="backend", doc="backend of torch.distributed; auto is nccl on cuda and gloo on cpu"
     )
-    threads: int | None = setting(default=None, check=at_least(1), doc="CPU threads of one operation; torch's choice")
+    threads: int | None = setting(default=None, check=at_least(1), doc="CPU threads of one operation; default: torch's")
 
     _threads_before: int | None = attrs.field(init=False, default=None)
     _cuda_before: int | None = attrs.field(init=False, default=None)
@@ -36,24 +36,24 @@ class ComputeDevice:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank: `cpu`, or `cuda` with LOCAL_RANK as index."""
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if self.kind == "auto" else self.kind
         return torch.device("cuda", read_launch().local_rank) if kind == "cuda" else torch.device("cpu")
 
     @property
     def backend(self) -> str:
-        """How ranks on this device talk: `gloo` or `nccl`."""
+        """The backend of torch.distributed: `gloo` or `nccl`."""
         if self._backend != "auto":
             return self._backend
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     def open(self) -> None:
-        """Make the device the one that torch uses; a UserError if it is not there."""
+        """Make the device torch's current device; a UserError if it does not exist."""
         if self.device.type == "cuda":
             self._check_gpu()
             self._cuda_before = torch.cuda.current_device()
             torch.cuda.set_device(self.device)
-            # autograd's thread for the device binds no CUDA context by itself, of which cuBLAS would warn (torch 2.11)
+            # autograd's thread for the device binds no CUDA context by itself, and cuBLAS warns of it (torch 2.11)
             torch.autograd.backward(2 * torch.ones((), device=self.device, requires_grad=True))
         elif self.backend == "nccl":
             raise UserError("the device is the CPU, and backend 'nccl' connects GPUs only; write backend = 'gloo'", 2)
@@ -62,7 +62,7 @@ class ComputeDevice:
             torch.set_num_threads(self.threads)
 
     def close(self) -> None:
-        """Give torch back the threads and the GPU that it had."""
+        """Restore torch's number of threads and current GPU."""
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
@@ -71,7 +71,7 @@ class ComputeDevice:
             self._cuda_before = None
 
     def memory(self) -> int:
-        """The most bytes in use so far by this process: device memory, or resident memory on a CPU."""
+        """Peak memory of this process so far, in bytes: allocated by torch on a GPU, resident (RSS) on a CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB

@@ -1,11 +1,10 @@
 """
-The first failure of any rank ends all of them, and is told once.
+The first failure of any rank ends every rank, and is printed once.
 
-A failure lies in a store of torch, where each process looks every quarter of a second. Whoever is first to put one
-there tells it on its terminal; the others end without a word. A process that does not come out of what it is at is
-ended as it stands: a collective of gloo can't be interrupted from another thread, and for one of NCCL the host waits
-nowhere that could. A process that is killed puts nothing there; others of its machine see that it is gone, by
-descriptors that the system makes readable then (pidfd).
+The failure is one key of a torch store, which each process polls every quarter of a second. The first rank to set it
+prints it; the others end silently. A process that is still busy when its grace period is over is killed: a gloo
+collective can't be interrupted from another thread, and with NCCL no host thread waits where it could be. A process
+that is killed sets no key; the other processes of its machine notice its death by a pidfd, which becomes readable then.
 """
 
 import json
@@ -33,21 +32,22 @@ T = TypeVar("T")
 
 
 def connect(address: str, port: int, name: str, seconds: float) -> Any:
-    """The store of the processes that were started together, by a connection of its own; `name` is this start's."""
+    """A new connection to the store of this launch; `name` is its key prefix, unique to the launch."""
     store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
     return PrefixStore(f"drawloom/{name}", store)
 
 
-def within(seconds: float, work: Callable[[], T]) -> T | None:
-    """What `work` gives, which asks a store; None if the store is gone, or does not answer in this time."""
+def call_with_timeout(seconds: float, request: Callable[[], T]) -> T | None:
+    """The result of `request`, a call to a store; None if the store is gone or does not answer in time."""
     found: list[T] = []
 
     def ask() -> None:
         try:
-            found.append(work())
+            found.append(request())
         except RuntimeError:  # torch's errors of stores and of the network
             return
 
+    # a store call can't be cancelled: a daemon thread may stay blocked in it without keeping the process alive
     thread = threading.Thread(target=ask, name="store", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -56,31 +56,32 @@ def within(seconds: float, work: Callable[[], T]) -> T | None:
 
 log = logging.getLogger("drawloom.distributed")
 
-MERCY = 3.0  # seconds in which a process may close what it has open, once a rank has failed
-PATIENCE = 1.0  # seconds for the store to answer, and for a rank to tell what another one knows of it
+GRACE = 3.0  # seconds that a process has to close what it has open, after a rank has failed
+STORE_TIMEOUT = 1.0  # seconds for the store to answer, and for a better informed rank to report first
 
 
 @attrs.frozen
 class Failure:
-    """The rank that tells it, what it tells, and the exit code of all ranks."""
+    """The rank that reported the failure, its message, and the exit code of all ranks."""
 
-    teller: int
+    reporter: int
     text: str
     exit_code: int = 1
 
 
 def claim(store: Any, failure: Failure) -> Failure:
-    """The first failure that was put into a store: this one, if there was none."""
+    """Set the failure in the store unless one is set already; the one that is set then."""
+    # compare_set is atomic: of ranks that fail at the same moment, exactly one reads its own value back
     kept = store.compare_set("failure", "", json.dumps(attrs.asdict(failure)))
     return Failure(**json.loads(kept))
 
 
 @attrs.define(eq=False)
-class Alarm:
+class FailureMonitor:
     """
-    The failure of processes that were started together, as one of them sees it.
+    Reports this rank's failure to the other ranks of the launch, and learns of theirs.
 
-    `store` holds it; `peers` are the other processes of this machine, by rank.
+    `store` is shared by all ranks; `peers` are the process ids of the other ranks on this machine, by rank.
     """
 
     rank: int
@@ -92,81 +93,82 @@ class Alarm:
 
     _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
     _deadline: float = attrs.field(init=False, default=math.inf)
-    _watched: dict[int, int] = attrs.field(init=False, factory=dict)
+    _watched: dict[int, int] = attrs.field(init=False, factory=dict)  # from pidfd to rank
 
     def open(self) -> None:
-        """Watch the peers; where the system has no descriptors of processes, nobody sees that one is gone."""
+        """Watch the peers' processes; without pidfds (not Linux) a peer's death is not noticed."""
         for rank, process in self.peers.items() if hasattr(os, "pidfd_open") else ():
             with suppress(OSError):
                 self._watched[os.pidfd_open(process)] = rank
 
     def close(self) -> None:
-        """Watch nobody, and end no process any more."""
+        """Watch no process, and kill this one no longer."""
         self._deadline = math.inf
         while self._watched:
             os.close(self._watched.popitem()[0])
 
-    def leave(self) -> None:
-        """Say that this process is about to end as it should."""
-        within(PATIENCE, lambda: self.store.set(f"left/{self.rank}", b"1"))
+    def announce_exit(self) -> None:
+        """Announce that this process is about to end normally, so that its peers don't report its death."""
+        call_with_timeout(STORE_TIMEOUT, lambda: self.store.set(f"exiting/{self.rank}", b"1"))
 
-    def ring(self, text: str, exit_code: int = 1, trace: str = "") -> Failure:
-        """This rank fails: tell it, unless another one was first, and let all others end. The first failure of all."""
+    def report(self, text: str, exit_code: int = 1, trace: str = "") -> Failure:
+        """Report this rank's failure to all ranks, and print it if it is the first; the first failure."""
         mine = Failure(self.rank, text, exit_code)
         with self._lock:
             is_first = self.failure is None
-            failure = self.failure or within(PATIENCE, lambda: claim(self.store, mine)) or mine
-            self._settle(failure)
+            failure = self.failure or call_with_timeout(STORE_TIMEOUT, lambda: claim(self.store, mine)) or mine
+            self._record(failure)
         if log.hasHandlers():
-            log.error("%s", f"{trace}{text}", extra={"told": True})
+            log.error("%s", f"{trace}{text}", extra={"printed": True})
         if is_first and failure == mine:
             print(f"{trace}{text}", file=sys.stderr, flush=True)
         return failure
 
-    def ring_for(self, error: Exception, place: str) -> Failure:
-        """The same for an exception at a place. A rank that knows more of it than this one has time to be first."""
+    def report_exception(self, error: Exception, location: str) -> Failure:
+        """Report an exception that was raised at this location; the first failure."""
         if isinstance(error, Agreed) and error.rank != self.rank:
-            self._await(PATIENCE)
+            # the rank that raised it has the traceback
+            self._wait_for_failure(STORE_TIMEOUT)
         if isinstance(error, UserError):
-            return self.ring(self._said(error, place), error.exit_code)
-        return self.ring(self._said(error, place), trace="".join(traceback.format_exception(error)))
+            return self.report(self._message(error, location), error.exit_code)
+        return self.report(self._message(error, location), trace="".join(traceback.format_exception(error)))
 
-    def look(self) -> None:
-        """See whether a rank has failed, or is gone. Raises RuntimeError if the store is gone."""
+    def poll(self) -> None:
+        """Check whether a rank has failed or died. Raises RuntimeError if the store is gone."""
         if self.failure is None and self.store.check(["failure"]):
             failure = Failure(**json.loads(self.store.get("failure")))
             with self._lock:
-                self._settle(failure)
+                self._record(failure)
             log.info("%s; rank %d ends because of it", failure.text, self.rank)
-        for rank in [] if self.failure else self._gone():
-            self.ring(f"rank {rank} (process {self.peers[rank]}) is gone: it was killed, or it crashed")
+        for rank in [] if self.failure else self._dead_peers():
+            self.report(f"rank {rank} (process {self.peers[rank]}) is gone: it was killed, or it crashed")
 
-    def expire(self) -> None:
-        """End this process, if it should have ended by now because of a failure."""
+    def exit_if_overdue(self) -> None:
+        """Kill this process if a rank has failed and the grace period is over."""
         if self.failure and time.monotonic() > self._deadline:
             self.exit(self.failure.exit_code)
 
-    def _settle(self, failure: Failure) -> None:
+    def _record(self, failure: Failure) -> None:
         if self.failure is None:
-            self.failure, self._deadline = failure, time.monotonic() + MERCY
-            write_error_file(self.error_file, failure.text, is_cause=failure.teller == self.rank)
+            self.failure, self._deadline = failure, time.monotonic() + GRACE
+            write_error_file(self.error_file, failure.text, is_cause=failure.reporter == self.rank)
 
-    def _gone(self) -> list[int]:
-        """The ranks of this machine that have ended without having said so."""
+    def _dead_peers(self) -> list[int]:
+        """The ranks of this machine that have ended without announcing it."""
         poll = select.poll()
         for descriptor in self._watched:
             poll.register(descriptor, select.POLLIN)
         ranks = [self._watched[descriptor] for descriptor, _ in poll.poll(0)]
-        return [rank for rank in ranks if not self.store.check([f"left/{rank}"])]
+        return [rank for rank in ranks if not self.store.check([f"exiting/{rank}"])]
 
-    def _await(self, seconds: float) -> None:
+    def _wait_for_failure(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while self.failure is None and time.monotonic() < end:
             time.sleep(0.02)
 
-    def _said(self, error: Exception, place: str) -> str:
-        """What a person needs to know: who, where, and why; all ranks are at fault together if they agreed."""
-        who = "" if isinstance(error, Agreed) else f"rank {self.rank}"
-        what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        where = ", ".join(filter(None, [who, place]))
-        return f"{where}: {what}" if where else what
+    def _message(self, error: Exception, location: str) -> str:
+        """`rank, location: error`, without the rank if all ranks raised the error together."""
+        rank = "" if isinstance(error, Agreed) else f"rank {self.rank}"
+        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        prefix = ", ".join(filter(None, [rank, location]))
+        return f"{prefix}: {text}" if prefix else text

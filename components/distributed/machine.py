@@ -1,10 +1,10 @@
-"""Which machine this is, for processes that look at one another."""
+"""An identifier of this machine, for processes that open one another's memory."""
 
 import os
 from pathlib import Path
 
 
 def machine() -> str:
-    """What all processes that can open one another's memory have in common: the running system and its processes."""
+    """The boot id and the pid namespace: equal for processes that can open one another's /proc/PID/fd."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

@@ -1,4 +1,4 @@
-"""The ranks of a run, laid out in named dimensions."""
+"""The device mesh: the ranks of a run, laid out in named dimensions."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,24 +20,24 @@ def _replicas(value: Any) -> str | None:
 
 @component(change="free")
 class RankMesh:
-    """All processes, as a grid of five dimensions whose product is their number."""
+    """All processes as a grid of five dimensions, the product of which is the world size."""
 
     processes: Processes
-    pipeline: int = setting(default=1, check=at_least(1), doc="ranks that each hold some of the layers")
+    pipeline: int = setting(default=1, check=at_least(1), doc="pipeline parallel: ranks that split the layers")
     data_replicate: int | Literal["auto"] = setting(
-        default="auto", check=_replicas, doc="ranks that hold the same parameters; 'auto' is all that are left"
+        default="auto", check=_replicas, doc="data parallel: ranks with the same parameters; auto takes the rest"
     )
-    data_shard: int = setting(default=1, check=at_least(1), doc="ranks that each hold a shard of every parameter")
-    context: int = setting(default=1, check=at_least(1), doc="ranks that each see a part of a sequence")
-    tensor: int = setting(default=1, check=at_least(1), doc="ranks that each do a part of every matrix product")
-    expert: int = setting(default=1, check=at_least(1), doc="ranks that each hold some experts; none of their own")
+    data_shard: int = setting(default=1, check=at_least(1), doc="FSDP: ranks that each hold a shard of every parameter")
+    context: int = setting(default=1, check=at_least(1), doc="context parallel: ranks that split each sequence")
+    tensor: int = setting(default=1, check=at_least(1), doc="tensor parallel: ranks that share every matrix product")
+    expert: int = setting(default=1, check=at_least(1), doc="expert parallel: divides the ranks of a stage")
 
     _layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
     _groups: dict[str, Group] = attrs.field(init=False, factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """What is wrong with the mesh whatever the number of processes."""
+        """Problems that do not depend on the number of processes."""
         for name in _not_built(node.settings):
             yield node.fault(name, f"{node.settings[name]} ranks along {name!r} are not built yet", "write 1")
         stage = [node.settings[name] for name in DIMENSIONS if name != "pipeline"]
@@ -47,13 +47,14 @@ class RankMesh:
             yield node.fault("expert", text)
 
     def open(self) -> None:
-        """Lay the processes out; a UserError if they are too many or too few, before they talk."""
+        """Make the groups of all dimensions; a UserError, before any communication, if the world size does not fit."""
         settings = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
         for name in _not_built(settings):
             raise UserError(f"the mesh has {settings[name]} ranks along {name!r}, which is not built yet; write 1", 2)
         expert = settings.pop("expert")
         self._layout = resolve_shape(settings, expert, self.processes.world_size)
         everyone = [list(range(self.processes.world_size))]
+        # every rank makes the same groups in the same order, as torch.distributed.new_group demands
         self._groups = {"world": self.processes.group("world", everyone)}
         for name in (*DIMENSIONS, "expert"):
             self._groups[name] = self.processes.group(name, self._layout.sets(name))
@@ -69,19 +70,19 @@ class RankMesh:
         return self._groups["data_replicate"]
 
     def group(self, dimension: str) -> Group:
-        """The ranks that differ from this one only in where they lie along a dimension."""
+        """The ranks that differ from this one only in their index along a dimension."""
         return self._groups[dimension]
 
     def links(self, dimension: str, edges: Iterable[Edge]) -> Mapping[int, P2PChannel]:
-        """Links along a dimension between these pairs of indices, by the peer's index. All ranks ask together."""
+        """P2P channels along a dimension between these pairs of indices, by the peer's index; called by all ranks."""
         return p2p_links(self.processes, dimension, self._layout.sets(dimension), edges)
 
     def size(self, dimension: str) -> int:
-        """How many ranks lie along a dimension."""
+        """The number of ranks along a dimension."""
         return self._layout.size(dimension)
 
     def index(self, dimension: str) -> int:
-        """Where this rank lies along a dimension."""
+        """The index of this rank along a dimension."""
         return self._layout.index(dimension, self.processes.rank)
 
 

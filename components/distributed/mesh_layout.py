@@ -1,4 +1,4 @@
-"""How ranks are numbered in a mesh: row by row in (pipeline, data_replicate, data_shard, context, tensor)."""
+"""The numbering of ranks in a mesh: row-major in (pipeline, data_replicate, data_shard, context, tensor)."""
 
 import math
 from collections.abc import Mapping
@@ -10,23 +10,23 @@ from drawloom.graph import UserError
 
 DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 BUILT = ("pipeline", "data_replicate")
-"""What may be larger than 1 today."""
+"""Dimensions that are implemented; the others must have size 1."""
 
 
 @attrs.frozen
 class Layout:
-    """Sizes by dimension, in order. `expert` divides the ranks of a pipeline stage once more, neighbours first."""
+    """Sizes by dimension, in order. `expert` divides the ranks of a pipeline stage again, consecutive ranks first."""
 
     sizes: Mapping[str, int]
     expert: int = 1
 
     @property
     def world_size(self) -> int:
-        """How many ranks the mesh holds."""
+        """The number of ranks in the mesh."""
         return math.prod(self.sizes.values())
 
     def sets(self, dimension: str) -> list[list[int]]:
-        """The sets of ranks that differ only in where they lie along a dimension."""
+        """The sets of ranks that differ only in their index along a dimension."""
         grid = np.arange(self.world_size).reshape([*self.sizes.values()])
         if dimension == "expert":
             return list(grid.reshape(-1, self.expert).tolist())
@@ -34,17 +34,17 @@ class Layout:
         return list(np.moveaxis(grid, axis, -1).reshape(-1, self.sizes[dimension]).tolist())
 
     def size(self, dimension: str) -> int:
-        """How many ranks lie along a dimension."""
+        """The number of ranks along a dimension."""
         return self.expert if dimension == "expert" else self.sizes[dimension]
 
     def index(self, dimension: str, rank: int) -> int:
-        """Where a rank lies along a dimension."""
+        """The index of a rank along a dimension."""
         return next(ranks.index(rank) for ranks in self.sets(dimension) if rank in ranks)
 
 
 def resolve_shape(sizes: Mapping[str, int | str], expert: int, world_size: int) -> Layout:
     """
-    The layout of `world_size` ranks; a dimension of size "auto" takes what the others leave.
+    The layout of `world_size` ranks; a dimension of size "auto" is `world_size` divided by the others.
 
     Raises UserError if the sizes do not fit.
     """
@@ -67,7 +67,7 @@ def resolve_shape(sizes: Mapping[str, int | str], expert: int, world_size: int) 
 
 
 def with_expert(layout: Layout, expert: int) -> Layout:
-    """The layout with its second view; a UserError if `expert` does not divide the ranks of a pipeline stage."""
+    """The layout with expert parallelism; a UserError if `expert` does not divide the ranks of a pipeline stage."""
     ranks = layout.world_size // layout.sizes["pipeline"]
     if ranks % expert:
         raise UserError(
@@ -79,7 +79,7 @@ def with_expert(layout: Layout, expert: int) -> Layout:
 
 
 def command(world_size: int) -> str:
-    """What to type to start so many processes."""
+    """The command line that starts this many processes."""
     return f"`torchrun --nproc-per-node {world_size} -m drawloom run RECIPE`"
 
 

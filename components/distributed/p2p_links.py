@@ -1,13 +1,14 @@
 """
 Point-to-point links: between two ranks, a communicator for each direction.
 
-A communicator carries one direction and nothing else, so that NCCL, which runs the operations of a communicator one
-after another on one stream, never makes a send wait for a receive, or either for a collective. Setting one up is a
-rendezvous of its two ranks on the host. Ranks that set theirs up in different orders would wait for each other for
-ever (pytorch#108378, nccl#783), so all ranks follow one order of rounds, in each of which a rank has at most one peer.
+A communicator carries one direction and nothing else: NCCL runs the operations of a communicator one after another on
+one stream, so that in a shared one a send would wait for a receive, or either for a collective. Setting one up is a
+rendezvous of its two ranks on the host. Ranks that set theirs up in different orders deadlock (pytorch#108378,
+nccl#783), so all ranks follow one order of rounds, in each of which a rank has at most one peer.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import attrs
@@ -23,26 +24,26 @@ Edge = tuple[int, int]
 
 @attrs.define(eq=False)
 class P2PWork:
-    """A send or receive that is under way; it holds its tensor until then, and no longer."""
+    """A send or receive in progress; it holds its tensor until it is completed."""
 
     communicator: "TorchCommunicator"
     _work: Any
     _tensor: Tensor | None
 
     def is_completed(self) -> bool:
-        """Whether the tensor has been sent or received; on a GPU, whether the device has done so."""
+        """Whether the tensor has been sent or received (on a GPU: by the device)."""
         return self._work is None or bool(self._work.is_completed())
 
     def wait(self) -> None:
         """
-        Wait until it is completed; on a GPU only the current stream waits, not the host.
+        Wait for completion; on a GPU only the current stream waits, not the host.
 
         Raises a UserError if the peer is gone or takes too long.
         """
         if self._work is not None:
-            with peer_errors(self.communicator.roll, "a message", self.communicator.name, self.communicator.ranks):
+            with self.communicator.peer_errors():
                 self._work.wait()
-            self._work = self._tensor = None  # a work that is done would keep its tensor
+            self._work = self._tensor = None  # torch's Work keeps its tensors alive after completion
 
 
 @attrs.frozen(eq=False)
@@ -53,32 +54,36 @@ class TorchCommunicator:
     ranks: Edge
     backend: Any
     device: torch.device
-    roll: HangMonitor
+    monitor: HangMonitor
 
     def send(self, tensor: Tensor) -> P2PWork:
-        """Start to send a contiguous tensor."""
-        with peer_errors(self.roll, "a message", self.name, self.ranks):
+        """Start to send a contiguous tensor of any shape and dtype."""
+        with self.peer_errors():
             return P2PWork(self, self.backend.send([tensor], 1, 0), tensor)
 
     def receive(self, tensor: Tensor) -> P2PWork:
-        """Start to receive into a contiguous tensor."""
-        with peer_errors(self.roll, "a message", self.name, self.ranks):
+        """Start to receive into a contiguous tensor of any shape and dtype."""
+        with self.peer_errors():
             return P2PWork(self, self.backend.recv([tensor], 0, 0), tensor)
+
+    def peer_errors(self) -> AbstractContextManager[None]:
+        """Mark this rank as blocked in a transfer of this communicator; torch's errors become a UserError."""
+        return peer_errors(self.monitor, "a point-to-point transfer", self.name, self.ranks)
 
 
 @attrs.frozen
 class TorchP2PChannel:
-    """What this rank sends to a peer goes through one communicator, what it receives from it through the other."""
+    """The two communicators between this rank and a peer, one for each direction."""
 
     outgoing: Communicator
     incoming: Communicator
 
     def send(self, tensor: Tensor) -> Pending:
-        """Start to send a contiguous tensor."""
+        """Start to send a contiguous tensor of any shape and dtype."""
         return self.outgoing.send(tensor)
 
     def receive(self, tensor: Tensor) -> Pending:
-        """Start to receive into a contiguous tensor."""
+        """Start to receive into a contiguous tensor of any shape and dtype."""
         return self.incoming.receive(tensor)
 
 
@@ -86,7 +91,7 @@ def p2p_links(
     processes: Processes, name: str, lines: Sequence[Sequence[int]], edges: Iterable[Edge]
 ) -> dict[int, P2PChannel]:
     """
-    The links of this rank, by its peers' indices in its line.
+    The channels of this rank, by its peers' indices in its line.
 
     `lines` are disjoint sequences of ranks; `edges` are pairs of indices between which tensors travel, the same in
     each line. All ranks of a line call this with the same edges; no other rank takes part.

@@ -1,8 +1,8 @@
 """
-The process that started this one: workers of a torchrun that is killed end themselves.
+Watches the parent process: workers end themselves when torchrun is killed.
 
-It imports next to nothing, so that it can watch before torch is imported, which takes seconds. The kernel's own way
-(PR_SET_PDEATHSIG) looks at the thread that started the process, not at its process, and that may be one that ends.
+The module imports next to nothing, so that it can watch before torch is imported, which takes seconds. The kernel's
+PR_SET_PDEATHSIG can't be used: it fires when the thread that started the process ends, not when its process does.
 """
 
 import os
@@ -10,8 +10,8 @@ import threading
 import time
 
 NAME = "parent"
-TICK = 0.25  # seconds between two looks
-SPOKESMAN = "0"  # the LOCAL_RANK of the worker that tells it on the terminal, for all of a machine
+TICK = 0.25  # seconds between two polls
+REPORTER = "0"  # the LOCAL_RANK of the worker that prints the message, one for each machine
 
 
 def watch_parent(parent: int) -> None:
@@ -23,13 +23,13 @@ def watch_parent(parent: int) -> None:
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(TICK)
-    _tell(parent)
+    _log(parent)
     os._exit(1)
 
 
-def _tell(parent: int) -> None:
-    import logging  # not before it is needed
+def _log(parent: int) -> None:
+    import logging  # here, to keep the import of this module fast
 
-    level = logging.ERROR if os.environ.get("LOCAL_RANK", SPOKESMAN) == SPOKESMAN else logging.INFO
-    told = "process %d, which started this one, is gone; so this one ends"
-    logging.getLogger("drawloom.distributed").log(level, told, parent)
+    level = logging.ERROR if os.environ.get("LOCAL_RANK", REPORTER) == REPORTER else logging.INFO
+    message = "process %d, which started this one, is gone; so this one ends"
+    logging.getLogger("drawloom.distributed").log(level, message, parent)

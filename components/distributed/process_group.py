@@ -1,4 +1,4 @@
-"""Ranks that act together: one alone, or several over torch's collectives."""
+"""Process groups: a single process, or several over torch's collectives."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -14,19 +14,19 @@ from drawloom.graph import UserError
 
 
 class SingleProcess:
-    """A group of one: everything is there already."""
+    """A group of one rank: every collective is the identity."""
 
     rank = 0
     size = 1
 
     def sum(self, tensor: Tensor) -> None:
-        """The tensor is its own sum."""
+        """Leave a tensor of any shape unchanged: it is its own sum."""
 
     def max(self, tensor: Tensor) -> None:
-        """The tensor is its own maximum."""
+        """Leave a tensor of any shape unchanged: it is its own maximum."""
 
     def gather_json(self, value: Any) -> list[Any]:
-        """The value, as JSON carries it."""
+        """A list of the value, after a round trip through JSON as with more ranks."""
         return [json.loads(json.dumps(value))]
 
 
@@ -34,39 +34,40 @@ class TorchGroup:
     """
     Several processes, over a group of torch.distributed.
 
-    `name` and `ranks` are for messages, `device` is where the backend wants tensors; others travel by way of it. A
-    process that fails or goes away is a UserError on the others, who learn by the roll which it is.
+    `name` and `ranks` are for messages; tensors that are not on `device`, where the backend works, are copied there
+    and back. If a process fails or dies, the others raise a UserError that names it, by way of the hang monitor.
     """
 
     def __init__(
-        self, name: str, ranks: Sequence[int], handle: Any, device: torch.device, roll: HangMonitor | None = None
+        self, name: str, ranks: Sequence[int], handle: Any, device: torch.device, monitor: HangMonitor | None = None
     ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self._handle = handle
         self.device = device
-        self._roll = roll or HangMonitor(0, 1)
+        self._monitor = monitor or HangMonitor(0, 1)
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group, from 0."""
+        """This rank's number in the group, from 0."""
         return dist.get_rank(self._handle)
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
         return len(self.ranks)
 
     def sum(self, tensor: Tensor) -> None:
-        """Replace a tensor, in place and in its own dtype, by its sum over the ranks."""
+        """All-reduce a tensor of any shape, in place and in its own dtype, to the sum over the ranks."""
         self._reduce(tensor, dist.ReduceOp.SUM)
 
     def max(self, tensor: Tensor) -> None:
-        """Replace a tensor, in place and in its own dtype, by its maximum over the ranks."""
+        """All-reduce a tensor of any shape, in place and in its own dtype, to the maximum over the ranks."""
         self._reduce(tensor, dist.ReduceOp.MAX)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """What each rank gave, as JSON carries it, by rank, on every rank."""
+        """All-gather a JSON value: the values of all ranks, by rank."""
+        # two collectives, the lengths first: all_gather needs tensors of one size
         text = json.dumps(value).encode()
         length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
         lengths = [int(each) for each in self._gather(length)]
@@ -77,30 +78,31 @@ class TorchGroup:
 
     @torch.no_grad()
     def _reduce(self, tensor: Tensor, operation: Any) -> None:
-        travelling = tensor.detach().to(self.device).contiguous()
-        with peer_errors(self._roll, "a reduction", self.name, self.ranks):
-            dist.all_reduce(travelling, operation, group=self._handle)
-        if travelling.data_ptr() != tensor.data_ptr() or travelling.device != tensor.device:
-            tensor.copy_(travelling)
+        # a tensor on another device, or with gaps, is reduced as a copy and written back
+        reduced = tensor.detach().to(self.device).contiguous()
+        with peer_errors(self._monitor, "an all-reduce", self.name, self.ranks):
+            dist.all_reduce(reduced, operation, group=self._handle)
+        if reduced.data_ptr() != tensor.data_ptr() or reduced.device != tensor.device:
+            tensor.copy_(reduced)
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in self.ranks]
-        with peer_errors(self._roll, "an exchange", self.name, self.ranks):
+        with peer_errors(self._monitor, "an all-gather", self.name, self.ranks):
             dist.all_gather(gathered, tensor, group=self._handle)
         return gathered
 
 
 @contextmanager
-def peer_errors(roll: HangMonitor, deed: str, name: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Notes what this rank waits for, and turns torch's errors of a group of ranks into a UserError that names it."""
-    roll.blocked_in = deed, name
+def peer_errors(monitor: HangMonitor, operation: str, name: str, ranks: Sequence[int]) -> Iterator[None]:
+    """Mark this rank as blocked in an operation of a group; torch's errors become a UserError with a diagnosis."""
+    monitor.blocked_in = operation, name
     try:
         yield
     except RuntimeError as error:
-        cause = roll.diagnose() or "most likely another process stopped"
+        cause = monitor.diagnose() or "most likely another process stopped"
         raise UserError(
-            f"{deed} in group {name} (ranks {', '.join(map(str, ranks))}) failed on rank {dist.get_rank()}: {cause}; "
-            f"see its log. torch says: {str(error).strip().splitlines()[0]}"
+            f"{operation} in group {name} (ranks {', '.join(map(str, ranks))}) failed on rank {dist.get_rank()}: "
+            f"{cause}; see its log. torch says: {str(error).strip().splitlines()[0]}"
         ) from error
     finally:
-        roll.blocked_in = None
+        monitor.blocked_in = None

@@ -1,4 +1,4 @@
-"""Running something on every rank, so that an error on one is an error on all, and none waits for ever."""
+"""Run a function on every rank such that an error on one rank is raised on all, and no rank is left waiting."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Agreed(UserError):
-    """An error that every rank of a group raises: that of `rank`, with the `errno` of the system call if one failed."""
+    """The error of `rank`, raised on every rank of a group; `errno` is that of a failed system call."""
 
     def __init__(self, message: str, exit_code: int, rank: int, errno: int | None = None) -> None:
         super().__init__(message, exit_code)
@@ -19,15 +19,15 @@ class Agreed(UserError):
 
 
 def _nothing(_value: Any = None) -> None:
-    """Shares nothing; or does nothing, on the ranks that have nothing to do."""
+    """The default of `share`, and the work of ranks other than 0 in run_on_rank0."""
 
 
 def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = _nothing) -> tuple[T, list[Any]]:
     """
-    What `work` gave on this rank, and what `share` makes of each rank's, by rank, as JSON carries it.
+    Run `work` on every rank: its result on this rank, and `share(result)` of every rank, by rank, gathered as JSON.
 
-    If either raised on any rank, every rank raises Agreed with the message of the first of them; a rank on which
-    something other than a UserError or an OSError was raised raises that.
+    If either raises on any rank, every rank raises Agreed with the message of the first such rank; a rank whose own
+    exception is neither a UserError nor an OSError raises that.
     """
     failure: Exception | None = None
     try:
@@ -38,6 +38,7 @@ def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = 
     outcomes = group.gather_json({"shared": shared, "failure": _described(failure, group)})
     for rank, outcome in enumerate(outcomes):
         if outcome["failure"]:
+            # a bug keeps its type and its traceback on the rank where it happened
             if failure is not None and not isinstance(failure, UserError | OSError):
                 raise failure
             raise Agreed(**outcome["failure"], rank=rank) from failure
@@ -45,13 +46,13 @@ def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = 
 
 
 def run_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
-    """What `work` gave on rank 0, the only one that runs it, on every rank, as JSON carries it."""
+    """Run `work` on rank 0 only; its result on every rank, sent as JSON. Errors as in run_on_all."""
     _, shared = run_on_all(group, work if group.rank == 0 else _nothing, lambda value: value)
     return shared[0]
 
 
 def _described(error: Exception | None, group: Group) -> dict[str, Any] | None:
-    """An error as the arguments of Agreed; any but a UserError is told with the rank on which it arose."""
+    """An error as the arguments of Agreed; the message of any but a UserError is prefixed with its rank."""
     if error is None:
         return None
     if isinstance(error, UserError):

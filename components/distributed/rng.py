@@ -1,12 +1,12 @@
 """
-Normal random numbers as a function of a key and an element's index: the same bits on every device and in every layout.
+Counter-based normal random numbers: the same bits on every device and in every layout of shards.
 
-A generator that draws one number after another ties a number to all that were drawn before it, so that each rank would
-have to draw a whole parameter to get its slice. Here a number depends on its own index alone.
+A number is a function of a key and the element's index. With a sequential generator, each rank would have to draw a
+whole parameter to get its slice.
 
-Bits are equal on CPUs and GPUs because only operations are used that IEEE 754 or two's complement defines to the last
-bit, each as a torch operation of its own: `log`, `cos` and `erfinv` differ between devices in their last bits, and
-compilers may contract a product and a sum that one kernel computes.
+Bits are equal on CPUs and GPUs because only operations are used that IEEE 754 or two's complement defines exactly, each
+as a torch operation of its own: `log`, `cos` and `erfinv` differ between devices in their last bits, and a compiler may
+contract a product and a sum within one kernel to a fused multiply-add.
 """
 
 import hashlib
@@ -19,16 +19,17 @@ from torch import Tensor
 
 
 def derive_seed(seed: int, *purpose: str | int) -> int:
-    """A number below 2^63 that follows from the seed and the purpose, the same on every machine and for ever."""
+    """A deterministic seed below 2^63 for a purpose, the same on every machine and in every version."""
+    # JSON keeps (1, "2") and ("1", 2) apart, and strings from running together
     text = json.dumps([seed, *purpose], ensure_ascii=True)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def generator(seed: int, *purpose: str | int) -> torch.Generator:
     """
-    A generator on the CPU of its own for this purpose: (seed, "dropout", step, layer), say.
+    A separate CPU generator for a purpose, such as (seed, "dropout", step, layer).
 
-    torch keeps 32 bits of a seed, so two purposes meet by chance once in 4 billion.
+    torch uses 32 bits of the seed, so two purposes collide with a probability of 2^-32.
     """
     return torch.Generator().manual_seed(derive_seed(seed, *purpose))
 
@@ -39,7 +40,7 @@ MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 # Wichura 1988, "Algorithm AS 241: The percentage points of the normal distribution", PPND7: numerators and denominators
 # from the constant term up. Relative errors are below 2e-7, those of rounding to float32 nearly as large. PPND7 has
-# a third pair for quantiles beyond 6.6; the second is off by less than 4e-6 there.
+# a third pair for quantiles beyond 6.6; the error of the second is below 4e-6 there.
 CENTRE = (
     (3.3871327179, 50.434271938, 159.29113202, 59.109374720),
     (1.0, 17.895169469, 78.757757664, 67.187563600),
@@ -52,10 +53,10 @@ CENTRE_END = 0.425
 TAIL_CENTRE = 1.6
 
 ATANH = tuple(2 / n for n in range(1, 15, 2))
-"""2 atanh(s) / s in powers of s^2; what is left out is below 4e-13 for the s of `_log`."""
+"""2 atanh(s) / s in powers of s^2; the remainder is below 4e-13 for the s of `_log`."""
 
 CPU_CHUNK, GPU_CHUNK = 2**15, 2**22
-"""Elements computed at a time: on a CPU what fits a core's cache, on a GPU work for longer than a launch takes."""
+"""Elements computed at a time: on a CPU as many as fit a core's cache, on a GPU enough to hide kernel launches."""
 
 
 def fill_normal(
@@ -64,10 +65,10 @@ def fill_normal(
     """
     Fill a floating-point tensor, of any strides, with normal numbers of mean 0 and this standard deviation.
 
-    `part` is the slice that begins at `offsets` of a tensor of shape `shape`, or the whole tensor if they are left
-    out; an element's number depends on `key` (64 bits) and on its row-major index in the whole tensor, and on nothing
-    else. Numbers are computed in float64, rounded to float32, and then to the dtype of `part`. Memory beyond `part`
-    itself does not grow with it. ValueError if the slice is not inside the shape.
+    part: any shape, the slice that begins at `offsets` of a tensor of shape `shape` (default: the whole tensor). An
+    element depends only on `key` (64 bits) and on its row-major index in the whole tensor. Numbers are computed in
+    float64, rounded to float32, and then to the dtype of `part`, in chunks of constant size. Raises ValueError if the
+    slice is not inside the shape.
     """
     shape, offsets = tuple(shape or part.shape), tuple(offsets or (0,) * part.ndim)
     if len(shape) != part.ndim or any(
@@ -84,12 +85,13 @@ def fill_normal(
 
 def splitmix64(key: int, index: Tensor) -> Tensor:
     """
-    64 random bits for each index, as int64 of the index's shape (int64, any): the SplitMix64 sequence that starts from
-    `key` (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), read at any place.
+    64 random bits for each index: the SplitMix64 sequence that starts from `key`, at these positions.
 
-    Keys start at places of one sequence of 2^64 numbers, so keys that are hashes meet with a probability of about
-    (numbers drawn in all) * (keys) / 2^63.
+    index: any shape, int64; the result has its shape and dtype. Source: Steele, Lea and Flood 2014, "Fast splittable
+    pseudorandom number generators". Keys are starting points in one sequence of 2^64 numbers, so sequences of hashed
+    keys overlap with a probability of about (numbers drawn in total) * (keys) / 2^63.
     """
+    # torch has no uint64 arithmetic: int64 wraps to the same bits
     bits = (index + 1).mul_(GAMMA).add_((key + 2**63) % 2**64 - 2**63)
     bits = _xor_shift(bits, 30).mul_(MIX[0])
     bits = _xor_shift(bits, 27).mul_(MIX[1])
@@ -100,13 +102,13 @@ def standard_normal(bits: Tensor) -> Tensor:
     """
     A standard normal number, float64, from each 64 random bits (int64, any shape), of which 53 count.
 
-    They make a multiple of 2^-53 between -1/2 and 1/2, to which the quantile function is applied; the greatest number
-    is 8.3. Numbers of opposite bits are each other's negatives.
+    The bits become an odd multiple of 2^-54 between -1/2 and 1/2, to which the quantile function is applied; the
+    greatest number is 8.3. Complementary bits give numbers of opposite sign.
     """
     centred = (bits.flatten() >> 11).double().add_(0.5).mul_(2.0**-53)  # exact
     rest = CENTRE_END**2 - centred * centred
     normal = _ratio(rest, CENTRE).mul_(centred)
-    tail = (rest < 0).nonzero().squeeze(1)  # about one in seven; what the first ratio gave for them is replaced
+    tail = (rest < 0).nonzero().squeeze(1)  # about one in seven, whose values from the first ratio are replaced
     probability = 0.5 - centred[tail].abs()  # exact
     distance = _log(probability).neg_().sqrt_().sub_(TAIL_CENTRE)
     normal[tail] = _ratio(distance, TAIL).copysign_(centred[tail])
@@ -114,7 +116,7 @@ def standard_normal(bits: Tensor) -> Tensor:
 
 
 def _chunks(part: Tensor, strides: Sequence[int], first: int) -> Iterator[tuple[Tensor, int]]:
-    """Slices of a tensor that are small enough to be computed at once, and the index of the first element of each."""
+    """Slices of at most a chunk's elements, each with the index of its first element."""
     most = CPU_CHUNK if part.device.type == "cpu" else GPU_CHUNK
     if part.numel() <= most:
         yield part, first
@@ -135,7 +137,7 @@ def _indices(chunk: Tensor, strides: Sequence[int], first: int) -> Tensor:
 
 
 def _xor_shift(bits: Tensor, shift: int) -> Tensor:
-    """bits ^ (bits >> shift) in place, with zeros shifted in; torch shifts in the sign."""
+    """bits ^ (bits >> shift) in place, with a logical shift; torch's is arithmetic."""
     return bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (64 - shift) - 1))
 
 

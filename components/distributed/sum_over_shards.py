@@ -1,4 +1,4 @@
-"""Sums over the ranks that hold different parameters, so that a norm is one of the whole model."""
+"""Sums over the ranks that hold different parameters, such as the squared gradient norm of the whole model."""
 
 from torch import Tensor
 
@@ -6,17 +6,17 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.graph import component
 
 SPLITTING = ("pipeline",)
-"""The dimensions along which parameters differ."""
+"""Mesh dimensions along which ranks hold different parameters."""
 
 
 @component(change="free")
 class SumOverParameters:
-    """Adds up along every dimension of the mesh that splits the parameters."""
+    """All-reduces over every mesh dimension that splits the parameters."""
 
     mesh: Mesh
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum over ranks of a float64 tensor; the tensor given is left as it is."""
+        """The sum over ranks of a float64 tensor of any shape, as a new tensor."""
         total = value.clone()
         for dimension in SPLITTING:
             self.mesh.group(dimension).sum(total)

@@ -1,8 +1,8 @@
 """
-What torchrun tells its workers, and what a worker tells torchrun and the terminal when it fails.
+torchrun: the environment variables of its workers, its error file, and which rank prints to the terminal.
 
-A worker can't keep torchrun from printing its table of failures, nor choose torchrun's exit code, which is 1. But it
-can say what stands in that table (torch.distributed.elastic.multiprocessing.errors), and which rank failed first.
+A worker can't keep torchrun from printing its table of failures, nor choose torchrun's exit code, which is 1. But its
+error file (torch.distributed.elastic.multiprocessing.errors) holds the text of that table and which rank failed first.
 """
 
 import json
@@ -26,11 +26,10 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 @attrs.frozen
 class Launch:
     """
-    This process's number and how many there are, over all machines and on this one; and where the processes find one
-    another, if torchrun started this one.
+    The rank and world size of this process, globally and on this machine, and the address of the rendezvous store.
 
-    `store_is_there` says that torchrun keeps the addresses of all, and not rank 0; `attempt` tells its starts apart,
-    and into `error_file` a worker writes why it failed.
+    `agent_store` says that the store is in torchrun and not in rank 0; `attempt` is unique to each restart of
+    the workers; a worker writes its failure to `error_file`.
     """
 
     rank: int = 0
@@ -39,7 +38,7 @@ class Launch:
     local_world_size: int = 1
     address: str = ""
     port: int = 0
-    store_is_there: bool = False
+    agent_store: bool = False
     attempt: str = ""
     error_file: str = ""
 
@@ -50,9 +49,9 @@ class Launch:
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     """
-    What torchrun said, or a single process if it said nothing.
+    The launch that torchrun's variables describe; a single process if none is set.
 
-    Raises UserError for variables that are set in part or make no sense.
+    Raises UserError if some variables are missing or invalid.
     """
     environment = os.environ if environment is None else environment
     if not any(name in environment for name in VARIABLES[:4]):
@@ -73,7 +72,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         *(rank, world_size, local_rank, local_world_size),
         address=environment["MASTER_ADDR"],
         port=port,
-        store_is_there=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=environment.get("TORCHELASTIC_RUN_ID", "") + environment.get("TORCHELASTIC_RESTART_COUNT", ""),
         error_file=environment.get("TORCHELASTIC_ERROR_FILE", ""),
     )
@@ -81,7 +80,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
 
 def _number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise UserError(f"the environment sets {name}={text!r}, which is no number; torchrun sets it right", 2)
+        raise UserError(f"the environment sets {name}={text!r}, not a number; start with torchrun, which sets it", 2)
     return int(text)
 
 
@@ -89,55 +88,55 @@ def _check_below(numbers: dict[str, int], number: str, bound: str) -> None:
     if numbers[number] >= numbers[bound]:
         raise UserError(
             f"the environment sets {number}={numbers[number]}, which is not below {bound}={numbers[bound]}; "
-            "torchrun sets them right",
+            "start with torchrun, which sets them",
             exit_code=2,
         )
 
 
 def write_error_file(path: str, text: str, is_cause: bool) -> None:
-    """Say why this worker ends, and that it ends after the one that is the cause; nothing without a path."""
+    """Write torchrun's error file of this worker, dated after that of the rank that is the cause; no path: none."""
     seconds = time.time()
-    when = math.floor(seconds) if is_cause else math.ceil(seconds) + 1  # torchrun takes the earliest for the cause
+    # torchrun takes the earliest for the cause; its timestamps are whole seconds
+    when = math.floor(seconds) if is_cause else math.ceil(seconds) + 1
     extra = {"py_callstack": text.strip().partition("\n")[0], "timestamp": str(when)}
-    with suppress(OSError):  # it is a courtesy
+    with suppress(OSError):  # the terminal and the log have the message too
         if path:
             with open(path, "w", encoding="utf-8") as file:
                 json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
-PATIENCE = 3.0  # seconds for the store of torchrun to answer
-HEAD_START = 2.0  # seconds in which rank 0, where people look, may be the first to tell what all ranks find
+STORE_TIMEOUT = 3.0  # seconds for the store of torchrun to answer
+HEAD_START = 2.0  # seconds; if all ranks find the same problem, rank 0 prints it, whose log people read first
 
 
-def voice_of_this_rank() -> Voice:
-    """Rank 0 warns, Python's warnings included; of a failure tells rank 0, or else the first rank that has one."""
+def rank_console() -> Voice:
+    """What this rank prints: rank 0 prints warnings; a failure is printed by rank 0 or, without it, by the first."""
     try:
         launch = read_launch()
-    except UserError:  # which a run tells when it opens
+    except UserError:  # raised again, and printed, when the run opens its processes
         return Voice()
     if launch.rank > 0:
-        warnings.showwarning = _nothing  # a run that is open puts one in its place that logs
+        warnings.showwarning = _ignore  # a run replaces it, once open, by one that logs
     return Voice(launch.rank == 0, partial(_is_first, launch))
 
 
 def _is_first(launch: Launch, text: str) -> bool:
-    """Whether no other rank has told a failure; yes, if there is nobody to ask."""
-    if launch.alone or not launch.store_is_there:
+    """Whether this rank is the first to fail; True if there is no store to ask."""
+    if launch.alone or not launch.agent_store:
         return True
-    from drawloom.components.distributed.failure_monitor import Failure, claim, connect, within
-    from drawloom.components.distributed.torchrun import write_error_file
+    from drawloom.components.distributed.failure_monitor import Failure, call_with_timeout, claim, connect
 
     def ask() -> Failure:
-        store = connect(launch.address, launch.port, launch.attempt, PATIENCE)
+        store = connect(launch.address, launch.port, launch.attempt, STORE_TIMEOUT)
         end = time.monotonic() + (HEAD_START if launch.rank else 0.0)
         while time.monotonic() < end and not store.check(["failure"]):
             time.sleep(0.05)
         return claim(store, Failure(launch.rank, text))
 
-    first = within(PATIENCE + HEAD_START, ask) or Failure(launch.rank, text)
-    write_error_file(launch.error_file, first.text, is_cause=first.teller == launch.rank)
-    return first.teller == launch.rank
+    first = call_with_timeout(STORE_TIMEOUT + HEAD_START, ask) or Failure(launch.rank, text)
+    write_error_file(launch.error_file, first.text, is_cause=first.reporter == launch.rank)
+    return first.reporter == launch.rank
 
 
-def _nothing(*_arguments: Any, **_named: Any) -> None:
-    """What other ranks do with a warning."""
+def _ignore(*_arguments: Any, **_named: Any) -> None:
+    """A `warnings.showwarning` that prints nothing."""

@@ -1,1 +1,1 @@
-"""Listeners of a run's events: they watch, and change nothing that is learned."""
+"""Listeners of a run's events: logging, progress, profiler and timeouts, without influence on training."""

@@ -1,4 +1,4 @@
-"""Where log messages go: all to a file of each rank, what a person should see to the main rank's terminal."""
+"""Logging: everything to a file for each rank, step lines and warnings to the terminal of rank 0."""
 
 import logging
 import sys
@@ -19,16 +19,16 @@ FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 @component(change="free")
 class RunLogging:
     """
-    Sets up the loggers `drawloom` and `drawloom.run` while the run is open, and Python's warnings with them.
+    Configures the loggers `drawloom` and `drawloom.run` and Python's warnings while the run is open.
 
-    What `drawloom.run` says at level INFO, the step line above all, goes to standard output; messages from `level` up
-    go to standard error. Both are for the main rank alone; everything goes to `log/rank-N.log`.
+    INFO messages of `drawloom.run`, such as step lines, go to standard output, messages from `level` up to standard
+    error, both on rank 0 only; every message goes to `log/rank-N.log`.
     """
 
     folder: RunFolder
     mesh: Mesh
     level: Literal["debug", "info", "warning", "error"] = setting(
-        default="warning", doc="from which level messages go to standard error"
+        default="warning", doc="lowest level of messages on standard error"
     )
 
     _added: list[tuple[logging.Logger, logging.Handler]] = attrs.field(init=False, factory=list)
@@ -36,18 +36,18 @@ class RunLogging:
     _show_before: Callable[..., Any] | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Open the file, and let messages go their ways."""
+        """Open the log file, and install the handlers."""
         top, run = logging.getLogger("drawloom"), logging.getLogger("drawloom.run")
         self._add(top, _file(str(rank_log(self.folder, self.mesh))))
         if self.mesh.world.rank == 0:
-            self._add(run, _terminal("stdout", logging.INFO, is_line, "%(message)s"))
-            self._add(top, _terminal("stderr", logging.getLevelNamesMapping()[self.level.upper()], is_no_line))
+            self._add(run, _terminal("stdout", logging.INFO, is_run_line, "%(message)s"))
+            self._add(top, _terminal("stderr", logging.getLevelNamesMapping()[self.level.upper()], is_not_run_line))
         self._level_before, self._show_before = top.level, warnings.showwarning
         top.setLevel(logging.DEBUG)
         warnings.showwarning = _log_warning
 
     def close(self) -> None:
-        """Leave logging and warnings as they were."""
+        """Remove the handlers, and restore the level and warnings."""
         if self._show_before is not None:
             warnings.showwarning, self._show_before = self._show_before, None
             logging.getLogger("drawloom").setLevel(self._level_before)
@@ -57,7 +57,7 @@ class RunLogging:
             handler.close()
 
     def on_event(self, event: Event) -> None:
-        """Nothing: it is a listener only so that a trainer can list it among what watches."""
+        """Do nothing: it is a listener only to be listed with the others in a trainer."""
 
     def _add(self, logger: logging.Logger, handler: logging.Handler) -> None:
         logger.addHandler(handler)
@@ -65,7 +65,7 @@ class RunLogging:
 
 
 class Terminal(logging.Handler):
-    """Prints to what `sys.stdout` or `sys.stderr` is at the time, a progress bar's stand-in too; no tracebacks."""
+    """Prints to the current `sys.stdout` or `sys.stderr`, which a progress bar may replace; no tracebacks."""
 
     def __init__(self, stream: str) -> None:
         super().__init__()
@@ -84,14 +84,14 @@ class _OneLine(logging.Formatter):
         return f"{record.levelname.lower()}: {record.getMessage()}"
 
 
-def is_line(record: logging.LogRecord) -> bool:
-    """Whether this is one of the lines by which a person follows the run."""
+def is_run_line(record: logging.LogRecord) -> bool:
+    """Whether a record is a run line, for standard output: INFO of `drawloom.run`."""
     return record.name == "drawloom.run" and record.levelno == logging.INFO
 
 
-def is_no_line(record: logging.LogRecord) -> bool:
-    """Whether this is any other message, and none that is told on the terminal by other means."""
-    return not is_line(record) and not getattr(record, "told", False)
+def is_not_run_line(record: logging.LogRecord) -> bool:
+    """Whether a record is not a run line, and has not been printed by other means."""
+    return not is_run_line(record) and not getattr(record, "printed", False)
 
 
 def _file(path: str) -> logging.Handler:

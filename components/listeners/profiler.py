@@ -1,4 +1,4 @@
-"""Traces of chosen steps: what the processor and the GPU did when."""
+"""torch.profiler traces of chosen steps."""
 
 import logging
 
@@ -34,13 +34,13 @@ class Profiler:
     _off: bool = attrs.field(init=False, default=False)
 
     def close(self) -> None:
-        """Drop a trace that is not at its end."""
+        """Discard an unfinished trace."""
         running, self._running = self._running, None
         if running is not None:
             running.stop()
 
     def on_event(self, event: Event) -> None:
-        """Begin and end with a chosen step."""
+        """Start and stop the profiler with a chosen step."""
         if event.step is None or event.step.index not in self.steps or self._off:
             return
         try:
@@ -49,12 +49,13 @@ class Profiler:
             self._off = True
             log.warning("no more traces: the profiler failed at step %d: %s", event.step.index, error)
 
-    def _trace(self, moment: str, step: Step) -> None:
-        if moment == "step_started":
-            running = profile(activities=_activities(), acc_events=True)  # torch 2.11 warns of what it drops otherwise
+    def _trace(self, kind: str, step: Step) -> None:
+        if kind == "step_started":
+            # without acc_events, torch 2.11 warns that it drops the events of earlier cycles
+            running = profile(activities=_activities(), acc_events=True)
             running.start()
             self._running = running
-        elif moment == "step_ended" and self._running is not None:
+        elif kind == "step_ended" and self._running is not None:
             running, self._running = self._running, None
             running.stop()
             self._write(running, step)

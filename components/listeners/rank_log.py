@@ -1,4 +1,4 @@
-"""Where a rank's log lies."""
+"""The path of a rank's log file."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from drawloom.components.ports.run import RunFolder
 
 
 def rank_log(folder: RunFolder, mesh: Mesh) -> Path:
-    """`log/rank-N.log` in the run folder; the folder `log` is there after this."""
+    """`log/rank-N.log` in the run folder; makes the folder `log`."""
     path = folder.folder / "log" / f"rank-{mesh.world.rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path

@@ -1,4 +1,4 @@
-"""How long a step may take, the first one and those that save longer than others, before the process ends itself."""
+"""Timeouts of collectives and steps: longer ones for the first step and for saving; a process that hangs exits."""
 
 import faulthandler
 import logging
@@ -16,26 +16,30 @@ from drawloom.graph import above, component, setting
 
 log = logging.getLogger("drawloom.run")
 
-WATCHDOG_MARGIN = 2.0  # seconds more than ranks wait for one another: one that waits can say so itself
+WATCHDOG_MARGIN = 2.0  # seconds after the collective timeout, so that a blocked rank raises its own error first
 REPORT_TIMEOUT = 5.0  # seconds for the message and the stacks, which may hang on the same disk as the run
 
 
 @component(change="free")
 class Timeouts:
     """
-    Limits, by what the run is doing, how long ranks wait for one another and how long a step may take in all.
+    Sets the timeout of collectives and of a whole step, by what the run is doing.
 
-    A rank that waits for another longer than that fails, and names the other. A process that is beyond its limit by
-    some seconds hangs where nothing else would notice: it logs where it is and who keeps it waiting, dumps the stacks
-    of its threads to its log, and ends with exit code 1.
+    A collective that times out raises an error that names the rank it waited for. A process that exceeds the limit by
+    WATCHDOG_MARGIN hangs elsewhere: it reports its step and phase and the hang diagnosis, dumps the stacks of its
+    threads to its log, and exits with code 1.
     """
 
     processes: Timed
     folder: RunFolder
     mesh: Mesh
-    first_step: float = setting(default=1800.0, check=above(0), doc="seconds for the first step of a process")
+    first_step: float = setting(
+        default=1800.0, check=above(0), doc="seconds for the first step of a process, which compiles and connects"
+    )
     step: float = setting(default=600.0, check=above(0), doc="seconds for each later step")
-    saving: float = setting(default=1800.0, check=above(0), doc="seconds to save, and to finish after the last step")
+    saving: float = setting(
+        default=1800.0, check=above(0), doc="seconds to save, and for the final tasks after the last step"
+    )
 
     exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
     tick: float = attrs.field(init=False, default=0.5)
@@ -47,41 +51,42 @@ class Timeouts:
     _allowed: float = attrs.field(init=False, default=0.0)
 
     def open(self) -> None:
-        """Start to watch; there is no limit yet."""
+        """Start the watchdog, without a limit yet."""
         self._watchdog = Watchdog(self._expired, self.tick, slow=self._slow)
         self._watchdog.start()
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop the watchdog."""
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
 
     def on_event(self, event: Event) -> None:
-        """Change the limit with what the run is doing; if that fails, there is none any more."""
+        """Set the limit of what the run does next."""
         try:
-            self._follow(event)
+            self._handle(event)
         except Exception:
+            # the dispatcher drops this listener then: a limit that no event lifts would end a healthy run
             self._allow(None)
             raise
 
-    def _follow(self, event: Event) -> None:
-        self._note_place(event)
+    def _handle(self, event: Event) -> None:
+        self._set_location(event)
         match event.kind:
             case "run_started":
                 self._limit(self.first_step)
             case "step_started":
-                self._allow(self._of_a_step())
+                self._allow(self._step_limit())
             case "step_ended" if event.step:
                 self._end_step(last=event.step.last)
             case "saving_started":
                 self._limit(self.saving)
             case "saving_ended":
-                self._limit(self._of_a_step())
+                self._limit(self._step_limit())
             case "run_ended":
                 self._allow(None)
 
-    def _note_place(self, event: Event) -> None:
+    def _set_location(self, event: Event) -> None:
         if event.step is not None:
             self._where = f"step {event.step.index}"
         if event.kind in ("phase_started", "phase_ended"):
@@ -91,12 +96,12 @@ class Timeouts:
     def _end_step(self, last: bool) -> None:
         first, self._stepped = not self._stepped, True
         if last:
-            self._where = "what follows the last step"
+            self._where = "after the last step"
             self._limit(self.saving)
         elif first:
             self._limit(self.step)
 
-    def _of_a_step(self) -> float:
+    def _step_limit(self) -> float:
         return self.step if self._stepped else self.first_step
 
     def _limit(self, seconds: float) -> None:
@@ -109,25 +114,25 @@ class Timeouts:
             self._watchdog.allow(None if seconds is None else seconds + self.watchdog_margin, slow=self._allowed / 2)
 
     def _slow(self, _limit: float) -> None:
-        """In the watchdog's thread: half of the time is over."""
+        """Warn, in the watchdog's thread, when half of the limit is over."""
         phase = f" in phase [{self._phase}]" if self._phase else ""
-        half = "rank %d is slow: %s takes more than %g s by now%s, and its limit is %g s"
-        log.warning(half, self.mesh.world.rank, self._where, self._allowed / 2, phase, self._allowed)
+        text = "rank %d is slow: %s has taken more than %g s%s; its limit is %g s"
+        log.warning(text, self.mesh.world.rank, self._where, self._allowed / 2, phase, self._allowed)
 
     def _expired(self, _limit: float) -> None:
-        """In the watchdog's thread: say so, if that is still possible, and end."""
-        speaking = threading.Thread(target=self._say, args=(self._allowed,), name="last words", daemon=True)
-        speaking.start()
-        speaking.join(REPORT_TIMEOUT)
+        """Report the hang, in the watchdog's thread, and exit."""
+        reporting = threading.Thread(target=self._report, args=(self._allowed,), name="hang report", daemon=True)
+        reporting.start()
+        reporting.join(REPORT_TIMEOUT)
         self.exit(1)
 
-    def _say(self, limit: float) -> None:
+    def _report(self, limit: float) -> None:
         phase = f" in phase [{self._phase}]" if self._phase else ""
         path = rank_log(self.folder, self.mesh)
         rank = self.mesh.world.rank
         with path.open("a") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        accused = self.processes.diagnose()
-        why = f"; {accused}" if accused else ""
+        diagnosis = self.processes.diagnose()
+        why = f"; {diagnosis}" if diagnosis else ""
         took = f"{self._where} took more than {limit:g} s{phase}"
         self.processes.fail(f"rank {rank} hangs: {took}{why}; stacks are in {path}")

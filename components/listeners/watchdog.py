@@ -1,4 +1,4 @@
-"""A thread that notices when something takes too long, wherever it hangs."""
+"""A watchdog thread: detects that something takes too long, wherever it hangs."""
 
 import math
 import threading
@@ -10,11 +10,10 @@ Clock = Callable[[], float]
 
 class Watchdog:
     """
-    Calls `expired` with a limit, once, when what was allowed so many seconds has not ended after them, and `slow`
-    before, when as many of them are over as it was told.
+    Calls `expired(limit)` once when the limit is over, and `slow(limit)` once at an earlier time.
 
-    The thread looks every `tick` seconds. Of the time between two looks no more than two ticks count: a process that
-    was suspended, or a machine that slept, is not taken for one that hangs.
+    The thread polls every `tick` seconds. Between two polls at most two ticks are counted, so that a process that was
+    suspended, or a machine that slept, does not expire.
     """
 
     def __init__(
@@ -31,7 +30,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._limit: float | None = None
         self._left = 0.0
-        self._looked = 0.0
+        self._polled = 0.0
         self._until_slow = -math.inf
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -47,17 +46,17 @@ class Watchdog:
             self._thread.join()
 
     def allow(self, seconds: float | None, slow: float = math.inf) -> None:
-        """What begins now may take so long, and is slow after `slow` seconds; None is as long as it likes."""
+        """Start a limit of this many seconds, None for no limit; `slow` is called after `slow` seconds."""
         with self._lock:
-            self._limit, self._left, self._looked = seconds, seconds or 0.0, self._clock()
+            self._limit, self._left, self._polled = seconds, seconds or 0.0, self._clock()
             self._until_slow = self._left - slow
 
-    def look(self) -> None:
-        """See whether time is up."""
+    def poll(self) -> None:
+        """Check the limit, and call `expired` or `slow`."""
         with self._lock:
             now = self._clock()
-            self._left -= min(now - self._looked, 2 * self._tick)
-            self._looked = now
+            self._left -= min(now - self._polled, 2 * self._tick)
+            self._polled = now
             limit = self._limit or 0.0
             expired = self._limit is not None and self._left <= 0
             slow = self._limit is not None and self._left <= self._until_slow
@@ -65,6 +64,7 @@ class Watchdog:
                 self._until_slow = -math.inf
             if expired:
                 self._limit = None
+        # called without the lock: both may call allow
         if expired:
             self._expired(limit)
         elif slow:
@@ -72,4 +72,4 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closing.wait(self._tick):
-            self.look()
+            self.poll()

@@ -1,1 +1,1 @@
-"""Phases of a training step that belong to no other subject."""
+"""Phases of a training step: forward and backward, evaluation, garbage collection, reports."""

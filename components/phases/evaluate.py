@@ -1,4 +1,4 @@
-"""The loss on data that is never learned from."""
+"""Evaluation: the loss on the validation split."""
 
 import time
 
@@ -7,25 +7,26 @@ import torch
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Executor
-from drawloom.components.ports.run import Cadence, Step, a_cadence, due
+from drawloom.components.ports.run import Cadence, Step, check_cadence, due
 from drawloom.graph import component, setting
 
 
 @component(reads=("weights",), writes=("validation_loss",), change="free")
 class Evaluate:
-    """Measures the mean loss by token over all held-out rows, the same on every rank and mesh."""
+    """Measures the mean loss per token over the validation split, equal on every rank and for every mesh."""
 
     data: ValidationData
     executor: Executor
     mesh: Mesh
-    every: Cadence = setting(default=100, check=a_cadence, doc='steps between evaluations, or "last" or "never"')
+    every: Cadence = setting(default=100, check=check_cadence, doc='steps between evaluations, or "last" or "never"')
 
     def run_phase(self, step: Step) -> None:
-        """Leave `validation_loss`, in nats by token, if it is due."""
+        """Write `validation_loss`, in nats per token, at the steps of `every`."""
         if not due(self.every, step):
             return
         began = time.monotonic()
         losses = self.executor.evaluate(self.data.batches())
+        # sums and not means are reduced: ranks may have different numbers of tokens
         sums = torch.stack([losses.total, losses.weight])
         self.mesh.group("pipeline").sum(sums)
         self.mesh.replicas.sum(sums)

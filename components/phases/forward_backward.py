@@ -1,4 +1,4 @@
-"""The phase that learns: the step's microbatches through the model and back."""
+"""The forward and backward pass of a step's microbatches."""
 
 from collections.abc import Iterator
 
@@ -12,22 +12,22 @@ from drawloom.graph.problems import Problem
 
 @component(writes=("gradients", "losses"))
 class ForwardBackward:
-    """Adds each microbatch's gradients to the parameters', and leaves this rank's `losses`."""
+    """Accumulates the gradients of a step's microbatches, and writes this rank's `losses`."""
 
     data: TrainingData
     executor: Executor
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """A schedule that only goes forward learns nothing."""
+        """A forward-only schedule can't train."""
         for executor in node.neighbours("executor"):
             for schedule in executor.neighbours("schedule"):
                 if not getattr(schedule.component, "trains", True):
-                    text = f"{schedule.use!r} only goes forward, so that nothing would be learned"
+                    text = f"{schedule.use!r} is forward-only and computes no gradients"
                     yield schedule.fault("use", text, 'write use = "pipeline.schedules.gpipe"')
 
     def run_phase(self, step: Step) -> None:
-        """Take the step's microbatches and carry the program out on them."""
+        """Load the step's microbatches, and run the pipeline program on them."""
         microbatches = self.data.next_step()
         step.tokens = sum(batch.tokens.numel() for batch in microbatches)
         step.outputs["losses"] = self.executor.train(microbatches)

@@ -1,4 +1,4 @@
-"""What is written down about each step, and the line that people read."""
+"""Reports each step to the trackers, and logs the step line."""
 
 import logging
 import threading
@@ -8,7 +8,7 @@ import attrs
 
 from drawloom.components.phases.metric_totals import Measured, measure
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import Cadence, Metric, Step, Tracker, Value, a_cadence, due
+from drawloom.components.ports.run import Cadence, Metric, Step, Tracker, Value, check_cadence, due
 from drawloom.graph import component, setting
 
 log = logging.getLogger("drawloom.run")
@@ -27,7 +27,7 @@ class Report:
     device: Device
     metrics: list[Metric] = attrs.field(factory=list)
     trackers: list[Tracker] = attrs.field(factory=list)
-    every: Cadence = setting(default=1, check=a_cadence, doc='steps between lines in the log, or "last" or "never"')
+    every: Cadence = setting(default=1, check=check_cadence, doc='steps between lines in the log, or "last" or "never"')
 
     _rewound: bool = attrs.field(init=False, default=False)
     _dropped: set[int] = attrs.field(init=False, factory=set)
@@ -38,6 +38,7 @@ class Report:
     def run_phase(self, step: Step) -> None:
         """Measure the step; the first of a process takes back what a run that was killed wrote of later ones."""
         if not self._rewound:
+            # a killed run may have tracked steps after the checkpoint that this process resumed from
             self._rewound = True
             self._each(lambda tracker: tracker.rewind(step.index - 1))
         self._write_waiting()
@@ -65,23 +66,23 @@ class Report:
     def _write(self, step: Step, values: Mapping[str, Value]) -> None:
         self._each(lambda tracker: tracker.track(step.index, values))
         if step.skip_reason:
-            log.warning("step %d/%d refused: %s", step.index, step.total, step.skip_reason)
+            log.warning("step %d/%d skipped: %s", step.index, step.total, step.skip_reason)
         elif due(self.every, step):
             log.info("%s", step_line(step, values), extra={"step_line": True})
 
     def _each(self, work: Callable[[Tracker], None]) -> None:
-        """Do something with every tracker; one that fails is left alone from then on, and the run goes on."""
-        for place, tracker in enumerate(self.trackers):
-            if place not in self._dropped:
+        """Call `work` for every tracker; a tracker that raises is not called again."""
+        for index, tracker in enumerate(self.trackers):
+            if index not in self._dropped:
                 try:
                     work(tracker)
                 except Exception:
-                    self._dropped.add(place)
-                    log.exception("%s failed and is told nothing more; the run goes on", type(tracker).__name__)
+                    self._dropped.add(index)
+                    log.exception("%s failed and gets no more values; the run continues", type(tracker).__name__)
 
 
 def step_line(step: Step, values: Mapping[str, Value]) -> str:
-    """`step 12/300  loss 2.3456  grad_norm 0.83 ...`, with the parts whose values there are."""
+    """`step 12/300  loss 2.3456  grad_norm 0.83 ...`, with the parts that have a value."""
     parts = [part(number) for name, part in PARTS.items() if (number := values.get(name)) is not None]
     return "  ".join([f"step {step.index}/{step.total}", *parts])
 

@@ -1,4 +1,4 @@
-"""From text to batches."""
+"""Ports of data: corpus, tokenizer, packed rows and batches."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,12 +13,12 @@ from drawloom.graph import port
 Split = Literal["train", "validation"]
 
 IGNORE_INDEX = -100
-"""The target of a token that is not learned."""
+"""The target of a token without a loss, as in torch's cross_entropy."""
 
 
 @port
 class Corpus(Protocol):
-    """Documents, in a stable order, split once and for all into those to learn from and those held out."""
+    """Documents in a stable order, each of which belongs to the training or the validation split."""
 
     def documents(self, split: Split) -> Iterator[str]:
         """The texts of one split."""
@@ -27,7 +27,7 @@ class Corpus(Protocol):
 
 @port
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Converts text to token ids and back."""
 
     @property
     def vocab_size(self) -> int:
@@ -44,11 +44,11 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; bytes that are no UTF-8 are replaced."""
+        """The text of ids; bytes that are not UTF-8 are replaced."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what another program needs to use the same ids (`tokenizer.json` and its kin)."""
+        """Write the files that other programs need for the same ids: `tokenizer.json` and its configuration."""
         ...
 
 
@@ -72,7 +72,7 @@ class Batch:
 
 @port
 class PackedDataset(Protocol):
-    """A table of fixed-length rows, any of which can be had at any time."""
+    """Rows of fixed length, with random access."""
 
     @property
     def length(self) -> int:
@@ -80,27 +80,27 @@ class PackedDataset(Protocol):
         ...
 
     def count(self, split: Split) -> int:
-        """How many rows a split has."""
+        """The number of rows of a split."""
         ...
 
     def batch(self, split: Split, indices: Sequence[int]) -> Batch:
-        """The rows of these indices."""
+        """The rows at these indices."""
         ...
 
 
 @port
 class TrainingData(Protocol):
-    """The microbatches of one optimizer step after another, on this rank."""
+    """This rank's microbatches, step after step."""
 
     def next_step(self) -> list[Batch]:
-        """This replica's microbatches of the next step."""
+        """This data-parallel rank's microbatches of the next step."""
         ...
 
 
 @port
 class ValidationData(Protocol):
-    """A fixed set of held-out rows, always the same and in the same order."""
+    """A fixed set of validation rows, always in the same order."""
 
     def batches(self) -> Iterator[Batch]:
-        """This replica's microbatches."""
+        """This data-parallel rank's microbatches."""
         ...

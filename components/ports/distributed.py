@@ -1,4 +1,4 @@
-"""Ranks, groups of them, and what they compute on."""
+"""Ports of process groups, the device mesh, the device, and dtypes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -10,33 +10,33 @@ from drawloom.graph import port
 
 
 class Group(Protocol):
-    """Some ranks that act together. A group of one costs nothing."""
+    """A process group. In a group of one rank, collectives cost nothing."""
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group, from 0."""
+        """This rank's number in the group, from 0."""
         ...
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
         ...
 
     def sum(self, tensor: Tensor) -> None:
-        """Replace a tensor, in place, by its sum over the ranks."""
+        """All-reduce a tensor of any shape, in place, to the sum over the ranks."""
         ...
 
     def max(self, tensor: Tensor) -> None:
-        """Replace a tensor, in place, by its maximum over the ranks."""
+        """All-reduce a tensor of any shape, in place, to the maximum over the ranks."""
         ...
 
     def gather_json(self, value: Any) -> list[Any]:
-        """What each rank gave, as JSON carries it, by rank, on every rank."""
+        """All-gather a JSON value: the values of all ranks, by rank."""
         ...
 
 
 class Pending(Protocol):
-    """A send or receive that is under way."""
+    """A send or receive in progress."""
 
     def is_completed(self) -> bool:
         """Whether the tensor has been sent or received."""
@@ -44,7 +44,7 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """
-        Wait until it is completed; where the device is a GPU, its current stream waits and not the host.
+        Wait for completion; on a GPU only the current stream waits, not the host.
 
         Raises a UserError if the peer is gone or takes too long.
         """
@@ -55,96 +55,104 @@ class Communicator(Protocol):
     """
     One direction between two ranks: one of them sends, the other receives.
 
-    Tensors arrive in the order in which they were sent. They are contiguous, of the shape and dtype that the receiver
-    gives, and stay as they are until their work is completed.
+    Tensors arrive in the order in which they were sent. They are contiguous, of the shape and dtype of the receiver's
+    tensor, and must not be changed until the transfer is completed.
     """
 
-    def send(self, tensor: Tensor) -> Pending: ...
+    def send(self, tensor: Tensor) -> Pending:
+        """Start to send a contiguous tensor of any shape and dtype."""
+        ...
 
-    def receive(self, tensor: Tensor) -> Pending: ...
+    def receive(self, tensor: Tensor) -> Pending:
+        """Start to receive into a contiguous tensor of any shape and dtype."""
+        ...
 
 
 class P2PChannel(Protocol):
     """A communicator to a peer and one from it, so that neither direction ever waits for the other."""
 
-    def send(self, tensor: Tensor) -> Pending: ...
+    def send(self, tensor: Tensor) -> Pending:
+        """Start to send a contiguous tensor of any shape and dtype."""
+        ...
 
-    def receive(self, tensor: Tensor) -> Pending: ...
+    def receive(self, tensor: Tensor) -> Pending:
+        """Start to receive into a contiguous tensor of any shape and dtype."""
+        ...
 
 
 @port
 class Processes(Protocol):
-    """The processes that were started together, this one among them."""
+    """The processes of a launch, of which this is one."""
 
     @property
     def rank(self) -> int:
-        """This process's number, from 0."""
+        """This process's rank, from 0."""
         ...
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """The number of processes of the launch."""
         ...
 
     @property
     def local_rank(self) -> int:
-        """This process's number on its machine, from 0."""
+        """This process's rank on its machine, from 0."""
         ...
 
     @property
     def local_world_size(self) -> int:
-        """How many of the processes run on this machine."""
+        """The number of processes on this machine."""
         ...
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
         """
-        A group for each of these sets of ranks; gives the one that this process is in.
+        Make a group for each of these sets of ranks; the one that this process is in.
 
-        The sets are disjoint and hold every rank. All processes ask for the same groups in the same order.
+        The sets are disjoint and hold every rank. All processes make the same groups in the same order.
         """
         ...
 
     def communicator(self, name: str, sender: int, receiver: int) -> Communicator:
         """
-        The one-way communicator of this name between two ranks, of which this is one; connected when first asked for.
+        The one-way communicator of this name between two ranks, one of which is this one; connected at the first call.
 
-        Both ranks ask; where ranks ask for several, all follow one order, or they wait for each other for ever.
+        Both ranks call this; ranks that make several follow one order, or they deadlock.
         """
         ...
 
     def control_group(self, name: str) -> Group:
         """
-        All processes, on CPUs and by a communicator of their own: a thread may use it whatever the others are doing.
+        A separate CPU group of all processes, which a background thread may use during other collectives.
 
-        It waits for the others as long as they live. All processes ask for the same groups in the same order.
+        It has no timeout. All processes make the same groups in the same order.
         """
         ...
 
 
 @port
 class Timed(Protocol):
-    """Whoever makes the groups in which ranks wait for one another."""
+    """Timeouts of collectives, and the diagnosis of hangs and failures."""
 
     def set_timeout(self, seconds: float) -> None:
-        """From now on a rank waits this long for the others in any group, and then fails; alone it waits for nobody."""
+        """Set the timeout of collectives and transfers, for groups that exist and those that are made later."""
         ...
 
-    def set_location(self, place: str) -> None:
-        """Where this rank is, for the others to be told if it keeps them waiting."""
+    def set_location(self, location: str) -> None:
+        """Set the step and phase of this rank that a hang diagnosis and a failure name."""
         ...
 
     def diagnose(self) -> str:
-        """Who keeps the others waiting, in words, as far as it can be known; empty if it can't. It takes a second."""
+        """Which ranks keep the others waiting, as a message; empty if unknown. Takes about a second."""
         ...
 
     def fail(self, text: str) -> None:
-        """Tell why this rank ends, unless another one was first, and let all others end."""
+        """Report a failure of this rank, which ends all ranks."""
         ...
 
 
 @port
 class Mesh(Protocol):
-    """The ranks of a run, laid out in named dimensions."""
+    """The device mesh: the ranks of a run, laid out in named dimensions."""
 
     @property
     def world(self) -> Group:
@@ -157,43 +165,43 @@ class Mesh(Protocol):
         ...
 
     def group(self, dimension: str) -> Group:
-        """The ranks that differ from this one only in where they lie along a dimension."""
+        """The ranks that differ from this one only in their index along a dimension."""
         ...
 
     def size(self, dimension: str) -> int:
-        """How many ranks lie along `pipeline`, `data_replicate`, `data_shard`, `context`, `tensor` or `expert`."""
+        """The number of ranks along `pipeline`, `data_replicate`, `data_shard`, `context`, `tensor` or `expert`."""
         ...
 
     def index(self, dimension: str) -> int:
-        """Where this rank lies along a dimension."""
+        """The index of this rank along a dimension."""
         ...
 
 
 @port
 class Neighbours(Protocol):
-    """Point-to-point links inside the mesh."""
+    """P2P channels inside the mesh."""
 
     def links(self, dimension: str, edges: Iterable[tuple[int, int]]) -> Mapping[int, P2PChannel]:
-        """Links along a dimension between these pairs of indices, by the peer's index. All ranks ask together."""
+        """P2P channels along a dimension between these pairs of indices, by the peer's index; called by all ranks."""
         ...
 
 
 @port
 class Device(Protocol):
-    """What tensors live on."""
+    """The device of tensors, and the backend of its ranks."""
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         ...
 
     @property
     def backend(self) -> str:
-        """How ranks on this device talk: `gloo` or `nccl`."""
+        """The backend of torch.distributed: `gloo` or `nccl`."""
         ...
 
     def memory(self) -> int:
-        """The most bytes in use so far by this process: device memory, or resident memory on a CPU."""
+        """Peak memory of this process so far, in bytes: allocated by torch on a GPU, resident (RSS) on a CPU."""
         ...
 
 
@@ -229,8 +237,8 @@ class Precision(Protocol):
 
 @port
 class Reduce(Protocol):
-    """Adds up, over the ranks that hold different parameters, a number that each computed over its own."""
+    """Sums over the ranks that hold different parameters, such as of a squared norm."""
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum over ranks of a float64 tensor."""
+        """The sum over ranks of a float64 tensor of any shape, as a new tensor."""
         ...

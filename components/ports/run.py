@@ -1,4 +1,4 @@
-"""The run: who it is, where it writes, its steps, and what its parts promise the loop."""
+"""Ports of the training run: its identity, folder, steps, phases, events, metrics, checkpoints and signals."""
 
 import time
 from collections.abc import Mapping
@@ -13,28 +13,32 @@ from drawloom.graph import port
 
 @port
 class RunInfo(Protocol):
-    """Which run this is."""
+    """The name, seed and folder of the run."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name of the run."""
+        ...
 
     @property
     def seed(self) -> int:
-        """The one number from which everything random derives."""
+        """The seed from which all random numbers of the run derive."""
         ...
 
     @property
     def path(self) -> Path:
-        """The run folder; to write into it, take the port RunFolder."""
+        """The path of the run folder; to write into it, take the port RunFolder."""
         ...
 
 
 @port
 class RunFolder(Protocol):
-    """The run folder, owned by this run alone from the moment the graph is open until it closes."""
+    """The run folder, locked by this run while the graph is open."""
 
     @property
-    def folder(self) -> Path: ...
+    def folder(self) -> Path:
+        """The path of the run folder."""
+        ...
 
 
 @attrs.define
@@ -42,9 +46,9 @@ class Step:
     """
     One optimizer step on its way through the phases: `index` from 1, of `total`.
 
-    Phases leave values for one another under the names that they declare. `tokens` counts the tokens that all ranks
-    learned from in this step; `refused` says why the step must not be applied, if so. `started` is when it began, by
-    the monotonic clock, and `aside` the seconds since then that went into something other than learning.
+    `outputs` holds the values that phases declare to write and read. `tokens` counts the tokens of this step on all
+    ranks. `skip_reason` is why the update is skipped; empty if it is applied. `started` is the start on the monotonic
+    clock; `excluded_seconds` of the time since then were not spent on training (evaluation, saving).
     """
 
     index: int
@@ -57,7 +61,7 @@ class Step:
 
     @property
     def last(self) -> bool:
-        """Whether no step follows."""
+        """Whether this is the last step of the run."""
         return self.index == self.total
 
 
@@ -66,17 +70,17 @@ class Phase(Protocol):
     """A part of every step."""
 
     def run_phase(self, step: Step) -> None:
-        """Do this phase's part of a step."""
+        """Run this phase of a step."""
         ...
 
 
 @port
 class Batching(Protocol):
-    """How rows become steps and microbatches: the one place with that arithmetic."""
+    """Batch sizes, and which rows each rank sees in a step."""
 
     @property
     def global_size(self) -> int:
-        """Rows in a step, over all replicas."""
+        """Rows in a step, over all data-parallel ranks."""
         ...
 
     @property
@@ -86,21 +90,21 @@ class Batching(Protocol):
 
     @property
     def dp_size(self) -> int:
-        """How many parts the rows of a step are dealt out in, each to the ranks that share them."""
+        """Data-parallel size: the number of parts into which the rows of a step are divided."""
         ...
 
     @property
     def dp_rank(self) -> int:
-        """Which of the parts is this rank's, from 0."""
+        """Data-parallel rank: the index of this rank's part, from 0."""
         ...
 
     @property
     def microbatches(self) -> int:
-        """Microbatches in a step on each replica."""
+        """Microbatches in a step on each data-parallel rank: the gradient accumulation steps."""
         ...
 
     def positions(self, step: int) -> list[list[int]]:
-        """This replica's microbatches of a step (from 1), each as places in the endless order of rows."""
+        """This rank's microbatches of a step (from 1), each as positions in the endless order of rows."""
         ...
 
 
@@ -109,21 +113,21 @@ class Stateful(Protocol):
     """
     A node that a checkpoint saves, under the node's name.
 
-    State is a dict that may hold dicts, and at its leaves tensors, numbers, strings, booleans, None, or lists of
-    those. A class attribute `state_is_local = True` says that each rank has a state of its own. A method
-    `state_names()` says that the entries of the state are spread over ranks, and gives the names of those that this
-    one holds; it gets back these, whichever ranks saved them.
+    State is a nested dict with tensors, numbers, strings, booleans, None, or lists of those as leaves. The class
+    attribute `state_is_local = True` declares a separate state on each rank. A method `state_names()` declares that
+    the entries of the state are sharded over ranks, and returns the names of those that this rank holds; these are
+    loaded again, whichever ranks saved them.
 
-    A tensor in a state may be read until the next phase begins that writes weights; a node that changes one before,
-    and is larger than a few numbers, hands out a copy.
+    Tensors of a state are read until the next phase that writes weights begins; a node that changes one earlier
+    returns a copy.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on as if nothing had happened."""
+        """The state that a bit-exact resume needs."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state; a KeyError or ValueError says what does not fit."""
+        """Load a saved state. Raises KeyError or ValueError if it does not fit the node."""
         ...
 
 
@@ -141,7 +145,7 @@ EventKind = Literal[
 
 @attrs.frozen
 class Event:
-    """Something that happened: at which step, and in which phase if in one."""
+    """Something that happened in the run, at a step and in a phase if there is one."""
 
     kind: EventKind
     step: Step | None = None
@@ -150,20 +154,24 @@ class Event:
 
 @port
 class Listener(Protocol):
-    """Hears of events. What it raises is logged and goes no further."""
+    """Observes a run's events. Its exceptions are logged and do not stop the run."""
 
-    def on_event(self, event: Event) -> None: ...
+    def on_event(self, event: Event) -> None:
+        """Handle an event."""
+        ...
 
 
 @port
 class Events(Protocol):
-    """Tells listeners."""
+    """Sends events to listeners."""
 
-    def emit(self, event: Event) -> None: ...
+    def emit(self, event: Event) -> None:
+        """Send an event to all listeners."""
+        ...
 
 
 Value = float | bool | None
-"""What is written down under a metric's name: a number, yes or no, or nothing that can be said."""
+"""The value of a metric; None if it has none at this step."""
 
 
 @attrs.frozen
@@ -211,80 +219,84 @@ class Metric(Protocol):
 
 @port
 class Tracker(Protocol):
-    """Keeps a series of metrics. It writes on the main rank only."""
+    """Stores the values of metrics by step. It writes on rank 0 only."""
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
-        """Write down a step's values."""
+        """Store the values of a step."""
         ...
 
     def rewind(self, step: int) -> None:
-        """Forget what was written after this step: the run goes on from there."""
+        """Delete the values of later steps: the run resumes after this one."""
         ...
 
 
 @port
 class Durable(Protocol):
-    """Writes something down that must not be gone when a later checkpoint is there."""
+    """Writes logs that must be on disk before a later checkpoint is committed."""
 
     def flush(self) -> None:
-        """Return when all that was written is on the disk. It may be called in any thread."""
+        """Return when everything written so far is on disk. May be called in any thread."""
         ...
 
 
 @port
 class Restorer(Protocol):
-    """Keeps the state of the run, and brings it back."""
+    """Saves and restores checkpoints of the run."""
 
     def restore(self) -> int:
-        """Load the newest saved state into every stateful node; the step that it was saved after, 0 if none is."""
+        """Load the newest checkpoint into every stateful node; its step, 0 if there is none."""
         ...
 
     def save(self, step: Step) -> None:
-        """Save the state after a step, unless that is done already."""
+        """Save a checkpoint after a step, unless it is saved already."""
         ...
 
     def staged(self) -> None:
-        """Return when the state may change although it is being saved; all ranks call it before weights change."""
+        """Wait until the state may change, because a save has copied it; all ranks call this before weights change."""
         ...
 
 
 @port
 class Randomness(Protocol):
-    """Everything random of a run."""
+    """Random generators of a run."""
 
     def stream(self, *purpose: str | int) -> torch.Generator:
-        """A generator on the CPU that follows from the seed and this purpose alone."""
+        """A CPU generator that depends only on the run's seed and this purpose."""
         ...
 
 
 @port
 class Stop(Protocol):
-    """Whether somebody asked the run to end."""
+    """Whether a signal asks the run to end."""
 
     def agreed(self) -> int:
-        """The number of the signal that any rank was sent, 0 if none was; all ranks call it, and learn the same."""
+        """The number of a signal that any rank received, 0 if none; a collective, equal on all ranks."""
         ...
 
 
 @port
 class FinalTask(Protocol):
-    """Something to do once, after the last step: whole or not at all, so that it can be tried again."""
+    """A task after the last step, such as an export. It is atomic, so that it can be retried."""
 
-    def is_finished(self) -> bool: ...
+    def is_finished(self) -> bool:
+        """Whether the task was completed, perhaps by an earlier process."""
+        ...
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Run the task."""
+        ...
 
 
 Cadence = int | Literal["last", "never"]
 
 
 def due(cadence: Cadence, step: Step) -> bool:
-    """Whether a step is one of those: each n-th and the last, the last only, or none."""
+    """Whether a step is in the cadence: every n-th step and the last, only the last, or none."""
     if isinstance(cadence, int):
         return step.last or step.index % cadence == 0
     return cadence == "last" and step.last
 
 
-def a_cadence(value: Cadence) -> str | None:
-    """A check: a number of steps is at least 1."""
+def check_cadence(value: Cadence) -> str | None:
+    """A setting's check: a number of steps is at least 1."""
     return f"{value} steps is less than 1; 'never' turns it off" if isinstance(value, int) and value < 1 else None

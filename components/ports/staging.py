@@ -1,4 +1,4 @@
-"""Copies of a state that stay as they are while training goes on."""
+"""Port of staging: copies of a state that do not change while training continues."""
 
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -9,14 +9,14 @@ from drawloom.graph import port
 @port
 class Stager(Protocol):
     """
-    Makes the copy of a state that is written, while the state itself is free to change.
+    Copies a state, so that the copy is written while the state changes.
 
-    It also satisfies `torch.distributed.checkpoint.staging.AsyncStager`, and so serves `async_save` of torch.
+    It also implements `torch.distributed.checkpoint.staging.AsyncStager`, for torch's `async_save`.
     """
 
     @property
     def copies(self) -> bool:
-        """Whether what is staged is a copy; if not, the state must not change until it is written."""
+        """Whether `stage` returns a copy; if not, the state must not change until it is written."""
         ...
 
     @property
@@ -26,16 +26,16 @@ class Stager(Protocol):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
         """
-        The copy, or what will be the copy. Its memory is used for nothing else as long as anybody holds a part of it.
+        A copy of the state dict, or its future. Its memory is not reused while any tensor of the copy is alive.
 
-        Raises TypeError, with the path, for what can't be copied.
+        Raises TypeError, with the path, for a value that can't be copied.
         """
         ...
 
     def synchronize_staging(self) -> None:
-        """Return when the state may change; raises what went wrong with the copy."""
+        """Wait until the state may change; raises the error of a failed copy."""
         ...
 
     def close(self) -> None:
-        """Give memory back."""
+        """Free the memory of copies."""
         ...

@@ -1,1 +1,1 @@
-"""The run: its steps, its phases, and what stands around them."""
+"""The training run: the loop, the run folder, batch sizes, seeds and signals."""

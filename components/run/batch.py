@@ -1,4 +1,4 @@
-"""How many rows make a step, and which of them are whose: all arithmetic with batch sizes is here."""
+"""Global and micro batch size, and which rows each data-parallel rank sees: all arithmetic with batch sizes."""
 
 from collections.abc import Iterator
 from math import prod
@@ -12,45 +12,47 @@ from drawloom.graph.problems import Problem
 @component
 class GlobalBatch:
     """
-    A fixed number of rows in each step, shared evenly by the replicas and cut into microbatches.
+    A fixed number of rows in each step, divided evenly among data-parallel ranks and then into microbatches.
 
-    A step takes the next `global_size` places of the endless order, and each replica a block of them that hangs
-    together: all replicas together see what one alone would see.
+    A step takes the next `global_size` positions of the endless order, and each data-parallel rank a contiguous block
+    of them: the rows of a step do not depend on the number of ranks.
     """
 
     mesh: Mesh
-    global_size: int = setting(check=at_least(1), doc="rows in a step, over all replicas")
+    global_size: int = setting(check=at_least(1), doc="rows in a step, over all data-parallel ranks")
     micro_size: int = setting(check=at_least(1), change="free", doc="rows in a microbatch")
 
     def open(self) -> None:
-        """A UserError if the rows of a step can't be shared evenly."""
+        """Check the sizes against the mesh; a UserError if the rows of a step can't be divided evenly."""
         if fault := uneven(self.global_size, self.micro_size, self.dp_size):
             raise UserError(f"global_size: {fault[0]}; {fault[1]}", exit_code=2)
 
     @property
     def dp_size(self) -> int:
-        """How many parts a step is dealt out in: pipeline, context and tensor ranks share one."""
+        """Data-parallel size: the number of parts into which the rows of a step are divided."""
+        # pipeline, context and tensor ranks work on the same rows
         return self.mesh.size("data_replicate") * self.mesh.size("data_shard")
 
     @property
     def dp_rank(self) -> int:
-        """Which part is this rank's."""
+        """Data-parallel rank: the index of this rank's part."""
         return self.mesh.index("data_replicate") * self.mesh.size("data_shard") + self.mesh.index("data_shard")
 
     @property
     def microbatches(self) -> int:
-        """Microbatches in a step on each replica."""
+        """Microbatches in a step on each data-parallel rank."""
         return self.global_size // (self.micro_size * self.dp_size)
 
     def positions(self, step: int) -> list[list[int]]:
-        """This replica's microbatches of a step (from 1), each as places in the endless order of rows."""
+        """This rank's microbatches of a step (from 1), each as positions in the endless order of rows."""
         share = self.microbatches * self.micro_size
         first = (step - 1) * self.global_size + self.dp_rank * share
         return [list(range(start, start + self.micro_size)) for start in range(first, first + share, self.micro_size)]
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """What is wrong whatever the number of processes: a mesh that takes "the rest" has one replica at least."""
+        """Sizes that are uneven for any number of processes."""
+        # a dimension of size "auto" counts as 1: the least that it can be, which divides every other
         for mesh in node.neighbours("mesh"):
             sizes = [mesh.settings.get(name) for name in ("data_replicate", "data_shard")]
             replicas = prod(size for size in sizes if isinstance(size, int))
@@ -59,12 +61,12 @@ class GlobalBatch:
 
 
 def uneven(global_size: int, micro_size: int, replicas: int) -> tuple[str, str] | None:
-    """Why a step can't be cut into whole microbatches on every replica, and what to write instead; None if it can."""
+    """Why a step can't be divided into whole microbatches, and what to write instead; None if it can."""
     unit = micro_size * replicas
     if global_size % unit == 0:
         return None
     among = f"{replicas} replica{'s' * (replicas > 1)} with microbatches of {micro_size}"
-    return f"{global_size} rows can't be shared evenly by {among}", _remedy(global_size, micro_size, replicas)
+    return f"{global_size} rows can't be divided evenly among {among}", _remedy(global_size, micro_size, replicas)
 
 
 def _remedy(global_size: int, micro_size: int, replicas: int) -> str:

@@ -1,10 +1,10 @@
 """
-Whether torch gives the same bits each time, on a GPU too; all of it is kept by the process.
+Deterministic algorithms: the process-wide settings of torch for bitwise reproducible results on a GPU.
 
-cuBLAS reads CUBLAS_WORKSPACE_CONFIG when the first product is made on a device, and torch looks for it at each product
-that is to be the same again. So it is set before a run makes its first: whatever opens before moves and fills tensors,
-and multiplies none. A process that has multiplied before, in a notebook, keeps the workspaces that it has, which torch
-gives to each stream by itself, so that products don't depend on what else the device is doing.
+cuBLAS reads CUBLAS_WORKSPACE_CONFIG at the first matmul on a device, and torch checks it at every deterministic matmul.
+So it is set before the run's first matmul; nodes that open earlier only move and fill tensors. A process with earlier
+matmuls, such as a notebook, keeps its workspaces; torch has one for each stream, so that results do not depend on what
+other streams do.
 """
 
 import os
@@ -14,12 +14,12 @@ import torch
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 FIXED = (":4096:8", ":16:8")
-"""Workspaces with which cuBLAS is deterministic; the first is the faster one."""
+"""Workspace configurations with which cuBLAS is deterministic; the first is the faster one."""
 
 
 @attrs.frozen
 class Determinism:
-    """What torch and the environment say of it."""
+    """The determinism settings of torch, cuDNN and cuBLAS."""
 
     algorithms: bool
     warn_only: bool
@@ -29,7 +29,7 @@ class Determinism:
 
     @classmethod
     def now(cls) -> "Determinism":
-        """As it is."""
+        """The settings in force."""
         return cls(
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -40,13 +40,13 @@ class Determinism:
 
     @classmethod
     def full(cls) -> "Determinism":
-        """Operations that can't give the same bits raise; a workspace that somebody chose stays, if it is fixed."""
+        """Operations without a deterministic implementation raise; a deterministic workspace that is set is kept."""
         chosen = os.environ.get(WORKSPACE)
         return cls(True, False, True, False, chosen if chosen in FIXED else FIXED[0])
 
     def apply(self) -> None:
-        """Make it so."""
-        # Where code is compiled, this also keeps Inductor from choosing kernels by how fast they happen to be.
+        """Put these settings into force."""
+        # this also keeps Inductor from choosing kernels by their measured speed, which varies from run to run
         torch.use_deterministic_algorithms(self.algorithms, warn_only=self.warn_only)
         torch.backends.cudnn.deterministic = self.cudnn_deterministic
         torch.backends.cudnn.benchmark = self.cudnn_benchmark

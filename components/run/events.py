@@ -1,4 +1,4 @@
-"""Events on their way to listeners, who can't steer the run."""
+"""Dispatches events to listeners, which can't influence the run."""
 
 import logging
 
@@ -12,21 +12,21 @@ log = logging.getLogger("drawloom.run")
 
 @component(change="free")
 class Dispatcher:
-    """Tells every listener of the graph; one that fails is not told again, and the run goes on."""
+    """Sends events to every listener of the graph; a listener that raises gets no further events."""
 
     listeners: Every[Listener]
 
     _dropped: set[str] = attrs.field(init=False, factory=set)
 
     def emit(self, event: Event) -> None:
-        """Tell all listeners, one after another."""
+        """Send an event to all listeners, in order."""
         for name, listener in self.listeners.items():
             if name not in self._dropped:
-                self._tell(name, listener, event)
+                self._send(name, listener, event)
 
-    def _tell(self, name: str, listener: Listener, event: Event) -> None:
+    def _send(self, name: str, listener: Listener, event: Event) -> None:
         try:
             listener.on_event(event)
         except Exception:
             self._dropped.add(name)
-            log.exception("[%s] failed at %s and is told nothing more; the run goes on", name, event.kind)
+            log.exception("[%s] failed at %s and gets no more events; the run continues", name, event.kind)

@@ -1,4 +1,4 @@
-"""Which run this is: its name, its folder and its seed."""
+"""The run's name, folder and seed."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from drawloom.graph import between, component, setting
 
 def _plain_name(name: str) -> str | None:
     if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
-        return f"{name!r} is no plain file name; write one without slashes and a dot in front"
+        return f"{name!r} is not a plain file name; write one without slashes and without a leading dot"
     return None
 
 
@@ -16,10 +16,10 @@ class NamedRun:
     """A name, a folder and a seed."""
 
     name: str = setting(change="free", check=_plain_name, doc="name of the run, and of its folder")
-    folder: Path | None = setting(default=None, change="free", doc="where the run writes; runs/ and its name")
-    seed: int = setting(default=0, check=between(0, 2**63), doc="the number from which everything random derives")
+    folder: Path | None = setting(default=None, change="free", doc="the run folder; by default runs/ and the name")
+    seed: int = setting(default=0, check=between(0, 2**63), doc="seed of all random numbers of the run")
 
     @property
     def path(self) -> Path:
-        """The run folder."""
+        """The path of the run folder."""
         return Path("runs") / self.name if self.folder is None else self.folder

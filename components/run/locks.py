@@ -1,8 +1,8 @@
 """
 The locks of a run folder: one run at a time (flock), and one recipe (recipe.lock.toml).
 
-The lock of the run is flock(2) on a file that stays open. It belongs to the open file, which forked children share, so
-a child closes its copy at birth: otherwise a worker that outlives a killed run would keep the folder locked.
+The run's lock is flock(2) on a file that stays open. The lock belongs to the open file description, which forked
+children share; a child closes its copy after the fork, or a worker that outlives a killed run would hold the lock.
 """
 
 import errno
@@ -19,26 +19,27 @@ from drawloom.components.storage.atomic_write import replace_file
 from drawloom.graph import RecipeError, ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
 
+# what flock returns on file systems without locks, such as some network mounts
 NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
 
 
 class FolderLock:
-    """Owns a folder until it is released or the process ends. Raises UserError if another process owns it."""
+    """Locks a folder until it is released or the process ends. Raises UserError if another process has locked it."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "run.lock"
         self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _lock(self._file, folder)
-            _sign(self._file)
+            _write_holder(self._file)
         except BaseException:
             self.release()
             raise
-        itself = weakref.ref(self)
+        itself = weakref.ref(self)  # at-fork hooks can't be removed: a strong reference would leak the lock
         os.register_at_fork(after_in_child=lambda: _release(itself()))
 
     def release(self) -> None:
-        """Let others have the folder. A second call does nothing."""
+        """Release the lock. A second call does nothing."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -53,18 +54,18 @@ def _lock(file: int, folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"{folder} is in use by {_holder(file)}; wait for it, or name another run") from None
+        raise UserError(f"{folder} is in use by {_holder(file)}; wait for it, or use another run name") from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
         raise UserError(
-            f"{folder} lies on a file system without file locks ({error.strerror}), where a second run could spoil "
+            f"{folder} is on a file system without file locks ({error.strerror}), where a second run could corrupt "
             "this one; choose a folder on another disk"
         ) from error
 
 
-def _sign(file: int) -> None:
-    """Write down who holds the lock, for the message of a second run."""
+def _write_holder(file: int) -> None:
+    """Write the holder of the lock to its file, for the error message of a second run."""
     holder = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -85,11 +86,11 @@ def _holder(file: int) -> str:
 log = logging.getLogger("drawloom.run")
 
 
-def settle_recipe(folder: Path, recipe: ResolvedRecipe) -> None:
+def claim_recipe(folder: Path, recipe: ResolvedRecipe) -> None:
     """
-    Make this recipe the folder's own.
+    Bind the folder to this recipe, by writing recipe.lock.toml.
 
-    Raises UserError if the folder has another that differs in more than free settings, unless changes are accepted.
+    Raises UserError if the folder has a recipe that differs in more than free settings, unless changes are accepted.
     """
     path = folder / LOCK
     if not path.exists():
@@ -108,17 +109,17 @@ def _changes(path: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
         return recipe.changes(path.read_text("utf-8"))
     except (RecipeError, ValueError) as error:
         if recipe.accept_changes:
-            log.warning("%s can't be read and is written anew: %s", path, error)
+            log.warning("%s can't be read and is replaced: %s", path, error)
             return []
         raise UserError(
-            f"{path} can't be read, so nobody knows whether this recipe may go on there: {error}; "
-            "--accept-changes goes on all the same",
+            f"{path} can't be read, so this recipe can't be compared with it: {error}; "
+            "to continue anyway, add --accept-changes",
             exit_code=2,
         ) from error
 
 
 def _refusal(folder: Path, changes: list[RecipeChange]) -> str:
-    lines = [f"{folder} holds a run of another recipe, which this one differs from in:"]
+    lines = [f"{folder} holds a run of another recipe; the differences are:"]
     lines += [f"  {change}" for change in changes]
-    lines += ["free changes alone would do; name another run, or go on with --accept-changes"]
+    lines += ["only free changes are allowed; use another run name, or add --accept-changes"]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The random generators that a process has whether one wants them or not: torch's, Python's and numpy's."""
+"""The global random generators of a process: torch's, Python's and numpy's."""
 
 import random
 from typing import Any, ClassVar
@@ -17,10 +17,10 @@ from drawloom.graph import UserError, component, setting
 @component
 class ProcessRandomness:
     """
-    Seeds every generator of the process for this rank, saves them all, and gives them back as they were.
+    Seeds every global generator for this rank, saves their states in checkpoints, and restores them on close.
 
-    What is drawn, and whatever is computed on a CPU, is the same each time. On a GPU some operations add in another
-    order each time, unless `deterministic` asks for those that don't.
+    Random numbers, and all results on a CPU, are reproducible. On a GPU some operations sum in a different order each
+    time (atomic adds), unless `deterministic` is on.
     """
 
     state_is_local: ClassVar[bool] = True
@@ -28,14 +28,14 @@ class ProcessRandomness:
     job: RunInfo
     mesh: Mesh
     deterministic: bool = setting(
-        default=False, doc="the same bits each time on GPUs, too: slower, and what can't be so raises an error"
+        default=False, doc="deterministic algorithms on GPUs: slower; operations without one raise an error"
     )
 
     _before: dict[str, Any] | None = attrs.field(init=False, default=None)
     _determinism_before: Determinism | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Seed all generators, each with a number of its own that follows from the run's seed and the rank."""
+        """Seed every generator, each differently, from the run's seed and the rank."""
         if self.deterministic:
             self._determinism_before = Determinism.now()
             Determinism.full().apply()
@@ -43,10 +43,10 @@ class ProcessRandomness:
         rank = self.mesh.world.rank
         torch.manual_seed(derive_seed(self.job.seed, "process", "torch", rank))
         random.seed(derive_seed(self.job.seed, "process", "python", rank))
-        np.random.seed(derive_seed(self.job.seed, "process", "numpy", rank) % 2**32)
+        np.random.seed(derive_seed(self.job.seed, "process", "numpy", rank) % 2**32)  # numpy takes 32 bits
 
     def close(self) -> None:
-        """Give back the generators, and what torch was told of determinism, as they were before the run."""
+        """Restore the generators and the determinism settings from before the run."""
         if self._before is not None:
             set_generators(self._before)
             self._before = None
@@ -55,7 +55,8 @@ class ProcessRandomness:
             self._determinism_before = None
 
     def on_failure(self, error: BaseException) -> BaseException | None:
-        """What to do about an operation that torch refuses because it would not give the same bits."""
+        """A UserError for an operation that torch refuses because it has no deterministic implementation."""
+        # torch raises a plain RuntimeError for it; only its text tells it apart
         if not (self.deterministic and isinstance(error, RuntimeError) and "does not have a determ" in str(error)):
             return None
         refused = str(error).partition(", but you set")[0]
@@ -65,20 +66,20 @@ class ProcessRandomness:
         )
 
     def stream(self, *purpose: str | int) -> torch.Generator:
-        """A generator on the CPU that follows from the run's seed and this purpose alone."""
+        """A CPU generator that depends only on the run's seed and this purpose."""
         return generator(self.job.seed, *purpose)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where each generator of this rank stands."""
+        """The states of this rank's generators."""
         return generators()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on drawing from where the generators stood. A GPU's is left alone if either side has none."""
+        """Set the states of this rank's generators; the GPU's is skipped if either side has none."""
         set_generators(state)
 
 
 def generators() -> dict[str, Any]:
-    """Where the generators of this process stand, as tensors and plain values."""
+    """The states of the process's generators, as tensors and plain values."""
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -89,7 +90,7 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(state: dict[str, Any]) -> None:
-    """Put the generators of this process where `generators` found them."""
+    """Set the states of the process's generators to those that `generators` returned."""
     python = state["python"]
     torch.set_rng_state(state["torch"])
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
@@ -102,7 +103,7 @@ def _numpy_state() -> dict[str, Any]:
     state: Any = np.random.get_state(legacy=False)
     return {
         "bit_generator": state["bit_generator"],
-        "words": torch.from_numpy(state["state"]["key"].astype(np.int64)),
+        "words": torch.from_numpy(state["state"]["key"].astype(np.int64)),  # torch has few operations for uint32
         "position": int(state["state"]["pos"]),
         "has_gauss": int(state["has_gauss"]),
         "gauss": float(state["gauss"]),

@@ -1,9 +1,9 @@
 """
 Signals that ask the run to end: it ends after the step, on all ranks, with its state saved.
 
-A handler in Python runs when the main thread comes to Python code again, and not while it waits for other ranks or for
-a kernel. So the interpreter is asked to write each signal's number into a socket, which it does at once, and a thread
-reads them there.
+A Python signal handler runs only when the main thread returns to Python code, and not while it is blocked in a
+collective or a kernel. So the interpreter writes each signal's number to a socket at once (signal.set_wakeup_fd), and a
+thread reads it there.
 """
 
 import logging
@@ -24,119 +24,124 @@ import torch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.graph import above, component, setting
 
-TAKEN = (signal.SIGINT, signal.SIGTERM)
-ECHO = 1.0  # seconds; what a cluster sends to every process of a job, torchrun sends on to its workers once more
+HANDLED = (signal.SIGINT, signal.SIGTERM)
+# seconds in which a repeated signal is ignored: a cluster signals every process of a job, and torchrun forwards it
+DEBOUNCE = 1.0
 NOTICE = b"\nstopping after this step; a second signal ends at once\n"
-ABANDONED = "the run did not end within %g s after signal %d, so it ends as it stands; what was saved last is there"
+ABANDONED = "the run did not end within %g s after signal %d, so it is killed; committed checkpoints are intact"
 
 log = logging.getLogger("drawloom.run")
 
 
-class _Listener:
-    """Reads the numbers of signals from the socket into which the interpreter writes them, and tells some of them."""
+class _SignalReader:
+    """Reads signal numbers from the interpreter's wakeup socket in a thread, and calls `on_signal` and `on_expired`."""
 
     def __init__(
-        self, taken: Set[int], echo: float, hear: Callable[[int, int], float | None], expired: Callable[[int], None]
+        self,
+        handled: Set[int],
+        debounce: float,
+        on_signal: Callable[[int, int], float | None],
+        on_expired: Callable[[int], None],
     ) -> None:
-        self._taken = taken
-        self._echo = echo
-        self._hear = hear
-        self._expired = expired
-        self._ours, self._theirs = socket.socketpair()
-        self._theirs.setblocking(False)
-        self._before = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+        self._handled = handled
+        self._debounce = debounce
+        self._on_signal = on_signal
+        self._on_expired = on_expired
+        self._reading, self._writing = socket.socketpair()
+        self._writing.setblocking(False)  # set_wakeup_fd demands it
+        self._before = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Read no more."""
+        """Restore the wakeup descriptor, and end the thread."""
         signal.set_wakeup_fd(self._before)
-        self._theirs.close()
+        self._writing.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
-        self._ours.close()
+        self._reading.close()
 
     def _listen(self) -> None:
         count, first, began, end = 0, 0, 0.0, float("inf")
         while True:
-            patience = None if end == float("inf") else max(0.0, end - time.monotonic())
-            if not select.select([self._ours], [], [], patience)[0]:
-                self._expired(first)
+            timeout = None if end == float("inf") else max(0.0, end - time.monotonic())
+            if not select.select([self._reading], [], [], timeout)[0]:
+                self._on_expired(first)
                 return
-            numbers = self._ours.recv(64)
+            numbers = self._reading.recv(64)
             if not numbers:
                 return
-            for number in filter(self._taken.__contains__, numbers):
-                if count and time.monotonic() - began < self._echo:
+            for number in filter(self._handled.__contains__, numbers):
+                if count and time.monotonic() - began < self._debounce:
                     continue
                 count, first, began = count + 1, first or number, began or time.monotonic()
-                grace = self._hear(number, count)
+                grace = self._on_signal(number, count)
                 end = end if grace is None else time.monotonic() + grace
 
 
 @component(change="free")
 class Signals:
     """
-    Takes SIGINT and SIGTERM while the run is open: the first asks for an end, one a second later ends at once.
+    Handles SIGINT and SIGTERM while the run is open: the first stops the run after its step, a later one at once.
 
-    A process that has not ended in the time that whoever stops it grants is ended as it stands: what was committed
-    last is where the run goes on. In a thread other than the main one no signal can be taken, and none is.
+    A process that has not ended after `grace` seconds exits without saving; the run resumes from its last checkpoint.
+    Outside the main thread, where Python can't set signal handlers, no signal is handled.
     """
 
     mesh: Mesh
     grace: float = setting(default=25.0, check=above(0), doc="seconds from the first signal until the process ends")
     extra_signals: list[Literal["SIGUSR1", "SIGUSR2", "SIGHUP"]] = setting(
-        factory=list, doc="more signals that ask for an end, such as a cluster's early warning"
+        factory=list, doc="more signals that stop the run, such as a cluster's early warning"
     )
 
     exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
-    debounce: float = attrs.field(init=False, default=ECHO)
+    debounce: float = attrs.field(init=False, default=DEBOUNCE)
     _before: dict[int, Any] = attrs.field(init=False, factory=dict)
-    _noted: int = attrs.field(init=False, default=0)
-    _listener: _Listener | None = attrs.field(init=False, default=None)
+    _received: int = attrs.field(init=False, default=0)
+    _reader: _SignalReader | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Take the signals."""
+        """Install the handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
-        taken = {*TAKEN, *(signal.Signals[name] for name in self.extra_signals)}
-        self._listener = _Listener(taken, self.debounce, self._hear, self._expired)
-        for number in taken:
-            self._before[number] = signal.signal(number, self._note)
+        handled = {*HANDLED, *(signal.Signals[name] for name in self.extra_signals)}
+        self._reader = _SignalReader(handled, self.debounce, self._on_signal, self._on_expired)
+        for number in handled:
+            self._before[number] = signal.signal(number, self._handle)
 
     def close(self) -> None:
-        """Let signals do what they did before."""
+        """Restore the earlier handlers."""
         while self._before:
             number, handler = self._before.popitem()
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
     def agreed(self) -> int:
-        """The largest number of a signal that any rank noted, 0 if none did; all ranks call it."""
-        largest = torch.tensor(self._noted, dtype=torch.int64)
+        """The largest number of a signal that any rank received, 0 if none; a collective, equal on all ranks."""
+        largest = torch.tensor(self._received, dtype=torch.int64)
         self.mesh.world.max(largest)
         return int(largest)
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        """In the main thread, at some time."""
-        self._noted = self._noted or number
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        """The signal handler: runs in the main thread, perhaps late."""
+        self._received = self._received or number
 
-    def _hear(self, number: int, count: int) -> float | None:
-        """In the listener's thread, at once: how long the process may still take, if this is the first."""
+    def _on_signal(self, number: int, count: int) -> float | None:
+        """Runs in the reader's thread, at once: the grace period at the first signal, None at later ones."""
         if count > 1:
             self.exit(128 + number)
             return None
-        self._noted = self._noted or number
+        self._received = self._received or number
         if self.mesh.world.rank == 0:
             with suppress(OSError):
-                os.write(2, NOTICE)  # print and logging may be in the middle of a line
+                os.write(2, NOTICE)  # print and logging may hold their locks in a blocked main thread
         return self.grace
 
-    def _expired(self, number: int) -> None:
-        """In the listener's thread, when that time is up."""
-        told = threading.Thread(target=log.error, args=(ABANDONED, self.grace, number), daemon=True)
-        told.start()
-        told.join(1.0)  # the log may hang on the same disk as the run
+    def _on_expired(self, number: int) -> None:
+        """Runs in the reader's thread, when the grace period is over."""
+        logging_thread = threading.Thread(target=log.error, args=(ABANDONED, self.grace, number), daemon=True)
+        logging_thread.start()
+        logging_thread.join(1.0)  # the log may hang on the same disk as the run
         self.exit(128 + number)

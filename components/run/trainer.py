@@ -1,4 +1,4 @@
-"""The loop."""
+"""The training loop."""
 
 import logging
 from typing import Any
@@ -14,11 +14,10 @@ log = logging.getLogger("drawloom.run")
 
 @component
 class Trainer:
-    """Takes every step through the phases, in their order; then finishes what is left to do once."""
+    """Runs the phases of every step, in order; then the final tasks."""
 
-    listeners: list[Listener] = attrs.field(
-        factory=list
-    )  # first, so that what they need to hear and tell is open first
+    # nodes open in the order of these fields: listeners first, so that logs and timeouts cover the opening of the rest
+    listeners: list[Listener] = attrs.field(factory=list)
     phases: Ordered[Phase]
     events: Events
     stop: Stop
@@ -27,27 +26,27 @@ class Trainer:
     on_finish: list[FinalTask] = attrs.field(factory=list)
     steps: int = setting(check=at_least(1), doc="optimizer steps in the whole run")
     max_skipped_steps: int = setting(
-        default=100, change="free", check=at_least(1), doc="steps that may be refused in a row before the run stops"
+        default=100, change="free", check=at_least(1), doc="steps skipped in a row after which the run stops"
     )
 
-    _refused: int = attrs.field(init=False, default=0)
+    _skipped: int = attrs.field(init=False, default=0)
 
     def run(self) -> None:
-        """Go on from where the run was, to its end."""
+        """Train from the newest checkpoint, or from the start, to the last step."""
         self.events.emit(Event("run_started"))
         done = self.checkpointer.restore() if self.checkpointer else 0
-        if done >= self.steps and all(finisher.is_finished() for finisher in self.on_finish):
+        if done >= self.steps and all(task.is_finished() for task in self.on_finish):
             log.info("finished: all %d steps are done, there is nothing left to do", self.steps)
         elif done:
-            log.info("going on after step %d", done)
+            log.info("resuming after step %d", done)
         for index in range(done + 1, self.steps + 1):
-            self._take(Step(index, self.steps))
-        for finisher in self.on_finish:
-            if not finisher.is_finished():
-                finisher.finish()
+            self._run_step(Step(index, self.steps))
+        for task in self.on_finish:
+            if not task.is_finished():
+                task.finish()
         self.events.emit(Event("run_ended"))
 
-    def _take(self, step: Step) -> None:
+    def _run_step(self, step: Step) -> None:
         self.events.emit(Event("step_started", step))
         for name, phase in zip(self.phases.names, self.phases, strict=True):
             self.events.emit(Event("phase_started", step, name))
@@ -56,29 +55,29 @@ class Trainer:
             phase.run_phase(step)
             self.events.emit(Event("phase_ended", step, name))
         self.events.emit(Event("step_ended", step))
-        self._count_refused(step)
+        self._count_skipped(step)
         if signal := self.stop.agreed():
             self._stop(step, signal)
 
-    def _count_refused(self, step: Step) -> None:
-        """Stop a run in which nothing is learned any more. All ranks refuse the same steps."""
-        self._refused = self._refused + 1 if step.skip_reason else 0
-        if self._refused >= self.max_skipped_steps:
+    def _count_skipped(self, step: Step) -> None:
+        """Raise a UserError after `max_skipped_steps` in a row; all ranks skip the same steps."""
+        self._skipped = self._skipped + 1 if step.skip_reason else 0
+        if self._skipped >= self.max_skipped_steps:
             raise UserError(
-                f"{self._refused} steps in a row were skipped, at last step {step.index}: {step.skip_reason}; to go "
-                "back, remove the checkpoints that were saved since (the newest with a finite loss is always kept), "
+                f"{self._skipped} steps in a row were skipped, at last step {step.index}: {step.skip_reason}; "
+                "to go back, remove the checkpoints saved since then (the newest with a finite loss is always kept), "
                 "lower the learning rate or clip more, and start the run again"
             )
 
     def _stop(self, step: Step, signal: int) -> None:
         if self.checkpointer:
             self.checkpointer.save(step)
-        log.info("stopped by signal %d after step %d; the same command goes on from there", signal, step.index)
+        log.info("stopped by signal %d after step %d; the same command resumes the run", signal, step.index)
         raise SystemExit(128 + signal)
 
     @classmethod
     def weigh_change(cls, node: Any, key: str) -> str | None:
-        """More or fewer steps are free, as long as no phase derives anything from how many there are."""
+        """A change of `steps` is free unless a phase derives something from it, such as a learning rate schedule."""
         if key != "steps":
             return None
         derived = [phase for phase in node.neighbours("phases") if _derives(phase)]
@@ -86,12 +85,12 @@ class Trainer:
 
 
 def changes_weights(phase: Phase) -> bool:
-    """Whether a phase says that it does."""
+    """Whether a phase's component declares that it writes or changes weights."""
     traits: Traits | None = getattr(phase, "__component__", None)
     return traits is not None and "weights" in (*traits.flow.writes, *traits.flow.changes)
 
 
 def _derives(phase: Any) -> bool:
-    """Whether a phase's component says that it derives something from the number of steps."""
+    """Whether a phase's component declares that it derives something from the number of steps."""
     derives = getattr(phase.component, "derives_from_total", None)
     return bool(derives and derives(phase))

@@ -1,1 +1,1 @@
-"""Text from a model."""
+"""Text generation."""

@@ -1,4 +1,4 @@
-"""Tokens one after another, each drawn from what the model expects."""
+"""Autoregressive sampling from a model."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,10 +14,10 @@ from drawloom.components.ports.pipeline import Predictor
 @attrs.frozen
 class Sampler:
     """
-    Continues prompts; all ranks of a pipeline take part, and all learn what was drawn.
+    Continues prompts; all ranks of a pipeline call it, and all get the sampled tokens.
 
-    The model sees the last `context` ids of what there is. `temperature` 0 takes the likeliest token, `top_k` leaves
-    only that many to draw from, and `end` ends a text.
+    The model sees the last `context` ids. `temperature` 0 is greedy, `top_k` restricts sampling to the k most likely
+    tokens, and the id `end` ends a text.
     """
 
     model: Predictor
@@ -29,7 +29,7 @@ class Sampler:
     top_k: int | None = None
 
     def continued(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
-        """Up to so many ids after a prompt of at least one, without the end."""
+        """Yield up to `tokens` ids after a prompt of at least one id, without the end."""
         ids = list(prompt)
         for _ in range(tokens):
             token = self._next(torch.tensor([ids[-self.context :]]))
@@ -43,12 +43,12 @@ class Sampler:
         logits = self.model.infer(window, BatchContext(positions, torch.zeros_like(window)))
         drawn = 0 if logits is None else draw(logits[0, -1].float().cpu(), self.temperature, self.top_k, self.generator)
         agreed = torch.tensor([drawn])
-        self.pipeline.sum(agreed)  # the other ranks have 0
+        self.pipeline.sum(agreed)  # a broadcast: only the last stage has logits, the other ranks have 0
         return int(agreed)
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """One id from logits (vocabulary,)."""
+    """Sample an id from logits: (vocab_size,), float32."""
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < logits.numel():

@@ -1,4 +1,4 @@
-"""A short text from the finished model, for people to look at."""
+"""A final task that samples a short text from the trained model."""
 
 import logging
 from pathlib import Path
@@ -23,18 +23,18 @@ class Sample:
     folder: RunFolder
     randomness: Randomness
     mesh: Mesh
-    prompt: str = setting(default="", doc="what the text begins with")
-    tokens: int = setting(default=200, check=at_least(1), doc="how many tokens to draw at most")
-    context: int = setting(default=256, check=at_least(1), doc="how many tokens back the model looks")
-    temperature: float = setting(default=0.8, check=at_least(0), doc="0 takes the likeliest token each time")
-    top_k: int | None = setting(default=None, check=above(0), doc="draw from this many likeliest tokens only")
+    prompt: str = setting(default="", doc="the beginning of the text")
+    tokens: int = setting(default=200, check=at_least(1), doc="most tokens to sample")
+    context: int = setting(default=256, check=at_least(1), doc="number of last tokens that the model sees")
+    temperature: float = setting(default=0.8, check=at_least(0), doc="0 is greedy: the most likely token each time")
+    top_k: int | None = setting(default=None, check=above(0), doc="sample from this many most likely tokens only")
 
     def is_finished(self) -> bool:
-        """Whether the text is there, as the main rank sees it."""
+        """Whether rank 0 finds the text's file; equal on all ranks."""
         return bool(self.mesh.world.gather_json(self._target.exists())[0])
 
     def finish(self) -> None:
-        """Draw the text on the ranks of the first replica, and write it on the main one."""
+        """Sample the text on the first pipeline, and write it on rank 0."""
         if self.mesh.replicas.rank != 0:
             return
         prompt = [int(token) for token in self.tokenizer.encode(self.prompt)] or [self.tokenizer.eos_id]

@@ -1,1 +1,1 @@
-"""Where a run's metrics are written down."""
+"""Trackers, which store a run's metrics."""

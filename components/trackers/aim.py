@@ -1,4 +1,4 @@
-"""Metrics in an Aim repository inside the run folder."""
+"""Tracks metrics in an Aim repository in the run folder."""
 
 import atexit
 import logging
@@ -23,19 +23,21 @@ log = logging.getLogger("drawloom.trackers")
 @component(change="free", needs={"aim": "drawloom[aim]"})
 class AimTracker:
     """
-    `.aim` in the run folder, with one Aim run that a resumed run continues; `aim up --repo RUN_FOLDER` shows it.
+    Writes `.aim` in the run folder, which `aim up --repo RUN_FOLDER` shows.
 
-    A thread of its own writes, so that Aim can neither delay a step nor end the run: what Aim does not take is
-    dropped, with one warning. Only before the first step is Aim waited for, for what waits when a process is killed is
-    lost. Aim sends nothing anywhere: 3.29 has no telemetry any more, and terminal output, environment and system
-    metrics are not recorded.
+    It has one Aim run, which a resumed run continues.
+
+    A thread writes, so that Aim can neither delay a step nor end the run: values that Aim does not accept in time are
+    dropped, with one warning. Only before the first step does the run wait for Aim, because queued values are lost when
+    a process is killed. Aim sends nothing over the network: 3.29 has no telemetry any more, and terminal output,
+    environment and system metrics are not recorded.
     """
 
     folder: RunFolder
     mesh: Mesh
     job: RunInfo
     recipe: ResolvedRecipe
-    queue_size: int = setting(default=1000, check=at_least(1), doc="steps that may wait to be written")
+    queue_size: int = setting(default=1000, check=at_least(1), doc="most steps queued for writing")
     timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait for Aim at start and end")
 
     _hash: str = attrs.field(init=False, default="")
@@ -44,7 +46,7 @@ class AimTracker:
     _warned: bool = attrs.field(init=False, default=False)
 
     def open(self) -> None:
-        """Load Aim and prepare the repository, on the main rank; a UserError if Aim is not installed."""
+        """Load Aim and prepare the repository, on rank 0; a UserError if Aim is not installed."""
         if self.mesh.world.rank == 0:
             folder = self.folder.folder
             self._run = AimRun(load_aim(), folder, self.job.name, self.recipe.text)
@@ -53,40 +55,40 @@ class AimTracker:
             self._wait_for(self._run.prepare)
 
     def close(self) -> None:
-        """Write what waits and close the Aim run, unless that takes too long."""
+        """Write queued values and close the Aim run, within `timeout` seconds."""
         background, self._background, self._run = self._background, None, None
         if background is not None and not background.close(self.timeout):
             self._warn(f"Aim was not done within {self.timeout:g} s; some of the last steps are missing there")
-            atexit.unregister(load_aim().ext.cleanup.AutoClean.cleanup)  # would wait for Aim without limit
+            atexit.unregister(load_aim().ext.cleanup.AutoClean.cleanup)  # it waits for Aim without a timeout
 
     def state_dict(self) -> dict[str, Any]:
-        """Which Aim run this is; empty on ranks that do not write."""
+        """`run`: the hash of the Aim run; empty on ranks other than 0."""
         return {"run": self._hash}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with that Aim run."""
+        """Continue the Aim run of this hash."""
         self._hash = state["run"] or self._hash
 
     def rewind(self, step: int) -> None:
-        """Open the Aim run, and remove what it holds of later steps."""
+        """Open the Aim run, and delete the values of later steps."""
         if self._run is not None:
             self._wait_for(partial(self._run.rewind, self._hash, step))
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
-        """Have the finite ones of these values written."""
+        """Queue the finite values of a step for writing."""
         if self._run is None or self._background is None:
             return
         numbers = {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
-        if not self._background.give(partial(self._run.track, self._hash, step, numbers)):
+        if not self._background.put(partial(self._run.track, self._hash, step, numbers)):
             self._warn("Aim does not keep up; some steps will be missing there")
 
     def _wait_for(self, task: Task) -> None:
-        if self._background is not None and not self._background.do(task, self.timeout):
+        if self._background is not None and not self._background.run(task, self.timeout):
             self._warn(f"Aim was not ready within {self.timeout:g} s; some steps may be missing there")
 
     def _failed(self, error: Exception) -> None:
         usable = self._run is None or self._run.usable
-        what = "some steps will be missing there" if usable else "nothing is written there"
+        what = "some steps will be missing there" if usable else "nothing is written to it"
         self._warn(f"Aim failed, {what}: {type(error).__name__}: {error}")
 
     def _warn(self, text: str) -> None:
@@ -96,16 +98,16 @@ class AimTracker:
 
 
 def load_aim() -> Any:
-    """The package; a UserError that says what to install if it is missing."""
+    """The package `aim`. Raises UserError, with what to install, if it is missing."""
     try:
         with warnings.catch_warnings():
-            # Aim still takes declarative_base from where SQLAlchemy 1 had it.
+            # Aim imports declarative_base from its deprecated location in SQLAlchemy
             warnings.filterwarnings("ignore", r".*declarative_base", DeprecationWarning)
             import aim
             import aim.ext.cleanup
     except ImportError as error:
         raise UserError(
             f"trackers.aim: the package `aim` is missing ({error}); "
-            "pip install 'drawloom[aim]' on Python 3.11 or 3.12, or leave this tracker out"
+            "pip install 'drawloom[aim]' on Python 3.11 or 3.12, or remove this tracker"
         ) from error
     return aim

@@ -1,4 +1,4 @@
-"""Tasks done in one thread and in order, while whoever gives them need not wait."""
+"""A background thread that runs queued tasks in order."""
 
 import queue
 import threading
@@ -10,47 +10,47 @@ Task = Callable[[], None]
 
 class Background:
     """
-    A thread with room for so many tasks that wait.
+    A daemon thread with a queue of at most `queue_size` tasks.
 
-    What a task raises goes to `failed`, and the next one is taken. `last` is done after all others. A thread that
-    hangs keeps no process alive.
+    A task's exception is passed to `failed`, and the next task runs. `last` runs after all others.
     """
 
-    def __init__(self, name: str, room: int, failed: Callable[[Exception], None], last: Task) -> None:
-        self._tasks: queue.Queue[Task | None] = queue.Queue(room)
+    def __init__(self, name: str, queue_size: int, failed: Callable[[Exception], None], last: Task) -> None:
+        self._tasks: queue.Queue[Task | None] = queue.Queue(queue_size)
         self._failed = failed
         self._last = last
+        # daemon: a task that hangs does not keep the process alive
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def give(self, task: Task) -> bool:
-        """Have a task done some time; False, and nothing happens, if there is no room."""
+    def put(self, task: Task) -> bool:
+        """Queue a task; False if the queue is full."""
         try:
             self._tasks.put_nowait(task)
         except queue.Full:
             return False
         return True
 
-    def do(self, task: Task, seconds: float) -> bool:
-        """Have a task done, and wait for it, but no longer than that; False if it is not done by then."""
+    def run(self, task: Task, seconds: float) -> bool:
+        """Queue a task and wait for it up to this many seconds; False if it is not done by then."""
         done = threading.Event()
 
-        def tell() -> None:
+        def run_and_notify() -> None:
             try:
                 task()
             finally:
                 done.set()
 
-        return self.give(tell) and done.wait(seconds)
+        return self.put(run_and_notify) and done.wait(seconds)
 
     def close(self, seconds: float) -> bool:
-        """Wait until all is done, but no longer than that; False if something is not."""
-        until = time.monotonic() + seconds
+        """Wait up to this many seconds until all tasks are done; False if some are not."""
+        end = time.monotonic() + seconds
         try:
             self._tasks.put(None, timeout=seconds)
         except queue.Full:
             return False
-        self._thread.join(max(0.0, until - time.monotonic()))
+        self._thread.join(max(0.0, end - time.monotonic()))
         return not self._thread.is_alive()
 
     def _work(self) -> None:

@@ -1,4 +1,4 @@
-"""Metrics as a file of JSON lines, cut back to where the run goes on from."""
+"""Tracks metrics in a file of JSON lines, truncated to the step that a run resumes from."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ from drawloom.components.storage.atomic_write import replace_file
 from drawloom.graph import component
 
 FORMAT = 1
-ROOM = 2**24  # bytes of lines that wait; later ones are dropped
+BUFFER_SIZE = 2**24  # bytes of lines that the disk has not accepted yet; further ones are dropped
 
 log = logging.getLogger("drawloom.trackers")
 
@@ -24,21 +24,21 @@ log = logging.getLogger("drawloom.trackers")
 @component(change="free")
 class JsonlTracker:
     """
-    `metrics.jsonl` in the run folder: an object for each step, on the main rank.
+    Writes `metrics.jsonl` in the run folder on rank 0: an object for each step.
 
-    Keys are `step`, then the metrics, then `format`. Floats are written so that reading gives the same number; those
-    that JSON has no word for are null.
+    Keys are `step`, then the metrics, then `format`. Floats round-trip exactly; those that are not finite, which JSON
+    does not have, are null.
     """
 
     folder: RunFolder
     mesh: Mesh
 
     _file: int | None = attrs.field(init=False, default=None)
-    _waiting: bytes = attrs.field(init=False, default=b"")
+    _buffer: bytes = attrs.field(init=False, default=b"")
     _warned: bool = attrs.field(init=False, default=False)
 
     def open(self) -> None:
-        """Open the file at its end."""
+        """Open the file for appending."""
         if self.mesh.world.rank == 0:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
@@ -50,40 +50,40 @@ class JsonlTracker:
             os.close(file)
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
-        """Add a line, and hand it to the system at once. What the disk does not take waits for the next line."""
+        """Append a line, and write it at once. If the disk does not accept it, it is written with the next line."""
         if self._file is not None:
             row = {"step": step} | {name: _plain(value) for name, value in values.items()} | {"format": FORMAT}
-            if len(self._waiting) < ROOM:
-                self._waiting += json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+            if len(self._buffer) < BUFFER_SIZE:
+                self._buffer += json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
             self._write()
 
     def flush(self) -> None:
-        """Return when every line is on the disk."""
+        """Return when every line is on disk."""
         if self._file is not None:
             os.fsync(self._file)
 
     def rewind(self, step: int) -> None:
-        """Cut the file back to the lines of steps up to this one; a line that a crash left half-written goes too."""
+        """Truncate the file to the lines up to this step; a line that a crash left incomplete is removed too."""
         if self._file is None:
             return
         lines = self._path.read_bytes()
         kept = b"".join(line + b"\n" for line in lines.split(b"\n") if _step_of(line) <= step)
         if lines.startswith(kept):
-            os.ftruncate(self._file, len(kept))  # needs no room
+            os.ftruncate(self._file, len(kept))  # works on a full disk too
         else:
             self.close()
             replace_file(self._path, kept)
             self.open()
 
     def _write(self) -> None:
-        """Write what waits, as far as the disk takes it. The run goes on in any case."""
+        """Write the buffered lines, as far as the disk accepts them; an error is only a warning."""
         try:
-            while self._waiting and self._file is not None:
-                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+            while self._buffer and self._file is not None:
+                self._buffer = self._buffer[os.write(self._file, self._buffer) :]
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                log.warning("%s: %s; lines wait until the disk takes them", self._path, error.strerror)
+                log.warning("%s: %s; lines are kept in memory until the disk accepts them", self._path, error.strerror)
 
     @property
     def _path(self) -> Path:
@@ -95,7 +95,7 @@ def _plain(value: Value) -> Value:
 
 
 def _step_of(line: bytes) -> float:
-    """The step that a line tells of; later than any if it is not whole."""
+    """The step of a line; infinity if it is incomplete."""
     try:
         row: Any = json.loads(line)
         return int(row["step"])

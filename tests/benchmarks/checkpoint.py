@@ -21,7 +21,7 @@ from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.checkpoint.staging.overlapped import Overlapped
 from drawloom.components.ports.run import Step
 from drawloom.components.storage.tensor_source import bytes_of
-from support.checkpoints import Memory, checkpointer
+from support.checkpoints import StateNode, checkpointer
 from support.dcp import begin_save
 
 TENSORS, NUMBERS = 64, 2**22  # float32: 1 GiB
@@ -71,7 +71,7 @@ def _round(place: Path, state: dict[str, Any], nodes: dict[str, Checkpointer], s
 def _nodes(place: Path, state: dict[str, Any]) -> Iterator[dict[str, Checkpointer]]:
     stagers: dict[str, Any] = {"no staging": None, "blocking": Blocking(), "overlapped": Overlapped()}
     yield {
-        name: checkpointer(place / name, {"stages": Memory(state)}, staging=stager, every=1, keep=100)
+        name: checkpointer(place / name, {"stages": StateNode(state)}, staging=stager, every=1, keep=100)
         for name, stager in stagers.items()
     }
 

@@ -1,4 +1,4 @@
-"""Doubles that the tests of more than one subject use."""
+"""Doubles for the tests of several subjects."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ class OneRankGroup:
 
 @attrs.frozen
 class FakeMesh:
-    """A mesh of given sizes as the rank at given places sees it. Its groups hold this rank alone."""
+    """A mesh of given sizes, as the rank at given indices sees it. Its groups contain only this rank."""
 
     sizes: dict[str, int] = attrs.field(factory=dict)
     indices: dict[str, int] = attrs.field(factory=dict)
@@ -64,7 +64,7 @@ def one_rank() -> FakeMesh:
 
 @pytest.fixture(scope="session")
 def mesh_of() -> Callable[..., FakeMesh]:
-    """Makes the mesh that a rank sees: `mesh_of(sizes={"data_replicate": 2}, indices={"data_replicate": 1})`."""
+    """Makes a rank's mesh: `mesh_of(sizes={"data_replicate": 2}, indices={"data_replicate": 1})`."""
     return FakeMesh
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.aborts import WHERE, ended, told
+from support.aborts import WHERE, ended, printed_lines
 from support.gpu import drawloom_run
 from support.runs import series, write_corpus
 
@@ -69,7 +69,7 @@ def test_a_killed_run_ends_with_the_same_bits(place: Path, optimizer: str, proce
     killed = ran(place, "killed", *words, processes=processes, kill_after=6)
     assert not (killed / "checkpoints/step-12").exists()
     assert_same(ran(place, "killed", *words, processes=processes), straight)
-    assert "going on after step" in (killed / "log/rank-0.log").read_text()
+    assert "resuming after step" in (killed / "log/rank-0.log").read_text()
 
 
 @one_or_two
@@ -97,7 +97,7 @@ def test_a_rank_that_fails_ends_the_other(place: Path, deed: str, exit_code: int
     assert seconds < 5
     assert WHERE in (place / "runs/tiny/log/rank-0.log").read_text()
     if not failures:
-        assert told(outcomes)[-1].startswith(f"rank 1, {WHERE}: ")
+        assert printed_lines(outcomes)[-1].startswith(f"rank 1, {WHERE}: ")
 
 
 @pytest.mark.gpu(2)

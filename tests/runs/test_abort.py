@@ -1,4 +1,4 @@
-"""A rank fails: all others end with it, soon, and one message says which rank it was, where, and why."""
+"""A rank fails: all others end with it within seconds, and one message names the rank, where, and why."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.aborts import RUN, WHERE, ended, told
+from support.aborts import RUN, WHERE, ended, printed_lines
 from support.runs import write_corpus
 
 SOURCE = str(Path(__file__).parents[2] / "src")
@@ -23,30 +23,30 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_mistake_is_told_once_with_rank_and_place(place: Path, ranks: int) -> None:
-    """All ranks end with its exit code, and their logs say because of whom; a warning of the recipe comes once, too."""
+def test_a_user_error_is_printed_once_with_rank_and_location(place: Path, ranks: int) -> None:
+    """All ranks exit with its code, and their logs name the failed rank; a warning of the recipe is printed once."""
     failures, outcomes, seconds = ended(place, ranks, "refuse")
     assert failures == {} and [outcome.code for outcome in outcomes.values()] == [2] * ranks
-    assert told(outcomes) == [f"rank 1, {WHERE}: there is no luck today"]
+    assert printed_lines(outcomes) == [f"rank 1, {WHERE}: there is no luck today"]
     assert sum(outcome.text.count("warning: [export]") for outcome in outcomes.values()) == 1
     assert "there is no luck today" in (place / "runs/tiny/log/rank-0.log").read_text()
     assert seconds < 5
 
 
-def test_a_rank_that_hangs_while_it_closes_keeps_nobody(place: Path) -> None:
-    """The others don't wait for its connections to break, and it is ended itself."""
+def test_a_rank_that_hangs_while_closing_does_not_delay_the_others(place: Path) -> None:
+    """The others do not wait for its connections to break, and it is killed."""
     failures, outcomes, seconds = ended(place, 2, "refuse and hang")
     assert failures == dict.fromkeys(failures, "died with exit code 2") and 1 in failures
     assert seconds < 5
     assert "no luck" in (place / "runs/tiny/log/rank-0.log").read_text()
-    assert told(outcomes) == []  # what rank 1 printed is lost with it
+    assert printed_lines(outcomes) == []  # what rank 1 printed is lost with it
 
 
-def test_a_fault_of_the_program_is_told_once_with_its_traceback(place: Path) -> None:
-    """On the terminal, and in the log of the rank in which it is."""
+def test_a_bug_is_printed_once_with_its_traceback(place: Path) -> None:
+    """The traceback is on the terminal and in the log of the failed rank."""
     failures, outcomes, seconds = ended(place, 3, "fault")
     assert failures == {} and [outcome.code for outcome in outcomes.values()] == [1] * 3
-    lines = told(outcomes)
+    lines = printed_lines(outcomes)
     assert lines[0].startswith("Traceback") and lines.count(lines[0]) == 1
     assert lines[-1] == f"rank 1, {WHERE}: ZeroDivisionError: division by zero"
     assert "Traceback" in outcomes[1].text and "Traceback" in (place / "runs/tiny/log/rank-1.log").read_text()
@@ -54,28 +54,27 @@ def test_a_fault_of_the_program_is_told_once_with_its_traceback(place: Path) -> 
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_that_is_killed_is_named_once(place: Path, ranks: int) -> None:
-    """By one of the others; none says that connections were reset."""
+def test_a_killed_rank_is_named_once(place: Path, ranks: int) -> None:
+    """One of the others names it; no rank reports connection resets."""
     failures, outcomes, seconds = ended(place, ranks, "kill")
     assert failures == {1: "died with exit code -9"} and {outcome.code for outcome in outcomes.values()} == {1}
-    [line] = told(outcomes)
+    [line] = printed_lines(outcomes)
     assert re.fullmatch(r"rank 1 \(process \d+\) is gone: it was killed, or it crashed", line)
     assert seconds < 5
 
 
-def test_a_rank_that_stands_still_is_named_once(place: Path) -> None:
-    """At the limit of a step, by one of the others."""
+def test_a_stopped_rank_is_named_once(place: Path) -> None:
+    """One of the others names it, when the limit of a step is over."""
     failures, outcomes, seconds = ended(place, 3, "stop", *LIMITS)
     assert failures == {1: "was not waited for"} and {outcome.code for outcome in outcomes.values()} == {1}
-    [line] = [line for line in told(outcomes) if "is slow" not in line]
+    [line] = [line for line in printed_lines(outcomes) if "is slow" not in line]
     assert "rank 1 does not answer" in line and "step 4, phase [" in line
     assert 2 <= seconds < 9
 
 
-def test_torchrun_is_given_one_message(place: Path) -> None:
+def test_a_failure_of_every_rank_is_printed_once(place: Path) -> None:
     """
-    A fault that every rank finds is printed once. torchrun's own table can't be kept from coming after it; its cause is
-    ours.
+    A problem that every rank finds is printed once; torchrun's table, which follows it, names it as the root cause.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}

@@ -1,4 +1,4 @@
-"""Exports from before parameters had Hugging Face's names train on as they did."""
+"""Exports from before parameters had Hugging Face's names train as before."""
 
 import json
 from pathlib import Path
@@ -39,11 +39,11 @@ RECIPES = {"dense": SIZES, "moe": SIZES + EXPERTS}
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_an_earlier_export_gives_the_losses_it_gave_then(name: str, tmp_path: Path) -> None:
+def test_an_earlier_export_has_its_earlier_losses(name: str, tmp_path: Path) -> None:
     """
     Losses, gradient norms and validation losses of a run from the export's weights are those of the earlier code.
 
-    In float64 processors that sum in another order differ in the last digits alone, so 12 are compared.
+    In float64, processors that sum in another order differ in the last digits only, so 12 digits are compared.
     """
     write_corpus(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPES[name], "utf-8")

@@ -1,4 +1,4 @@
-"""Runs whose ranks are stopped, signalled, slow or faulty: how they end, and what they say."""
+"""Runs whose ranks are stopped, signalled, slow or faulty: how they end, and what they report."""
 
 import os
 import random
@@ -38,7 +38,7 @@ def _last_step(run: Path) -> int:
 
 
 def _when(folder: Path, steps: int, deed: Callable[[], None]) -> None:
-    """In a thread of its own, when so many steps are written down."""
+    """Call `deed` in a thread once this many steps are tracked."""
 
     def wait() -> None:
         while _last_step(folder / "runs/tiny") < steps:
@@ -49,7 +49,7 @@ def _when(folder: Path, steps: int, deed: Callable[[], None]) -> None:
 
 
 def _struck(folder: Path, arguments: Sequence[str], ranks: Sequence[int], steps: int, number: int) -> Outcome:
-    """A process of a run; some of them send themselves a signal after so many steps."""
+    """A process of a run; some ranks send themselves a signal after this many steps."""
     if int(os.environ.get("RANK", "0")) in ranks:
         _when(folder, steps, partial(os.kill, os.getpid(), number))
     return command(folder, arguments, None)
@@ -58,7 +58,7 @@ def _struck(folder: Path, arguments: Sequence[str], ranks: Sequence[int], steps:
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_all_ranks_stop_after_the_same_step(place: Path, ranks: tuple[int, ...], number: int) -> None:
-    """Whether all were sent the signal or one: a checkpoint of that step, exit codes by the signal, no traceback."""
+    """Whether one rank or all got the signal: a checkpoint of that step, the signal's exit code, no traceback."""
     outcomes = run_ranks(_struck, 2, place, LONG, ranks, 3, int(number), timeout=40)
     assert [outcome.code for outcome in outcomes] == [128 + number] * 2
     assert not any("Traceback" in outcome.text for outcome in outcomes)
@@ -67,7 +67,7 @@ def test_all_ranks_stop_after_the_same_step(place: Path, ranks: tuple[int, ...],
 
 
 def _bits(run: Path, step: int) -> list[bytes]:
-    """Every file of every rank of a checkpoint."""
+    """The bytes of every file of every rank of a checkpoint."""
     return [path.read_bytes() for path in sorted((run / f"checkpoints/step-{step}").glob("rank-*"))]
 
 
@@ -93,20 +93,20 @@ def _stopped_again_and_again(place: Path, ranks: int, times: int, seed: int) -> 
     assert _bits(place / "runs/tiny", steps) == _bits(place / "runs/straight", steps) != []
 
 
-def test_runs_that_are_stopped_end_with_the_same_bits(place: Path) -> None:
-    """Stopped by SIGTERM twice at random steps, two ranks end where the run that was not stopped ends."""
+def test_stopped_runs_end_with_the_same_bits(place: Path) -> None:
+    """Two ranks stopped twice by SIGTERM at random steps end as the uninterrupted run."""
     _stopped_again_and_again(place, 2, 2, seed=1)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
 def test_thirty_stops(place: Path, seed: int) -> None:
-    """The same thirty times over, on one process and on two."""
+    """Thirty stops, on one process and on two."""
     _stopped_again_and_again(place, 1 + seed % 2, 10, seed)
 
 
-def _told(failed: RanksFailed, place: Path, rank: int) -> str:
-    """All that a rank has said: to its log, and to its terminal if it came to an end."""
+def _output(failed: RanksFailed, place: Path, rank: int) -> str:
+    """All output of a rank: its log, and its terminal if it ended."""
     outcome = failed.values.get(rank)
     return (place / f"runs/tiny/log/rank-{rank}.log").read_text("utf-8") + (outcome.text if outcome else "")
 
@@ -115,18 +115,18 @@ LIMITS = ("listeners.timeouts.step=2", "listeners.timeouts.first_step=30", "list
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_stands_still_is_named(place: Path, rank: int) -> None:
-    """The other one ends within the limit and some seconds, and says in its log which rank does not answer."""
+def test_a_stopped_rank_is_named(place: Path, rank: int) -> None:
+    """The other rank ends within the limit and some seconds, and its log names the rank that does not answer."""
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_struck, 2, place, (*LONG, *LIMITS), (rank,), 3, int(signal.SIGSTOP), timeout=20, lost={rank})
-    told = _told(caught.value, place, 1 - rank)
-    assert f"rank {rank} does not answer" in told
-    assert "Traceback" not in told
+    output = _output(caught.value, place, 1 - rank)
+    assert f"rank {rank} does not answer" in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.soak
-def test_a_rank_that_stands_still_at_any_moment_is_named(tmp_path: Path) -> None:
-    """Twenty times: in a step, in an exchange, while saving."""
+def test_a_rank_stopped_at_any_moment_is_named(tmp_path: Path) -> None:
+    """Twenty times: in a step, in a collective, while saving."""
     for number in range(20):
         place = tmp_path / str(number)
         place.mkdir()
@@ -136,11 +136,11 @@ def test_a_rank_that_stands_still_at_any_moment_is_named(tmp_path: Path) -> None
         arguments = (*LONG, *LIMITS, "listeners.timeouts.saving=2", *saving)
         with pytest.raises(RanksFailed) as caught:
             run_ranks(_struck, 2, place, arguments, (rank,), 3 + number, int(signal.SIGSTOP), timeout=20, lost={rank})
-        assert f"rank {rank} does not answer" in _told(caught.value, place, 1 - rank)
+        assert f"rank {rank} does not answer" in _output(caught.value, place, 1 - rank)
 
 
 def _slow(folder: Path, arguments: Sequence[str], rank: int, number: int, seconds: float) -> Outcome:
-    """A process of a run, of which one rank takes its time in one step."""
+    """A process of a run of which one rank is slow in one step."""
     run = ForwardBackward.run_phase
 
     def slowly(self: ForwardBackward, step: Step) -> None:
@@ -152,27 +152,27 @@ def _slow(folder: Path, arguments: Sequence[str], rank: int, number: int, second
     return command(folder, arguments, None)
 
 
-def test_a_slow_rank_is_warned_of_and_waited_for(place: Path) -> None:
-    """One that takes more than half of its time; the run goes on, and learns what it would have learned."""
+def test_a_slow_rank_is_a_warning_only(place: Path) -> None:
+    """A step that takes more than half of its limit is a warning; the run continues with unchanged results."""
     common = (*TWO, *LIMITS)
     assert {outcome.code for outcome in drawloom(place, *common, "run.name=straight", ranks=2)} == {0}
     outcomes = run_ranks(_slow, 2, place, (*common, "listeners.timeouts.step=3"), 1, 5, 2.3)
     assert [outcome.code for outcome in outcomes] == [0, 0]
-    warning = "is slow: step 5 takes more than 1.5 s by now in phase"
+    warning = "is slow: step 5 has taken more than 1.5 s in phase"
     assert f"rank 1 {warning} [forward_backward]" in (place / "runs/tiny/log/rank-1.log").read_text()
     assert f"rank 0 {warning}" in outcomes[0].text
     assert _bits(place / "runs/tiny", 10) == _bits(place / "runs/straight", 10) != []
 
 
 def test_a_long_first_step_is_no_hang(place: Path) -> None:
-    """It has a limit of its own."""
+    """The first step has its own limit."""
     limits = ("listeners.timeouts.step=0.5", "listeners.timeouts.first_step=30")
     outcomes = run_ranks(_slow, 2, place, (*TWO, *limits), 1, 1, 3.3)
     assert [outcome.code for outcome in outcomes] == [0, 0]
 
 
 def _workers(agent: int) -> list[int]:
-    """The processes that a process has started, and that run our command."""
+    """The processes that a process has started and that run drawloom."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -192,7 +192,7 @@ def _lives(pid: int) -> bool:
 
 
 def test_workers_of_a_dead_torchrun_end_themselves(place: Path) -> None:
-    """Its agent is killed; a moment later its workers are gone, the folder is free, and the run goes on."""
+    """After torchrun is killed its workers end, the folder is unlocked, and the run resumes."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
     with subprocess.Popen(
@@ -221,8 +221,8 @@ def test_workers_of_a_dead_torchrun_end_themselves(place: Path) -> None:
     assert rows(place / "runs/tiny")[0]["step"] == 1
 
 
-def test_a_checkpoint_folder_that_disappears_ends_in_words(place: Path) -> None:
-    """Somebody removes it in the middle of the run: training goes on for a while, and then it is told why not."""
+def test_a_removed_checkpoint_folder_ends_the_run_with_an_error(place: Path) -> None:
+    """If it is removed during the run, training continues for `failures` saves, and then stops with the reason."""
     arguments = (*TWO, "trainer.steps=1000000", "checkpoint.every=5", "checkpoint.failures=2", "run.name=tiny")
 
     outcome = run_ranks(_removing, 1, place, arguments, variables=False, timeout=60)[0]

@@ -1,4 +1,4 @@
-"""A pipeline of which one rank has nothing to train."""
+"""A pipeline of which one rank has no trainable parameters."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,8 +40,8 @@ def _bits(run: Path) -> list[bytes]:
 
 
 @pytest.mark.parametrize(("frozen", "optimizer"), [(0, "optim.adamw"), (1, "optim.sgd")])
-def test_a_rank_without_trained_parameters_trains_and_resumes(tmp_path: Path, frozen: int, optimizer: str) -> None:
-    """The other rank learns, and a run that goes on from a checkpoint ends with the bits of the one that did not."""
+def test_a_rank_without_trainable_parameters_trains_and_resumes(tmp_path: Path, frozen: int, optimizer: str) -> None:
+    """The other rank trains, and a resumed run ends with the bits of the uninterrupted one."""
     write_corpus(tmp_path)
     words = (*TWO, f"optimizer.use={optimizer}", "optimizer.lr=0.01")
     for name in ("straight", "resumed"):

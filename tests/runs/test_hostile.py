@@ -1,4 +1,4 @@
-"""Recipes and checkpoints that somebody has made up: they run no code, and nothing outside of their folders is read."""
+"""Forged recipes and checkpoints: they run no code, and nothing outside of their folders is read."""
 
 import ast
 import contextlib
@@ -24,13 +24,13 @@ from drawloom.components.storage.strict_json import checksum
 from drawloom.graph import UserError
 from drawloom.graph.cli.main import main
 from support.audit import Audit, places
-from support.checkpoints import Memory, OwnMemory, SpreadMemory, checkpointer, save_steps
+from support.checkpoints import LocalNode, ShardedNode, StateNode, checkpointer, save_steps
 from support.processes import run_ranks
 
 PACKAGE = Path(drawloom.__path__[0])
 
 LIBRARIES = ("run.folder_lock", "ports.run", "commands.export")
-"""Modules of ours that hold no component."""
+"""Modules of drawloom without a component."""
 
 NAMES = [
     *(
@@ -83,7 +83,7 @@ RECIPES = [
 
 
 def _check_all(folder: Path) -> tuple[list[str], list[tuple[str, int, float]]]:
-    """Check every recipe; what was seen meanwhile, and how each ended and after how long."""
+    """Check every recipe: the audit's findings, and how each ended after how many seconds."""
     os.chdir(folder)
     os.mkfifo(folder / "pipe")
     (folder / "evil.py").write_text("open('owned', 'w')\n")
@@ -93,43 +93,43 @@ def _check_all(folder: Path) -> tuple[list[str], list[tuple[str, int, float]]]:
     audit = Audit([*places(folder, PACKAGE, *ours, *installed), *(path + os.sep for path in sys.path if path)])
     audit.install()
     ends: list[tuple[str, int, float]] = []
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as told:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as printed:
         main(["check", "fine.toml"])  # what a recipe may name is imported by now, and so is what lies beside it
         for name in LIBRARIES:
             (folder / "evil.toml").write_text(f'[evil]\nuse = "{name}"\n')
             main(["check", "evil.toml"])
         for recipe in RECIPES:
             (folder / "evil.toml").write_text(recipe, "utf-8")
-            told.truncate(0)
+            printed.truncate(0)
             began = time.monotonic()
             audit.on = True
             code = main(["check", "evil.toml"])
             audit.on = False
-            ends.append((told.getvalue(), code, time.monotonic() - began))
+            ends.append((printed.getvalue(), code, time.monotonic() - began))
     return audit.found, ends
 
 
 def test_a_hostile_recipe_runs_nothing_and_reads_nothing(tmp_path: Path) -> None:
-    """Forty names of what is no component, paths, bombs: each refused in words, soon, and without any effect."""
+    """Forty forged names, paths and bombs: each is refused with an error, quickly, and without any effect."""
     found, ends = run_ranks(_check_all, 1, tmp_path, variables=False)[0]
     assert found == []
     assert len(NAMES) >= 40
-    for recipe, (told, code, seconds) in zip(RECIPES, ends, strict=True):
+    for recipe, (printed, code, seconds) in zip(RECIPES, ends, strict=True):
         assert code == 2, recipe
-        assert told and "Traceback" not in told, recipe
+        assert printed and "Traceback" not in printed, recipe
         assert seconds < 2, recipe
     assert not (tmp_path / "owned").exists()
 
 
 class Payload:
-    """What a pickle does when it is read."""
+    """An object whose pickle runs code."""
 
     def __reduce__(self) -> Any:
         return os.system, ("touch owned",)
 
 
 def _digests(checkpoint: Path, **changes: Any) -> None:
-    """Make a checkpoint's manifest say that all its files are as they should be."""
+    """Update a checkpoint's manifest to match its files."""
     content = json.loads((checkpoint / "manifest.json").read_text())
     for name in content["files"]:
         data = b""
@@ -220,7 +220,7 @@ CHECKPOINTS: list[Callable[[Path], None]] = [
 
 
 def _load_all(folder: Path) -> tuple[list[str], list[tuple[str, float]]]:
-    """Restore, verify and look into each checkpoint; what was seen meanwhile, and what each of them ended with."""
+    """Restore and verify each checkpoint: the audit's findings, and each error."""
     os.chdir(folder)
     (folder / "secret").write_text("secret")
     save_steps(folder / "good", 1)
@@ -235,7 +235,7 @@ def _load_all(folder: Path) -> tuple[list[str], list[tuple[str, float]]]:
         hostile(checkpoint)
         audit.inside, began, said = places(run), time.monotonic(), []
         audit.on = True
-        for node in (Memory(), OwnMemory(), SpreadMemory({}, names=["weight"])):
+        for node in (StateNode(), LocalNode(), ShardedNode({}, names=["weight"])):
             said.append(_refusal(partial(_restore, run, node)))
         with contextlib.suppress(UserError):  # it reads what it needs, and no more
             load_node(checkpoint, "memory")
@@ -244,12 +244,12 @@ def _load_all(folder: Path) -> tuple[list[str], list[tuple[str, float]]]:
     return audit.found, ends
 
 
-def _restore(run: Path, node: Memory) -> None:
+def _restore(run: Path, node: StateNode) -> None:
     checkpointer(run, {"memory": node}).restore()
 
 
 def _refusal(work: Callable[[], Any]) -> str:
-    """What a person is told."""
+    """The message of the error that `work` raises."""
     try:
         work()
     except UserError as error:
@@ -259,14 +259,14 @@ def _refusal(work: Callable[[], Any]) -> str:
 
 def test_a_hostile_checkpoint_runs_nothing_and_reads_nothing(tmp_path: Path) -> None:
     """
-    Pickles, links, pipes, devices, names that lead outside, headers and trees that are bombs, all with right digests:
-    each refused in words that name the file, within a second, by whoever loads it.
+    Pickles, links, pipes, devices, names that lead outside, headers and trees that are bombs, all with valid checksums:
+    each is refused with an error that names the file, within seconds, by every loader.
     """
     found, ends = run_ranks(_load_all, 1, tmp_path, variables=False)[0]
     assert found == []
-    for number, (told, seconds) in enumerate(ends):
-        assert "accepted" not in told, (number, told)
-        assert "step-1" in told and ("rank-0" in told or "manifest.json" in told or "recipe" in told or "link" in told)
+    for number, (message, seconds) in enumerate(ends):
+        assert "accepted" not in message, (number, message)
+        assert "step-1" in message and any(name in message for name in ("rank-0", "manifest.json", "recipe", "link"))
         assert seconds < 4, (number, seconds)
     assert not (tmp_path / "owned").exists()
 
@@ -291,15 +291,15 @@ def _pickles(path: Path) -> list[str]:
 
 
 def test_nothing_is_pickled_between_ranks_or_in_files() -> None:
-    """No module does, but the data loader's, whose workers nobody else can reach."""
+    """No module pickles but the data loader's, whose workers no other process can reach."""
     root = Path(__file__).parents[2]
     sources = [path for floor in ("components", "graph", "kernels") for path in (root / floor).rglob("*.py")]
     assert {str(path.relative_to(root)) for path in sources if _pickles(path)} == {"components/data/workers.py"}
 
 
 @pytest.mark.parametrize("size", [0, 100])
-def test_the_audit_sees_what_it_should(tmp_path: Path, size: int) -> None:
-    """A pickle that is read, a file outside that is opened, and a module that is imported are each seen."""
+def test_the_audit_detects_misbehaviour(tmp_path: Path, size: int) -> None:
+    """Reading a pickle, opening a file outside and importing a module are each detected."""
     found = run_ranks(_misbehave, 1, tmp_path, size, variables=False)[0]
     assert {line.split()[0] for line in found} >= {"pickle.find_class", "open", "import", "exec"}
 
@@ -309,7 +309,7 @@ def _misbehave(folder: Path, size: int) -> list[str]:
     audit = Audit(places(folder / "inside"))
     audit.install()
     audit.on = True
-    pickle.loads(pickle.dumps(Memory({"a": "b" * size})))
+    pickle.loads(pickle.dumps(StateNode({"a": "b" * size})))
     (folder / "outside").write_text("")
     sys.path.insert(0, str(folder))
     __import__("evil")

@@ -26,22 +26,22 @@ def assert_same(run: Path, other: Path) -> None:
 
 
 def test_two_processes_have_the_losses_of_one(place: Path) -> None:
-    """Two data-parallel processes at the same global batch learn what one process learns."""
+    """Two data-parallel processes at the same global batch size have the losses of one process."""
     codes = drawloom(place, "run", "tiny.toml", "run.name=two", "batch.micro_size=2", ranks=2)
     assert [outcome.code for outcome in codes] == [0, 0]
     assert_same(place / "runs/one", place / "runs/two")
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_size_of_microbatches_does_not_matter(place: Path, size: int) -> None:
-    """Gradients are sums over tokens, however rows are cut into microbatches."""
+def test_losses_do_not_depend_on_the_microbatch_size(place: Path, size: int) -> None:
+    """Gradients are sums over tokens, however rows are divided into microbatches."""
     assert drawloom(place, "run", "tiny.toml", f"run.name=micro{size}", f"batch.micro_size={size}")[0].code == 0
     assert_same(place / "runs/one", place / f"runs/micro{size}")
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_a_run_goes_on_with_another_number_of_processes(place: Path, before: int, after: int) -> None:
-    """A run that was saved by so many processes is taken over by others, with the losses it would have had."""
+def test_a_run_resumes_on_another_number_of_processes(place: Path, before: int, after: int) -> None:
+    """A checkpoint of this many processes resumes on another number, with the same losses."""
     name = f"run.name=from{before}to{after}"
     common = ["run", "tiny.toml", name, "batch.micro_size=2", "checkpoint.every=5"]
     drawloom(place, *common, ranks=before)
@@ -51,14 +51,14 @@ def test_a_run_goes_on_with_another_number_of_processes(place: Path, before: int
     assert_same(place / "runs/one", place / "runs" / name.removeprefix("run.name="))
 
 
-def test_a_mesh_that_does_not_fit_names_the_command_to_type(place: Path) -> None:
-    """One process for a mesh of two is told before anything starts, with the torchrun command."""
+def test_a_mesh_that_does_not_fit_names_the_torchrun_command(place: Path) -> None:
+    """One process for a mesh of two is an error before anything starts, with the command."""
     outcome = drawloom(place, "run", "tiny.toml", "run.name=wrong", "mesh.data_replicate=2", "batch.micro_size=2")[0]
     assert outcome.code == 2 and "torchrun --nproc-per-node 2" in outcome.text and "Traceback" not in outcome.text
 
 
-def test_a_diverged_step_is_refused_on_all_ranks_alike(place: Path) -> None:
-    """Steps whose loss is not finite are written down as refused, and nothing is applied."""
+def test_a_diverged_step_is_skipped_on_all_ranks(place: Path) -> None:
+    """Steps whose loss is not finite are tracked as skipped, and no update is applied."""
     diverge = ["optimizer.lr=1e30", "clip.max_norm=1e30", "trainer.steps=4", "trainer.on_finish=[]"]
     outcomes = drawloom(place, "run", "tiny.toml", "run.name=diverged", "batch.micro_size=2", *diverge, ranks=2)
     written: list[dict[str, Any]] = rows(place / "runs/diverged")

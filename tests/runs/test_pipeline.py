@@ -42,7 +42,7 @@ def assert_same(run: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_schedule_has_the_losses_of_one_process(place: Path, schedule: str) -> None:
-    """Two ranks learn what one learns, with a tied embedding on both, whatever the schedule; export and sample too."""
+    """Two ranks, with a tied embedding on both, train as one, for every schedule; export and sample too."""
     name = schedule.rpartition(".")[2]
     words = [*COMMON, f"run.name={name}", "mesh.pipeline=2", f"schedule.use={schedule}"]
     outcomes = drawloom(place, *words, ranks=2)
@@ -53,7 +53,7 @@ def test_every_schedule_has_the_losses_of_one_process(place: Path, schedule: str
 
 
 def moved(place: Path, name: str, layouts: Sequence[int], *words: str) -> Path:
-    """A run that goes on for some steps on each of these numbers of pipeline ranks."""
+    """A run that resumes for some steps on each of these numbers of pipeline ranks."""
     often = 6 // len(layouts)
     common = [*COMMON, *words, f"run.name={name}", f"checkpoint.every={often}", "checkpoint.keep=9"]
     for number, ranks in enumerate(layouts):
@@ -64,13 +64,13 @@ def moved(place: Path, name: str, layouts: Sequence[int], *words: str) -> Path:
     return place / "runs" / name
 
 
-def test_a_run_moves_between_layouts(place: Path) -> None:
-    """A run that was saved on one rank goes on with two, with the losses that it would have had, to rounding."""
+def test_a_run_resumes_on_another_pipeline_layout(place: Path) -> None:
+    """A checkpoint of one rank resumes on two with the same losses, to rounding."""
     assert_same(place / "runs/one", moved(place, "tied", (1, 2)))
 
 
-def test_a_run_without_shared_weights_moves_to_the_same_bits(place: Path) -> None:
-    """Where backward passes come in one order, every number, weight and moment is that of the run on one rank."""
+def test_a_run_without_tied_weights_resumes_bit_exactly_on_another_layout(place: Path) -> None:
+    """With backward passes in one order, every metric, weight and moment is that of the run on one rank."""
     words = ("model.tie_word_embeddings=false", "trainer.on_finish=[]")
     assert drawloom(place, *COMMON, *words, "run.name=straight")[0].code == 0
     runs = moved(place, "to-and-fro", (1, 2, 1), *words), place / "runs/straight"
@@ -81,8 +81,8 @@ def test_a_run_without_shared_weights_moves_to_the_same_bits(place: Path) -> Non
         assert ours == theirs and len(ours) > 30
 
 
-def test_a_checkpoint_of_two_ranks_is_whole_for_commands(place: Path) -> None:
-    """Weights that two ranks saved are exported and sampled by one process."""
+def test_commands_read_a_checkpoint_of_two_ranks(place: Path) -> None:
+    """One process exports and samples from weights that two ranks saved."""
     words = [*COMMON, "run.name=parts", "mesh.pipeline=2", "trainer.steps=2", "trainer.on_finish=[]"]
     drawloom(place, *words, ranks=2)
     exported = drawloom(place, "export", "runs/parts", "--to", "whole")[0]
@@ -112,7 +112,7 @@ tie_word_embeddings = true
 
 
 def test_a_model_with_experts_has_the_losses_of_one_process(place: Path) -> None:
-    """Its experts too are learned over two ranks as over one, also balanced, exported, and sampled from."""
+    """A mixture of experts trains over two ranks as over one, with auxiliary loss, export and sample."""
     (place / "sparse.toml").write_text(SPARSE, "utf-8")
     common = ["run", "sparse.toml", "batch.global_size=8", "trainer.steps=6"]
     assert drawloom(place, *common, "run.name=one_sparse", "batch.micro_size=8")[0].code == 0

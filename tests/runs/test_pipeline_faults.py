@@ -1,4 +1,4 @@
-"""A pipeline of which one rank dies or stands still."""
+"""A pipeline of which one rank dies or is stopped."""
 
 import signal
 from pathlib import Path
@@ -17,8 +17,8 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_other_rank_ends_and_says_at_which_action(place: Path, number: int) -> None:
-    """A rank that waits for one that is gone, or stands still, ends in time and names itself and what it was at."""
+def test_the_surviving_rank_names_its_action(place: Path, number: int) -> None:
+    """A rank that waits for a dead or stopped one ends in time, and names itself and what it was blocked in."""
     arguments = [
         *(
             "run",
@@ -37,10 +37,10 @@ def test_the_other_rank_ends_and_says_at_which_action(place: Path, number: int) 
     ]
     with pytest.raises(RanksFailed) as caught:
         run_ranks(struck, 2, place, arguments, int(number), timeout=60, lost={1})
-    told = (place / "runs/tiny/log/rank-0.log").read_text("utf-8")
+    output = (place / "runs/tiny/log/rank-0.log").read_text("utf-8")
     survivor = caught.value.values.get(0)
     if survivor is not None:
         assert survivor.code == 1 and "Traceback" not in survivor.text
-        told += survivor.text
-    assert "rank 0" in told
-    assert "stage" in told or "in group" in told, told  # it may have been between stages, in a sum over ranks
+        output += survivor.text
+    assert "rank 0" in output
+    assert "stage" in output or "in group" in output, output  # it may have been between stages, in a sum over ranks

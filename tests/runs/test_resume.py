@@ -1,4 +1,4 @@
-"""A run that is killed goes on as if nothing had happened."""
+"""Resuming after a kill is bit-exact."""
 
 import random
 import signal as signals
@@ -22,27 +22,27 @@ def place(tmp_path: Path) -> Path:
 
 
 def weights(run: Path) -> bytes:
-    """The exported weights."""
+    """The bytes of the exported weights."""
     return (run / "export" / "model.safetensors").read_bytes()
 
 
 def wait_for_a_step(run: Path) -> None:
-    """Until a run has written down its first step."""
+    """Wait until a run has tracked its first step."""
     end = time.monotonic() + 60
     while not ((run / "metrics.jsonl").exists() and rows(run)) and time.monotonic() < end:
         time.sleep(0.05)
 
 
 def bits(run: Path) -> list[bytes]:
-    """Every file of the last checkpoint but what names the run: weights, moments, generators, place in the data."""
+    """Every file of the last checkpoint except those that name the run: weights, moments, generators, data position."""
     return [path.read_bytes() for path in sorted((run / "checkpoints/step-60").glob("rank-*"))]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_runs_end_with_the_same_bits(place: Path, workers: int) -> None:
     """
-    After kills at random moments all that was written down, exported and saved equals that of the uninterrupted run
-    without data workers, to the bit; each step is written down once.
+    After kills at random moments all metrics, exports and checkpoints equal those of the uninterrupted run without data
+    workers, bit by bit; each step is tracked once.
     """
     common = ["run", "tiny.toml", "trainer.steps=60"]
     assert drawloom(place, *common, "run.name=straight")[0].code == 0
@@ -55,13 +55,13 @@ def test_killed_runs_end_with_the_same_bits(place: Path, workers: int) -> None:
     assert bits(place / "runs/killed") == bits(place / "runs/straight") != []
 
 
-def test_the_runs_above_go_through_several_epochs(place: Path) -> None:
-    """60 steps of 4 rows of 32 tokens are more than the corpus has, so that resuming crosses the end of an epoch."""
+def test_the_killed_runs_cross_several_epochs(place: Path) -> None:
+    """60 steps of 4 rows of 32 tokens are more than the corpus, so that resuming crosses the end of an epoch."""
     assert sum(path.stat().st_size + 1 for path in (place / "corpus").glob("*.py")) < 60 * 4 * 32
 
 
-def test_a_finished_run_says_so_and_does_nothing(place: Path) -> None:
-    """The same command again leaves every file as it was."""
+def test_a_finished_run_does_nothing(place: Path) -> None:
+    """The same command again reports it, and leaves every file unchanged."""
     assert drawloom(place, "run", "tiny.toml")[0].code == 0
     before = {path: path.stat().st_mtime_ns for path in (place / "runs/tiny").rglob("*") if path.suffix != ".log"}
     again = drawloom(place, "run", "tiny.toml")[0]
@@ -70,8 +70,8 @@ def test_a_finished_run_says_so_and_does_nothing(place: Path) -> None:
     assert {path for path in before | after if before.get(path) != after.get(path)} <= {place / "runs/tiny/run.lock"}
 
 
-def test_what_is_left_after_the_last_step_is_completed(place: Path) -> None:
-    """A run that ended between its last commit and its export or sample makes up for them when it starts again."""
+def test_missing_final_tasks_are_completed(place: Path) -> None:
+    """A run that ended between its last commit and its export or sample makes them when it starts again."""
     assert drawloom(place, "run", "tiny.toml")[0].code == 0
     run = place / "runs/tiny"
     exported = weights(run)
@@ -84,7 +84,7 @@ def test_what_is_left_after_the_last_step_is_completed(place: Path) -> None:
 
 
 def test_a_changed_recipe_is_refused_unless_free_or_accepted(place: Path) -> None:
-    """A change that matters is named with its node and key; a free one, or any with --accept-changes, goes on."""
+    """A change that matters is named with its node and key; a free one, or any with --accept-changes, resumes."""
     first = ["run", "tiny.toml", "trainer.on_finish=[]"]
     assert drawloom(place, *first, "trainer.steps=4")[0].code == 0
     refused = drawloom(place, *first, "trainer.steps=4", "optimizer.lr=1e-3", "evaluate.every=2")[0]
@@ -96,8 +96,8 @@ def test_a_changed_recipe_is_refused_unless_free_or_accepted(place: Path) -> Non
     assert accepted.code == 0 and [row["step"] for row in rows(place / "runs/tiny")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_more_steps_are_free_when_nothing_derives_from_them(place: Path) -> None:
-    """With a rate that is given by steps, a run can be made longer; its first steps stay as they were."""
+def test_more_steps_are_free_if_nothing_derives_from_them(place: Path) -> None:
+    """With a learning rate by steps a run can be extended; its first steps are unchanged."""
     constant = ["run", "tiny.toml", "trainer.on_finish=[]", "lr.start=1.0", "lr.phases=[{ to = 1.0, steps = 1 }]"]
     assert drawloom(place, *constant, "trainer.steps=4")[0].code == 0
     short = series(place / "runs/tiny", "step", "loss")
@@ -106,7 +106,7 @@ def test_more_steps_are_free_when_nothing_derives_from_them(place: Path) -> None
 
 
 def test_a_second_run_on_the_same_folder_is_refused(place: Path) -> None:
-    """While a run owns its folder, another one is told by which process on which host, and touches nothing."""
+    """The error names the process and host that has the folder, and no file is touched."""
     words = ("run", "tiny.toml", "trainer.steps=100000", "checkpoint.every='last'")
     command = [sys.executable, "-m", "drawloom", *words]
     source = str(Path(__file__).parents[2] / "src")
@@ -124,7 +124,7 @@ def test_a_second_run_on_the_same_folder_is_refused(place: Path) -> None:
 
 @pytest.mark.parametrize(("signal", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_a_signal_ends_the_run_with_a_checkpoint(place: Path, signal: str, code: int) -> None:
-    """The step that is under way is finished and saved, the exit code says which signal, and the run goes on later."""
+    """The current step is finished and saved, the exit code names the signal, and the run resumes later."""
     command = [sys.executable, "-m", "drawloom", "run", "tiny.toml", "trainer.steps=100000", "checkpoint.every='last'"]
     source = str(Path(__file__).parents[2] / "src")
     with subprocess.Popen(command, cwd=place, env={"PYTHONPATH": source}, stdout=subprocess.DEVNULL) as process:

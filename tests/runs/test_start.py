@@ -1,4 +1,4 @@
-"""The first seconds of a process, in which Python imports torch: signals, and the death of what started it."""
+"""The first seconds of a process, while torch is imported: signals, and the death of the parent process."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def _until(holds: Callable[[], bool], seconds: float) -> bool:
 
 @contextmanager
 def _started(place: Path, command: Sequence[str], ignored: Sequence[int] = (), **options: Any) -> Iterator[Any]:
-    """A process of its own, with these signals ignored of those that we send; it is killed in the end."""
+    """A process with these signals ignored; it is killed after the test."""
 
     def handle() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):  # a shell has its background jobs ignore SIGINT
@@ -71,8 +71,8 @@ def _is_gone(pid: int) -> bool:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("library", ["libtorch_cpu", "_multiarray_umath"])
-def test_a_signal_while_torch_is_imported_ends_in_order(place: Path, number: int, code: int, library: str) -> None:
-    """A cluster that changes its mind at once gets the same exit code as later, and no traceback is printed."""
+def test_a_signal_during_the_import_of_torch_exits_cleanly(place: Path, number: int, code: int, library: str) -> None:
+    """The exit code is the same as later, and no traceback is printed."""
     with _started(place, RUN) as process:
         assert _until(lambda: _loads(process.pid, library), 60)
         process.send_signal(number)
@@ -81,8 +81,8 @@ def test_a_signal_while_torch_is_imported_ends_in_order(place: Path, number: int
     assert printed == b"" and not (place / "runs").exists()
 
 
-def test_a_signal_that_is_to_be_ignored_is_ignored(place: Path) -> None:
-    """What `nohup` or a shell asks of a process holds while torch is imported, too."""
+def test_an_ignored_signal_stays_ignored(place: Path) -> None:
+    """Signals that `nohup` or a shell ignores are ignored during the import of torch, too."""
     command = [sys.executable, "-m", "drawloom", "check", "tiny.toml"]
     with _started(place, command, ignored=[signal.SIGTERM]) as process:
         assert _until(lambda: _loads(process.pid, "libtorch_cpu"), 60)
@@ -92,8 +92,8 @@ def test_a_signal_that_is_to_be_ignored_is_ignored(place: Path) -> None:
 
 
 @pytest.mark.parametrize("library", ["libpython", "libtorch_cpu"])
-def test_a_worker_whose_torchrun_is_killed_at_once_ends_itself(place: Path, library: str) -> None:
-    """Within two seconds: it does not wait for the other rank, and does not take over the port of the next start."""
+def test_a_worker_ends_when_torchrun_is_killed_at_once(place: Path, library: str) -> None:
+    """Within two seconds: it neither waits for the other rank nor keeps the port of the next start."""
     environment = RANK_0_OF_2 | {"MASTER_PORT": "1"}
     command = [sys.executable, "-c", PARENT, *RUN, "processes.timeout=60"]
     with _started(place, command, environment=environment) as parent:
@@ -109,6 +109,6 @@ def test_a_worker_whose_torchrun_is_killed_at_once_ends_itself(place: Path, libr
 
 
 def _catches(pid: int) -> bool:
-    """Whether a process has a handler of SIGTERM, which is the first thing that ours does."""
+    """Whether a process has a handler of SIGTERM, the first thing that drawloom installs."""
     caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)

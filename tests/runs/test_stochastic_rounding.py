@@ -7,8 +7,8 @@ from support.runs import drawloom, series, write_corpus
 LEARNED = ("step", "loss", "grad_norm", "lr")
 
 
-def test_a_run_goes_on_with_the_same_noise(tmp_path: Path) -> None:
-    """A run in two parts has the losses of a run in one, to the bit."""
+def test_a_resumed_run_has_the_same_rounding_noise(tmp_path: Path) -> None:
+    """A run in two parts has the losses of one run, bit by bit."""
     write_corpus(tmp_path)
     (tmp_path / "rounded.toml").write_text(
         'extends = "./tiny.toml"\n[precision]\nparameter = "bfloat16"\n[optimizer]\nuse = "optim.stochastic_adamw"\n'

@@ -1,4 +1,4 @@
-"""Runs beside which nothing works as it should: trackers, disks, memory, files, and their own parts."""
+"""Runs with failing surroundings: trackers, disks, memory, files, and their own nodes."""
 
 import ctypes
 import errno
@@ -30,7 +30,7 @@ from drawloom.components.trackers.aim import AimTracker
 from drawloom.components.trackers.aim_repository import AimRun
 from drawloom.graph.cli.project import Project
 from support.audit import Audit
-from support.crashes import is_whole
+from support.crashes import is_valid
 from support.disk import Call, watched
 from support.mutations import put
 from support.power import is_possible
@@ -49,13 +49,13 @@ def place(tmp_path: Path) -> Path:
 
 
 def _learned(run: Path, step: int) -> dict[str, str]:
-    """Digests of weights and moments."""
+    """Hashes of weights and moments."""
     states = {node: load_node(run / f"checkpoints/step-{step}", node) for node in ("stages", "optimizer")}
     return state_hashes({node: dict(sorted(state.items())) for node, state in states.items()})
 
 
 def _beset(folder: Path, arguments: Sequence[str]) -> Outcome:
-    """A run whose tracker hangs, whose profiler raises, and on whose disk no metrics fit for some steps."""
+    """A run whose tracker hangs, whose profiler raises, and whose disk is full for some steps."""
 
     def hang(*_: Any) -> None:
         time.sleep(1000)
@@ -91,23 +91,25 @@ def _beset(folder: Path, arguments: Sequence[str]) -> Outcome:
 
 def test_trackers_and_profilers_neither_stop_nor_change_a_run(place: Path) -> None:
     """
-    A tracker that hangs, a profiler that raises and a disk without room for metrics are a line each; what is learned
-    and what is written down are those of the run beside which all went well.
+    A tracker that hangs, a profiler that raises and a full disk for metrics are one warning each; weights and metrics
+    equal those of an undisturbed run.
     """
     assert drawloom(place, *TINY, "run.name=straight")[0].code == 0
     aim = ("trackers.aim.use=trackers.aim", "trackers.aim.timeout=60")
     words = (*TINY, *aim, "listeners.profiler.use=listeners.profiler", "listeners.profiler.steps=[2]")
     [outcome] = run_ranks(_beset, 1, place, words, variables=False)
     assert outcome.code == 0 and "Traceback" not in outcome.text
-    told = [line for line in outcome.text.splitlines() if line.startswith("warning:")]
-    assert len(told) == 3 and "no profile today" in told[0] and "No space left on device" in told[1], outcome.text
-    assert "Aim was not done within 2 s" in told[2]
+    warnings = [line for line in outcome.text.splitlines() if line.startswith("warning:")]
+    assert len(warnings) == 3 and "no profile today" in warnings[0] and "No space left on device" in warnings[1], (
+        outcome.text
+    )
+    assert "Aim was not done within 2 s" in warnings[2]
     assert series(place / "runs/tiny", *LEARNED) == series(place / "runs/straight", *LEARNED)
     assert _learned(place / "runs/tiny", 10) == _learned(place / "runs/straight", 10)
 
 
 def _full_while_exporting(folder: Path, arguments: Sequence[str]) -> Outcome:
-    """A run on whose disk no export fits."""
+    """A run whose disk is full during the export."""
 
     def full(call: Call) -> None:
         if call.name == "fsync" and "export" in call.path.partition("runs/tiny")[2]:
@@ -117,8 +119,8 @@ def _full_while_exporting(folder: Path, arguments: Sequence[str]) -> Outcome:
         return command(folder, arguments, None)
 
 
-def test_an_export_that_fails_is_made_up_for(place: Path) -> None:
-    """What was learned is committed by then: told in words, and the same command does what is left."""
+def test_a_failed_export_is_repeated(place: Path) -> None:
+    """The weights are committed by then: the error is printed, and the same command repeats the export."""
     words = ("run", "tiny.toml", "trainer.on_finish=['@export']")
     [outcome] = run_ranks(_full_while_exporting, 1, place, words, variables=False)
     assert outcome.code == 1 and "No space left on device" in outcome.text and "Traceback" not in outcome.text
@@ -134,15 +136,15 @@ def _few_files(folder: Path, arguments: Sequence[str]) -> Outcome:
     return command(folder, arguments, None)
 
 
-def test_too_few_files_are_told_before_the_first_step(place: Path) -> None:
-    """Where the system opens no more of them: in words, and without hanging."""
+def test_too_few_file_descriptors_are_an_error_before_the_first_step(place: Path) -> None:
+    """The error is printed, and the run does not hang."""
     [outcome] = run_ranks(_few_files, 1, place, (*TINY, "data.workers=2"), variables=False)
     assert outcome.code == 1 and "Too many open files" in outcome.text, outcome
     assert not (place / "runs/tiny/metrics.jsonl").exists() or not rows(place / "runs/tiny")
 
 
 def _little_memory(folder: Path, arguments: Sequence[str]) -> Outcome:
-    """A run whose second copy asks for more memory than there is."""
+    """A run whose second copy needs more memory than there is."""
     allocate, asked = Pool._allocate, [0]
 
     def more(self: Pool, size: int) -> Any:
@@ -155,12 +157,12 @@ def _little_memory(folder: Path, arguments: Sequence[str]) -> Outcome:
 
 
 def test_no_memory_for_a_copy_ends_the_run_with_its_cause(place: Path) -> None:
-    """It is not tried again; what was committed stands, and the run goes on from it."""
+    """It is not retried; committed checkpoints are intact, and the run resumes from them."""
     [outcome] = run_ranks(_little_memory, 1, place, TINY, variables=False)
-    assert outcome.code == 1 and "there is no memory for a copy of the state" in outcome.text
+    assert outcome.code == 1 and "bytes for a copy of the state" in outcome.text
     assert "Traceback" not in outcome.text
     saved = committed(place / "runs/tiny/checkpoints")
-    assert [step_of(path) for path in saved] == [4] and all(map(is_whole, saved))
+    assert [step_of(path) for path in saved] == [4] and all(map(is_valid, saved))
 
 
 def _without_shared_memory(folder: Path, arguments: Sequence[str]) -> Outcome:
@@ -185,7 +187,7 @@ if is_possible():
 
 
 def _files() -> list[str]:
-    """What this process has open."""
+    """The open files of this process."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the folder itself, by which they are listed
@@ -201,7 +203,7 @@ def _listening() -> list[str]:
 
 
 def _listen(folder: Path, arguments: Sequence[str]) -> tuple[Outcome, list[str], list[str]]:
-    """A run; the ports on which it listens in a step, and what it pickles."""
+    """A run: the ports on which it listens during a step, and what it pickles."""
     ports: list[str] = []
     report = Report.run_phase
 
@@ -219,7 +221,7 @@ def _listen(folder: Path, arguments: Sequence[str]) -> tuple[Outcome, list[str],
 
 
 def test_a_run_on_one_machine_listens_nowhere_and_unpickles_nothing(place: Path) -> None:
-    """One process needs no port; two talk by way of torchrun's, and no object of Python's is read from the other."""
+    """One process needs no port; two use torchrun's, and no Python object is unpickled from the other."""
     [(outcome, ports, _)] = run_ranks(_listen, 1, place, (*TINY, "run.name=one"), variables=False)
     assert outcome.code == 0 and ports == []
     found = run_ranks(_listen, 2, place, (*TINY, "batch.micro_size=2", "checkpoint.every=3"))
@@ -228,7 +230,7 @@ def test_a_run_on_one_machine_listens_nowhere_and_unpickles_nothing(place: Path)
 
 
 def _fail_in_each(folder: Path) -> dict[str, list[str]]:
-    """Open the graph of a run as many times as it has nodes to open, another one failing each time; what is left."""
+    """Open the graph of a run once per node, each time with that node failing; the files and threads left open."""
     os.chdir(folder)
     workshop = Project.of("drawloom")
     graph = workshop.graph(workshop.load("tiny.toml", [], ["data.workers=1"])).or_error()
@@ -264,15 +266,15 @@ def _held() -> list[str]:
     return _files() + [f"thread {thread.name}" for thread in threading.enumerate()]
 
 
-def test_whatever_fails_to_open_nothing_stays_open(place: Path) -> None:
-    """Each node in turn: no file, thread or lock is left of those that were open by then, nor of its own."""
+def test_a_failed_open_leaves_nothing_open(place: Path) -> None:
+    """For each node in turn: no file, thread or lock of it or of earlier nodes is left."""
     [left] = run_ranks(_fail_in_each, 1, place, variables=False)
     assert len(left) > 12 and {"folder", "checkpoint", "data", "stages"} <= left.keys()
     assert {name: held for name, held in left.items() if held} == {}
 
 
-def test_a_corpus_that_changed_meanwhile_is_refused(place: Path) -> None:
-    """With the numbers of rows then and now; whoever wants to goes on all the same."""
+def test_a_changed_corpus_is_refused(place: Path) -> None:
+    """The error has the old and new numbers of rows; --accept-changes resumes."""
     common = (*TINY, "trainer.steps=4")
     assert drawloom(place, *common)[0].code == 0
     (place / "corpus/part3.py").unlink()
@@ -283,8 +285,8 @@ def test_a_corpus_that_changed_meanwhile_is_refused(place: Path) -> None:
     assert accepted.code == 0 and "warning: the corpus is not the one" in accepted.text
 
 
-def test_a_run_that_diverged_stops_and_keeps_a_good_checkpoint(place: Path) -> None:
-    """After so many refused steps in a row; the newest checkpoint with a finite loss is there, and finite."""
+def test_a_diverged_run_stops_and_keeps_a_finite_checkpoint(place: Path) -> None:
+    """It stops after `max_skipped_steps` in a row; the newest checkpoint with a finite loss is kept."""
     words = (
         "optimizer.lr=1e30",
         "clip.max_norm=1e30",
@@ -304,8 +306,8 @@ def test_a_run_that_diverged_stops_and_keeps_a_good_checkpoint(place: Path) -> N
         assert all(bool(torch.isfinite(each).all()) for each in weights if isinstance(each, torch.Tensor))
 
 
-def test_a_port_that_is_taken_is_told(place: Path) -> None:
-    """Whoever starts processes without torchrun, which finds a free port, is told within the limit."""
+def test_a_port_in_use_is_an_error(place: Path) -> None:
+    """Processes that are started without torchrun, which finds a free port, raise within the timeout."""
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

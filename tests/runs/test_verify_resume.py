@@ -1,4 +1,4 @@
-"""A recipe that is shown to resume, by the command that anybody can type."""
+"""`drawloom verify-resume`: that a recipe resumes bit-exactly."""
 
 import os
 import tempfile
@@ -21,14 +21,14 @@ def _verify(folder: Path, *words: str, path: str = "") -> tuple[int, str]:
 
 
 def _command(folder: Path, words: Sequence[str], path: str) -> Outcome:
-    """The command, whose runs find our sources, and before them what lies in a folder."""
+    """The command, whose runs import these sources and, before them, a given folder."""
     os.environ |= {"PYTHONPATH": f"{path}:{SOURCE}:{TESTS}", "OMP_NUM_THREADS": "1"}
     tempfile.tempdir = str(folder)
     return command(folder, ("verify-resume", "tiny.toml", "--steps", "10", *words), None)
 
 
-def test_a_recipe_resumes_to_the_last_bit(tmp_path: Path) -> None:
-    """Numbers and state of every step are those of the run that was not killed; nothing is left of either."""
+def test_a_recipe_resumes_bit_exactly(tmp_path: Path) -> None:
+    """Metrics and state of every step are those of the uninterrupted run; no files are left."""
     code, text = _verify(tmp_path)
     assert code == 0, text
     assert "10 steps straight, and 5 steps, a kill after step " in text
@@ -37,16 +37,16 @@ def test_a_recipe_resumes_to_the_last_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_two_ranks_do_too(tmp_path: Path) -> None:
-    """Under torchrun."""
+def test_two_ranks_resume_bit_exactly(tmp_path: Path) -> None:
+    """The same under torchrun."""
     code, text = _verify(tmp_path, "--ranks", "2", "batch.micro_size=2")
     assert code == 0, text
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("mutation", "tensor"), [("no_moments", "stages/"), ("no_randomness", "randomness/")])
-def test_what_is_not_restored_is_named(tmp_path: Path, mutation: str, tensor: str) -> None:
-    """The first step after the kill, and the first thing in it that is not the same."""
+def test_state_that_is_not_restored_is_named(tmp_path: Path, mutation: str, tensor: str) -> None:
+    """The first step after the kill, and the first tensor in it that differs."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nif 'run' in sys.orig_argv:\n    from support.mutations import MUTATIONS, put\n"
         f"    MUTATIONS['{mutation}']()\n"

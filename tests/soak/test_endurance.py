@@ -1,4 +1,4 @@
-"""Checkpoints under everything at once, for a long time."""
+"""Checkpoints under all faults at once, for a long time."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ from drawloom.components.checkpoint.reader import load_node, newest
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
-from support.checkpoints import Memory, OwnMemory, checkpointer, state_of
+from support.checkpoints import LocalNode, StateNode, checkpointer, state_of
 from support.disk import FailAt, watched
 from support.processes import run_ranks
 
@@ -58,13 +58,13 @@ def _grow(path: Path, moments: random.Random) -> None:
         file.write(moments.randbytes(moments.randrange(1, 9)))
 
 
-@pytest.mark.parametrize(("damage", "times"), [(_flip, 500), (_cut, 100), (_zero, 100), (_grow, 100)])
-def test_every_damage_to_every_file_is_detected_by_name(
-    tmp_path: Path, damage: Callable[[Path, random.Random], None], times: int
+@pytest.mark.parametrize(("corrupt", "times"), [(_flip, 500), (_cut, 100), (_zero, 100), (_grow, 100)])
+def test_every_corruption_of_every_file_is_detected(
+    tmp_path: Path, corrupt: Callable[[Path, random.Random], None], times: int
 ) -> None:
-    """So many times, at random places, in each kind of file that a checkpoint has."""
-    memory = Memory({"weight": torch.randn(300), "list": list(range(30))})
-    checkpointer(tmp_path, {"memory": memory, "own": OwnMemory(state_of(1))}).save(Step(1, 9, outputs={"loss": 0.5}))
+    """Many times, at random positions, in each kind of file of a checkpoint; the error names the file."""
+    memory = StateNode({"weight": torch.randn(300), "list": list(range(30))})
+    checkpointer(tmp_path, {"memory": memory, "own": LocalNode(state_of(1))}).save(Step(1, 9, outputs={"loss": 0.5}))
     checkpoint, moments = tmp_path / "checkpoints/step-1", random.Random(5)
     names = sorted(os.listdir(checkpoint))
     for _ in range(times):
@@ -72,7 +72,7 @@ def test_every_damage_to_every_file_is_detected_by_name(
         good = path.read_bytes()
         while path.read_bytes() == good or (path.name == "manifest.json" and path.read_bytes().strip() == good.strip()):
             path.write_bytes(good)
-            damage(path, moments)
+            corrupt(path, moments)
         with pytest.raises(CorruptCheckpoint, match=path.name):
             verify(checkpoint)
         path.write_bytes(good)
@@ -81,31 +81,31 @@ def test_every_damage_to_every_file_is_detected_by_name(
 
 class Folder(RuleBasedStateMachine):
     """
-    A run folder to which anything happens. What is restored was committed, is whole to the last bit, and nothing newer
-    is whole; if nothing is, that is said.
+    A run folder with random faults. What is restored was committed, is valid, and is the newest valid checkpoint; if
+    there is none, restoring raises.
     """
 
     @initialize()
     def begin(self) -> None:
-        """An empty folder, and a run in it."""
+        """Make an empty folder, and a run in it."""
         self.place = Path(tempfile.mkdtemp(prefix="stateful-"))
-        self.memory = Memory()
+        self.memory = StateNode()
         self.step = 0
         self.whole: set[int] = set()
         self.unsure = 0
         self.start()
 
     def teardown(self) -> None:
-        """Nothing is left."""
+        """Remove the folder."""
         shutil.rmtree(self.place, ignore_errors=True)
 
     def start(self) -> None:
-        """A new process on the same folder."""
+        """Start a new process on the same folder."""
         self.node: Checkpointer = checkpointer(self.place, {"memory": self.memory}, keep=2, staging=Blocking())
 
     @rule(ahead=st.integers(1, 3))
     def save(self, ahead: int) -> None:
-        """Some steps later."""
+        """Save some steps later."""
         self.step += ahead
         self.memory.state = state_of(self.step)
         self.node.save(Step(self.step, 10**6))
@@ -113,8 +113,8 @@ class Folder(RuleBasedStateMachine):
         self.unsure = 0
 
     @rule(number=st.integers(1, 25), code=st.sampled_from([errno.ENOSPC, errno.EIO]))
-    def save_with_trouble(self, number: int, code: int) -> None:
-        """A call of it fails; if it was the last one, the checkpoint is there all the same."""
+    def save_with_an_error(self, number: int, code: int) -> None:
+        """A call of the save fails; if it was the last call, the checkpoint is committed anyway."""
         self.step += 1
         self.memory.state = state_of(self.step)
         try:
@@ -128,8 +128,8 @@ class Folder(RuleBasedStateMachine):
 
     @precondition(lambda self: self.whole)
     @rule(data=st.data(), how=st.sampled_from([_flip, _cut, None]))
-    def damage(self, data: st.DataObject, how: Callable[[Path, random.Random], None] | None) -> None:
-        """A file of some checkpoint that is there is changed, or is gone."""
+    def corrupt(self, data: st.DataObject, how: Callable[[Path, random.Random], None] | None) -> None:
+        """Change or remove a file of some checkpoint."""
         there = sorted(step for step in self.whole if (self.place / f"checkpoints/step-{step}").exists())
         if not there:
             return
@@ -145,7 +145,7 @@ class Folder(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """The process is gone; another one restores what there is."""
+        """End the process; another one restores."""
         there = {step for step in self.whole if (self.place / f"checkpoints/step-{step}").exists()}
         names = list((self.place / "checkpoints").glob("step-*"))
         self.start()
@@ -166,22 +166,22 @@ class Folder(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_left_over(self) -> None:
-        """Beside what is damaged, and what trouble keeps until the next save without any, there are never many."""
+        """Apart from corrupt folders and those of a failed save, there are never more than the kept checkpoints."""
         there = [step for step in self.whole if (self.place / f"checkpoints/step-{step}").exists()]
         assert len(there) <= 3 + self.unsure
 
 
-def test_whatever_happens_in_whatever_order() -> None:
-    """Saves, full disks, damage and restarts: what is restored is always the newest that is whole."""
+def test_any_sequence_of_faults_restores_the_newest_valid_checkpoint() -> None:
+    """Saves, full disks, corruption and restarts in any order."""
     run_state_machine_as_test(
         Folder, settings=settings(max_examples=40, stateful_step_count=15, suppress_health_check=list(HealthCheck))
     )
 
 
-def _rotate_or_read(folder: Path, seconds: float) -> int:
-    """The first process saves and rotates without end, the other one reads what is newest; how often."""
+def _expire_or_read(folder: Path, seconds: float) -> int:
+    """The first process saves without end, the other one reads the newest checkpoint; how often."""
     end, times = time.monotonic() + seconds, 0
-    memory = Memory()
+    memory = StateNode()
     node = checkpointer(folder, {"memory": memory}, keep=1) if os.environ["RANK"] == "0" else None
     while time.monotonic() < end:
         times += 1
@@ -194,16 +194,16 @@ def _rotate_or_read(folder: Path, seconds: float) -> int:
             except UserError:
                 if found.exists():
                     raise
-                continue  # it was rotated away after it was found, which is no damage
+                continue  # it was rotated away after it was found, which is no corrupt
             if weight.unique().numel() != 1 or weight[0].item() != int(found.name.removeprefix("step-")):
                 raise ValueError(f"{found} holds {weight.unique()}")
     return times
 
 
 @pytest.mark.parametrize("seconds", [3.0, pytest.param(60.0, marks=pytest.mark.soak)])
-def test_whoever_reads_while_a_run_rotates_sees_whole_checkpoints(tmp_path: Path, seconds: float) -> None:
-    """A command that looks never finds one that is half gone, and nothing is read by way of mapped memory."""
-    saved, read = run_ranks(_rotate_or_read, 2, tmp_path, seconds, timeout=seconds + 60)
+def test_a_reader_during_saves_sees_valid_checkpoints(tmp_path: Path, seconds: float) -> None:
+    """A command never reads a partly removed checkpoint, and never memory-maps a file."""
+    saved, read = run_ranks(_expire_or_read, 2, tmp_path, seconds, timeout=seconds + 60)
     assert saved > 10 and read > 10
 
 
@@ -211,7 +211,7 @@ def _endure(folder: Path, steps: int, every: int) -> tuple[list[int], list[int]]
     """Open files, threads and memory of a process, early and at the end of a long run with faults."""
     moments = random.Random(1)
     weight = torch.zeros(20_000)
-    memory = Memory({"weight": weight, "step": 0})
+    memory = StateNode({"weight": weight, "step": 0})
     node = checkpointer(folder, {"memory": memory}, every=every, keep=2, staging=Blocking(), failures=10**9)
     seen: list[list[int]] = []
     for index in range(1, steps):
@@ -232,24 +232,24 @@ def _endure(folder: Path, steps: int, every: int) -> tuple[list[int], list[int]]
 
 
 @pytest.mark.parametrize(("steps", "every"), [(600, 5), pytest.param(10_000, 20, marks=pytest.mark.soak)])
-def test_a_long_run_needs_no_more_at_its_end(tmp_path: Path, steps: int, every: int) -> None:
-    """No file, thread or memory is left behind by hundreds of saves, of which some fail."""
+def test_a_long_run_leaks_nothing(tmp_path: Path, steps: int, every: int) -> None:
+    """Hundreds of saves, some of which fail, leave no file, thread or memory behind."""
     [(early, late)] = run_ranks(_endure, 1, tmp_path, steps, every, timeout=500)
     assert late[0] <= early[0] + 3 and late[1] <= early[1] + 3  # a save may be under way
     assert late[2] - early[2] < 8_000  # KiB
-    memory = Memory()
+    memory = StateNode()
     assert checkpointer(tmp_path, {"memory": memory}).restore() == steps
     assert memory.state["step"] == steps - 1 and set(memory.state["weight"].tolist()) == {steps - 1}
 
 
 def test_checkpoints_of_two_runs_can_t_be_mixed(tmp_path: Path) -> None:
-    """A manifest or a file of another run, with the same step and sizes, is not taken for this one's."""
+    """A manifest or a file of another run, with the same step and sizes, is detected."""
     for run, factor in (("a", 1.0), ("b", 2.0)):
-        checkpointer(tmp_path / run, {"memory": Memory({"w": torch.ones(5) * factor})}).save(Step(3, 9))
+        checkpointer(tmp_path / run, {"memory": StateNode({"w": torch.ones(5) * factor})}).save(Step(3, 9))
     ours, theirs = (tmp_path / run / "checkpoints/step-3" for run in ("a", "b"))
     for name in ("manifest.json", "rank-0.safetensors"):
         good = (ours / name).read_bytes()
         shutil.copy(theirs / name, ours / name)
-        with pytest.raises(CorruptCheckpoint, match=r"rank-0\.safetensors has other bytes"):
+        with pytest.raises(CorruptCheckpoint, match=r"rank-0\.safetensors has a checksum mismatch"):
             verify(ours)
         (ours / name).write_bytes(good)

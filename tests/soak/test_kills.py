@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments end with the bits of the run that was not."""
+"""Runs that are killed at random moments end with the bits of the uninterrupted run."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def _assert_sound(findings: Findings) -> None:
 
 
 def test_a_minute_of_kills(tmp_path: Path) -> None:
-    """The same as below for a minute at most: one and two processes, each way to stage."""
+    """The test below for at most a minute: one and two processes, each kind of staging."""
     findings = _soak(tmp_path, JOBS[:4], kills=30, seed=1, seconds=40)
     _assert_sound(findings)
     assert findings.kills.total() >= 10
@@ -35,7 +35,7 @@ def test_a_minute_of_kills(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_two_hundred_kills(tmp_path: Path) -> None:
-    """Every run is equal to the last bit, no committed step is lost, and kills land in every phase that takes time."""
+    """Every run is bit-exact, no committed step is lost, and kills hit every phase that takes time."""
     findings = _soak(tmp_path, JOBS, kills=200, seed=2, seconds=900)
     _assert_sound(findings)
     assert findings.kills.total() >= 200
@@ -43,8 +43,8 @@ def test_two_hundred_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [10, pytest.param(60, marks=pytest.mark.soak)])
-def test_a_crash_loop_costs_nothing(tmp_path: Path, times: int) -> None:
-    """Killed while it starts and loads, time and again: nothing is lost, nothing piles up, in the end it is done."""
+def test_a_crash_loop_loses_nothing(tmp_path: Path, times: int) -> None:
+    """Killed repeatedly while it starts and loads, the run loses nothing, leaves no files, and completes."""
     arguments = tmp_path, Job(1, "blocking"), times, 4
     findings: Findings = run_ranks(crash_loop, 1, *arguments, timeout=300, variables=False)[0]
     print(findings)
@@ -59,10 +59,10 @@ def test_a_crash_loop_costs_nothing(tmp_path: Path, times: int) -> None:
         ("no_randomness", "different"),
         ("no_moments", "different"),
         ("no_rename", "torn"),
-        ("rotate_before_commit", "lost"),
+        ("expire_before_commit", "lost"),
     ],
 )
 def test_the_harness_finds_faults(tmp_path: Path, mutation: str, where: str) -> None:
-    """Each of these faults is found by its own assertion; what is not made to last is found by power cuts only."""
+    """Each of these mutations is found by its own assertion; missing fsyncs only by power cuts."""
     findings = _soak(tmp_path, [Job(1, "blocking", mutation)], kills=40, seed=3, seconds=120, wanted=where)
     assert getattr(findings, where)

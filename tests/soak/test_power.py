@@ -19,7 +19,7 @@ LOST = -1
 
 
 def _save(first: int, last: int, folder: Path, committed: Callable[[int], None]) -> None:
-    """One step after another; then nothing, until the power is cut."""
+    """Save one step after another, until the power is cut."""
     committed(0)
     for step in range(first, last + 1):
         save_steps(folder / "run", step, keep=2)
@@ -36,26 +36,26 @@ def _find(folder: Path) -> int:
 
 
 def _cuts(mutation: str, moments: list[float], last: int) -> list[Cut]:
-    """Cut the power at these moments; for a process of its own."""
+    """Cut the power at these moments; runs in a separate process."""
     MUTATIONS[mutation]()
     return [cut(partial(_save, 1, last), after, _find) for after in moments]
 
 
 if is_possible():
 
-    def test_what_was_committed_is_there_when_the_power_is_back(tmp_path: Path) -> None:
-        """Cut at random moments of many saves with rotation: never less than what was committed for certain."""
+    def test_committed_steps_survive_power_cuts(tmp_path: Path) -> None:
+        """Cut at random moments of many saves with retention: every committed step is restored."""
         moments = [random.Random(seed).uniform(0.0, 0.5) for seed in range(30)]
         [cuts] = run_ranks(_cuts, 1, "nothing", moments, 200, timeout=300)
         assert not [each for each in cuts if each.found < each.committed]
         assert len({each.committed for each in cuts}) > 5
 
-    def test_right_after_a_save_it_is_on_the_disk(tmp_path: Path) -> None:
-        """And seconds later, when the file system has written what it had put off."""
+    def test_a_step_is_on_disk_right_after_its_save(tmp_path: Path) -> None:
+        """Also seconds later, after the file system has written its delayed blocks."""
         [cuts] = run_ranks(_cuts, 1, "nothing", [0.3, 0.3, 0.3, 2.0, 7.0], 3, timeout=300)
         assert [(each.committed, each.found) for each in cuts] == [(3, 3)] * 5
 
-    def test_without_fsync_it_is_lost(tmp_path: Path) -> None:
-        """The same program without it loses what it had said was committed: the test above is no matter of course."""
+    def test_without_fsync_committed_steps_are_lost(tmp_path: Path) -> None:
+        """The same program without fsync loses committed steps: the test above can fail."""
         [cuts] = run_ranks(_cuts, 1, "no_fsync", [0.3] * 5, 3, timeout=300)
         assert [each for each in cuts if each.found < each.committed]

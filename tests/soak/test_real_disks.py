@@ -1,4 +1,4 @@
-"""Disks that are really full, or can't be written to, where this process may mount one."""
+"""Disks that are really full or read-only, where this process may mount one."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import torch
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
-from support.checkpoints import Memory, checkpointer, restored, state_of
+from support.checkpoints import StateNode, checkpointer, restored, state_of
 from support.power import is_possible
 from support.runs import drawloom, write_corpus
 
@@ -29,15 +29,15 @@ def _small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
 if is_possible():
 
     @pytest.mark.parametrize("staging", [False, True])
-    def test_a_full_disk_is_lived_with_until_there_is_room(
+    def test_a_full_disk_skips_checkpoints_until_there_is_space(
         tmp_path: Path, caplog: pytest.LogCaptureFixture, staging: bool
     ) -> None:
         """
-        Checkpoints that don't fit are skipped with a line each and leave nothing behind; what was committed stays, and
-        when somebody makes room the next one is committed.
+        Checkpoints that do not fit are skipped with a warning each and leave no files; committed ones are kept, and
+        once there is space the next one is committed.
         """
         with _small_disk(tmp_path, 1000) as disk:
-            memory = Memory({"weight": torch.zeros(100_000)})  # 400 kB: two fit, and not a third
+            memory = StateNode({"weight": torch.zeros(100_000)})  # 400 kB: two fit, and not a third
             stager = Blocking() if staging else None
             node = checkpointer(disk, {"memory": memory}, every=1, keep=9, staging=stager, failures=9)
             (disk / "other").write_bytes(bytes(100_000))
@@ -58,7 +58,7 @@ if is_possible():
             os.rmdir(disk / "checkpoints/step-1")
             memory.state["weight"].fill_(6)
             node.save(Step(6, 99))
-            fresh = Memory()
+            fresh = StateNode()
             again = checkpointer(disk, {"memory": fresh})
             assert set(fresh.state) == set() and again._find() is not None
             found = again._find()
@@ -66,10 +66,10 @@ if is_possible():
             assert set(found.states["memory"]["weight"].tolist()) == {6.0}
 
     @pytest.mark.parametrize("staging", [False, True])
-    def test_a_disk_that_turns_read_only_is_lived_with(tmp_path: Path, staging: bool) -> None:
-        """As some do after an error: what was committed is restored from it, and later saves are told, in words."""
+    def test_a_disk_that_turns_read_only_fails_saves_only(tmp_path: Path, staging: bool) -> None:
+        """As some disks do after an error: committed steps are restored, and later saves raise with the reason."""
         with _small_disk(tmp_path, 1000) as disk:
-            memory = Memory(state_of(1))
+            memory = StateNode(state_of(1))
             node = checkpointer(disk, {"memory": memory}, staging=Blocking() if staging else None)
             node.save(Step(1, 99))
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
@@ -81,8 +81,8 @@ if is_possible():
             node.save(Step(2, 99))
             assert restored(disk) == 2
 
-    def test_a_run_can_t_begin_where_nothing_can_be_written(tmp_path: Path) -> None:
-        """A person is told which folder and why, before anything is computed."""
+    def test_a_run_in_a_read_only_folder_is_refused(tmp_path: Path) -> None:
+        """The error names the folder and the reason, before anything is computed."""
         (tmp_path / "disk").mkdir()
         write_corpus(tmp_path)
         with _small_disk(tmp_path / "disk", 1000) as disk:

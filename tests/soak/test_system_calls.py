@@ -1,4 +1,4 @@
-"""A save and a rotation, disturbed at every system call by strace, where it is installed."""
+"""A save with retention, disturbed at every system call by strace, where it is installed."""
 
 import errno
 import os
@@ -41,7 +41,7 @@ def _everywhere(base: Path, staging: bool, what: str) -> list[tuple[int, Remains
 
 
 def _save(folder: Path, note: Path, staging: bool) -> None:
-    """A full disk is an error that says so, and nothing else."""
+    """Save; a full disk raises its own error and no other."""
     try:
         save_two(folder, staging, lambda step: _note(note, step))
     except (UserError, OSError) as error:
@@ -53,7 +53,7 @@ if STRACE is not None:
 
     @pytest.mark.parametrize("staging", [pytest.param(False, marks=pytest.mark.soak), True])
     def test_a_kill_at_every_system_call_loses_no_committed_step(tmp_path: Path, staging: bool) -> None:
-        """Whatever Python and torch call besides our own module, nothing that was committed is lost."""
+        """This includes all calls of Python and torch."""
         [found] = run_ranks(_everywhere, 1, tmp_path, staging, "signal=SIGKILL", timeout=400)
         steps = [each.restored for _, each in found]
         assert len(found) > 50
@@ -61,8 +61,8 @@ if STRACE is not None:
         assert {2, 3} <= {*steps} <= {2, 3, 4}
 
     @pytest.mark.parametrize("staging", [pytest.param(False, marks=pytest.mark.soak), True])
-    def test_a_full_disk_at_every_system_call_is_told(tmp_path: Path, staging: bool) -> None:
-        """It is never taken for success, nor for anything else; what was committed is restored."""
+    def test_a_full_disk_at_every_system_call_is_an_error(tmp_path: Path, staging: bool) -> None:
+        """It is never treated as success or as another error; committed steps are restored."""
         [found] = run_ranks(_everywhere, 1, tmp_path, staging, "error=ENOSPC", timeout=400)
         assert {code for code, _ in found} == {0}
         assert not [each for _, each in found if each.restored < each.committed or each.torn]

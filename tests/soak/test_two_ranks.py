@@ -1,4 +1,4 @@
-"""A save of two ranks, of which one is killed, or has trouble with its disk, at each of its calls in turn."""
+"""A save of two ranks, one of which is killed or has I/O errors, at each of its calls in turn."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
-from support.checkpoints import Memory, OwnMemory, checkpointer
+from support.checkpoints import LocalNode, StateNode, checkpointer
 from support.disk import FailAt, kill_at, watched
 from support.processes import RanksFailed, run_ranks
 
@@ -34,7 +34,7 @@ def _mesh() -> Iterator[RankMesh]:
 
 
 def _node(folder: Path, mesh: RankMesh, step: int) -> Any:
-    states = {"shared": Memory({"step": step}), "own": OwnMemory({"step": step, "rank": mesh.world.rank})}
+    states = {"shared": StateNode({"step": step}), "own": LocalNode({"step": step, "rank": mesh.world.rank})}
     return checkpointer(folder, states, mesh, every=1, keep=2, staging=Blocking())
 
 
@@ -59,8 +59,8 @@ def _restored(folder: Path) -> tuple[int, int]:
         return node.restore(), node.states["own"].state["step"]
 
 
-def _trouble(base: Path, rank: int, code: int) -> list[tuple[list[str], int, list[str]]]:
-    """For each call of one rank: what all are told of steps 3 and 4, what is restored, and what is in the folder."""
+def _io_errors(base: Path, rank: int, code: int) -> list[tuple[list[str], int, list[str]]]:
+    """For each call of one rank: the errors of all ranks at steps 3 and 4, the restored step, and the files."""
     found: list[tuple[list[str], int, list[str]]] = []
     with _mesh() as mesh:
         for number in range(1, 100):
@@ -89,10 +89,10 @@ def _trouble(base: Path, rank: int, code: int) -> list[tuple[list[str], int, lis
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_trouble_with_the_disk_of_one_rank_is_lived_with_by_both(tmp_path: Path, rank: int, code: int) -> None:
-    """At each call: both are told the same, with rank, path and reason, and the next save is committed."""
+def test_an_io_error_of_one_rank_skips_the_save_on_both(tmp_path: Path, rank: int, code: int) -> None:
+    """At each call both ranks raise the same error, with rank, path and reason, and the next save is committed."""
     run_ranks(_save, 2, tmp_path / "good", 1, 2)
-    for found in run_ranks(_trouble, 2, tmp_path, rank, code):
+    for found in run_ranks(_io_errors, 2, tmp_path, rank, code):
         assert len(found) > (6 if rank else 14)
         for told, restored, left in found:
             assert restored == 4 or (restored == 3 and "after step 4 failed" in told[0])
@@ -106,7 +106,7 @@ def test_trouble_with_the_disk_of_one_rank_is_lived_with_by_both(tmp_path: Path,
 @pytest.mark.soak
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_killed_at_any_call_loses_no_committed_step(tmp_path: Path, rank: int) -> None:
-    """The other one ends with an error, and both restore the same step: the old one until the new one is there."""
+    """The other rank raises, and both restore the same step: the old one until the new one is committed."""
     run_ranks(_save, 2, tmp_path / "good", 1, 2)
     steps: list[int] = []
     for number in range(1, 100):

@@ -1,4 +1,4 @@
-"""Runs of which one rank fails in some way, and what all of them say then."""
+"""Runs of which one rank fails in some way, and what all of them print."""
 
 import os
 import signal
@@ -16,51 +16,51 @@ from support.runs import Outcome, command
 LONG = ("run", "tiny.toml", "batch.global_size=6", "batch.micro_size=1", "trainer.steps=1000000")
 RUN = (*LONG, "checkpoint.every='last'", "evaluate.every='never'", "trainer.on_finish=[]")
 WHERE = "step 4, phase [forward_backward]"
-"""Where rank 1 does what ends it."""
+"""Where rank 1 fails."""
 
 
 def _refuse() -> None:
     raise UserError("there is no luck today", exit_code=2)
 
 
-DEEDS: dict[str, Callable[[], object]] = {
+FAULTS: dict[str, Callable[[], object]] = {
     "refuse": _refuse,
     "refuse and hang": _refuse,
     "fault": lambda: 1 / 0,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
-"""What rank 1 may do. When it is to hang, it does so in closing what is open."""
+"""What rank 1 does. `refuse and hang` also hangs while closing."""
 
 
-def _one_fails(folder: Path, arguments: Sequence[str], deed: str) -> Outcome:
-    """A process of a run; in step 4 rank 1 does something that ends it, or keeps the others waiting."""
+def _one_fails(folder: Path, arguments: Sequence[str], fault: str) -> Outcome:
+    """A process of a run; in step 4 rank 1 fails or hangs."""
     run, mine = ForwardBackward.run_phase, os.environ["RANK"] == "1"
-    if deed == "refuse and hang" and mine:
+    if fault == "refuse and hang" and mine:
         put(ForwardBackward, "close", lambda _: time.sleep(60))
 
     def failing(self: ForwardBackward, step: Step) -> None:
         if step.index == 4 and mine:
             (folder / "failed").touch()
-            DEEDS[deed]()
+            FAULTS[fault]()
         run(self, step)
 
     put(ForwardBackward, "run_phase", failing)
     return command(folder, arguments, None)
 
 
-def ended(folder: Path, ranks: int, deed: str, *words: str) -> tuple[dict[int, str], dict[int, Outcome], float]:
-    """How ranks died, how they ended, and after how many seconds all but one that stands still had ended."""
-    lost = {1} if deed == "stop" else set()
+def ended(folder: Path, ranks: int, fault: str, *words: str) -> tuple[dict[int, str], dict[int, Outcome], float]:
+    """How ranks died, how they ended, and after how many seconds all but a stopped one had ended."""
+    lost = {1} if fault == "stop" else set()
     try:
-        found = run_ranks(_one_fails, ranks, folder, (*RUN, *words), deed, timeout=60, lost=lost)
+        found = run_ranks(_one_fails, ranks, folder, (*RUN, *words), fault, timeout=60, lost=lost)
         failures, values = {}, dict(enumerate(found))
     except RanksFailed as failed:
         failures, values = failed.failures, failed.values
     return failures, values, time.time() - (folder / "failed").stat().st_mtime
 
 
-def told(outcomes: dict[int, Outcome]) -> list[str]:
-    """The lines that all ranks printed, but for those of steps and warnings of the recipe."""
+def printed_lines(outcomes: dict[int, Outcome]) -> list[str]:
+    """The lines that all ranks printed, except step lines and warnings of the recipe."""
     lines = [line for outcome in outcomes.values() for line in outcome.text.splitlines()]
     return [line for line in lines if not line.startswith("step ") and ": warning: [" not in line]

@@ -1,4 +1,4 @@
-"""What Python does, as its audit hooks tell it: files that it opens, code that it runs, processes that it starts."""
+"""What Python does, by its audit hooks: files that it opens, code that it runs, processes that it starts."""
 
 import os
 import sys
@@ -18,14 +18,14 @@ CODE = (
 
 @attrs.define
 class Audit:
-    """Notes events from `start` to `stop`. A hook can't be taken away: for a process of its own."""
+    """Records events from `start` to `stop`. A hook can't be removed: use it in a separate process."""
 
     inside: list[str]
     found: list[str] = attrs.field(factory=list)
     on: bool = False
 
     def install(self) -> None:
-        """Listen from now on."""
+        """Record from now on."""
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: Sequence[Any]) -> None:
@@ -42,18 +42,18 @@ class Audit:
 
 
 def _is_generated(event: str) -> bool:
-    """Whether this is code that attrs and cattrs write for classes of ours: its text is of the class alone."""
+    """Whether this is code that attrs and cattrs generate for drawloom's classes."""
     frame = sys._getframe(2)
     return event in ("compile", "exec") and str(frame.f_globals.get("__name__")).split(".")[0] in ("attr", "cattrs")
 
 
 def _real(path: str, *, follow: bool) -> str:
-    """The file that is opened; a link at the end is not followed where the system was told not to."""
+    """The file that is opened; a link at the end is not followed if the caller did not."""
     if follow:
         return os.path.realpath(path)
     return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 
 
 def places(*folders: Path) -> list[str]:
-    """Folders with their real paths, each with the slash that ends its name."""
+    """Folders by their real paths, each with a trailing slash."""
     return [os.path.realpath(folder) + os.sep for folder in folders]

@@ -1,4 +1,4 @@
-"""Stateful nodes and a checkpointer of them, for tests in this process and in others."""
+"""Stateful nodes and a checkpointer of them, for tests in this process and in subprocesses."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,98 +16,98 @@ from drawloom.graph import Every, ResolvedRecipe
 
 
 @attrs.define
-class Memory:
-    """A node whose state is what it was told."""
+class StateNode:
+    """A node whose state is set by the test."""
 
     state: dict[str, Any] = attrs.field(factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it was told."""
+        """The state as it was set."""
         return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Remember that instead."""
+        """Replace the state."""
         self.state = state
 
 
-class OwnMemory(Memory):
-    """A node of which each rank has its own."""
+class LocalNode(StateNode):
+    """A node with a separate state on each rank."""
 
     state_is_local: ClassVar[bool] = True
 
 
 @attrs.define
-class SpreadMemory(Memory):
-    """A node whose entries are spread over ranks."""
+class ShardedNode(StateNode):
+    """A node whose entries are sharded over ranks."""
 
     names: list[str] | None = None
 
     def state_names(self) -> list[str]:
-        """Those that it has, unless it was told others."""
+        """The entries of the state, or `names` if set."""
         return list(self.state) if self.names is None else self.names
 
 
 @attrs.define
-class Place:
-    """A folder that is there."""
+class FixedFolder:
+    """A RunFolder at a given path."""
 
     folder: Path
 
 
 @attrs.define
-class AloneMesh:
+class SingleRankMesh:
     """One rank in every dimension."""
 
     world: Group = attrs.field(factory=SingleProcess)
     replicas: Group = attrs.field(factory=SingleProcess)
 
     def group(self, dimension: str) -> Group:
-        """This rank."""
+        """A group of one rank."""
         return SingleProcess()
 
     def size(self, dimension: str) -> int:
-        """One."""
+        """1 along every dimension."""
         return 1
 
     def index(self, dimension: str) -> int:
-        """The first."""
+        """Index 0."""
         return 0
 
 
-class AloneProcesses:
-    """One process."""
+class SingleRankProcesses:
+    """A launch of one process."""
 
     rank = local_rank = 0
     world_size = local_world_size = 1
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
-        """Itself."""
+        """A group of one rank."""
         return SingleProcess()
 
     def control_group(self, name: str) -> Group:
-        """Itself."""
+        """A group of one rank."""
         return SingleProcess()
 
 
 @attrs.define
-class Diary:
-    """Events, written down."""
+class EventRecorder:
+    """Records the kind and step of each event."""
 
-    told: list[tuple[str, int]] = attrs.field(factory=list)
+    events: list[tuple[str, int]] = attrs.field(factory=list)
 
     def emit(self, event: Event) -> None:
-        """Write down when it was and what."""
-        self.told.append((event.kind, event.step.index if event.step else 0))
+        """Record an event."""
+        self.events.append((event.kind, event.step.index if event.step else 0))
 
 
 def checkpointer(folder: Path, states: Mapping[str, Stateful], mesh: Any = None, **settings: Any) -> Checkpointer:
     """An open checkpointer of these nodes."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = settings.pop("recipe", ResolvedRecipe("format = 1\n", "hash"))
-    processes: Any = getattr(mesh, "processes", AloneProcesses())
+    processes: Any = getattr(mesh, "processes", SingleRankProcesses())
     node = Checkpointer(
-        folder=Place(folder),
-        mesh=mesh or AloneMesh(),
+        folder=FixedFolder(folder),
+        mesh=mesh or SingleRankMesh(),
         processes=processes,
         states=Every(states),
         records=Every(settings.pop("records", {})),
@@ -125,8 +125,8 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def save_steps(folder: Path, *indices: int, keep: int = 100, staging: Stager | None = None) -> None:
-    """Commit `state_of` each of these steps."""
-    memory = Memory()
+    """Commit a checkpoint of `state_of(step)` for each of these steps."""
+    memory = StateNode()
     node = checkpointer(folder, {"memory": memory}, keep=keep, staging=staging)
     for index in indices:
         memory.state = state_of(index)
@@ -134,12 +134,12 @@ def save_steps(folder: Path, *indices: int, keep: int = 100, staging: Stager | N
 
 
 def restored(folder: Path) -> int:
-    """The step of what is restored, after a comparison with `state_of` it; 0 if there is nothing."""
-    memory = Memory()
+    """Restore, and compare with `state_of(step)`; the step, 0 if there is no checkpoint."""
+    memory = StateNode()
     step = checkpointer(folder, {"memory": memory}).restore()
     if step:
         expected = state_of(step)
         weight = memory.state.pop("weight")
         if not torch.equal(weight, expected.pop("weight")) or memory.state != expected:
-            raise ValueError(f"the state after step {step} is another")
+            raise ValueError(f"the state of step {step} differs")
     return step

@@ -1,4 +1,4 @@
-"""How much CPU time a function takes, and a program."""
+"""The CPU time of functions and programs."""
 
 import gc
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def cpu_ms(function: Callable[[], Any], rounds: int = 9, at_most: float = 3.0) -> float:
-    """The median of a few rounds in milliseconds; no more rounds are begun after `at_most` seconds."""
+    """The median of a few rounds in milliseconds; no round starts after `at_most` seconds."""
     times: list[float] = []
     while len(times) < rounds and sum(times) < at_most:
         gc.collect()
@@ -21,7 +21,7 @@ def cpu_ms(function: Callable[[], Any], rounds: int = 9, at_most: float = 3.0) -
 
 
 def program_ms(command: Sequence[str], rounds: int = 3) -> tuple[float, float]:
-    """The median wall and CPU time of a program, in milliseconds; its output goes nowhere."""
+    """The median wall and CPU time of a program, in milliseconds; its output is discarded."""
     walls, cpus = [], []
     for _ in range(rounds):
         began = time.perf_counter()

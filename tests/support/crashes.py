@@ -1,4 +1,4 @@
-"""What is left after a crash at any system call of some saves, and what is restored from it."""
+"""The remains of a crash at any system call of some saves, and what is restored from them."""
 
 import os
 import shutil
@@ -15,14 +15,14 @@ from support.checkpoints import restored, save_steps
 from support.disk import Shadow, kill_at, watched
 from support.mutations import MUTATIONS
 
-LOST = -1  # a checkpoint that can't be restored, or that is not the step that it says
+LOST = -1  # a checkpoint that can't be restored, or that has the state of another step
 
 
 @attrs.frozen
 class Remains:
     """
-    After a crash: the step that had been committed, the one that is restored, and what is in the folder then. `torn`
-    says whether something that is not whole had the name of a step.
+    After a crash: the committed step, the restored step, and the folder's names then. `torn` is whether an invalid
+    folder had the name of a step.
     """
 
     committed: int
@@ -32,14 +32,14 @@ class Remains:
 
 
 def save_two(folder: Path, staging: bool, committed: Callable[[int], None]) -> None:
-    """Save steps 3 and 4, of which two stay; say when each is committed."""
+    """Save steps 3 and 4, keeping two checkpoints; call `committed` after each."""
     for step in (3, 4):
         save_steps(folder, step, keep=2, staging=Blocking() if staging else None)
         committed(step)
 
 
 def kill_everywhere(base: Path, staging: bool, mutation: str = "nothing") -> list[Remains]:
-    """Two saves with rotation in a process that is killed at each of its calls in turn; for a process of its own."""
+    """Two saves with retention in a process that is killed at each of its calls in turn; runs in a separate process."""
     MUTATIONS[mutation]()
     save_steps(base / "good", 1, 2, keep=2)
     found: list[Remains] = []
@@ -60,7 +60,7 @@ def kill_everywhere(base: Path, staging: bool, mutation: str = "nothing") -> lis
 
 
 def cut_everywhere(base: Path, mutation: str = "nothing") -> list[Remains]:
-    """The same with a power cut after each call, and each folder that it could leave; for a process of its own."""
+    """The same with a power cut after each call, for each folder that it could leave; runs in a separate process."""
     MUTATIONS[mutation]()
     save_steps(base / "good", 1, 2, keep=2)
     folder = base / "run"
@@ -91,8 +91,8 @@ def _note(path: Path, step: int) -> None:
 
 
 def remains(folder: Path, committed: int) -> Remains:
-    """What is left in a folder in which a step had been committed."""
-    torn = not all(map(is_whole, (folder / "checkpoints").glob("step-*")))
+    """The remains of a folder in which this step had been committed."""
+    torn = not all(map(is_valid, (folder / "checkpoints").glob("step-*")))
     try:
         step = restored(folder)
     except (UserError, ValueError, OSError):
@@ -100,8 +100,8 @@ def remains(folder: Path, committed: int) -> Remains:
     return Remains(committed, step, tuple(sorted(os.listdir(folder / "checkpoints"))), torn)
 
 
-def is_whole(checkpoint: Path) -> bool:
-    """Whether every byte is as it was committed."""
+def is_valid(checkpoint: Path) -> bool:
+    """Whether every byte is as committed."""
     try:
         verify(checkpoint)
     except CorruptCheckpoint:

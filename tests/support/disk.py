@@ -1,4 +1,4 @@
-"""System calls that change the file system, watched in this process: to kill it, to fail, or to see what would last."""
+"""System calls that change the file system, watched in this process: to kill it, to fail, or to model power cuts."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ CALLS = ("open", "write", "pwrite", "fsync", "mkdir", "rename", "unlink", "rmdir
 
 @attrs.frozen
 class Call:
-    """A call that is about to be made: its name, the absolute path that it is about, and its arguments."""
+    """A call about to be made: its name, the absolute path, and its arguments."""
 
     name: str
     path: str
@@ -27,7 +27,7 @@ Seen = Callable[[Call], None]
 
 @contextmanager
 def watched(seen: Seen, done: Seen | None = None) -> Iterator[None]:
-    """Call `seen` before and `done` after each system call that changes files, in whichever thread it is made."""
+    """Call `seen` before and `done` after each system call that changes files, in any thread."""
     before = {name: getattr(os, name) for name in CALLS}
     lock = threading.RLock()
     busy = [False]  # with a call that was seen: what is done about it is not watched itself
@@ -60,7 +60,7 @@ def watched(seen: Seen, done: Seen | None = None) -> Iterator[None]:
 
 
 def kill_at(number: int, *, half: bool = False) -> Seen:
-    """Kills this process at its n-th call; `half` does half of a write before."""
+    """Kills this process at its n-th call; with `half`, after half of a write."""
     count = 0
 
     def seen(call: Call) -> None:
@@ -77,7 +77,7 @@ def kill_at(number: int, *, half: bool = False) -> Seen:
 
 @attrs.define
 class FailAt:
-    """Makes the n-th call fail once with this error; `hit` is the call that did."""
+    """Makes the n-th call fail once with this errno; `hit` is the call that failed."""
 
     number: int
     code: int
@@ -101,7 +101,7 @@ def _path(first: Any, folder: int | None) -> str:
 
 @attrs.define(eq=False)
 class File:
-    """What programs see in a file, and what is on the disk of it."""
+    """The content of a file for programs, and its content on disk."""
 
     seen: bytes = b""
     lasting: bytes = b""
@@ -109,27 +109,27 @@ class File:
 
 @attrs.define(eq=False)
 class Folder:
-    """What programs see in a folder, and each state that it has had since the last one that is on the disk for sure."""
+    """The entries of a folder for programs, and each state since the last one that is on disk for certain."""
 
     seen: dict[str, "File | Folder"] = attrs.field(factory=dict)
     lasting: list[dict[str, "File | Folder"]] = attrs.field(factory=lambda: [{}])
 
     def change(self, change: Callable[[dict[str, "File | Folder"]], object]) -> None:
-        """A new state, which may reach the disk or not."""
+        """Add a state, which may or may not reach the disk."""
         change(self.seen)
         self.lasting.append(dict(self.seen))
 
     def sync(self) -> None:
-        """From now on it has the newest state, or a later one."""
+        """Drop older states: the newest one is on disk."""
         self.lasting = [dict(self.seen)]
 
 
 class Shadow:
     """
-    A folder as a power cut would leave it.
+    A model of a folder after a power cut.
 
-    What was written into a file and not fsynced since is gone. Of changes to a folder since its last fsync, any number
-    may have reached the disk, but none before those that were made earlier in that folder.
+    Data written to a file and not fsynced since is lost. Of changes to a folder since its last fsync, any number may
+    have reached the disk, in the order in which they were made.
     """
 
     def __init__(self, root: Path) -> None:
@@ -137,7 +137,7 @@ class Shadow:
         self.root = _as_lasting(root)
 
     def done(self, call: Call) -> None:
-        """Note a call that was made."""
+        """Record a call that was made."""
         where = os.path.relpath(call.path, self._place)
         if where.startswith(".."):
             return
@@ -162,11 +162,11 @@ class Shadow:
                 self._sync(self._folder(where) if where == "." else folder.seen[name])
 
     def cuts(self) -> int:
-        """How many different folders a power cut could leave now, as far as they are tried."""
+        """The number of different folders that a power cut could leave now, as far as they are tried."""
         return max(len(folder.lasting) for folder in _folders(self.root))
 
     def leave(self, where: Path, number: int) -> None:
-        """Make what a power cut leaves: each folder in the state of this number, or its newest."""
+        """Write the folder that a power cut leaves: each folder in the state of this number, or its newest."""
         _leave(self.root, where, number)
 
     def _folder(self, path: str) -> Folder:

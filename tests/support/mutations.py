@@ -1,4 +1,4 @@
-"""Faults that a harness must find: each takes something away on which nothing but the harness insists."""
+"""Mutations that the fault harnesses must find: each removes something that only these tests check."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,12 +14,12 @@ from drawloom.components.storage import durable_files
 
 
 def put(owner: Any, name: str, value: Any) -> None:
-    """Put something in the place of a function or method."""
+    """Replace a function or method."""
     setattr(owner, name, value)
 
 
 def no_fsync() -> None:
-    """Nothing is made to last."""
+    """Nothing is fsynced."""
 
     def nothing(_file: int, _path: Path) -> None:
         return
@@ -28,7 +28,7 @@ def no_fsync() -> None:
 
 
 def no_fsync_of_folders() -> None:
-    """Files last, and their names do not."""
+    """Files are fsynced, folders are not."""
 
     def nothing(_path: Path) -> None:
         return
@@ -37,27 +37,27 @@ def no_fsync_of_folders() -> None:
 
 
 def no_rename() -> None:
-    """A checkpoint is written in its place."""
+    """A checkpoint is written in place."""
 
     def begin(checkpoint: Path) -> None:
         durable_files.remove_folder(checkpoint)
         checkpoint.mkdir()
 
-    def commit(_aside: Path, checkpoint: Path, manifest: Manifest) -> None:
+    def commit(_temp: Path, checkpoint: Path, manifest: Manifest) -> None:
         durable_files.write_file(checkpoint / MANIFEST, manifest.write())
         durable_files.sync(checkpoint)
 
     def nothing(_checkpoints: Path) -> None:
         return
 
-    put(writing, "ASIDE", "")
+    put(writing, "TEMP", "")
     put(writing, "begin", begin)
     put(writing, "commit", commit)
-    put(writing, "_sweep", nothing)
+    put(writing, "_remove_leftovers", nothing)
 
 
-def rotate_before_commit() -> None:
-    """Room is made for a checkpoint before it is there."""
+def expire_before_commit() -> None:
+    """Old checkpoints are removed before the new one is committed."""
     save = writing.CommitProtocol.save
 
     def early(protocol: writing.CommitProtocol, checkpoint: Path, snapshot: Snapshot) -> None:
@@ -69,18 +69,18 @@ def rotate_before_commit() -> None:
 
 
 def manifest_first() -> None:
-    """The manifest is renamed into place although the folder that it names is not on the disk."""
+    """A checkpoint is renamed before its folder is fsynced."""
     sync = durable_files.sync
 
     def late(path: Path) -> None:
-        if not path.name.startswith(writing.ASIDE):
+        if not path.name.startswith(writing.TEMP):
             sync(path)
 
     put(durable_files, "sync", late)
 
 
 def no_moments() -> None:
-    """An optimizer starts anew."""
+    """An optimizer's state is not restored."""
 
     def nothing(self: TorchOptimizer, state: dict[str, Any]) -> None:
         return
@@ -89,7 +89,7 @@ def no_moments() -> None:
 
 
 def no_randomness() -> None:
-    """Generators stand where they stood at the start."""
+    """Random generators are not restored."""
 
     def nothing(self: ProcessRandomness, state: dict[str, Any]) -> None:
         return
@@ -98,7 +98,7 @@ def no_randomness() -> None:
 
 
 def no_waiting_for_copies() -> None:
-    """The weights change while they are copied."""
+    """Weights change while they are copied."""
 
     def nothing(self: Checkpointer) -> None:
         return
@@ -107,7 +107,7 @@ def no_waiting_for_copies() -> None:
 
 
 def nothing() -> None:
-    """No fault."""
+    """No mutation."""
 
 
 MUTATIONS: Mapping[str, Callable[[], None]] = {
@@ -117,11 +117,11 @@ MUTATIONS: Mapping[str, Callable[[], None]] = {
         no_fsync,
         no_fsync_of_folders,
         no_rename,
-        rotate_before_commit,
+        expire_before_commit,
         manifest_first,
         no_moments,
         no_randomness,
         no_waiting_for_copies,
     )
 }
-"""By name, so that a process can be told which. They are for processes of their own: nothing undoes them."""
+"""By name, to be passed to a process. They are for separate processes: nothing undoes them."""

@@ -1,7 +1,7 @@
 """
-A disk whose power is cut: an ext4 file system in a file in memory, of which a copy is made at some moment.
+Power cuts: an ext4 file system in a file in memory, of which a copy is made at some moment.
 
-What was not on the disk by then is not in the copy. It takes root and loop devices.
+Data that was not on the disk by then is not in the copy. It needs root and loop devices.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def is_possible() -> bool:
 
 @attrs.frozen
 class Cut:
-    """What had been committed for certain when the power was cut, and what is found when it is back."""
+    """The step that was committed for certain at the power cut, and the step found afterwards."""
 
     committed: int
     found: int
@@ -39,8 +39,8 @@ class Cut:
 
 def cut(work: Callable[[Path, Callable[[int], None]], None], after: float, find: Callable[[Path], int]) -> Cut:
     """
-    Do something on a new file system, in a fork of this process that says what it has committed; cut the power so many
-    seconds after its first word, and see what is found.
+    Run `work` on a new file system, in a fork of this process that reports its committed steps; cut the power `after`
+    seconds after its first report, and call `find` on what is left.
     """
     with _image() as image, mounted(image) as place:
         ours, theirs = os.pipe()
@@ -71,7 +71,7 @@ def cut(work: Callable[[Path, Callable[[int], None]], None], after: float, find:
 
 @contextlib.contextmanager
 def mounted(image: Path) -> Iterator[Path]:
-    """The file system of an image, mounted."""
+    """Mounts the file system of an image."""
     place = image.with_suffix(".mount")
     place.mkdir()
     try:

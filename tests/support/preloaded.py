@@ -1,7 +1,7 @@
 """
-What most runs need, imported once in the process from which all others are forked: it takes seconds.
+Imports that most runs need, made once in the process from which all others are forked: they take seconds.
 
-Python 3.11 does not hand its search path on to that process, so it comes by a variable, which ends here.
+Python 3.11 does not pass its search path on to that process, so it is passed by a variable, which is removed here.
 """
 
 import os
@@ -11,7 +11,7 @@ from importlib import import_module
 from drawloom.graph.cli.project import Project
 
 os.environ.pop("PYTHONPATH", None)
-import_module("torch._dynamo")  # by itself one of those seconds
-with suppress(Exception):  # whatever is wrong with a component is for a test to tell
+import_module("torch._dynamo")  # takes a second of its own
+with suppress(Exception):  # the test of a broken component reports it
     workshop = Project.of("drawloom")
     workshop.graph(workshop.load("first_run", [], [])).or_error()

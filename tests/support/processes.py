@@ -1,4 +1,4 @@
-"""Runs a function of a test module in several real processes, as torchrun would, and leaves nothing behind."""
+"""Runs a function of a test module in several real processes, as torchrun would, and leaves none behind."""
 
 import importlib.util
 import multiprocessing
@@ -20,14 +20,14 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 PRELOADED = ["torch.distributed", "numpy", "pytest", "support.preloaded"]
-GRACE = 5.0  # seconds that the others have to notice that a rank failed
+GRACE = 5.0  # seconds for the others to notice that a rank failed
 
 
 class RanksFailed(Exception):
     """
     At least one rank failed.
 
-    `failures` holds a traceback or a sentence by rank, first failure first; `values` what the others returned.
+    `failures` has a traceback or a message by rank, first failure first; `values` has the results of the others.
     """
 
     def __init__(self, failures: dict[int, str], values: dict[int, Any]) -> None:
@@ -55,11 +55,11 @@ def run_ranks(
     lost: Set[int] = frozenset(),
 ) -> list[Any]:
     """
-    What `function(*arguments)` returns in each of `world_size` new processes, by rank.
+    The results of `function(*arguments)` in each of `world_size` new processes, by rank.
 
     The function is a plain function of a module; arguments and results are pickled. Each process has torchrun's
     variables, unless `variables` is false. Raises RanksFailed when a rank raises, dies or is not done after `timeout`
-    seconds; it does not wait for those that are `lost`, who fail in any case.
+    seconds; ranks in `lost` are not waited for, and count as failed.
     """
     context = multiprocessing.get_context("forkserver")
     _start_fork_server()
@@ -90,7 +90,7 @@ def run_ranks(
 
 
 def _start_fork_server() -> None:
-    """Start the process from which all others are forked, unless it is there."""
+    """Start the process from which all others are forked, unless it runs already."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
@@ -169,7 +169,7 @@ def _serve(call: Call, environment: dict[str, str], pipe: Connection) -> None:
 
 
 def _load(name: str, file: str) -> Any:
-    """The module under its own name, wherever it lies: pytest imports test modules without a search path."""
+    """The module under its own name, from its file: pytest imports test modules without a search path."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None:

@@ -1,4 +1,4 @@
-"""Small runs of the first recipe, each in processes of its own, as a person would start them."""
+"""Small runs of the first recipe, each in its own processes."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.distributed.torchrun import voice_of_this_rank
+from drawloom.components.distributed.torchrun import rank_console
 from drawloom.graph.cli.main import main
 from support.processes import RanksFailed, run_ranks
 
@@ -65,7 +65,7 @@ use = "listeners.logging"
 
 
 def write_corpus(folder: Path, files: int = 12, lines: int = 5) -> None:
-    """A corpus of little programs, and the recipe `tiny.toml`."""
+    """Write a corpus of small programs, and the recipe `tiny.toml`."""
     (folder / "corpus").mkdir()
     for number in range(files):
         text = "".join(f"def f{number}_{line}(x):\n    return x * {line} + {number}\n\n" for line in range(lines))
@@ -88,7 +88,7 @@ def drawloom(folder: Path, *arguments: str, ranks: int = 1) -> list[Outcome]:
 
 
 def killed(folder: Path, name: str, *arguments: str, after: float) -> bool:
-    """Run a command that kills itself so many steps after those that its run has written down; whether it did."""
+    """Run a command that kills itself this many steps after those already tracked; whether it did."""
     written = folder / "runs" / name / "metrics.jsonl"
     done = len(rows(written.parent)) if written.exists() else 0
     words = (*arguments, f"run.name={name}")
@@ -101,7 +101,7 @@ def killed(folder: Path, name: str, *arguments: str, after: float) -> bool:
 
 
 def command(folder: Path, arguments: Sequence[str], kill_after: tuple[Path, float] | None) -> Outcome:
-    """One process of `drawloom`, which kills itself after so many lines of a file; for `run_ranks`."""
+    """One process of `drawloom`, which kills itself after this many lines of a file; for `run_ranks`."""
     os.chdir(folder)
     if kill_after is not None:
         threading.Thread(target=_kill_after, args=kill_after, daemon=True).start()
@@ -113,7 +113,7 @@ def command(folder: Path, arguments: Sequence[str], kill_after: tuple[Path, floa
 
 
 def struck(folder: Path, arguments: Sequence[str], number: int) -> Outcome:
-    """One process of `drawloom` for `run_ranks`; rank 1 sends itself a signal once step 1 is in the run's metrics."""
+    """One process of `drawloom` for `run_ranks`; rank 1 sends itself a signal once step 1 is tracked."""
     if os.environ["RANK"] == "1":
         name = next((word for word in arguments if word.startswith("run.name=")), "run.name=tiny")
         run = folder / "runs" / name.removeprefix("run.name=")
@@ -129,7 +129,7 @@ def _strike(run: Path, number: int) -> None:
 
 
 def _kill_after(path: Path, lines: float) -> None:
-    """At some moment after so many: what is left over of the number is a part of a twentieth of a second."""
+    """Kill this process after this many lines; the fractional part is a delay of up to a twentieth of a second."""
     while not path.exists() or path.read_bytes().count(b"\n") < int(lines):
         time.sleep(0.001)
     time.sleep(lines % 1 / 20)
@@ -138,23 +138,23 @@ def _kill_after(path: Path, lines: float) -> None:
 
 def _code(arguments: list[str]) -> int:
     try:
-        return main(arguments, voice=voice_of_this_rank())
+        return main(arguments, voice=rank_console())
     except SystemExit as end:
         return int(end.code or 0)
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """What a run wrote into metrics.jsonl."""
+    """The rows of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 
 def series(run: Path, *names: str) -> list[tuple[Any, ...]]:
-    """Some values of every step."""
+    """Some metrics of every step."""
     return [tuple(row.get(name) for name in names) for row in rows(run)]
 
 
 def take_back(run: Path, step: int) -> None:
-    """Take a finished run back to what a kill after this step would have left."""
+    """Reset a finished run to what a kill after this step would have left."""
     for path in (run / "checkpoints").iterdir():
         if int(path.name.removeprefix("step-")) > step:
             shutil.rmtree(path)

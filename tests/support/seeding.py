@@ -1,9 +1,8 @@
 """
-torch's random numbers in property tests: Hypothesis looks after them as it does after Python's and numpy's.
+torch's random numbers in property tests: Hypothesis seeds and restores them as it does Python's and numpy's.
 
-Each example begins with the same seed, and what was before is restored after it, so that a failure can be run again. A
-test whose examples are to differ in their numbers too, and not in their sizes alone, draws from `seeds`; what it draws
-is printed with the example that fails.
+Each example begins with the same seed, and the earlier state is restored after it, so that a failure is reproducible. A
+test whose examples should differ in their random numbers draws from `seeds`, which are printed with a failing example.
 """
 
 import torch

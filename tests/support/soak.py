@@ -1,8 +1,8 @@
 """
-Runs that are killed at random moments, again and again until they are through.
+Runs that are killed at random moments, repeatedly, until they complete.
 
-One process has imported everything and forks each life of a run; a life says by shared memory in which phase it is,
-which step it restored, and which it has committed for certain.
+One process imports everything and forks each life of a run; a life reports in shared memory its phase, the step that it
+restored, and the step that it has committed for certain.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from drawloom.components.run.trainer import Trainer
 from drawloom.components.storage import atomic_write
 from drawloom.graph.cli.main import main
 from drawloom.graph.cli.project import Project
-from support.crashes import is_whole
+from support.crashes import is_valid
 from support.mutations import MUTATIONS, put
 from support.runs import write_corpus
 
@@ -49,7 +49,7 @@ SAME = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 
 @attrs.frozen
 class Job:
-    """A run to be killed: its processes, how it stages, and the fault that it has, if any."""
+    """A run to be killed: its processes, its staging, and its mutation, if any."""
 
     ranks: int
     staging: str
@@ -70,7 +70,7 @@ class Job:
 
 @attrs.define
 class Findings:
-    """What a soak has found: kills by phase, and every run that is not as it should be, in words."""
+    """The results of a soak: kills by phase, and every failed check, as text."""
 
     kills: Counter[str] = attrs.field(factory=Counter)
     finished: int = 0
@@ -83,11 +83,11 @@ class Findings:
 
     @property
     def found(self) -> bool:
-        """Whether anything is not as it should be."""
+        """Whether any check failed."""
         return bool(self.different or self.lost or self.torn or self.grown or self.stuck)
 
     def add(self, other: "Findings") -> None:
-        """Put two together."""
+        """Merge other findings into these."""
         self.kills += other.kills
         self.finished += other.finished
         self.slowest = max(self.slowest, other.slowest)
@@ -97,10 +97,8 @@ class Findings:
 
 def soak(folder: Path, jobs: list[Job], kills: int, seed: int, seconds: float, wanted: str = "") -> Findings:
     """
-    Kill runs of these jobs in turn until there were so many kills, so much time has passed, or the wanted kind of
-    fault was found; finish the last ones.
-
-    For a process of its own.
+    Kill runs of these jobs in turn until this many kills or seconds, or until the wanted kind of fault is found;
+    complete the last ones. Runs in a separate process.
     """
     os.chdir(folder)
     write_corpus(folder)
@@ -118,8 +116,8 @@ def soak(folder: Path, jobs: list[Job], kills: int, seed: int, seconds: float, w
 
 def crash_loop(folder: Path, job: Job, times: int, seed: int) -> Findings:
     """
-    A run that is killed when it has committed something, and then again and again before it commits anything more; at
-    last it is let run to its end. For a process of its own.
+    A run that is killed after a commit, then repeatedly before its next commit, and at last completes. Runs in a
+    separate process.
     """
     os.chdir(folder)
     write_corpus(folder)
@@ -149,7 +147,7 @@ def crash_loop(folder: Path, job: Job, times: int, seed: int) -> Findings:
 
 
 def _warm() -> None:
-    """Import all that a run needs, so that a fork has it at once."""
+    """Import all that a run needs, so that forks have it at once."""
     import torch._dynamo
 
     torch.set_num_threads(1)
@@ -161,7 +159,7 @@ def _warm() -> None:
 
 
 def _straight(job: Job) -> tuple[bytes, float]:
-    """What an uninterrupted run leaves, and how long it takes."""
+    """The result of an uninterrupted run, and its duration."""
     began = time.monotonic()
     life = _Life(job, job.name)
     if life.end_by_itself(60.0) != [0] * job.ranks:
@@ -193,7 +191,7 @@ def _killed_until_done(job: Job, name: str, expected: bytes, length: float, mome
 
 
 def _kill(life: "_Life", only: int | None, found: Findings) -> None:
-    """Kill all ranks, or one; then the others have to end by themselves, and not as if all were well."""
+    """Kill all ranks, or one; then the others must end by themselves, with an error."""
     if only is None:
         life.kill(range(len(life.children)))
         return
@@ -207,7 +205,7 @@ def _kill(life: "_Life", only: int | None, found: Findings) -> None:
 
 
 def _look(name: str, run: Path, life: "_Life", committed: int, found: Findings) -> None:
-    """What a life has restored, and what it has left behind."""
+    """Check what a life has restored, and what it has left."""
     for rank, restored in enumerate(life.restored()):
         if restored not in (-1,) and restored < committed:
             found.lost.append(f"{name}: rank {rank} restored step {restored}, and {committed} was committed")
@@ -215,7 +213,7 @@ def _look(name: str, run: Path, life: "_Life", committed: int, found: Findings) 
         return
     left = sorted(path.name for path in (run / "checkpoints").iterdir())
     steps = [path for path in left if path.startswith("step-")]
-    if not all(is_whole(run / "checkpoints" / path) for path in steps):
+    if not all(is_valid(run / "checkpoints" / path) for path in steps):
         found.torn.append(f"{name}: of {left} one is not whole")
     newest = max((int(path.removeprefix("step-")) for path in steps), default=0)
     if newest < life.committed():
@@ -225,7 +223,7 @@ def _look(name: str, run: Path, life: "_Life", committed: int, found: Findings) 
 
 
 def _result(run: Path) -> bytes:
-    """All that has to be the same to the last bit: every step's numbers, and every file of the last checkpoint."""
+    """Everything that must be bit-exact: every step's metrics, and every file of the last checkpoint."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     numbers = json.dumps([[row.get(name) for name in SAME] for row in rows]).encode()
     last = sorted((run / "checkpoints" / f"step-{STEPS}").glob("rank-*"))
@@ -251,7 +249,7 @@ class _Life:
         self._codes: dict[int, int] = {}
 
     def end_by_itself(self, seconds: float) -> list[int] | None:
-        """Wait so long for all processes to end; their exit codes, None if one has not."""
+        """Wait up to this long for all processes to end; their exit codes, None if one has not."""
         end = time.monotonic() + seconds
         while len(self._codes) < len(self.children):
             for child in self.children:
@@ -266,7 +264,7 @@ class _Life:
         return [self._codes[child] for child in self.children] if done else None
 
     def kill(self, ranks: Any) -> None:
-        """By SIGKILL, and wait."""
+        """Kill these ranks by SIGKILL, and wait for them."""
         for child in [self.children[rank] for rank in ranks]:
             if child not in self._codes:
                 os.kill(child, signal.SIGKILL)
@@ -274,16 +272,16 @@ class _Life:
                 self._codes[child] = os.waitstatus_to_exitcode(status)
 
     def phase(self) -> str:
-        """What the first rank is doing; if it is writing in the background, that."""
+        """The phase of rank 0; of its background thread if that is writing."""
         main_thread, other, *_ = NUMBERS.unpack_from(self._memory, 0)
         return PHASES[other or main_thread]
 
     def joined(self) -> bool:
-        """Whether the ranks have found one another; before, they wait for one that is gone as for one that is late."""
+        """Whether the ranks have joined; before, they wait for a dead rank as for a late one."""
         return all(self._memory[place * NUMBERS.size] for place in range(len(self.children)))
 
     def restored(self) -> list[int]:
-        """The step that each rank has restored, -1 if it came to nothing."""
+        """The step that each rank has restored, -1 if none."""
         return [NUMBERS.unpack_from(self._memory, place * NUMBERS.size)[2] for place in range(len(self.children))]
 
     def committed(self) -> int:
@@ -301,7 +299,7 @@ class _Life:
 
 
 def _live(job: Job, name: str, rank: int, port: int, watch: "_Watch") -> int:
-    """The life of one process."""
+    """The main function of one process."""
     if job.ranks > 1:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.ranks, "LOCAL_WORLD_SIZE": job.ranks}
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -320,16 +318,16 @@ def _live(job: Job, name: str, rank: int, port: int, watch: "_Watch") -> int:
 
 @attrs.frozen
 class _Watch:
-    """Notes what this process does where the one that kills it can see it."""
+    """Records what this process does in memory that its killer can read."""
 
     memory: mmap.mmap
     place: int
 
     def install(self) -> None:
-        """Wrap what is to be seen; and let training draw from every generator of the process."""
+        """Wrap the functions to be recorded, and let training draw from every generator of the process."""
         for owner, name, phase in (
             (Checkpointer, "restore", "load"),
-            (Trainer, "_take", "train"),
+            (Trainer, "_run_step", "train"),
             (ShardPlan, "take", "copy"),
             (writing, "write_rank", "write"),
             (writing, "commit", "commit"),
@@ -345,8 +343,8 @@ class _Watch:
             self._set(2, step)
             return step
 
-        def noted_commit(aside: Path, checkpoint: Path, *rest: Any) -> None:
-            commit(aside, checkpoint, *rest)
+        def noted_commit(temp: Path, checkpoint: Path, *rest: Any) -> None:
+            commit(temp, checkpoint, *rest)
             self._set(3, int(checkpoint.name.removeprefix("step-")))
 
         def noisy(phase: Synchronize, step: Step) -> None:

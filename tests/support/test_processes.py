@@ -1,4 +1,4 @@
-"""The harness itself."""
+"""The harness of several processes."""
 
 import os
 import signal
@@ -47,13 +47,13 @@ def _sleep(file: str) -> None:
     time.sleep(600)
 
 
-def test_ranks_talk_and_return_values_by_rank() -> None:
-    """Ranks reach one another, and classes of the test module travel both ways."""
+def test_ranks_communicate_and_return_values_by_rank() -> None:
+    """Ranks reach one another, and classes of the test module are pickled both ways."""
     assert run_ranks(_sum_of_ranks, 3, Parcel(1)) == [(3, Parcel(2))] * 3
 
 
 def test_the_traceback_of_a_rank_is_raised() -> None:
-    """An exception in a rank arrives with its text and its line, and with what the other rank returned."""
+    """An exception in a rank is raised with its text and line, and with the other rank's result."""
     with pytest.raises(RanksFailed, match="a sentence of rank 1") as caught:
         run_ranks(_fail_on_rank_1, 2)
     assert list(caught.value.failures) == [1]
@@ -62,13 +62,13 @@ def test_the_traceback_of_a_rank_is_raised() -> None:
 
 
 def test_a_killed_rank_is_named() -> None:
-    """A rank that dies without a word is reported with its exit code."""
+    """A rank that dies silently is reported with its exit code."""
     with pytest.raises(RanksFailed, match="rank 1: died with exit code -9"):
         run_ranks(_die_on_rank_1, 2)
 
 
-def test_nothing_lives_on_after_a_timeout(tmp_path: object) -> None:
-    """Processes that hang are killed with all that they started."""
+def test_no_process_survives_a_timeout(tmp_path: object) -> None:
+    """Processes that hang are killed with their children."""
     file = f"{tmp_path}/pids"
     with pytest.raises(RanksFailed, match="not done after 1"):
         run_ranks(_sleep, 2, file, timeout=1)

@@ -48,7 +48,7 @@ def disturbed(work: Callable[[], object], call: str, number: int, what: str) -> 
 
 
 def _wait_for_attachment(child: int) -> None:
-    """Until somebody traces a process."""
+    """Wait until a tracer is attached to the process."""
     for _ in range(2000):
         if "TracerPid:\t0\n" not in Path(f"/proc/{child}/status").read_text():
             return

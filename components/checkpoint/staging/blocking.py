@@ -1,4 +1,4 @@
-"""Copies made while training waits."""
+"""Blocking staging: the state is copied while training waits."""
 
 from typing import Any, ClassVar
 
@@ -12,14 +12,12 @@ from drawloom.graph import component, setting
 
 @component(change="free")
 class Blocking:
-    """Copies the state into memory of the CPU before training goes on; training does not wait for the disk."""
+    """Copies the state to CPU memory before training continues; training does not wait for the disk."""
 
     copies: ClassVar[bool] = True
 
-    keep: bool = setting(default=True, doc="whether memory is kept for the next copy, which is several times faster")
-    type_check: bool = setting(
-        default=True, doc="whether values of unknown types are refused; if not, Python copies them"
-    )
+    keep: bool = setting(default=True, doc="reuse memory for the next copy, which is several times faster")
+    type_check: bool = setting(default=True, doc="refuse values of unknown types; if false, they are deep-copied")
 
     _synchronize_after_execute: bool = attrs.field(init=False, default=False)
     _pool: Pool | None = attrs.field(init=False, default=None)
@@ -31,7 +29,7 @@ class Blocking:
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the state on the CPU. Its memory is reused when the last tensor of it is gone."""
+        """A copy of the state on the CPU. Its memory is reused when the last tensor of the copy is freed."""
         if self._pool is None:
             self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())
         staged, copies = plan_copies(state_dict, self._pool, type_check=self.type_check)
@@ -42,10 +40,10 @@ class Blocking:
         return staged
 
     def synchronize_staging(self) -> None:
-        """Returns at once: the state may change as soon as `stage` has returned."""
+        """Do nothing: the copy is complete when `stage` returns."""
 
     def close(self) -> None:
-        """Free the memory of copies; of those in use, when they are gone."""
+        """Free the memory of copies; of copies in use, when they are freed."""
         if self._pool is not None:
             self._pool.clear()
             self._pool = None

@@ -1,9 +1,8 @@
 """
 Allocates CPU memory for a copy of a state dict, and lists the copies to make.
 
-Tensors that share memory share it in the copy too: what is copied is the range of a storage that overlapping tensors
-cover together. Where they are a small part of that range, such as one column of a large table, each is copied by
-itself.
+Tensors that share memory share it in the copy too: overlapping tensors are copied as the range of the storage that they
+cover. If they are a small part of that range, such as one column of a large matrix, each is copied separately.
 """
 
 import copy
@@ -17,7 +16,7 @@ from torch import Tensor
 from drawloom.components.checkpoint.staging.pinned_pool import Pool
 from drawloom.components.storage.pytree import leaves, transform_with_path
 
-SPARSE = 2  # a range with more than so many times the bytes of its tensors is not copied as a whole
+SPARSE = 2  # a range of more than this many times the bytes of its tensors is not copied as a whole
 WIDEST = 16  # bytes of the widest element: ranges begin at multiples of it
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -32,19 +31,20 @@ class Copy:
 
     @property
     def bytes(self) -> int:
+        """The size of the copy."""
         return self.target.nbytes
 
     def make(self, *, non_blocking: bool = False) -> None:
-        """Copy; from a GPU `non_blocking` only enqueues it on the current stream."""
+        """Copy; `non_blocking` only enqueues a copy from a GPU on the current stream."""
         self.target.copy_(self.source, non_blocking=non_blocking)
 
 
 def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -> tuple[dict[str, Any], list[Copy]]:
     """
-    A state like this one with new, uninitialised tensors on the CPU, and the copies that fill them.
+    A copy of a state dict with new, uninitialized CPU tensors, and the copies that fill them.
 
-    Plain values and containers are copied already. Tensors are contiguous, unless they overlap others. Anything else
-    is refused with a TypeError that has its path, or, without `type_check`, deep-copied.
+    Plain values and containers are copied already. Tensors are contiguous, unless they overlap others. Any other value
+    raises TypeError with its path or, without `type_check`, is deep-copied.
     """
     sources = [part for leaf in leaves(state) if isinstance(leaf, Tensor) for part in _parts(leaf)]
     targets, copies = _allocate(list({_key(part): part for part in sources}.values()), pool)
@@ -62,7 +62,7 @@ def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, or those that it wraps, such as the local shard of a DTensor."""
+    """The plain tensors, of any shape, that a tensor consists of, such as the local shard of a DTensor."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         for part in (getattr(tensor, name) for name in names):
@@ -77,13 +77,13 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _key(tensor: Tensor) -> Any:
-    """Equal for tensors that show the same memory in the same way."""
+    """A key that is equal for views of the same memory with the same shape, strides and dtype."""
     memory = (tensor.device, tensor.data_ptr()) if tensor.numel() else None
     return memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def _like(path: tuple[Any, ...], tensor: Tensor, targets: dict[Any, Tensor]) -> Any:
-    """The copy of a tensor; of a wrapper, one that wraps the copies."""
+    """The copy of a tensor; for a wrapper subclass such as DTensor, one around the copies of its parts."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         found = {name: getattr(tensor, name) for name in names}
@@ -98,19 +98,20 @@ def _like(path: tuple[Any, ...], tensor: Tensor, targets: dict[Any, Tensor]) -> 
 
 @attrs.define
 class _StorageRange:
-    """Bytes of a storage, from `start` to `end`, and the tensors in it."""
+    """A byte range of a storage, from `start` to `end`, and the tensors in it."""
 
     start: int
     end: int
     members: list[Tensor]
 
     def is_dense(self) -> bool:
-        """Whether it is worth copying as a whole; views of conjugates and negatives need their values resolved."""
+        """Whether to copy the range as a whole instead of tensor by tensor."""
+        # conjugate and negative views are lazy: copying bytes would lose the conjugation or the sign
         lazy = any(each.is_conj() or each.is_neg() for each in self.members)
         return not lazy and self.end - self.start <= SPARSE * sum(each.nbytes for each in self.members)
 
     def source(self) -> Tensor:
-        """Its bytes, as a uint8 tensor."""
+        """The range as a uint8 tensor, (end - start,)."""
         flat = torch.empty(0, dtype=torch.uint8, device=self.members[0].device)
         return flat.set_(self.members[0].untyped_storage(), self.start, (self.end - self.start,), (1,))
 
@@ -118,15 +119,15 @@ class _StorageRange:
 def _allocate(tensors: list[Tensor], pool: Pool) -> tuple[dict[Any, Tensor], list[Copy]]:
     """The copy of each of these distinct tensors, by its key, and the copies to make."""
     targets = {_key(each): torch.empty(each.shape, dtype=each.dtype) for each in tensors if not each.numel()}
-    stretches = list(_stretches([each for each in tensors if each.numel()]))
-    whole = [stretch for stretch in stretches if stretch.is_dense()]
-    single = [member for stretch in stretches if not stretch.is_dense() for member in stretch.members]
+    ranges = list(_ranges([each for each in tensors if each.numel()]))
+    whole = [extent for extent in ranges if extent.is_dense()]
+    single = [member for extent in ranges if not extent.is_dense() for member in extent.members]
     memory = iter(pool.tensors([*(each.end - each.start for each in whole), *(each.nbytes for each in single)]))
     copies: list[Copy] = []
-    for stretch, target in zip(whole, memory, strict=False):
-        copies.append(Copy(stretch.source(), target))
-        for member in stretch.members:
-            offset = int(member.storage_offset()) - stretch.start // member.itemsize
+    for extent, target in zip(whole, memory, strict=False):
+        copies.append(Copy(extent.source(), target))
+        for member in extent.members:
+            offset = int(member.storage_offset()) - extent.start // member.itemsize
             view = torch.empty(0, dtype=member.dtype)
             targets[_key(member)] = view.set_(target.untyped_storage(), offset, member.shape, member.stride())
     for member, target in zip(single, memory, strict=False):
@@ -136,20 +137,20 @@ def _allocate(tensors: list[Tensor], pool: Pool) -> tuple[dict[Any, Tensor], lis
     return targets, copies
 
 
-def _stretches(tensors: Sequence[Tensor]) -> Iterator[_StorageRange]:
-    """The ranges of storages that overlapping tensors cover together."""
+def _ranges(tensors: Sequence[Tensor]) -> Iterator[_StorageRange]:
+    """The ranges of storages that overlapping tensors cover."""
     by_storage: dict[Any, list[_StorageRange]] = {}
     for tensor in tensors:
         key = tensor.device, tensor.untyped_storage().data_ptr()
         by_storage.setdefault(key, []).append(_extent(tensor))
-    for stretches in by_storage.values():
-        last, *others = sorted(stretches, key=lambda each: (each.start, each.end))
-        for stretch in others:
-            if stretch.start < last.end:
-                last.end, last.members = max(last.end, stretch.end), last.members + stretch.members
+    for ranges in by_storage.values():
+        last, *others = sorted(ranges, key=lambda each: (each.start, each.end))
+        for extent in others:
+            if extent.start < last.end:
+                last.end, last.members = max(last.end, extent.end), last.members + extent.members
             else:
                 yield last
-                last = stretch
+                last = extent
         yield last
 
 

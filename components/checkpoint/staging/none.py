@@ -9,7 +9,7 @@ from drawloom.graph import component
 
 @component(change="free")
 class NoStaging:
-    """Copies nothing: training waits until the state is on the disk, and needs no memory for it."""
+    """Copies nothing: training waits until the state is on disk, and needs no memory for a copy."""
 
     copies: ClassVar[bool] = False
 
@@ -25,7 +25,7 @@ class NoStaging:
         return state_dict
 
     def synchronize_staging(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""

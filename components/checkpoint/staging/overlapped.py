@@ -1,4 +1,4 @@
-"""Copies made while the next step's gradients are computed."""
+"""Overlapped staging: the state is copied during the next step's forward and backward."""
 
 import time
 from concurrent.futures import Future
@@ -12,12 +12,12 @@ from drawloom.components.checkpoint.staging.pinned_pool import KEPT, Pool
 from drawloom.components.checkpoint.threads import submit
 from drawloom.graph import component, setting
 
-SMALL = 2**16  # bytes; smaller tensors are copied at once: counters and sums may change before the weights do
+SMALL = 2**16  # bytes; smaller CPU tensors are copied at once: counters and sums change before the weights do
 
 
 @attrs.frozen
-class Underway:
-    """A copy that has begun: its future, and the CUDA events after which the copies from GPUs are done."""
+class PendingCopy:
+    """A copy in progress: its future, and the CUDA events after which the copies from GPUs are done."""
 
     future: Future[dict[str, Any]]
     events: list[torch.cuda.Event]
@@ -27,25 +27,21 @@ class Underway:
 @component(change="free")
 class Overlapped:
     """
-    Copies the state while training goes on; the next optimizer step waits for the copy, and not for the disk.
+    Copies the state while training continues; the next optimizer step waits for the copy, not for the disk.
 
-    From a GPU it is copied by a stream of its own, elsewhere by a thread. Tensors of at most 64 KiB that are on the
-    CPU are copied at once.
+    GPU tensors are copied on a separate stream, CPU tensors in a thread, except that CPU tensors of at most 64 KiB are
+    copied before `stage` returns.
     """
 
     copies: ClassVar[bool] = True
 
-    keep: bool = setting(
-        default=True, doc="whether memory is kept for the next copy, which is then several times faster"
-    )
-    type_check: bool = setting(
-        default=True, doc="whether values of unknown types are refused; if not, Python copies them"
-    )
+    keep: bool = setting(default=True, doc="reuse memory for the next copy, which is several times faster")
+    type_check: bool = setting(default=True, doc="refuse values of unknown types; if false, they are deep-copied")
 
     _synchronize_after_execute: bool = attrs.field(init=False, default=True)
     _pool: Pool | None = attrs.field(init=False, default=None)
     _streams: dict[torch.device, torch.cuda.Stream] = attrs.field(init=False, factory=dict)
-    _underway: list[Underway] = attrs.field(init=False, factory=list)
+    _pending: list[PendingCopy] = attrs.field(init=False, factory=list)
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -54,32 +50,31 @@ class Overlapped:
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
-        """A future copy of the state on the CPU. Its memory is reused when the last tensor of it is gone."""
+        """A future copy of the state on the CPU. Its memory is reused when the last tensor of the copy is freed."""
         if self._pool is None:
             self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())
         staged, copies = plan_copies(state_dict, self._pool, type_check=self.type_check)
         events = self._copy_by_streams([copy for copy in copies if copy.source.is_cuda])
-        later = [copy for copy in copies if not copy.source.is_cuda and not _copied_at_once(copy)]
+        later = [copy for copy in copies if not copy.source.is_cuda and not _copy_if_small(copy)]
         future = submit("staging", lambda: _finish(staged, copies, later, events))
-        self._underway = [each for each in self._underway if not each.future.done() or each.future.exception()]
-        self._underway.append(Underway(future, events, on_cpu=bool(later)))
+        self._pending = [each for each in self._pending if not each.future.done() or each.future.exception()]
+        self._pending.append(PendingCopy(future, events, on_cpu=bool(later)))
         return future
 
     def synchronize_staging(self) -> None:
         """
-        Return when the state may change. For tensors on a GPU that is at once: work that is enqueued on the current
-        stream from now on runs after the copy.
+        Wait until the state may change. For GPU tensors the host does not wait: the current stream does.
         """
-        underway, self._underway = self._underway, []
-        for each in underway:
+        pending, self._pending = self._pending, []
+        for each in pending:
             for event in each.events:
                 event.wait()
             if each.on_cpu or each.future.done():
                 each.future.result()
 
     def close(self) -> None:
-        """Free the memory of copies; of those in use, when they are gone."""
-        self._underway = []
+        """Free the memory of copies; of copies in use, when they are freed."""
+        self._pending = []
         self._streams = {}
         if self._pool is not None:
             self._pool.clear()
@@ -89,6 +84,7 @@ class Overlapped:
         events = []
         for device in {copy.source.device for copy in copies}:
             stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+            # the copy starts after the kernels that write the state
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 for copy in copies:
@@ -98,7 +94,7 @@ class Overlapped:
         return events
 
 
-def _copied_at_once(copy: Copy) -> bool:
+def _copy_if_small(copy: Copy) -> bool:
     if copy.bytes <= SMALL:
         copy.make()
         return True
@@ -108,12 +104,12 @@ def _copied_at_once(copy: Copy) -> bool:
 def _finish(
     staged: dict[str, Any], copies: list[Copy], later: list[Copy], events: list[torch.cuda.Event]
 ) -> dict[str, Any]:
-    """Runs in a thread. It holds all sources until their copies are done, so that their memory is not reused."""
+    """Make the copies of CPU tensors, and wait for those of GPU tensors; runs in a thread."""
     with torch.no_grad():
         for copy in later:
             copy.make()
     for event in events:
         while not event.query():  # type: ignore[no-untyped-call]
             time.sleep(0.001)  # event.synchronize() may spin, and takes a core from training
-    copies.clear()
+    copies.clear()  # sources are held until here, so that the allocator does not reuse their memory
     return staged

@@ -1,9 +1,8 @@
 """
-Host memory for copies of the state, reused from one copy to the next.
+CPU memory for copies of the state, pinned for GPUs, reused from one copy to the next.
 
-Fresh memory costs a page fault for every page, several times as much as copying into memory that was used before. A
-buffer returns to the pool when the last tensor in it is gone, so nothing has to be released by hand, and no two copies
-share a buffer.
+New memory costs a page fault for every page, several times as much as copying into reused memory. A buffer returns to
+the pool when the last tensor in it is freed: nothing is released by hand, and no two copies share a buffer.
 """
 
 import threading
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from drawloom.graph import UserError
 
-KEPT = 2  # unused buffers: one for the next copy, one in case that begins before the last is written
+KEPT = 2  # unused buffers: a copy may begin before the last one is written
 ALIGNED = 64  # bytes, as torch aligns its own memory
 SMALLEST = 2**20  # bytes of a buffer
 
@@ -26,7 +25,7 @@ Buffer = Any
 
 
 class Pool:
-    """Buffers on the CPU, `pinned` for fast copies from a GPU; of those that are unused, `kept` wait for the next."""
+    """CPU buffers, `pinned` for fast copies from a GPU, of which up to `kept` unused ones are kept."""
 
     def __init__(self, *, kept: int = KEPT, pinned: bool = False) -> None:
         self._kept = kept
@@ -36,9 +35,9 @@ class Pool:
 
     def tensors(self, sizes: Sequence[int]) -> list[Tensor]:
         """
-        Uninitialised uint8 tensors of these sizes (each at least 1) in one buffer, each with a storage of its own.
+        Uninitialized uint8 tensors in one buffer, each (size,) with a separate storage; sizes are at least 1.
 
-        UserError if there is no memory for them.
+        Raises UserError if the memory can't be allocated.
         """
         starts = [0, *accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
         buffer = self._buffer(starts[-1])
@@ -48,16 +47,16 @@ class Pool:
         return [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
 
     def clear(self) -> None:
-        """Keep no unused buffers from now on."""
+        """Free the unused buffers, and keep none any more."""
         with self._lock:
             self._kept = 0
             self._unused.clear()
 
     def _buffer(self, size: int) -> Buffer:
-        """An unused buffer, or a new one; unused ones that don't fit are dropped, as the state has another size now."""
+        """An unused buffer that fits, or a new one."""
         with self._lock:
             fitting = [buffer for buffer in self._unused if size <= buffer.size <= 2 * max(size, SMALLEST)]
-            if not fitting:
+            if not fitting:  # the state has another size now: no unused buffer will fit again
                 self._unused.clear()
                 return self._allocate(max(size, SMALLEST))
             best = min(fitting, key=lambda buffer: buffer.size)
@@ -70,7 +69,7 @@ class Pool:
         except (RuntimeError, MemoryError) as error:
             why = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
             raise UserError(
-                f"there is no memory for a copy of the state, {size} bytes ({why}); give the run more memory, or write "
+                f"can't allocate {size} bytes for a copy of the state ({why}); give the run more memory, or write "
                 'staging.use = "checkpoint.staging.none", which copies nothing'
             ) from error
 

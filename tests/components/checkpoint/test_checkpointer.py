@@ -16,7 +16,7 @@ from drawloom.components.checkpoint.reader import load_node
 from drawloom.components.ports.run import Cadence, Step
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
-from support.checkpoints import Diary, Memory, checkpointer, restored, save_steps, state_of
+from support.checkpoints import EventRecorder, StateNode, checkpointer, restored, save_steps, state_of
 from support.disk import Call, watched
 
 
@@ -24,27 +24,27 @@ def _steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
 
 
-def _train(node: Checkpointer, memory: Memory, total: int, **step: Any) -> None:
+def _train(node: Checkpointer, memory: StateNode, total: int, **step: Any) -> None:
     for index in range(1, total + 1):
         memory.state = state_of(index)
         node.run_phase(Step(index, total, **step))
 
 
 class TorchOptimizer:
-    """A real AdamW whose state goes by the names of parameters."""
+    """A real AdamW whose state is keyed by parameter names."""
 
     def __init__(self) -> None:
         self.module = nn.Linear(3, 2)
         self.adam = torch.optim.AdamW(self.module.parameters(), lr=0.1)
 
     def step(self) -> None:
-        """Learn something."""
+        """Take an optimizer step."""
         self.adam.zero_grad()
         self.module(torch.ones(2, 3)).square().sum().backward()
         self.adam.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameter and state by name."""
+        """Parameters and moments by name."""
         named = dict(self.module.named_parameters())
         return {
             "weights": dict(self.module.state_dict()),
@@ -52,7 +52,7 @@ class TorchOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Also before the first step."""
+        """Load a state, also before the first step."""
         self.module.load_state_dict(state["weights"])
         for name, parameter in self.module.named_parameters():
             self.adam.state[parameter] = {key: part.clone() for key, part in state["moments"][name].items()}
@@ -62,65 +62,65 @@ class TorchOptimizer:
     ("every", "steps"), [(2, [2, 4, 5]), (5, [5]), (7, [5]), (1, [1, 2, 3, 4, 5]), ("last", [5]), ("never", [5])]
 )
 def test_the_last_step_is_always_saved(tmp_path: Path, every: Cadence, steps: list[int]) -> None:
-    """A cadence says which steps besides; nothing keeps the last one out."""
-    memory = Memory()
+    """The cadence adds steps; the last is saved with any cadence."""
+    memory = StateNode()
     _train(checkpointer(tmp_path, {"memory": memory}, every=every, keep=9), memory, 5)
     assert _steps(tmp_path) == steps
     assert restored(tmp_path) == 5
 
 
-def test_a_refused_step_is_saved_too(tmp_path: Path) -> None:
-    """It was not applied, but the run is one step further."""
-    memory = Memory()
+def test_a_skipped_step_is_saved_too(tmp_path: Path) -> None:
+    """Its update was skipped, but the run is one step further."""
+    memory = StateNode()
     _train(checkpointer(tmp_path, {"memory": memory}, every=1), memory, 1, skip_reason="loss is nan")
     assert restored(tmp_path) == 1
 
 
 @pytest.mark.parametrize(("keep", "steps"), [(1, [6]), (2, [5, 6]), (9, [1, 2, 3, 4, 5, 6])])
-def test_the_newest_stay(tmp_path: Path, keep: int, steps: list[int]) -> None:
-    """So many as `keep` says, and no trace of the others."""
-    memory = Memory()
+def test_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int, steps: list[int]) -> None:
+    """Exactly `keep` checkpoints remain, and no trace of the others."""
+    memory = StateNode()
     _train(checkpointer(tmp_path, {"memory": memory}, every=1, keep=keep), memory, 6)
     assert _steps(tmp_path) == steps
     assert len(os.listdir(tmp_path / "checkpoints")) == len(steps)
 
 
 def test_at_least_one_is_kept(tmp_path: Path) -> None:
-    """Keeping none would be no checkpointing, and a cadence of 0 steps is none."""
+    """keep = 0 and a cadence of 0 steps are invalid settings."""
     for settings in ({"keep": 0}, {"every": 0}):
         with pytest.raises(ValueError, match="less than 1"):
             checkpointer(tmp_path, {}, **settings)
 
 
 def test_a_committed_step_is_not_saved_again(tmp_path: Path) -> None:
-    """A signal on the last step saves it once; after a restore too."""
-    memory, diary = Memory(state_of(4)), Diary()
-    node = checkpointer(tmp_path, {"memory": memory}, events=diary)
+    """A signal on the last step saves it once, also after a restore."""
+    memory, recorder = StateNode(state_of(4)), EventRecorder()
+    node = checkpointer(tmp_path, {"memory": memory}, events=recorder)
     node.save(Step(4, 4))
     node.save(Step(4, 4))
     node.run_phase(Step(4, 4))
-    assert diary.told == [("saving_started", 4), ("saving_ended", 4)]
-    again = checkpointer(tmp_path, {"memory": memory}, events=diary)
+    assert recorder.events == [("saving_started", 4), ("saving_ended", 4)]
+    again = checkpointer(tmp_path, {"memory": memory}, events=recorder)
     assert again.restore() == 4
     again.save(Step(4, 4))
-    assert len(diary.told) == 2
+    assert len(recorder.events) == 2
 
 
-def test_saving_ends_even_when_it_fails(tmp_path: Path) -> None:
-    """Whoever waits longer while a checkpoint is written stops doing so; the step is not taken for saved."""
-    diary, memory = Diary(), Memory({"bad": {1, 2}})
-    node = checkpointer(tmp_path, {"memory": memory}, events=diary)
+def test_a_failed_save_ends_the_saving_event(tmp_path: Path) -> None:
+    """Listeners get saving_ended after an error, and the step does not count as saved."""
+    recorder, memory = EventRecorder(), StateNode({"bad": {1, 2}})
+    node = checkpointer(tmp_path, {"memory": memory}, events=recorder)
     for _ in range(2):
         with pytest.raises(TypeError, match="memory/bad is a set, which can't be saved"):
             node.save(Step(1, 2))
-    assert [moment for moment, _ in diary.told] == ["saving_started", "saving_ended"] * 2
+    assert [kind for kind, _ in recorder.events] == ["saving_started", "saving_ended"] * 2
     memory.state = state_of(1)
     node.save(Step(1, 2))
     assert restored(tmp_path) == 1
 
 
-def test_a_real_optimizer_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """AdamW that never stepped takes over moments and weights, and five more steps give the same bits."""
+def test_a_real_optimizer_resumes_bit_exactly(tmp_path: Path) -> None:
+    """A new AdamW loads moments and weights, and five more steps give the same bits."""
     straight, resumed = TorchOptimizer(), TorchOptimizer()
     for _ in range(3):
         straight.step()
@@ -133,8 +133,8 @@ def test_a_real_optimizer_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> 
         assert torch.equal(mine, theirs)
 
 
-def test_the_recipe_lies_in_each_checkpoint(tmp_path: Path) -> None:
-    """Word for word, with its hash in the manifest."""
+def test_each_checkpoint_contains_the_recipe(tmp_path: Path) -> None:
+    """The text is unchanged, with its hash in the manifest."""
     checkpointer(tmp_path, {}, recipe=ResolvedRecipe("# été\n", "the hash")).save(Step(1, 1))
     folder = tmp_path / "checkpoints" / "step-1"
     assert (folder / "recipe.lock.toml").read_text("utf-8") == "# été\n"
@@ -142,8 +142,8 @@ def test_the_recipe_lies_in_each_checkpoint(tmp_path: Path) -> None:
     assert (manifest["format"], manifest["step"], manifest["recipe"], manifest["world_size"]) == (2, 1, "the hash", 1)
 
 
-def test_what_a_dead_run_left_is_swept_out(tmp_path: Path) -> None:
-    """Half written and half removed folders go when the next run opens, and nothing else does."""
+def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+    """Temporary and trash folders are removed when the next run opens, and nothing else."""
     save_steps(tmp_path, 1)
     for name in (".tmp-step-2", ".trash-step-0", ".damaged-step-3-1", "notes"):
         (tmp_path / "checkpoints" / name).mkdir()
@@ -152,36 +152,36 @@ def test_what_a_dead_run_left_is_swept_out(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "checkpoints")) == [".damaged-step-3-1", "notes", "step-1"]
 
 
-def test_a_damaged_checkpoint_neither_counts_nor_goes(tmp_path: Path) -> None:
-    """After falling back from a flipped bit, rotation keeps the good ones, and the damaged one stays for inspection."""
+def test_a_corrupt_checkpoint_neither_counts_nor_expires(tmp_path: Path) -> None:
+    """After a fallback from a flipped bit, retention keeps the valid ones, and the corrupt one stays for inspection."""
     save_steps(tmp_path, 1, 2, 3)
-    damaged = tmp_path / "checkpoints" / "step-3" / "rank-0.safetensors"
-    data = bytearray(damaged.read_bytes())
+    corrupt = tmp_path / "checkpoints" / "step-3" / "rank-0.safetensors"
+    data = bytearray(corrupt.read_bytes())
     data[-1] ^= 1
-    damaged.write_bytes(data)
-    memory = Memory()
+    corrupt.write_bytes(data)
+    memory = StateNode()
     node = checkpointer(tmp_path, {"memory": memory}, keep=1)
     assert node.restore() == 2
     memory.state = state_of(4)
     node.save(Step(4, 9))
     assert _steps(tmp_path) == [3, 4]
-    assert damaged.read_bytes() == bytes(data)
+    assert corrupt.read_bytes() == bytes(data)
     assert restored(tmp_path) == 4
 
 
-def test_what_was_just_saved_is_never_rotated_away(tmp_path: Path) -> None:
-    """Not even among checkpoints of higher steps that nobody restored."""
+def test_the_checkpoint_just_saved_never_expires(tmp_path: Path) -> None:
+    """It is kept even among checkpoints of higher steps that were not restored."""
     save_steps(tmp_path, 7, 8, 9)
     save_steps(tmp_path, 1, 2, keep=1)
     assert _steps(tmp_path) == [2, 7, 8, 9]
 
 
-def test_a_step_that_was_damaged_can_be_saved_again(tmp_path: Path) -> None:
-    """The good one takes its place, the damaged one is kept under another name; twice, if need be."""
+def test_a_corrupt_step_can_be_saved_again(tmp_path: Path) -> None:
+    """The new one takes its place and the corrupt one is kept under another name, also twice."""
     for _ in range(2):
         save_steps(tmp_path, 1, 2)
         (tmp_path / "checkpoints" / "step-2" / "rank-0.json").write_text("{}")
-        memory = Memory()
+        memory = StateNode()
         node = checkpointer(tmp_path, {"memory": memory}, keep=1)
         assert node.restore() == 1
         memory.state = state_of(2)
@@ -197,21 +197,21 @@ def test_a_step_that_was_damaged_can_be_saved_again(tmp_path: Path) -> None:
 
 
 def test_nodes_that_differ_are_all_listed(tmp_path: Path) -> None:
-    """With the same recipe a checkpoint has exactly the run's nodes: what is missing and what is too much is told."""
-    checkpointer(tmp_path, {"a": Memory(), "b": Memory(), "gone": Memory()}).save(Step(1, 1))
+    """With the same recipe a checkpoint has exactly the run's nodes: missing and unexpected ones are listed."""
+    checkpointer(tmp_path, {"a": StateNode(), "b": StateNode(), "gone": StateNode()}).save(Step(1, 1))
     with pytest.raises(UserError) as caught:
-        checkpointer(tmp_path, {"a": Memory(), "b": Memory(), "new": Memory(), "newer": Memory()}).restore()
+        checkpointer(tmp_path, {"a": StateNode(), "b": StateNode(), "new": StateNode(), "newer": StateNode()}).restore()
     assert "has no state of [new], [newer]" in str(caught.value)
     assert "[gone]" in str(caught.value)
 
 
 def test_nodes_that_the_recipe_changed_may_differ(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A tracker added or left out is no fault: the new one starts afresh, and the rest is restored."""
+    """With a node added or removed by the recipe, the new one keeps its initial state, and the rest is restored."""
     caplog.set_level(logging.INFO)
-    checkpointer(tmp_path, {"a": Memory({"x": 1}), "trackers.aim": Memory()}).save(Step(1, 1))
+    checkpointer(tmp_path, {"a": StateNode({"x": 1}), "trackers.aim": StateNode()}).save(Step(1, 1))
     changes = [RecipeChange(node, "", "old", "new", "free") for node in ("trackers.aim", "trackers.jsonl")]
     recipe = ResolvedRecipe("text", "hash", False, lambda older: changes if older == "format = 1\n" else [])
-    old, new = Memory(), Memory({"fresh": True})
+    old, new = StateNode(), StateNode({"fresh": True})
     assert checkpointer(tmp_path, {"a": old, "trackers.jsonl": new}, recipe=recipe).restore() == 1
     assert (old.state, new.state) == ({"x": 1}, {"fresh": True})
     assert "no state of [trackers.jsonl], which the recipe added" in caplog.text
@@ -219,9 +219,9 @@ def test_nodes_that_the_recipe_changed_may_differ(tmp_path: Path, caplog: pytest
 
 @pytest.mark.parametrize("error", [KeyError("moment of 'w' is missing"), ValueError("moment of 'w' is missing")])
 def test_a_node_that_refuses_its_state_is_named(tmp_path: Path, error: Exception) -> None:
-    """Whatever the node says is told with checkpoint and node."""
+    """The error has the checkpoint, the node, and the node's message."""
 
-    class Picky(Memory):
+    class Picky(StateNode):
         def load_state_dict(self, state: dict[str, Any]) -> None:
             raise error
 
@@ -232,11 +232,11 @@ def test_a_node_that_refuses_its_state_is_named(tmp_path: Path, error: Exception
     assert str(caught.value) == f"{folder}: its state of [memory] does not fit the node: moment of 'w' is missing"
 
 
-def test_state_without_tensors_and_empty_state_are_state(tmp_path: Path) -> None:
-    """A data loader has one number, and an optimizer before its first step nothing at all."""
-    states = {"loader": Memory({"position": 12}), "optimizer": Memory({}), "none": Memory({"run": None})}
+def test_states_without_tensors_are_restored(tmp_path: Path) -> None:
+    """A data loader has one number, and an optimizer before its first step has an empty state."""
+    states = {"loader": StateNode({"position": 12}), "optimizer": StateNode({}), "none": StateNode({"run": None})}
     checkpointer(tmp_path, states).save(Step(1, 1))
-    fresh = {name: Memory({"other": 1}) for name in states}
+    fresh = {name: StateNode({"other": 1}) for name in states}
     checkpointer(tmp_path, fresh).restore()
     assert {name: node.state for name, node in fresh.items()} == {
         "loader": {"position": 12},
@@ -246,10 +246,10 @@ def test_state_without_tensors_and_empty_state_are_state(tmp_path: Path) -> None
     assert load_node(tmp_path / "checkpoints" / "step-1", "loader") == {"position": 12}
 
 
-def test_trouble_with_tidying_is_a_warning(
+def test_an_expired_checkpoint_that_can_t_be_removed_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A checkpoint that can't be removed does not stop a run whose new one is committed."""
+    """The run continues, as its new checkpoint is committed."""
     save_steps(tmp_path, 1)
 
     def refuse(_paths: Any) -> None:
@@ -261,12 +261,12 @@ def test_trouble_with_tidying_is_a_warning(
     assert "could not be removed" in caplog.text
 
 
-def test_restoring_changes_nothing_on_the_disk(tmp_path: Path) -> None:
-    """So a run that is killed while it loads, or again and again before it saves, loses and fills nothing."""
+def test_restoring_changes_nothing_on_disk(tmp_path: Path) -> None:
+    """A run that is killed while it loads, even repeatedly, neither loses nor fills anything."""
     save_steps(tmp_path, 1, 2)
     path = tmp_path / "checkpoints/step-2/rank-0.json"
     path.write_bytes(path.read_bytes() + b" ")
-    node, calls = checkpointer(tmp_path, {"memory": Memory()}), list[Call]()
+    node, calls = checkpointer(tmp_path, {"memory": StateNode()}), list[Call]()
     with watched(calls.append):
         assert node.restore() == 1
     assert calls == []

@@ -1,4 +1,4 @@
-"""What a crash, at any system call of a save, leaves behind."""
+"""Crashes at any system call of a save."""
 
 import errno
 import os
@@ -14,20 +14,20 @@ from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
-from support.checkpoints import Memory, checkpointer, restored, save_steps, state_of
+from support.checkpoints import StateNode, checkpointer, restored, save_steps, state_of
 from support.crashes import LOST, Remains, cut_everywhere, kill_everywhere
 from support.disk import Call, FailAt, watched
 from support.processes import run_ranks
 
 
 def _bad(found: list[Remains]) -> list[Remains]:
-    """Where a committed step was lost, or something that is not whole had the name of a step."""
+    """Crashes after which a committed step was lost, or an incomplete folder had the name of a step."""
     return [each for each in found if each.restored < each.committed or each.torn]
 
 
 @pytest.mark.parametrize("staging", [False, True])
 def test_a_kill_at_any_call_loses_no_committed_step(tmp_path: Path, staging: bool) -> None:
-    """At each call of two saves with rotation a process is killed: what was committed is found, and no less."""
+    """At each call of two saves with retention a process is killed: every committed step is restored."""
     [found] = run_ranks(kill_everywhere, 1, tmp_path, staging)
     steps = [each.restored for each in found]
     assert len(steps) > 40
@@ -42,8 +42,8 @@ def test_a_kill_at_any_call_loses_no_committed_step(tmp_path: Path, staging: boo
 
 def test_a_power_cut_at_any_call_loses_no_committed_step(tmp_path: Path) -> None:
     """
-    After each call of two saves with rotation the power is cut: whatever was not fsynced is gone, names too, and what
-    was committed is found all the same.
+    After each call of two saves with retention the power is cut: everything that was not fsynced is lost, names too;
+    every committed step is restored.
     """
     [found] = run_ranks(cut_everywhere, 1, tmp_path)
     assert len(found) > 60
@@ -51,29 +51,29 @@ def test_a_power_cut_at_any_call_loses_no_committed_step(tmp_path: Path) -> None
     assert {each.restored for each in found} == {2, 3, 4}
 
 
-@pytest.mark.parametrize("mutation", ["no_rename", "rotate_before_commit"])
-def test_kills_find_what_is_in_the_wrong_order(tmp_path: Path, mutation: str) -> None:
-    """Writing in place, and making room too early, are found: the test above is no matter of course."""
+@pytest.mark.parametrize("mutation", ["no_rename", "expire_before_commit"])
+def test_the_kill_test_finds_wrong_orders(tmp_path: Path, mutation: str) -> None:
+    """Writing in place and expiring before the commit are found: the test above can fail."""
     [found] = run_ranks(kill_everywhere, 1, tmp_path, False, mutation)
     assert _bad(found)
 
 
 @pytest.mark.parametrize(
-    "mutation", ["no_fsync", "no_fsync_of_folders", "manifest_first", "rotate_before_commit", "no_rename"]
+    "mutation", ["no_fsync", "no_fsync_of_folders", "manifest_first", "expire_before_commit", "no_rename"]
 )
-def test_power_cuts_find_what_is_not_made_to_last(tmp_path: Path, mutation: str) -> None:
-    """No fsync at all, none of folders, or one too late: each loses a step, which no kill would show."""
+def test_the_power_cut_test_finds_missing_fsyncs(tmp_path: Path, mutation: str) -> None:
+    """No fsync at all, none of folders, or one too late: each loses a step, which no kill shows."""
     [found] = run_ranks(cut_everywhere, 1, tmp_path, mutation)
     assert _bad(found)
 
 
-def test_a_kill_does_not_show_that_nothing_is_made_to_last(tmp_path: Path) -> None:
-    """Which is why power cuts are tried too."""
+def test_the_kill_test_does_not_find_missing_fsyncs(tmp_path: Path) -> None:
+    """The page cache survives a kill: only power cuts test fsync."""
     [found] = run_ranks(kill_everywhere, 1, tmp_path, False, "no_fsync")
     assert not _bad(found)
 
 
-def test_every_byte_is_on_the_disk_before_it_is_relied_on(tmp_path: Path) -> None:
+def test_every_byte_is_on_disk_before_the_next_depends_on_it(tmp_path: Path) -> None:
     """
     Each file is fsynced after its last write, the folder after its last file, and both before the rename; the parent
     after the rename and before anything older is removed.
@@ -86,15 +86,15 @@ def test_every_byte_is_on_the_disk_before_it_is_relied_on(tmp_path: Path) -> Non
 
     with watched(seen):
         save_steps(tmp_path, 2, keep=1)
-    aside, renamed = ".tmp-step-2", order.index(("rename", ".tmp-step-2"))
-    written = {path for name, path in order[:renamed] if name == "open" and path.startswith(aside)}
+    temp, renamed = ".tmp-step-2", order.index(("rename", ".tmp-step-2"))
+    written = {path for name, path in order[:renamed] if name == "open" and path.startswith(temp)}
     assert len(written) == 4
     for path in written:
         calls = [name for name, each in order[:renamed] if each == path]
         assert (calls[0], {*calls[1:-1]}, calls[-1]) == ("open", {"pwrite"}, "fsync")
     opened = [path for name, path in order[:renamed] if name == "open"]
-    assert opened[-1] == f"{aside}/manifest.json"
-    assert order[renamed - 1] == ("fsync", aside)
+    assert opened[-1] == f"{temp}/manifest.json"
+    assert order[renamed - 1] == ("fsync", temp)
     assert order[renamed + 1] == ("fsync", ".")
     assert order[renamed + 2] == ("rename", "step-1")
     assert order[renamed + 3] == ("fsync", ".")
@@ -103,10 +103,10 @@ def test_every_byte_is_on_the_disk_before_it_is_relied_on(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("staging", [False, True])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG])
-def test_a_failing_call_is_a_step_that_is_not_committed(tmp_path: Path, code: int, staging: bool) -> None:
+def test_a_failing_call_commits_nothing(tmp_path: Path, code: int, staging: bool) -> None:
     """
-    At each call of a save the disk fails once: an error with the path, and before the rename no step and no rest. The
-    same file is never fsynced again.
+    At each call of a save the disk fails once: the error has the path, and before the rename there is neither a step
+    nor a leftover. The same file is never fsynced again: Linux may report success for pages that were lost.
     """
     save_steps(tmp_path / "good", 1, 2)
     committed: list[bool] = []
@@ -126,16 +126,14 @@ def test_a_failing_call_is_a_step_that_is_not_committed(tmp_path: Path, code: in
     assert len(committed) > 12
 
 
-def test_a_failing_call_of_any_thread_is_a_step_that_is_not_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A large state is written by several threads: a full disk for one of them is never taken for success."""
+def test_a_failing_call_of_any_thread_commits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large state is written by several threads: a full disk in one of them fails the save."""
     monkeypatch.setattr(commit, "SHARD", 100)
     state = {f"weight {number}": torch.full((20,), float(number)) for number in range(4)}
     for number in range(1, 100):
         folder = tmp_path / f"run-{number}"
         save_steps(folder, 2)
-        memory = Memory(state)
+        memory = StateNode(state)
         node, fault = checkpointer(folder, {"memory": memory}), FailAt(number, errno.ENOSPC)
         with watched(fault), suppress(UserError):
             node.save(Step(3, 3))
@@ -149,8 +147,8 @@ def test_a_failing_call_of_any_thread_is_a_step_that_is_not_committed(
 
 
 def _fail_once(folder: Path, number: int, code: int, staging: bool) -> tuple[str, FailAt]:
-    """Save step 3 with one failing call; the words of the error, and whether there was such a call."""
-    node = checkpointer(folder, {"memory": Memory(state_of(3))}, staging=Blocking() if staging else None)
+    """Save step 3 with one failing call; the error's text, and whether the call happened."""
+    node = checkpointer(folder, {"memory": StateNode(state_of(3))}, staging=Blocking() if staging else None)
     fault, synced = FailAt(number, code), list[str]()
 
     def seen(call: Call) -> None:
@@ -168,8 +166,8 @@ def _fail_once(folder: Path, number: int, code: int, staging: bool) -> tuple[str
     return "", fault
 
 
-def _sweep_everywhere(base: Path) -> list[int]:
-    """A start that sweeps, killed at each of its calls in turn; what is restored by the next start."""
+def _kill_cleanup_everywhere(base: Path) -> list[int]:
+    """Kill a start that removes leftovers at each of its calls in turn; the steps that the next start restores."""
     save_steps(base / "good", 1, 2)
     for name in (".tmp-step-3", ".trash-step-0"):
         shutil.copytree(base / "good/checkpoints/step-1", base / "good/checkpoints" / name)
@@ -199,8 +197,8 @@ def _sweep_everywhere(base: Path) -> list[int]:
             return found
 
 
-def test_a_kill_while_sweeping_is_made_up_for_by_the_next_start(tmp_path: Path) -> None:
-    """At each call; nothing of the rest is left in the end, and nothing else is gone."""
-    [found] = run_ranks(_sweep_everywhere, 1, tmp_path)
+def test_a_kill_during_cleanup_is_repaired_by_the_next_start(tmp_path: Path) -> None:
+    """After a kill at each call, no leftovers remain in the end, and nothing else is removed."""
+    [found] = run_ranks(_kill_cleanup_everywhere, 1, tmp_path)
     assert len(found) > 8
     assert set(found) == {2}

@@ -1,4 +1,4 @@
-"""The disk under the checkpoints: its room, and its errors."""
+"""Free disk space, and I/O errors of saves."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.rank_errors import Agreed, run_on_rank0
 from drawloom.components.storage import durable_files
 from drawloom.graph import UserError
-from support.checkpoints import Memory, SpreadMemory, checkpointer, save_steps
+from support.checkpoints import ShardedNode, StateNode, checkpointer, save_steps
 
 
 def _failed(code: int) -> Agreed:
@@ -27,17 +27,17 @@ def _failed(code: int) -> Agreed:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_is_told_with_path_need_and_free_space(
+def test_a_full_disk_is_reported_with_path_need_and_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """One line says what failed, what was needed and what is free, whichever error the system calls it."""
+    """One line has the error, the bytes needed and the bytes free, for each errno of a full disk."""
     monkeypatch.setattr(durable_files, "free", lambda _: 400_000_000)
     expected = f"disk full: needs 3.1 GB, 400.0 MB free in {tmp_path} (/runs/x/file: {os.strerror(code)})"
     assert described(_failed(code), tmp_path, 3_100_000_000) == expected
 
 
-def test_other_io_errors_keep_the_words_of_the_system(tmp_path: Path) -> None:
-    """With the path."""
+def test_other_io_errors_keep_the_message_of_the_system(tmp_path: Path) -> None:
+    """The message has the path."""
     assert described(_failed(errno.EIO), tmp_path, 1) == "/runs/x/file: Input/output error"
 
 
@@ -50,27 +50,27 @@ def test_free_space_of_a_missing_folder_is_no_second_error(tmp_path: Path) -> No
     ("count", "words"),
     [(0, "0 bytes"), (999, "999 bytes"), (1000, "1.0 kB"), (3_140_000_000, "3.1 GB"), (5 * 10**16, "50000.0 TB")],
 )
-def test_sizes_are_written_for_people(count: int, words: str) -> None:
-    """In powers of a thousand, as disks are sold."""
+def test_sizes_are_in_powers_of_a_thousand(count: int, words: str) -> None:
+    """Units are powers of a thousand, as with disks."""
     assert size(count) == words
 
 
 def _restore(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, numbers: int = 1000) -> None:
     monkeypatch.setattr(durable_files, "free", lambda _: free)
-    checkpointer(folder, {"memory": Memory({"weight": torch.zeros(numbers)})}).restore()
+    checkpointer(folder, {"memory": StateNode({"weight": torch.zeros(numbers)})}).restore()
 
 
-def test_without_room_for_one_the_run_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told what is needed, what is there, and where."""
+def test_without_space_for_one_checkpoint_no_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the bytes needed, the bytes free, and the folder."""
     with pytest.raises(UserError) as caught:
         _restore(tmp_path, monkeypatch, 3999)
-    assert str(caught.value).startswith(f"{tmp_path}/checkpoints: a checkpoint needs 4.0 kB, and 4.0 kB are free; make")
+    assert str(caught.value).startswith(f"{tmp_path}/checkpoints: a checkpoint needs 4.0 kB, and 4.0 kB are free; free")
 
 
-def test_without_room_for_two_it_is_warned(
+def test_without_space_for_two_checkpoints_there_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For the old one is there while the new one is written."""
+    """The old checkpoint exists while the new one is written."""
     _restore(tmp_path, monkeypatch, 8000)
     assert not caplog.records
     _restore(tmp_path, monkeypatch, 7999)
@@ -78,22 +78,22 @@ def test_without_room_for_two_it_is_warned(
     assert "a checkpoint will need about 4.0 kB, and 8.0 kB are free" in record.getMessage()
 
 
-def test_what_the_last_one_had_counts(
+def test_the_size_of_the_last_checkpoint_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A state may be larger on the disk than it looks at the start."""
+    """A state may be larger on disk than its estimate at the start."""
     save_steps(tmp_path, 1)
     size = sum(path.stat().st_size for path in (tmp_path / "checkpoints/step-1").glob("r*"))
     monkeypatch.setattr(durable_files, "free", lambda _: 2 * size - 1)
-    checkpointer(tmp_path, {"memory": Memory()}).restore()
+    checkpointer(tmp_path, {"memory": StateNode()}).restore()
     assert len(caplog.records) == 1
 
 
 def test_an_optimizer_that_has_not_stepped_counts_for_two_moments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its state is empty at first, and then the larger part of a checkpoint."""
-    states = {"stages": SpreadMemory({"w": torch.zeros(1000)}), "optimizer": SpreadMemory({}, names=["w"])}
+    """Its state is empty at first, and later the larger part of a checkpoint."""
+    states = {"stages": ShardedNode({"w": torch.zeros(1000)}), "optimizer": ShardedNode({}, names=["w"])}
     monkeypatch.setattr(durable_files, "free", lambda _: 23_999)
     checkpointer(tmp_path, states).restore()
     assert "will need about 12.0 kB" in caplog.text

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself."""
+"""The checkpoint manifest."""
 
 import json
 import shutil
@@ -30,20 +30,20 @@ MANIFEST = Manifest(
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A folder with a manifest alone."""
+    """A folder that contains only a manifest."""
     folder = tmp_path / "step-7"
     folder.mkdir()
     (folder / "manifest.json").write_bytes(MANIFEST.write())
     return folder
 
 
-def test_a_manifest_comes_back(checkpoint: Path) -> None:
-    """Everything in it survives its file, which carries a format number."""
+def test_a_manifest_survives_its_file(checkpoint: Path) -> None:
+    """Every field is read back, and the file has a format number."""
     assert read_manifest(checkpoint) == MANIFEST
     assert json.loads((checkpoint / "manifest.json").read_text())["format"] == 2
 
 
-def test_no_flipped_bit_goes_unnoticed(checkpoint: Path) -> None:
+def test_every_flipped_bit_is_detected(checkpoint: Path) -> None:
     """Each single bit of the file is flipped in turn."""
     path, good = checkpoint / "manifest.json", MANIFEST.write()
     for place in range(len(good) * 8 - 8):  # the line end at the end is of no account
@@ -56,29 +56,29 @@ def test_no_flipped_bit_goes_unnoticed(checkpoint: Path) -> None:
 
 @hypothesis.given(st.binary(max_size=50) | st.from_regex(r'\{"format": 1, "digest": .*\}').map(str.encode))
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-def test_whatever_is_no_manifest_is_damage(checkpoint: Path, data: bytes) -> None:
-    """Nonsense of any kind raises Damaged and nothing else."""
+def test_an_invalid_manifest_is_corrupt(checkpoint: Path, data: bytes) -> None:
+    """Invalid content of any kind raises CorruptCheckpoint and nothing else."""
     (checkpoint / "manifest.json").write_bytes(data)
     with pytest.raises(CorruptCheckpoint):
         read_manifest(checkpoint)
 
 
-def test_depth_is_no_way_to_crash(checkpoint: Path) -> None:
-    """Brackets without end are damage too."""
+def test_deep_nesting_is_corrupt(checkpoint: Path) -> None:
+    """Endless brackets raise CorruptCheckpoint and no RecursionError."""
     (checkpoint / "manifest.json").write_text("[" * 10**6)
     with pytest.raises(CorruptCheckpoint, match="can't be read"):
         read_manifest(checkpoint)
 
 
-def test_the_manifest_of_another_step_is_noticed(checkpoint: Path) -> None:
-    """A folder that was renamed or copied is not the step that it claims to be."""
+def test_the_manifest_of_another_step_is_corrupt(checkpoint: Path) -> None:
+    """A folder that was renamed or copied is not accepted as another step."""
     other = checkpoint.rename(checkpoint.with_name("step-8"))
     with pytest.raises(CorruptCheckpoint, match="is of step 7"):
         read_manifest(other)
 
 
-def test_a_newer_format_is_no_damage(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused with both numbers, instead of being passed over for an older checkpoint."""
+def test_a_newer_format_is_a_user_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused with both numbers, instead of falling back to an older checkpoint."""
     monkeypatch.setattr("drawloom.components.checkpoint.manifest.FORMAT", 3)
     (checkpoint / "manifest.json").write_bytes(MANIFEST.write())
     monkeypatch.undo()
@@ -87,11 +87,11 @@ def test_a_newer_format_is_no_damage(checkpoint: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", ["../step-6/rank-0.json", "/etc/passwd", "", ".", "..", "a\0b", "manifest.json"])
-def test_names_of_files_stay_in_the_folder(checkpoint: Path, name: str) -> None:
-    """A manifest with a right digest can still not lead elsewhere."""
+def test_file_names_can_t_leave_the_folder(checkpoint: Path, name: str) -> None:
+    """A manifest with a valid checksum can't name files elsewhere."""
     made_up = attrs.evolve(MANIFEST, files={name: Content(1, "00" * 32)})
     (checkpoint / "manifest.json").write_bytes(made_up.write())
-    with pytest.raises(CorruptCheckpoint, match="no plain file name"):
+    with pytest.raises(CorruptCheckpoint, match="not a plain file name"):
         read_manifest(checkpoint)
 
 
@@ -115,20 +115,21 @@ def test_names_of_files_stay_in_the_folder(checkpoint: Path, name: str) -> None:
         {"more": 1},
     ],
 )
-def test_what_is_no_manifest_is_damage_even_with_a_right_digest(checkpoint: Path, changes: dict[str, Any]) -> None:
-    """Whoever makes one up gets no further than to be refused, with the entry that is wrong."""
+def test_invalid_entries_are_corrupt_despite_a_valid_checksum(checkpoint: Path, changes: dict[str, Any]) -> None:
+    """A forged manifest is refused, with the invalid entry in the message."""
     content = json.loads(MANIFEST.write())
     del content["digest"]
     content |= changes
     (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": checksum(content)}))
     with pytest.raises(
-        CorruptCheckpoint, match=r"^manifest.json has (other entries|something else .* as " + min(changes) + ")"
+        CorruptCheckpoint,
+        match=r"^manifest.json (does not have the entries|has an invalid value of '" + min(changes) + ")",
     ):
         read_manifest(checkpoint)
 
 
-def test_a_link_is_no_checkpoint(checkpoint: Path) -> None:
-    """Nothing is read through it."""
+def test_a_symbolic_link_is_no_checkpoint(checkpoint: Path) -> None:
+    """Nothing is read through a link."""
     elsewhere = checkpoint.rename(checkpoint.with_name("elsewhere"))
     checkpoint.symlink_to(elsewhere)
     with pytest.raises(CorruptCheckpoint, match="link"):
@@ -149,21 +150,21 @@ def test_all_faults_of_a_checkpoint_are_listed_at_once(tmp_path: Path) -> None:
         verify(folder)
     assert str(caught.value).split("; ") == [
         "rank-0.json is missing",
-        "rank-1.json does not belong there",
-        "rank-0.safetensors has other bytes than were committed",
+        "rank-1.json is not in the manifest",
+        "rank-0.safetensors has a checksum mismatch",
         "recipe.lock.toml has 0 bytes instead of 11",
     ]
 
 
-def test_a_look_is_enough_for_missing_and_short_files(tmp_path: Path) -> None:
-    """What can be seen without reading the tensors: names and sizes."""
+def test_the_quick_check_finds_missing_and_short_files(tmp_path: Path) -> None:
+    """Names and sizes are checked without reading the tensors."""
     save_steps(tmp_path, 3)
     folder = tmp_path / "checkpoints" / "step-3"
     assert quick_check(folder)
-    for damage in ("rank-0.safetensors", "manifest.json"):
-        copy = tmp_path / damage / "step-3"
+    for name in ("rank-0.safetensors", "manifest.json"):
+        copy = tmp_path / name / "step-3"
         shutil.copytree(folder, copy)
-        (copy / damage).write_bytes((copy / damage).read_bytes()[:-2])
+        (copy / name).write_bytes((copy / name).read_bytes()[:-2])
         assert not quick_check(copy)
-        (copy / damage).unlink()
+        (copy / name).unlink()
         assert not quick_check(copy)

@@ -1,4 +1,4 @@
-"""Finding the newest checkpoint that is whole."""
+"""Finding the newest valid checkpoint."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from drawloom.components.checkpoint.reader import load_node, newest
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
-from support.checkpoints import Memory, SpreadMemory, checkpointer, restored, save_steps, state_of
+from support.checkpoints import ShardedNode, StateNode, checkpointer, restored, save_steps, state_of
 
 FILES = ["rank-0.safetensors", "rank-0.json", "recipe.lock.toml", "manifest.json"]
 
@@ -35,7 +35,7 @@ def _empty(path: Path) -> None:
 
 
 def _zeros(path: Path) -> None:
-    """As a lost write leaves them."""
+    """Zero the second half of the file, as a lost write does."""
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[: size // 2] + bytes(size - size // 2))
 
@@ -54,44 +54,44 @@ def _other_step(path: Path) -> None:
     shutil.copy(path.parent.parent / "step-2" / path.name, path)
 
 
-DAMAGES: list[Callable[[Path], None]] = [_flip, _truncate, _empty, _zeros, _pipe, _link, Path.unlink]
+FAULTS: list[Callable[[Path], None]] = [_flip, _truncate, _empty, _zeros, _pipe, _link, Path.unlink]
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_named_and_the_step_before_is_taken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], name: str
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_corrupt_file_is_named_and_the_previous_step_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: Callable[[Path], None], name: str
 ) -> None:
-    """Whatever happened to whichever file, the warning names it, and the checkpoint stays where it is."""
+    """Whichever fault in whichever file, the warning names it, and the checkpoint is not removed."""
     save_steps(tmp_path, 1, 2, 3)
     folder = tmp_path / "checkpoints" / "step-3"
-    damage(folder / name)
+    fault(folder / name)
     before = sorted(os.listdir(folder))
     assert restored(tmp_path) == 2
     [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.startswith(f"{folder} is damaged and skipped: {name} ")
+    assert warning.startswith(f"{folder} is corrupt and skipped: {name} ")
     assert sorted(os.listdir(folder)) == before
 
 
 @pytest.mark.parametrize("name", ["rank-0.safetensors", "rank-0.json", "manifest.json"])
-def test_a_file_of_another_step_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
-    """Each file may be whole in itself: it is not the one that was committed there."""
+def test_a_file_of_another_step_is_corrupt(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    """A valid file that is not the one committed there is detected."""
     save_steps(tmp_path, 1, 2, 3)
     _other_step(tmp_path / "checkpoints" / "step-3" / name)
     assert restored(tmp_path) == 2
     assert name in caplog.text
 
 
-def test_a_file_too_many_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing but what was committed lies in a checkpoint."""
+def test_an_extra_file_is_corrupt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint contains only the files that were committed."""
     save_steps(tmp_path, 1, 2)
     (tmp_path / "checkpoints" / "step-2" / "rank-1.safetensors").write_bytes(b"")
     assert newest(tmp_path) == tmp_path / "checkpoints" / "step-1"
-    assert "rank-1.safetensors does not belong there" in caplog.text
+    assert "rank-1.safetensors is not in the manifest" in caplog.text
 
 
 def test_the_newest_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
-    """Numbers are compared as numbers, and dates do not matter; other names are not looked at."""
+    """Steps are compared as numbers; dates do not matter; other names are ignored."""
     save_steps(tmp_path, 9, 10)
     os.utime(tmp_path / "checkpoints" / "step-10", (0, 0))
     for name in (".tmp-step-11", ".trash-step-12", "step-013", "step-x", ".damaged-step-14-1"):
@@ -99,16 +99,16 @@ def test_the_newest_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
     assert newest(tmp_path) == tmp_path / "checkpoints" / "step-10"
 
 
-def test_without_checkpoints_there_is_none(tmp_path: Path) -> None:
-    """Neither a missing folder nor an empty one is an error."""
+def test_without_checkpoints_newest_is_none(tmp_path: Path) -> None:
+    """Neither a missing nor an empty folder is an error."""
     assert newest(tmp_path) is None
     save_steps(tmp_path)
     assert newest(tmp_path) is None
     assert restored(tmp_path) == 0
 
 
-def test_if_none_is_whole_all_are_listed(tmp_path: Path) -> None:
-    """The run does not start afresh over what may be worth mending."""
+def test_if_none_is_valid_all_are_listed(tmp_path: Path) -> None:
+    """The run does not restart from step 0 over checkpoints that may be repairable."""
     save_steps(tmp_path, 1, 2)
     for step in (1, 2):
         (tmp_path / "checkpoints" / f"step-{step}" / "rank-0.json").unlink()
@@ -120,10 +120,10 @@ def test_if_none_is_whole_all_are_listed(tmp_path: Path) -> None:
     ]
 
 
-def test_a_checkpoint_that_a_run_removes_meanwhile_is_no_damage(
+def test_a_checkpoint_that_expires_while_being_read_is_not_corrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A command that looks while the run saves and rotates finds the newer checkpoint."""
+    """A command that reads while the run saves finds the newer checkpoint."""
     from drawloom.components.checkpoint import manifest, reader
 
     save_steps(tmp_path, 1)
@@ -138,8 +138,8 @@ def test_a_checkpoint_that_a_run_removes_meanwhile_is_no_damage(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_one_node_s_state_can_be_had_alone(tmp_path: Path) -> None:
-    """A command reads the weights without a run; a wrong name is told with the right ones."""
+def test_the_state_of_one_node_can_be_loaded(tmp_path: Path) -> None:
+    """A command reads the weights without a run; for a wrong name the error lists the right ones."""
     save_steps(tmp_path, 5)
     state = load_node(tmp_path / "checkpoints" / "step-5", "memory")
     assert torch.equal(state["weight"], state_of(5)["weight"])
@@ -147,21 +147,21 @@ def test_one_node_s_state_can_be_had_alone(tmp_path: Path) -> None:
         load_node(tmp_path / "checkpoints" / "step-5", "stages")
 
 
-def test_one_node_s_state_is_verified(tmp_path: Path) -> None:
-    """A flipped bit is an error here too, not other weights."""
+def test_the_state_of_one_node_is_verified(tmp_path: Path) -> None:
+    """A flipped bit raises instead of returning other weights."""
     save_steps(tmp_path, 5)
     _flip(tmp_path / "checkpoints" / "step-5" / "rank-0.safetensors")
-    with pytest.raises(UserError, match=r"step-5 is damaged: rank-0.safetensors has other bytes"):
+    with pytest.raises(UserError, match=r"step-5 is corrupt: rank-0.safetensors has a checksum mismatch"):
         load_node(tmp_path / "checkpoints" / "step-5", "memory")
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_checkpoints_of_every_format_are_read_for_ever(tmp_path: Path, version: int) -> None:
-    """What an older version has written is loaded, also into nodes whose entries are spread over ranks by now."""
+def test_checkpoints_of_every_format_are_read(tmp_path: Path, version: int) -> None:
+    """A checkpoint of an older version loads, also into nodes whose entries are sharded now."""
     shutil.copytree(Path(__file__).parents[2] / "golden" / "checkpoints" / f"format-{version}", tmp_path / "run")
-    stages = SpreadMemory({}, names=["embedding.weight", "norm"])
-    optimizer = SpreadMemory({}, names=["embedding.weight"])
-    states = {"stages": stages, "optimizer": optimizer, "data": Memory(), "odd": Memory()}
+    stages = ShardedNode({}, names=["embedding.weight", "norm"])
+    optimizer = ShardedNode({}, names=["embedding.weight"])
+    states = {"stages": stages, "optimizer": optimizer, "data": StateNode(), "odd": StateNode()}
     assert checkpointer(tmp_path / "run", states).restore() == 3
     assert torch.equal(stages.state["embedding.weight"], torch.arange(6.0).reshape(2, 3))
     assert torch.equal(stages.state["norm"], torch.ones(3, dtype=torch.bfloat16))
@@ -171,35 +171,37 @@ def test_checkpoints_of_every_format_are_read_for_ever(tmp_path: Path, version: 
 
 
 def _many_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint whose tensors lie in four files, the last of them with nothing of the first node."""
+    """A checkpoint whose tensors are in four files, the last of them without any of the first node."""
     monkeypatch.setattr("drawloom.components.checkpoint.commit.SHARD", 100)
     state = {f"w{number}": torch.full((20,), float(number)) for number in range(3)}
-    checkpointer(folder, {"a": Memory(state), "b": Memory({"small": torch.ones(20), "odd": None})}).save(Step(1, 1))
+    checkpointer(folder, {"a": StateNode(state), "b": StateNode({"small": torch.ones(20), "odd": None})}).save(
+        Step(1, 1)
+    )
     return folder / "checkpoints/step-1"
 
 
-def test_large_states_lie_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written and read side by side; each tensor is in one of them, and one larger than a file has its own."""
+def test_large_states_are_split_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written and read in parallel; a tensor is in one file, one larger than a file in its own."""
     checkpoint = _many_files(tmp_path, monkeypatch)
     names = ["rank-0.safetensors", *(f"rank-0-{number}.safetensors" for number in (1, 2, 3))]
     assert {path.name for path in checkpoint.glob("*.safetensors")} == {*names}
     assert [list(load_file(checkpoint / name)) for name in names] == [["a/w0"], ["a/w1"], ["a/w2"], ["b/small"]]
-    a, b = Memory(), Memory()
+    a, b = StateNode(), StateNode()
     assert checkpointer(tmp_path, {"a": a, "b": b}).restore() == 1
     assert [a.state[f"w{number}"].tolist() for number in range(3)] == [[float(number)] * 20 for number in range(3)]
     assert b.state["small"].sum() == 20 and b.state["odd"] is None
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
-@pytest.mark.parametrize("damage", [_flip, _truncate, Path.unlink])
-def test_damage_to_any_of_several_files_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], number: int
+@pytest.mark.parametrize("fault", [_flip, _truncate, Path.unlink])
+def test_corruption_of_any_of_several_files_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Path], None], number: int
 ) -> None:
-    """Also to one of which this run wants nothing."""
+    """Files that this run does not need are checked too."""
     checkpoint = _many_files(tmp_path, monkeypatch)
     path = checkpoint / (f"rank-0-{number}.safetensors" if number else "rank-0.safetensors")
-    damage(path)
+    fault(path)
     with pytest.raises(UserError, match=f"{path.name} "):
-        checkpointer(tmp_path, {"a": Memory(), "b": Memory()}).restore()
+        checkpointer(tmp_path, {"a": StateNode(), "b": StateNode()}).restore()
     with pytest.raises(UserError, match=f"{path.name} "):
-        checkpointer(tmp_path, {"a": SpreadMemory({}, names=["w1"])}).restore()
+        checkpointer(tmp_path, {"a": ShardedNode({}, names=["w1"])}).restore()

@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Which checkpoints are kept."""
 
 import logging
 from pathlib import Path
@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.ports.run import Step
-from support.checkpoints import Memory, checkpointer, save_steps, state_of
+from support.checkpoints import StateNode, checkpointer, save_steps, state_of
 
 CANDIDATES = st.dictionaries(
     st.integers(1, 40),
     st.fixed_dictionaries({}, optional={"loss": st.none() | st.integers(0, 3), "validation_loss": st.integers(0, 3)}),
     max_size=12,
 )
-RULES = st.builds(
+POLICIES = st.builds(
     RetentionPolicy,
     st.integers(1, 5),
     st.none() | st.integers(1, 7),
@@ -26,28 +26,28 @@ RULES = st.builds(
 )
 
 
-@given(CANDIDATES, RULES)
-def test_each_rule_keeps_what_it_says_and_no_more(
-    candidates: dict[int, dict[str, int | None]], rules: RetentionPolicy
+@given(CANDIDATES, POLICIES)
+def test_exactly_the_checkpoints_of_the_policy_are_kept(
+    candidates: dict[int, dict[str, int | None]], policy: RetentionPolicy
 ) -> None:
-    """What stays is exactly what some rule names: the newest, multiples, the best, and the newest finite one."""
-    stay = rules.counting(candidates) | rules.for_ever(candidates)
+    """Kept are the newest, the multiples, the best, and the newest finite one, and no others."""
+    stay = policy.temporary(candidates) | policy.permanent(candidates)
     ordered = sorted(candidates)
-    expected = set(ordered[len(ordered) - min(rules.keep, len(ordered)) :])
-    expected |= {step for step in ordered if rules.every and not step % rules.every}
+    expected = set(ordered[len(ordered) - min(policy.keep, len(ordered)) :])
+    expected |= {step for step in ordered if policy.every and not step % policy.every}
     finite = [step for step in ordered if candidates[step].get("loss", 0) is not None]
     expected |= {max(finite)} if finite else set()
     measured = {
         step: values.get("validation_loss") or 0 for step, values in candidates.items() if "validation_loss" in values
     }
-    if rules.best and measured:
+    if policy.best and measured:
         expected.add(max(step for step, number in measured.items() if number == min(measured.values())))
     assert stay == expected
 
 
 @pytest.mark.parametrize(("best_is", "step"), [("lowest", 1), ("highest", 3)])
-def test_best_is_by_the_number_that_one_says(best_is: Literal["lowest", "highest"], step: int) -> None:
-    """In either direction; checkpoints without it are no candidates."""
+def test_best_is_by_the_chosen_metric(best_is: Literal["lowest", "highest"], step: int) -> None:
+    """In either direction; checkpoints without the metric are no candidates."""
     candidates: dict[int, dict[str, float | None]] = {
         1: {"accuracy": 0.1},
         2: {"accuracy": 0.5},
@@ -55,18 +55,18 @@ def test_best_is_by_the_number_that_one_says(best_is: Literal["lowest", "highest
         4: {},
         5: {"accuracy": None},
     }
-    assert RetentionPolicy(1, None, "accuracy", best_is).counting(candidates) == {5, step}
+    assert RetentionPolicy(1, None, "accuracy", best_is).temporary(candidates) == {5, step}
 
 
 def _steps(folder: Path) -> set[int]:
     return {int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*")}
 
 
-def test_a_run_keeps_by_all_rules_at_once(tmp_path: Path) -> None:
-    """The numbers of each step are in its manifest, so that a run which goes on knows them too."""
+def test_all_rules_apply_across_a_resume(tmp_path: Path) -> None:
+    """The metrics of each step are in its manifest, so that a resumed run has them too."""
     losses = [5.0, 4.0, 2.0, 3.0, 3.5, 3.6, 3.7, float("nan"), float("nan")]
     for first in (0, 5):
-        memory = Memory()
+        memory = StateNode()
         node = checkpointer(tmp_path, {"memory": memory}, every=1, keep=1, keep_every=4, best="loss")
         node.restore()
         for index, loss in list(enumerate(losses, 1))[first : first + 5]:
@@ -75,31 +75,30 @@ def test_a_run_keeps_by_all_rules_at_once(tmp_path: Path) -> None:
     assert _steps(tmp_path) == {3, 4, 7, 8, 9}  # best, multiples of 4, newest finite, newest
 
 
-def _damage(folder: Path, step: int) -> None:
+def _corrupt(folder: Path, step: int) -> None:
     path = folder / "checkpoints" / f"step-{step}" / "rank-0.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
 
 
-def test_a_damaged_one_takes_no_good_one_s_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What an earlier process has saved is verified before older ones are removed for it."""
+def test_a_corrupt_checkpoint_does_not_displace_a_valid_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint of an earlier process is verified before older ones are removed."""
     save_steps(tmp_path, 1, 2, 3)
-    _damage(tmp_path, 2)
-    memory = Memory()
+    _corrupt(tmp_path, 2)
+    memory = StateNode()
     node = checkpointer(tmp_path, {"memory": memory}, keep=3)
     assert node.restore() == 3
     memory.state = state_of(4)
     node.save(Step(4, 9))
     assert _steps(tmp_path) == {1, 2, 3, 4}
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-        f"{tmp_path}/checkpoints/step-2 is damaged, and is not counted: rank-0.safetensors has other bytes than were "
-        "committed"
+        f"{tmp_path}/checkpoints/step-2 is corrupt, and is not counted: rank-0.safetensors has a checksum mismatch"
     ]
 
 
-def test_nothing_is_read_while_nothing_has_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verifying old checkpoints would cost as much as saving them."""
+def test_nothing_is_verified_while_nothing_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verifying old checkpoints costs as much as saving them."""
     save_steps(tmp_path, 1, 2)
     monkeypatch.setattr(Retention, "_verify", lambda *_: pytest.fail("it was read"))
     save_steps(tmp_path, 3)

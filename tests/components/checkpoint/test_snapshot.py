@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Checkpoints that are written while training continues."""
 
 import errno
 import gc
@@ -24,14 +24,14 @@ from drawloom.components.ports.run import Step
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.durable_files import FileWriter
 from drawloom.graph import UserError
-from support.checkpoints import Diary, Memory, checkpointer, restored, state_of
+from support.checkpoints import EventRecorder, StateNode, checkpointer, restored, state_of
 
 STAGERS = [Blocking, Overlapped]
 
 
 @attrs.define
 class Disk:
-    """A disk that is slow or broken when a thread other than the main one writes."""
+    """A disk that is slow or broken for background threads."""
 
     open: threading.Event = attrs.field(factory=threading.Event)
     reached: threading.Event = attrs.field(factory=threading.Event)
@@ -39,13 +39,13 @@ class Disk:
     written: int = 0
 
     def slow(self) -> None:
-        """Let nothing through for now."""
+        """Block all writes."""
         self.open.clear()
         self.reached.clear()
 
     @contextmanager
     def new_file(self, path: Path) -> Iterator[FileWriter]:
-        """As the real one, when it lets it through."""
+        """Write as the real disk does, unless blocked or broken."""
         self.reached.set()
         self.open.wait(20)
         if self.fault is not None:
@@ -60,7 +60,7 @@ REAL_NEW_FILE = durable_files.new_file
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    """Open, and again at the end."""
+    """A fake disk, unblocked after the test."""
     disk = Disk()
     disk.open.set()
     monkeypatch.setattr(durable_files, "new_file", disk.new_file)
@@ -68,7 +68,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk.open.set()
 
 
-def _node(folder: Path, memory: Memory, staging: Any = None, **settings: Any) -> Checkpointer:
+def _node(folder: Path, memory: StateNode, staging: Any = None, **settings: Any) -> Checkpointer:
     return checkpointer(folder, {"memory": memory}, staging=staging or Blocking(), **{"every": 1, **settings})
 
 
@@ -77,16 +77,16 @@ def _full(path: str = "/x") -> OSError:
 
 
 def _wait(node: Checkpointer) -> None:
-    """Until a checkpoint that is being written is done, without telling the node."""
+    """Wait until the pending save is done, without the node's knowledge."""
     end = time.monotonic() + 10
-    while node._writing is not None and not node._writing.done.done() and time.monotonic() < end:
+    while node._pending is not None and not node._pending.done.done() and time.monotonic() < end:
         time.sleep(0.001)
 
 
 @pytest.mark.parametrize("staging", STAGERS)
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, disk: Disk, staging: type) -> None:
-    """The state changes before anything is on the disk, and what is committed is the state of the step."""
-    memory = Memory(state_of(1))
+def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, disk: Disk, staging: type) -> None:
+    """The state changes before anything is on disk, and the committed state is that of the step."""
+    memory = StateNode(state_of(1))
     node = _node(tmp_path, memory, staging())
     disk.slow()
     node.run_phase(Step(1, 9))
@@ -101,12 +101,12 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, disk: Di
 
 
 @pytest.mark.parametrize("staging", STAGERS)
-def test_the_state_may_change_at_once_a_hundred_times(
+def test_a_state_changed_right_after_a_save_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: type
 ) -> None:
-    """Saved at a step and changed right after: each checkpoint is of its step."""
+    """A hundred times, each checkpoint has the state of its step."""
     monkeypatch.setattr("os.fsync", lambda _: None)  # saves nine tenths of the time
-    memory = Memory()
+    memory = StateNode()
     node = _node(tmp_path, memory, staging(), keep=1)
     weight = torch.zeros(50_000)
     for index in range(1, 101):
@@ -120,9 +120,9 @@ def test_the_state_may_change_at_once_a_hundred_times(
         assert set(found["weight"].tolist()) == {index} and found["small"].tolist() == [index] * 3
 
 
-def test_the_next_save_waits_for_the_one_before(tmp_path: Path, disk: Disk) -> None:
+def test_the_next_save_waits_for_the_pending_one(tmp_path: Path, disk: Disk) -> None:
     """There is never more than one copy, however slow the disk is."""
-    memory = Memory(state_of(1))
+    memory = StateNode(state_of(1))
     node = _node(tmp_path, memory)
     disk.slow()
     node.run_phase(Step(1, 9))
@@ -138,8 +138,8 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path, disk: Disk) -> N
 
 
 def test_the_last_step_waits_for_its_commit(tmp_path: Path) -> None:
-    """When the last step is over its checkpoint is there; so it is after a signal."""
-    memory = Memory(state_of(5))
+    """The last step and a signal return after the checkpoint is committed."""
+    memory = StateNode(state_of(5))
     _node(tmp_path, memory).run_phase(Step(5, 5))
     assert restored(tmp_path) == 5
     memory.state = state_of(6)
@@ -148,9 +148,9 @@ def test_the_last_step_waits_for_its_commit(tmp_path: Path) -> None:
 
 
 def test_a_signal_during_a_save_waits_for_it_and_saves_its_own_step(tmp_path: Path, disk: Disk) -> None:
-    """What was begun is committed, and so is the step at which the run stops; of one step there is one save."""
-    memory, diary = Memory(state_of(1)), Diary()
-    node = _node(tmp_path, memory, events=diary, every=5)
+    """The pending save is committed, and then the step at which the run stops."""
+    memory, recorder = StateNode(state_of(1)), EventRecorder()
+    node = _node(tmp_path, memory, events=recorder, every=5)
     disk.slow()
     node.run_phase(Step(5, 9))
     memory.state = state_of(6)
@@ -158,12 +158,12 @@ def test_a_signal_during_a_save_waits_for_it_and_saves_its_own_step(tmp_path: Pa
     node.save(Step(6, 9))
     node.save(Step(6, 9))
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-5", "step-6"}
-    assert diary.told == [(moment, step) for step in (5, 6) for moment in ("saving_started", "saving_ended")]
+    assert recorder.events == [(moment, step) for step in (5, 6) for moment in ("saving_started", "saving_ended")]
 
 
 def test_a_signal_waits_for_the_save_of_its_own_step(tmp_path: Path, disk: Disk) -> None:
-    """If it is being written already, it is not written a second time."""
-    memory = Memory(state_of(1))
+    """A step that is being saved is not saved a second time."""
+    memory = StateNode(state_of(1))
     node = _node(tmp_path, memory)
     disk.slow()
     node.run_phase(Step(1, 9))
@@ -173,9 +173,9 @@ def test_a_signal_waits_for_the_save_of_its_own_step(tmp_path: Path, disk: Disk)
     assert disk.written == 4  # tree, tensors, recipe and manifest, once each
 
 
-def test_closing_waits_for_what_is_being_written(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that fails in a later step keeps what it had begun to save; but it does not wait for ever."""
-    memory = Memory(state_of(1))
+def test_closing_waits_for_the_pending_save(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that fails later keeps its pending save, but waits only for the timeout."""
+    memory = StateNode(state_of(1))
     node = _node(tmp_path, memory)
     disk.slow()
     node.run_phase(Step(1, 9))
@@ -191,11 +191,11 @@ def test_closing_waits_for_what_is_being_written(tmp_path: Path, disk: Disk, mon
 
 
 @pytest.mark.parametrize("staging", [*STAGERS, NoStaging, None])
-def test_a_full_disk_skips_a_checkpoint_and_training_goes_on(
+def test_a_full_disk_skips_a_checkpoint_and_training_continues(
     tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture, staging: type | None
 ) -> None:
-    """One line says so; what was committed is untouched, nothing is left over, and the next save is tried."""
-    memory = Memory(state_of(1))
+    """It is one warning; earlier checkpoints are unchanged, nothing is left over, and the next save is tried."""
+    memory = StateNode(state_of(1))
     node = checkpointer(tmp_path, {"memory": memory}, every=1, staging=staging and staging())
     node.run_phase(Step(1, 9))
     _wait(node)
@@ -210,17 +210,18 @@ def test_a_full_disk_skips_a_checkpoint_and_training_goes_on(
     _wait(node)
     node.run_phase(Step(5, 9))
     node.close()
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [line.split(" free in")[1] for line in said] == [
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line.split(" free in")[1] for line in warnings] == [
         f" {tmp_path}/checkpoints (/x: No space left on device)"
     ] * 2
-    assert [line.split(": needs ")[0] for line in said] == [f"checkpoint {step} skipped: disk full" for step in (2, 3)]
+    skipped = [line.split(": needs ")[0] for line in warnings]
+    assert skipped == [f"checkpoint {step} skipped: disk full" for step in (2, 3)]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-4", "step-5"]
 
 
-def test_so_many_failures_in_a_row_stop_the_run(tmp_path: Path, disk: Disk) -> None:
-    """As many as the setting says, and a success in between starts the count anew."""
-    memory = Memory(state_of(1))
+def test_failures_in_a_row_stop_the_run(tmp_path: Path, disk: Disk) -> None:
+    """The run stops after as many as the setting; a success in between resets the count."""
+    memory = StateNode(state_of(1))
     node = _node(tmp_path, memory, failures=3)
     for index in (1, 2):
         disk.fault = _full()
@@ -237,17 +238,17 @@ def test_so_many_failures_in_a_row_stop_the_run(tmp_path: Path, disk: Disk) -> N
         node.run_phase(Step(7, 99))
 
 
-def test_the_last_checkpoint_must_not_fail(tmp_path: Path, disk: Disk) -> None:
-    """A run whose end is not saved does not say that all is well."""
-    node = _node(tmp_path, Memory(state_of(1)))
+def test_a_failed_last_checkpoint_is_an_error(tmp_path: Path, disk: Disk) -> None:
+    """A run whose last state is not saved does not exit with success."""
+    node = _node(tmp_path, StateNode(state_of(1)))
     disk.fault = _full()
     with pytest.raises(UserError, match=r"^the checkpoint after step 9 failed: disk full"):
         node.run_phase(Step(9, 9))
 
 
-def test_a_checkpoint_that_failed_can_be_tried_again(tmp_path: Path, disk: Disk) -> None:
+def test_a_failed_save_can_be_repeated(tmp_path: Path, disk: Disk) -> None:
     """A signal at the step whose save has just failed saves it."""
-    node = _node(tmp_path, Memory(state_of(1)), NoStaging())
+    node = _node(tmp_path, StateNode(state_of(1)), NoStaging())
     disk.fault = _full()
     node.run_phase(Step(1, 9))
     disk.fault = None
@@ -257,8 +258,8 @@ def test_a_checkpoint_that_failed_can_be_tried_again(tmp_path: Path, disk: Disk)
 
 @pytest.mark.parametrize("last", [False, True])
 def test_other_failures_are_raised_at_the_next_step_or_at_the_end(tmp_path: Path, disk: Disk, last: bool) -> None:
-    """A fault of the program is not lived with, and not lost, wherever it happens."""
-    node = _node(tmp_path, Memory(state_of(1)), every=5)
+    """A bug is never skipped as an I/O error, wherever it happens."""
+    node = _node(tmp_path, StateNode(state_of(1)), every=5)
     disk.fault = ZeroDivisionError("a fault")
     if last:
         with pytest.raises(ZeroDivisionError):
@@ -271,8 +272,8 @@ def test_other_failures_are_raised_at_the_next_step_or_at_the_end(tmp_path: Path
 
 
 def test_a_failed_copy_is_raised_before_the_state_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what was committed before is untouched."""
-    memory = Memory({"weight": torch.zeros(100_000)})
+    """Earlier checkpoints are unchanged."""
+    memory = StateNode({"weight": torch.zeros(100_000)})
     node = _node(tmp_path, memory, Overlapped())
     node.run_phase(Step(1, 9))
     _wait(node)
@@ -288,28 +289,28 @@ def test_a_failed_copy_is_raised_before_the_state_changes(tmp_path: Path, monkey
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-1"]
 
 
-def test_what_can_t_be_staged_is_raised_at_once(tmp_path: Path) -> None:
-    """With the path; and the listeners hear that saving has ended."""
-    diary = Diary()
-    node = _node(tmp_path, Memory({"bad": {1}}), events=diary)
+def test_a_value_that_can_t_be_staged_is_raised_at_once(tmp_path: Path) -> None:
+    """The error has the path; listeners get saving_ended."""
+    recorder = EventRecorder()
+    node = _node(tmp_path, StateNode({"bad": {1}}), events=recorder)
     with pytest.raises(TypeError, match="memory/bad is a set"):
         node.run_phase(Step(1, 9))
-    assert diary.told == [("saving_started", 1), ("saving_ended", 1)]
+    assert recorder.events == [("saving_started", 1), ("saving_ended", 1)]
 
 
-def test_listeners_wait_longer_while_the_state_is_copied_only(tmp_path: Path, disk: Disk) -> None:
-    """What is written in the background is no part of any step."""
-    diary = Diary()
-    node = _node(tmp_path, Memory(state_of(1)), events=diary)
+def test_saving_events_surround_only_the_copy(tmp_path: Path, disk: Disk) -> None:
+    """Writing in the background is no part of a step's time."""
+    recorder = EventRecorder()
+    node = _node(tmp_path, StateNode(state_of(1)), events=recorder)
     disk.slow()
     node.run_phase(Step(1, 9))
-    assert diary.told == [("saving_started", 1), ("saving_ended", 1)]
+    assert recorder.events == [("saving_started", 1), ("saving_ended", 1)]
 
 
 def test_memory_for_copies_does_not_grow(tmp_path: Path) -> None:
-    """After a save nobody holds the copy, a failed one included, so that the next takes its place."""
+    """After a save, also a failed one, no reference to the copy is left, so that its memory is reused."""
     stager = Blocking()
-    node = _node(tmp_path, Memory({"weight": torch.zeros(300_000)}), stager)
+    node = _node(tmp_path, StateNode({"weight": torch.zeros(300_000)}), stager)
     for index in range(1, 6):
         node.run_phase(Step(index, 99))
         _wait(node)
@@ -326,8 +327,8 @@ def test_memory_for_copies_does_not_grow(tmp_path: Path) -> None:
     assert len(places) == 1
 
 
-def test_records_last_before_the_checkpoint_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What is written down of a step is on the disk when its checkpoint is; if that fails it is warned."""
+def test_metric_logs_are_flushed_before_the_commit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Logs of a step are on disk before its checkpoint; an error of that is a warning."""
     seen: list[list[str]] = []
 
     class Record:
@@ -339,9 +340,9 @@ def test_records_last_before_the_checkpoint_does(tmp_path: Path, caplog: pytest.
                 raise self.fault
 
     record = Record()
-    node = _node(tmp_path, Memory(state_of(1)), records={"trackers.jsonl": record})
+    node = _node(tmp_path, StateNode(state_of(1)), records={"trackers.jsonl": record})
     node.save(Step(1, 9))
     record.fault = OSError(errno.EIO, "Input/output error")
     node.save(Step(2, 9))
     assert seen == [[], ["step-1"]]
-    assert "[trackers.jsonl] is not safe from a power cut: [Errno 5] Input/output error" in caplog.text
+    assert "[trackers.jsonl] could not be flushed to disk and may lose lines in a power cut: [Errno 5]" in caplog.text

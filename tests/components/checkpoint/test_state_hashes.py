@@ -1,4 +1,4 @@
-"""A digest of every tensor of the state after each step."""
+"""Hashes of every tensor of the state after each step."""
 
 import json
 from pathlib import Path
@@ -9,20 +9,20 @@ import torch
 from drawloom.components.checkpoint.state_hashes import StateHashes, state_hashes
 from drawloom.components.ports.run import Step
 from drawloom.graph import Every
-from support.checkpoints import AloneMesh, Memory, Place
+from support.checkpoints import FixedFolder, SingleRankMesh, StateNode
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "digests/rank-0.jsonl").read_text().splitlines()]
 
 
-def _node(folder: Path, **states: Memory) -> StateHashes:
-    return StateHashes(folder=Place(folder), mesh=AloneMesh(), states=Every(states))
+def _node(folder: Path, **states: StateNode) -> StateHashes:
+    return StateHashes(folder=FixedFolder(folder), mesh=SingleRankMesh(), states=Every(states))
 
 
-def test_each_tensor_has_its_own(tmp_path: Path) -> None:
-    """One changed bit changes one digest; what is no tensor goes by the node's name."""
-    memory, other = Memory({"weight": torch.zeros(3), "count": 1}), Memory({"x": torch.ones(2)})
+def test_each_tensor_has_its_own_hash(tmp_path: Path) -> None:
+    """One changed bit changes one hash; other values are under the node's name."""
+    memory, other = StateNode({"weight": torch.zeros(3), "count": 1}), StateNode({"x": torch.ones(2)})
     node = _node(tmp_path, memory=memory, other=other)
     node.run_phase(Step(1, 9))
     memory.state["weight"][1] = -0.0
@@ -36,20 +36,20 @@ def test_each_tensor_has_its_own(tmp_path: Path) -> None:
 
 
 def test_equal_states_have_equal_digests() -> None:
-    """However the tensor lies in memory."""
+    """The hash does not depend on strides."""
     table = torch.arange(6.0).reshape(2, 3)
     assert state_hashes({"a": {"t": table.T}}) == state_hashes({"a": {"t": table.T.contiguous()}})
     assert state_hashes({"a": {"t": table}}) != state_hashes({"a": {"t": table.T}})
 
 
-def test_a_run_that_goes_on_takes_later_steps_back(tmp_path: Path) -> None:
-    """And a line that a kill has cut; so there is one for each step."""
-    node = _node(tmp_path, memory=Memory({"a": 1}))
+def test_a_resumed_run_removes_later_steps(tmp_path: Path) -> None:
+    """Later lines and an incomplete one are removed, so that each step has one line."""
+    node = _node(tmp_path, memory=StateNode({"a": 1}))
     for index in (1, 2, 3):
         node.run_phase(Step(index, 9))
     with (tmp_path / "digests/rank-0.jsonl").open("a") as file:
         file.write('{"step": 4, "dig')
-    again = _node(tmp_path, memory=Memory({"a": 2}))
+    again = _node(tmp_path, memory=StateNode({"a": 2}))
     for index in (2, 3):
         again.run_phase(Step(index, 9))
     rows = _rows(tmp_path)

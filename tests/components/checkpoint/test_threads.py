@@ -1,4 +1,4 @@
-"""Work in a thread of its own."""
+"""Functions run in threads."""
 
 import threading
 import time
@@ -11,8 +11,8 @@ import pytest
 from drawloom.components.checkpoint.threads import map_parallel, run_now, submit
 
 
-def test_it_is_done_in_another_thread() -> None:
-    """Which keeps no process alive; the result waits in the future."""
+def test_submit_runs_in_a_daemon_thread() -> None:
+    """The thread does not keep the process alive; the result is in the future."""
     gate = threading.Event()
 
     def work() -> tuple[str, bool]:
@@ -27,8 +27,8 @@ def test_it_is_done_in_another_thread() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt()])
-def test_whatever_it_raises_waits_too(error: BaseException) -> None:
-    """Nothing is lost, and nothing is printed by the thread."""
+def test_exceptions_are_in_the_future(error: BaseException) -> None:
+    """No exception is lost or printed by the thread."""
 
     def fail() -> None:
         raise error
@@ -37,8 +37,8 @@ def test_whatever_it_raises_waits_too(error: BaseException) -> None:
     assert run_now("writing", fail).exception(0) is error
 
 
-def test_what_it_needed_is_gone_when_it_is_done() -> None:
-    """Memory that it held can be used again as soon as the future has its result."""
+def test_the_work_s_memory_is_free_when_the_future_is_done() -> None:
+    """Memory that the work holds can be reused as soon as the future has a result."""
 
     class Large:
         """Something that takes room."""
@@ -52,15 +52,15 @@ def test_what_it_needed_is_gone_when_it_is_done() -> None:
         assert gone() is None
 
 
-def test_at_once_is_in_this_thread() -> None:
-    """And done when it returns."""
+def test_run_now_runs_in_this_thread() -> None:
+    """The future is done when it returns."""
     future = run_now("writing", threading.current_thread)
     assert future.done() and future.result() is threading.current_thread()
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 9])
 def test_results_come_in_order(most: int) -> None:
-    """However many threads share the work, and there are never more of them at it than one says."""
+    """Results are in the order of the works, and at most `most` threads run at a time."""
     lock, busy, seen = threading.Lock(), [0], list[int]()
 
     def work(number: int) -> int:
@@ -77,8 +77,8 @@ def test_results_come_in_order(most: int) -> None:
     assert map_parallel("x", list[Callable[[], int]](), most) == []
 
 
-def test_an_error_is_raised_when_all_are_over() -> None:
-    """Nothing is still going on when the error is known."""
+def test_an_error_is_raised_after_all_works_end() -> None:
+    """No work is still running when the error is raised."""
     over: list[int] = []
 
     def work(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Rows that say who they are."""
+"""Rows whose tokens identify them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,15 +15,15 @@ LENGTH = 4
 
 @attrs.frozen
 class Counting:
-    """A corpus of one document in each split, that counts from 1; and a tokenizer of numbers, which ends with 0."""
+    """A corpus of one document per split that counts from 1, and a tokenizer of numbers whose end is 0."""
 
     train: int
-    held_out: int
+    validation: int
     vocab_size: int = 100_000
     eos_id: int = 0
 
     def documents(self, split: Split) -> Iterator[str]:
-        last = self.train if split == "train" else self.held_out
+        last = self.train if split == "train" else self.validation
         yield " ".join(str(number) for number in range(1, last + 1))
 
     def encode(self, text: str) -> np.ndarray:
@@ -32,10 +32,10 @@ class Counting:
 
 @pytest.fixture(scope="session")
 def rows_of(job: Any) -> Callable[..., Packing]:
-    """Makes a table of so many rows; the tokens of row r are 4r + 1, 4r + 2, 4r + 3, 4r + 4."""
+    """Makes a dataset of this many rows; the tokens of row r are 4r + 1, 4r + 2, 4r + 3, 4r + 4."""
 
-    def make(train: int = 0, held_out: int = 0) -> Packing:
-        numbers: Any = Counting(train * LENGTH, held_out * LENGTH)
+    def make(train: int = 0, validation: int = 0) -> Packing:
+        numbers: Any = Counting(train * LENGTH, validation * LENGTH)
         rows = Packing(corpus=numbers, tokenizer=numbers, job=job, length=LENGTH)
         rows.open()
         return rows
@@ -45,5 +45,5 @@ def rows_of(job: Any) -> Callable[..., Packing]:
 
 @pytest.fixture(scope="session")
 def names() -> Callable[[list[Batch]], list[list[int]]]:
-    """Which rows these batches hold."""
+    """The row numbers in these batches."""
     return lambda batches: [((batch.tokens[:, 0] - 1) // LENGTH).tolist() for batch in batches]

@@ -16,14 +16,14 @@ texts = st.text(st.characters(exclude_categories=["Cs"]))
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the tokenizer writes for other programs."""
+    """A folder with the files that the tokenizer writes."""
     folder = tmp_path_factory.mktemp("tokenizer")
     Bytes().save(folder)
     return folder
 
 
 @given(texts)
-def test_ids_are_bytes_and_come_back_as_text(text: str) -> None:
+def test_ids_are_bytes_and_decode_to_the_text(text: str) -> None:
     """The ids of a text are its UTF-8, as int32, and decoding them gives the text."""
     ids = Bytes().encode(text)
     assert ids.dtype == np.int32
@@ -35,18 +35,18 @@ def test_ids_are_bytes_and_come_back_as_text(text: str) -> None:
 @example("<|end|>")
 @example(" \n\r\0\ufeff<0x00>Ġ")
 def test_saved_tokenizer_gives_the_same_ids(saved: Path, text: str) -> None:
-    """`tokenizers` gives every text the same ids from the saved file, even one that spells the end."""
+    """`tokenizers` encodes every text to the same ids with the saved file, even one that contains the end."""
     assert Tokenizer.from_file(str(saved / "tokenizer.json")).encode(text).ids == Bytes().encode(text).tolist()
 
 
 @given(st.lists(st.integers(0, 255)))
-def test_saved_tokenizer_decodes_alike(saved: Path, ids: list[int]) -> None:
-    """Any bytes, UTF-8 or not, become the same text there and here."""
+def test_saved_tokenizer_decodes_equally(saved: Path, ids: list[int]) -> None:
+    """Any bytes, UTF-8 or not, decode to the same text."""
     assert Tokenizer.from_file(str(saved / "tokenizer.json")).decode(ids) == Bytes().decode(ids)
 
 
-def test_transformers_reads_what_was_saved(saved: Path) -> None:
-    """`transformers` knows the end, takes a text that spells it as text, and leaves it out when asked."""
+def test_transformers_reads_the_saved_files(saved: Path) -> None:
+    """`transformers` knows the end, encodes a text that contains it as text, and skips it when decoding."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(saved)
@@ -57,12 +57,12 @@ def test_transformers_reads_what_was_saved(saved: Path) -> None:
     assert tokenizer.decode([*text.encode(), Bytes().eos_id], skip_special_tokens=True) == text
 
 
-def test_ids_that_are_no_bytes_write_nothing() -> None:
-    """A model with a larger vocabulary may give ids that the tokenizer does not know."""
+def test_unknown_ids_are_skipped() -> None:
+    """A model with a larger vocabulary may produce ids that the tokenizer does not have."""
     assert Bytes().decode([65, 256, 300, 66]) == "AB"
 
 
 def test_half_a_surrogate_pair_is_refused() -> None:
-    """A string that is no text is the user's error, with the place of the bad character."""
+    """The UserError has the position of the bad character."""
     with pytest.raises(UserError, match="character 1"):
         Bytes().encode("a\ud800")

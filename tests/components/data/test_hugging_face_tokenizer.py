@@ -14,7 +14,7 @@ from drawloom.graph import UserError
 
 
 def write(folder: Path) -> Path:
-    """A tokenizer of words with all that must not touch our ids: a template, truncation, padding."""
+    """A word tokenizer with settings that must not affect ids: a template, truncation, padding."""
     words = {"hello": 0, "world": 1, "<": 2, "end": 3, ">": 4, "?": 5}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -34,14 +34,14 @@ def opened(path: Path, end_token: str = "<end>") -> HuggingFaceTokenizer:
 
 
 def test_ids_are_those_of_the_text_alone(tmp_path: Path) -> None:
-    """Nothing is added, cut off or filled up, whatever the file asks for."""
+    """Nothing is added, truncated or padded, whatever the file configures."""
     ids = opened(write(tmp_path)).encode("hello world hello")
     assert ids.dtype == np.int32
     assert ids.tolist() == [0, 1, 0]
 
 
 def test_text_cannot_forge_an_end(tmp_path: Path) -> None:
-    """A text that spells the end is encoded as any other text."""
+    """A text that contains the end token is encoded as text."""
     tokenizer = opened(write(tmp_path))
     ids = tokenizer.encode("hello <end> world")
     assert tokenizer.eos_id == 6
@@ -49,7 +49,7 @@ def test_text_cannot_forge_an_end(tmp_path: Path) -> None:
     assert ids[0] == 0 and ids[-1] == 1
 
 
-def test_vocabulary_reaches_the_highest_id(tmp_path: Path) -> None:
+def test_vocab_size_is_above_the_highest_id(tmp_path: Path) -> None:
     """Added tokens count, and so do gaps in the numbering."""
     path = write(tmp_path)
     assert opened(path).vocab_size == 7
@@ -59,19 +59,19 @@ def test_vocabulary_reaches_the_highest_id(tmp_path: Path) -> None:
     assert opened(path).vocab_size == 100
 
 
-def test_end_is_left_out_of_text(tmp_path: Path) -> None:
-    """Decoding gives the words without special tokens."""
+def test_special_tokens_are_not_decoded(tmp_path: Path) -> None:
+    """Decoding returns the words without special tokens."""
     assert opened(write(tmp_path)).decode([0, 1, 6]) == "hello world"
 
 
-def test_unknown_end_names_candidates(tmp_path: Path) -> None:
-    """An end that the file lacks is an error that lists its special tokens."""
+def test_an_unknown_end_token_lists_candidates(tmp_path: Path) -> None:
+    """The error lists the file's special tokens."""
     with pytest.raises(UserError, match=r'has no token "</s>"; write one of "<end>"'):
         opened(write(tmp_path), "</s>")
 
 
-def test_faulty_paths(tmp_path: Path) -> None:
-    """No file, and a file that is no tokenizer, are errors that name it."""
+def test_invalid_paths_are_refused(tmp_path: Path) -> None:
+    """A missing file, and a file that is not a tokenizer, are errors that name it."""
     with pytest.raises(UserError, match="there is no file"):
         opened(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text('{"a": 1}')
@@ -79,8 +79,8 @@ def test_faulty_paths(tmp_path: Path) -> None:
         opened(tmp_path / "tokenizer.json")
 
 
-def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the package, the error says what to install."""
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the command that installs it."""
     absent: Any = None
     monkeypatch.setitem(sys.modules, "tokenizers", absent)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[tokenizers\]'"):
@@ -88,7 +88,7 @@ def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_saved_files_give_the_same_ids(tmp_path: Path) -> None:
-    """The file is copied as it is, with those beside it; a missing configuration is written."""
+    """The file and its companions are copied; a missing configuration is written."""
     source, one, two = tmp_path / "source", tmp_path / "one", tmp_path / "two"
     for folder in (source, one, two):
         folder.mkdir()

@@ -20,30 +20,30 @@ def corpus(folder: Path, content: str | bytes, **settings: object) -> JsonLines:
 
 
 @given(st.lists(texts), st.booleans())
-def test_texts_come_as_they_were_written(tmp_path_factory: pytest.TempPathFactory, all: list[str], plain: bool) -> None:
-    """Any text comes back in its place, line separators of Unicode and escapes included."""
+def test_texts_are_unchanged(tmp_path_factory: pytest.TempPathFactory, all: list[str], plain: bool) -> None:
+    """Any text is read back in order, Unicode line separators and escapes included."""
     lines = "".join(json.dumps({"text": text, "id": 1}, ensure_ascii=not plain) + "\n" for text in all)
     folder = tmp_path_factory.mktemp("corpus", numbered=True)
     assert list(corpus(folder, lines, validation_fraction=0.0).documents("train")) == all
 
 
-def test_split_follows_the_text_and_not_its_place(tmp_path: Path) -> None:
-    """Lines in another order leave every text in its split, and equal texts stand in one split."""
+def test_the_split_depends_on_the_text_not_its_position(tmp_path: Path) -> None:
+    """Reordered lines keep every text in its split, and equal texts are in one split."""
     all = [json.dumps({"body": str(number)}) for number in range(60)] * 2
     for lines in (all, all[::-1]):
         mixed = corpus(tmp_path, "\n".join(lines), field="body", validation_fraction=0.3)
-        held_out = sorted(mixed.documents("validation"))
+        validation = sorted(mixed.documents("validation"))
         train = sorted(mixed.documents("train"))
-        assert not set(train) & set(held_out)
-        assert sorted(train + held_out) == sorted(str(number) for number in range(60) for _ in range(2))
+        assert not set(train) & set(validation)
+        assert sorted(train + validation) == sorted(str(number) for number in range(60) for _ in range(2))
         if lines is all:
-            expected = held_out
-    assert held_out == expected
-    assert held_out
+            expected = validation
+    assert validation == expected
+    assert validation
 
 
-def test_empty_lines_are_no_documents(tmp_path: Path) -> None:
-    """A blank line, the last one above all, is passed over, and still counts as a line."""
+def test_blank_lines_are_skipped(tmp_path: Path) -> None:
+    """A blank line, also the last one, is no document, but counts as a line."""
     assert list(corpus(tmp_path, '\n{"text": "a"}\n \n', validation_fraction=0.0).documents("train")) == ["a"]
     with pytest.raises(UserError, match=r"a\.jsonl:3:"):
         list(corpus(tmp_path, '\n{"text": "a"}\nx', validation_fraction=0.0).documents("train"))
@@ -53,19 +53,19 @@ def test_empty_lines_are_no_documents(tmp_path: Path) -> None:
     ("line", "reason"),
     [
         (b'{"text": "a"', "not JSON"),
-        (b"[1]", "an array stands here"),
-        (b"null", "null stands here"),
-        (b'{"body": "a", "id": 1}', r'no field "text".*\(body, id\)'),
-        (b"{}", r'no field "text".*\(none\)'),
-        (b'{"text": 1}', "holds a number"),
-        (b'{"text": true}', "holds a boolean"),
+        (b"[1]", "an object and not an array"),
+        (b"null", "an object and not null"),
+        (b'{"body": "a", "id": 1}', r'no field "text", only body, id'),
+        (b"{}", r'no field "text", only none'),
+        (b'{"text": 1}', "is a number"),
+        (b'{"text": true}', "is a boolean"),
         (b'{"text": "\xff"}', "can't decode byte 0xff"),
         (b'{"text": "\\ud800"}', r"\\ud800, half of a surrogate pair"),
         (b"[" * 200_000, "can't be read"),
         (b'{"text": ' + b"1" * 5_000 + b"}", "can't be read"),
     ],
 )
-def test_bad_line_is_named(tmp_path: Path, line: bytes, reason: str) -> None:
-    """A line that is no document is an error with file, line and reason."""
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes, reason: str) -> None:
+    """A line that is not a document is an error with file, line and reason."""
     with pytest.raises(UserError, match=rf"a\.jsonl:2(:\d+)?: .*{reason}"):
         list(corpus(tmp_path, b'{"text": "a"}\n' + line + b"\n").documents("train"))

@@ -1,4 +1,4 @@
-"""The batches of a run."""
+"""The data loader."""
 
 import multiprocessing
 import os
@@ -42,7 +42,7 @@ def steps(loader: Loader, names: Any, number: int) -> list[list[list[int]]]:
 
 
 def expected(seed: int, first: int, last: int) -> list[list[list[int]]]:
-    """The steps of one rank, from the permutations of the epochs laid end to end."""
+    """The steps of one rank, from the concatenated permutations of the epochs."""
     epochs = range(last * STEP // ROWS + 1)
     endless = list(chain(*(permutation(seed, "rows", epoch, ROWS).tolist() for epoch in epochs)))
     taken = [endless[step * STEP : (step + 1) * STEP] for step in range(first, last)]
@@ -50,10 +50,10 @@ def expected(seed: int, first: int, last: int) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_run_that_stops_and_goes_on_sees_what_one_run_sees(
+def test_a_resumed_loader_continues_the_order(
     rows_of: RowsOf, one_rank: Any, job: Any, names: Any, workers: int
 ) -> None:
-    """The state of any step, taken over by a loader with other workers, continues the order, across epoch ends too."""
+    """A loader with other workers that loads the state of any step continues its order, also across epochs."""
     rows = rows_of(train=ROWS)
     with loading(rows, one_rank, job, workers=workers) as loader:
         assert steps(loader, names, 3) == expected(job.seed, 0, 3)
@@ -69,7 +69,7 @@ def test_run_that_stops_and_goes_on_sees_what_one_run_sees(
 def test_state_can_be_loaded_into_a_running_loader(
     rows_of: RowsOf, one_rank: Any, job: Any, names: Any, workers: int
 ) -> None:
-    """What was made ahead for other steps is dropped when the loader is put elsewhere."""
+    """Batches that were made in advance for other steps are discarded."""
     with loading(rows_of(train=ROWS), one_rank, job, workers=workers) as loader:
         steps(loader, names, 3)
         loader.load_state_dict({"step": 1})
@@ -77,7 +77,7 @@ def test_state_can_be_loaded_into_a_running_loader(
 
 
 def test_state_is_the_number_of_steps(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
-    """State is one number, which counts steps and not what was made ahead; anything else is refused."""
+    """The state is one number, of steps taken and not of prefetched ones; anything else is refused."""
     with loading(rows_of(train=ROWS), one_rank, job, workers=1, prefetch=3) as loader:
         assert loader.state_dict() == {"step": 0}
         steps(loader, names, 2)
@@ -88,8 +88,8 @@ def test_state_is_the_number_of_steps(rows_of: RowsOf, one_rank: Any, job: Any, 
         assert steps(loader, names, 1) == expected(job.seed, 2, 3)
 
 
-def test_two_replicas_go_on_as_one_and_as_four(rows_of: RowsOf, mesh_of: MeshOf, job: Any, names: Any) -> None:
-    """However many replicas there are, before and after a resume, a step's rows are the same in the same order."""
+def test_the_rows_of_a_step_do_not_depend_on_the_ranks(rows_of: RowsOf, mesh_of: MeshOf, job: Any, names: Any) -> None:
+    """With any number of data-parallel ranks before and after a resume, a step's rows and their order are the same."""
     rows = rows_of(train=ROWS)
     state = {"step": 0}
     for replicas in (2, 1, 4, 2):
@@ -108,10 +108,8 @@ def test_two_replicas_go_on_as_one_and_as_four(rows_of: RowsOf, mesh_of: MeshOf,
         state = loader.state_dict()
 
 
-def test_epochs_and_seeds_differ_and_shuffling_can_be_left_out(
-    rows_of: RowsOf, one_rank: Any, job: Any, names: Any
-) -> None:
-    """Each epoch holds all rows in an order of its own, which the seed decides; unshuffled, rows come as packed."""
+def test_epochs_and_seeds_are_shuffled_differently(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
+    """Each epoch has all rows in an order that depends on the seed; unshuffled, rows are in the order of packing."""
     rows = rows_of(train=20)
     orders = []
     for seed in (1, 1, 2):
@@ -124,7 +122,7 @@ def test_epochs_and_seeds_differ_and_shuffling_can_be_left_out(
         assert [list(chain(*step)) for step in steps(loader, names, 2)] == [list(range(20))] * 2
 
 
-def test_step_larger_than_the_corpus_wraps(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
+def test_a_step_larger_than_the_corpus_wraps_around(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
     """Three rows fill a step of eight: two epochs and the beginning of a third."""
     with loading(rows_of(train=3), one_rank, job, global_size=8) as loader:
         step = list(chain(*names(loader.next_step())))
@@ -132,20 +130,20 @@ def test_step_larger_than_the_corpus_wraps(rows_of: RowsOf, one_rank: Any, job: 
     assert len(step) == 8
 
 
-def test_nothing_to_learn_from_is_an_error(rows_of: RowsOf, one_rank: Any, job: Any) -> None:
-    """A corpus without training rows is refused when the loader opens, before anything is started."""
-    with pytest.raises(UserError, match="no document to learn from"), loading(rows_of(held_out=3), one_rank, job):
+def test_an_empty_training_split_is_an_error(rows_of: RowsOf, one_rank: Any, job: Any) -> None:
+    """It is refused when the loader opens, before a worker starts."""
+    with pytest.raises(UserError, match="the training split is empty"), loading(rows_of(validation=3), one_rank, job):
         pass
 
 
 def generators() -> list[Any]:
-    """Where Python's, numpy's and torch's generators of this process stand."""
+    """The states of Python's, numpy's and torch's generators of this process."""
     return [random.getstate(), str(np.random.get_state(legacy=False)), torch.get_rng_state().tolist()]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_no_random_numbers_are_drawn(rows_of: RowsOf, one_rank: Any, job: Any, names: Any, workers: int) -> None:
-    """Python's, numpy's and torch's generators stand where they stood, and what they hold does not matter."""
+    """Python's, numpy's and torch's generators are unchanged, and their states do not matter."""
     rows = rows_of(train=ROWS)
     seen = []
     for seed in (1, 2):
@@ -159,8 +157,8 @@ def test_no_random_numbers_are_drawn(rows_of: RowsOf, one_rank: Any, job: Any, n
     assert seen[0] == seen[1]
 
 
-def test_killed_worker_is_an_error(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
-    """The step that needs a dead worker says so, and closing still ends the others."""
+def test_a_killed_worker_is_an_error(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
+    """The step that needs its batch raises, and closing ends the other workers."""
     with loading(rows_of(train=ROWS), one_rank, job, workers=2) as loader:
         steps(loader, names, 1)
         victim = multiprocessing.active_children()[0].pid
@@ -171,17 +169,17 @@ def test_killed_worker_is_an_error(rows_of: RowsOf, one_rank: Any, job: Any, nam
 
 
 @attrs.frozen
-class Doubtful:
-    """A world in which another rank of this replica sees something else."""
+class Disagreeing:
+    """A world in which another rank of the same data-parallel index sees other rows."""
 
     def gather_json(self, value: Any) -> list[Any]:
         return [value, [*value[:-1], "other"]]
 
 
-def test_ranks_of_a_replica_are_compared_at_the_first_step(rows_of: RowsOf, mesh_of: MeshOf, job: Any) -> None:
-    """The first step of a run, be it a resumed one, finds ranks that see other rows."""
+def test_ranks_are_compared_at_the_first_step(rows_of: RowsOf, mesh_of: MeshOf, job: Any) -> None:
+    """The first step of a run, also of a resumed one, finds ranks with other rows."""
     for state in ({"step": 0}, {"step": 5}):
-        with loading(rows_of(train=ROWS), mesh_of(world=Doubtful()), job) as loader:
+        with loading(rows_of(train=ROWS), mesh_of(world=Disagreeing()), job) as loader:
             loader.load_state_dict(state)
-            with pytest.raises(UserError, match="ranks 0 and 1 share replica 0"):
+            with pytest.raises(UserError, match="ranks 0 and 1 have the same data-parallel index 0"):
                 loader.next_step()

@@ -11,8 +11,8 @@ epochs = st.integers(0, 10**6)
 counts = st.integers(0, 300)
 
 
-def by_hand(seed: int, purpose: str, epoch: int, count: int) -> list[int]:
-    """The same permutation in plain integers, as the paper writes SplitMix64."""
+def reference(seed: int, purpose: str, epoch: int, count: int) -> list[int]:
+    """The same permutation in plain integers, as in the paper on SplitMix64."""
     from hashlib import blake2b
 
     state = int.from_bytes(blake2b(f"{purpose} {seed} {epoch}".encode(), digest_size=8).digest(), "big")
@@ -26,29 +26,29 @@ def by_hand(seed: int, purpose: str, epoch: int, count: int) -> list[int]:
 
 
 @given(seeds, epochs, counts)
-def test_permutation_is_the_one_of_the_paper(seed: int, epoch: int, count: int) -> None:
-    """Array arithmetic gives what integers of any size give, whatever the seed, and uses each index once."""
+def test_the_permutation_is_that_of_splitmix64(seed: int, epoch: int, count: int) -> None:
+    """Array arithmetic equals unbounded integers for every seed, and uses each index once."""
     order = permutation(seed, "rows", epoch, count)
     assert order.dtype == np.int64
-    assert order.tolist() == by_hand(seed, "rows", epoch, count)
+    assert order.tolist() == reference(seed, "rows", epoch, count)
     assert sorted(order.tolist()) == list(range(count))
 
 
 def test_seed_epoch_and_purpose_each_matter() -> None:
-    """Another seed, epoch or purpose gives another permutation."""
+    """A change of seed, epoch or purpose changes the permutation."""
     keys = [(seed, purpose, epoch) for seed in (0, 1) for purpose in ("rows", "documents") for epoch in (0, 1)]
     assert len({tuple(permutation(seed, purpose, epoch, 50).tolist()) for seed, purpose, epoch in keys}) == 8
 
 
-def test_every_row_is_as_likely_to_come_first() -> None:
-    """Over 20,000 epochs each of 5 rows comes first 4,000 times, to five standard deviations."""
+def test_every_row_is_first_equally_often() -> None:
+    """Over 20,000 epochs each of 5 rows is first 4,000 times, to five standard deviations."""
     first = np.bincount([permutation(3, "rows", epoch, 5)[0] for epoch in range(20_000)], minlength=5)
     assert np.abs(first - 4_000).max() < 5 * (20_000 * 0.2 * 0.8) ** 0.5
 
 
 @given(seeds, st.integers(1, 20), st.lists(st.integers(0, 200), max_size=20), st.booleans())
-def test_place_alone_decides_the_row(seed: int, count: int, places: list[int], shuffle: bool) -> None:
-    """A place gives the same row whatever was asked before it, and each epoch is a permutation."""
+def test_the_row_depends_only_on_the_position(seed: int, count: int, places: list[int], shuffle: bool) -> None:
+    """A position gives the same row after any earlier requests, and each epoch is a permutation."""
     whole = ShuffledOrder(seed, count, shuffle).rows(range(201))
     assert ShuffledOrder(seed, count, shuffle).rows(places) == [whole[place] for place in places]
     for start in range(0, 201 - count, count):

@@ -1,4 +1,4 @@
-"""Packed rows, against a loop over tokens."""
+"""Packed rows, compared with a loop over tokens."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ def packed(texts: list[list[int]], length: int, dtype: Any = np.uint16) -> Batch
     return table.batch(range(table.rows))
 
 
-def by_hand(texts: list[list[int]], length: int) -> list[list[tuple[int, int, int, int]]]:
-    """Rows of (token, target, position, document), token after token."""
+def reference(texts: list[list[int]], length: int) -> list[list[tuple[int, int, int, int]]]:
+    """Rows of (token, target, position, document id), token by token."""
     stream = [(token, number) for number, text in enumerate(texts) for token in [*text, END]]
     rows = []
     for start in range(0, max(len(stream) - 1, 0), length):
@@ -44,16 +44,16 @@ def by_hand(texts: list[list[int]], length: int) -> list[list[tuple[int, int, in
 
 @given(documents, lengths)
 def test_rows_are_those_of_a_loop(texts: list[list[int]], length: int) -> None:
-    """Tokens, targets, positions and documents are those that a loop over the tokens gives."""
+    """Tokens, targets, positions and document ids equal those of a loop over the tokens."""
     batch = packed(texts, length)
     columns = [batch.tokens, batch.targets, batch.positions, batch.document_ids]
     assert all(column.dtype == torch.int64 and column.shape[1] == length for column in columns)
     rows = [list(zip(*(column[row].tolist() for column in columns), strict=True)) for row in range(len(batch.tokens))]
-    assert rows == by_hand(texts, length)
+    assert rows == reference(texts, length)
 
 
 @given(documents, lengths)
-def test_each_token_is_learned_once(texts: list[list[int]], length: int) -> None:
+def test_each_token_is_a_target_once(texts: list[list[int]], length: int) -> None:
     """Every token but the first of each document is a target once, ends included, in order."""
     batch = packed(texts, length)
     targets = batch.targets[batch.targets != IGNORE_INDEX].tolist()
@@ -61,14 +61,14 @@ def test_each_token_is_learned_once(texts: list[list[int]], length: int) -> None
 
 
 @given(documents, lengths)
-def test_each_row_teaches_something(texts: list[list[int]], length: int) -> None:
-    """No row is without a target, so that no microbatch weighs nothing."""
+def test_each_row_has_a_target(texts: list[list[int]], length: int) -> None:
+    """No row is without a target, so that no microbatch has weight zero."""
     assert (packed(texts, length).targets != IGNORE_INDEX).any(dim=1).all()
 
 
 @given(documents, lengths)
-def test_no_target_lies_in_another_document(texts: list[list[int]], length: int) -> None:
-    """Where a token of a row has a target, the next token of the row is that target, in the same document."""
+def test_no_target_is_in_another_document(texts: list[list[int]], length: int) -> None:
+    """A token's target is the next token of the row, in the same document."""
     batch = packed(texts, length)
     learned = batch.targets[:, :-1] != IGNORE_INDEX
     assert (batch.targets[:, :-1] == batch.tokens[:, 1:])[learned].all()
@@ -77,8 +77,8 @@ def test_no_target_lies_in_another_document(texts: list[list[int]], length: int)
 
 
 @given(documents, lengths, st.data())
-def test_rows_can_be_had_in_any_order(texts: list[list[int]], length: int, data: st.DataObject) -> None:
-    """A batch of chosen rows holds what those rows hold alone; one of no rows is empty."""
+def test_rows_have_random_access(texts: list[list[int]], length: int, data: st.DataObject) -> None:
+    """A batch of chosen rows equals those rows one by one; a batch of no rows is empty."""
     table = pack([np.array(text) for text in texts], END, length, np.int32)
     whole = table.batch(range(table.rows))
     chosen = data.draw(st.lists(st.integers(0, table.rows - 1))) if table.rows else []
@@ -88,14 +88,14 @@ def test_rows_can_be_had_in_any_order(texts: list[list[int]], length: int, data:
         assert getattr(batch, name).shape == (len(chosen), length)
 
 
-def test_row_that_does_not_exist_is_an_error() -> None:
-    """A number past the last row gives no tokens of somewhere else."""
+def test_a_row_out_of_range_is_an_error() -> None:
+    """An index beyond the last row raises."""
     with pytest.raises(IndexError):
         pack([np.array([1, 2, 3])], END, 2, np.uint16).batch([2])
 
 
-def test_batch_owns_its_memory() -> None:
-    """Writing into a batch changes neither the table nor another batch."""
+def test_a_batch_owns_its_memory() -> None:
+    """Writing to a batch changes neither the dataset nor another batch."""
     table = pack([np.array([1, 2, 3])], END, 3, np.int32)
     table.batch([0]).tokens.fill_(9)
     assert table.batch([0]).tokens.tolist() == [[1, 2, 3]]

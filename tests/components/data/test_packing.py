@@ -1,4 +1,4 @@
-"""Rows from documents."""
+"""Packing documents into rows."""
 
 import json
 import pickle
@@ -23,10 +23,10 @@ class Texts:
     """A corpus in memory."""
 
     train: list[str]
-    held_out: list[str] = attrs.field(factory=list)
+    validation: list[str] = attrs.field(factory=list)
 
     def documents(self, split: Split) -> Iterator[str]:
-        return iter(self.train if split == "train" else self.held_out)
+        return iter(self.train if split == "train" else self.validation)
 
 
 def packing(corpus: Texts, job: Any, tokenizer: Any = None, length: int = 4) -> Packing:
@@ -42,31 +42,31 @@ def stream(rows: Packing, split: Split) -> list[int]:
 
 
 def test_documents_end_with_the_end(job: Any) -> None:
-    """Each document is followed by the tokenizer's end, which is learned; an empty one is as if it were not there."""
+    """Each document is followed by the end, which is a target; an empty document is dropped."""
     rows = packing(Texts(train=["", "abc", ""]), job)
     assert rows.batch("train", [0]).tokens.tolist() == [[*b"abc", 256]]
     assert rows.batch("train", [0]).targets.tolist() == [[*b"bc", 256, IGNORE_INDEX]]
 
 
-def test_splits_are_packed_apart(job: Any) -> None:
+def test_splits_are_packed_separately(job: Any) -> None:
     """No row mixes documents of two splits, and a split without documents has no rows."""
-    rows = packing(Texts(train=["abcdefgh"], held_out=[]), job)
+    rows = packing(Texts(train=["abcdefgh"], validation=[]), job)
     assert rows.count("train") == 2
     assert rows.count("validation") == 0
-    assert packing(Texts(train=[], held_out=["abcdefgh"]), job).count("train") == 0
+    assert packing(Texts(train=[], validation=["abcdefgh"]), job).count("train") == 0
 
 
-def test_learned_documents_are_shuffled_by_the_seed(job: Any) -> None:
-    """The same seed gives the same order, another seed another; none loses a document."""
+def test_training_documents_are_shuffled_by_the_seed(job: Any) -> None:
+    """Equal seeds give equal orders, different seeds different ones; no document is lost."""
     texts = [chr(97 + number) * 3 for number in range(20)]
     orders = [stream(packing(Texts(texts), attrs.evolve(job, seed=seed)), "train") for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
     assert Counter(orders[0]) == Counter(orders[2])
 
 
-def test_held_out_rows_are_the_same_for_every_seed(job: Any) -> None:
-    """Runs with different seeds are measured on the same rows, in the order of the corpus."""
-    texts = Texts(train=[], held_out=["abc", "def", "ghi"])
+def test_validation_rows_are_the_same_for_every_seed(job: Any) -> None:
+    """Runs with different seeds are evaluated on the same rows, in the order of the corpus."""
+    texts = Texts(train=[], validation=["abc", "def", "ghi"])
     for seed in range(5):
         assert stream(packing(texts, attrs.evolve(job, seed=seed)), "validation") == [
             *b"bc",
@@ -80,7 +80,7 @@ def test_held_out_rows_are_the_same_for_every_seed(job: Any) -> None:
 
 @attrs.frozen
 class Wide:
-    """A tokenizer with as many ids as asked for, whose texts are written as ids."""
+    """A tokenizer with any number of ids, whose texts are written as ids."""
 
     vocab_size: int
     eos_id: int = 0
@@ -90,14 +90,14 @@ class Wide:
 
 
 @pytest.mark.parametrize("vocabulary", [65_536, 65_537, 200_000])
-def test_highest_id_survives(job: Any, vocabulary: int) -> None:
-    """The last id of a vocabulary comes back, on either side of what two bytes hold."""
+def test_the_highest_id_survives(job: Any, vocabulary: int) -> None:
+    """The last id of a vocabulary is kept, on either side of what two bytes hold."""
     rows = packing(Texts([f"1 {vocabulary - 1} 2"]), job, Wide(vocabulary))
     assert rows.batch("train", [0]).tokens.tolist() == [[1, vocabulary - 1, 2, 0]]
 
 
-def test_rows_travel_without_what_made_them(job: Any) -> None:
-    """A table in another process gives the same rows and carries neither corpus nor tokenizer."""
+def test_pickled_rows_have_neither_corpus_nor_tokenizer(job: Any) -> None:
+    """A pickled dataset has the same rows, without corpus and tokenizer."""
     rows = packing(Texts(["abcdef", "gh"]), job)
     copy = pickle.loads(ForkingPickler.dumps(rows))
     assert copy.corpus is copy.tokenizer is copy.job is None
@@ -105,8 +105,8 @@ def test_rows_travel_without_what_made_them(job: Any) -> None:
     assert torch.equal(copy.batch("train", [1]).targets, rows.batch("train", [1]).targets)
 
 
-def test_closing_lets_go_of_the_tokens(job: Any) -> None:
-    """A closed table has no rows any more, and can be opened again."""
+def test_closing_frees_the_tokens(job: Any) -> None:
+    """A closed dataset has no rows, and can be opened again."""
     rows = packing(Texts(["abcdef"]), job)
     rows.close()
     with pytest.raises(KeyError):
@@ -128,8 +128,8 @@ def _went_on(job: Any, then: Texts, now: Texts, *, accept: bool) -> Packing:
     return rows
 
 
-def test_the_same_corpus_goes_on(job: Any) -> None:
-    """However its documents lie in files: what counts are the tokens."""
+def test_the_same_tokens_resume(job: Any) -> None:
+    """The same tokens in other files resume."""
     _went_on(job, Texts(["abc", "", "defg"], ["h"]), Texts(["abc", "defg"], ["h"]), accept=False)
 
 
@@ -142,10 +142,10 @@ def test_the_same_corpus_goes_on(job: Any) -> None:
         (Texts(["abcd", "efgX"], []), "train had other tokens in its 3 rows, and validation had 1 rows, and has 0"),
     ],
 )
-def test_another_corpus_is_refused_unless_accepted(
+def test_a_changed_corpus_is_refused_unless_accepted(
     job: Any, caplog: pytest.LogCaptureFixture, now: Texts, words: str
 ) -> None:
-    """More documents, another letter, another place where one begins: told by split, as a mistake or as a warning."""
+    """More documents, another letter, another document start: reported by split, as an error or a warning."""
     then = Texts(["abcd", "efgh"], ["h"])
     with pytest.raises(UserError, match=words) as caught:
         _went_on(job, then, now, accept=False)

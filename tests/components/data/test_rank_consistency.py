@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.data.rank_consistency import check_agreement
+from drawloom.components.data.rank_consistency import check_consistency
 from drawloom.components.ports.data import Batch
 from drawloom.graph import UserError
 
@@ -32,48 +32,48 @@ def batch(token: int) -> Batch:
     return Batch(tokens=rows, targets=rows, positions=rows, document_ids=rows, weights=rows.float())
 
 
-def verdicts(*ranks: tuple[int, int, Batch]) -> list[str]:
-    """What each rank, given by its replica, its number of rows and its batch, has to say; "" if nothing."""
+def errors_of(*ranks: tuple[int, int, Batch]) -> list[str]:
+    """The error of each rank, given by its data-parallel index, number of rows and batch; "" if none."""
     world: Any = Threads(len(ranks), barrier=threading.Barrier(len(ranks)))
-    said = [""] * len(ranks)
+    errors = [""] * len(ranks)
 
     def compare(rank: int) -> None:
         try:
-            check_agreement(world, *ranks[rank])
+            check_consistency(world, *ranks[rank])
         except UserError as error:
-            said[rank] = str(error)
+            errors[rank] = str(error)
 
     threads = [threading.Thread(target=compare, args=(rank,), name=str(rank)) for rank in range(len(ranks))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return said
+    return errors
 
 
-def test_ranks_of_a_replica_see_the_same() -> None:
-    """Equal batches in each replica are fine, and different replicas may see different rows."""
-    assert verdicts((0, 9, batch(1)), (0, 9, batch(1)), (1, 9, batch(2)), (1, 9, batch(2))) == [""] * 4
+def test_equal_batches_in_each_replica_pass() -> None:
+    """Ranks with different data-parallel indices may see different rows."""
+    assert errors_of((0, 9, batch(1)), (0, 9, batch(1)), (1, 9, batch(2)), (1, 9, batch(2))) == [""] * 4
 
 
-def test_difference_in_a_replica_is_an_error_on_every_rank() -> None:
-    """Two ranks of one replica with different batches are named, by all ranks alike."""
-    said = verdicts((0, 9, batch(1)), (1, 9, batch(2)), (0, 9, batch(1)), (1, 9, batch(3)))
-    assert said == [said[0]] * 4
-    assert said[0].startswith("data: ranks 1 and 3 share replica 1, and see different rows")
+def test_different_batches_in_a_replica_are_an_error_on_every_rank() -> None:
+    """All ranks raise the same error, which names the two ranks that differ."""
+    errors = errors_of((0, 9, batch(1)), (1, 9, batch(2)), (0, 9, batch(1)), (1, 9, batch(3)))
+    assert errors == [errors[0]] * 4
+    assert errors[0].startswith("data: ranks 1 and 3 have the same data-parallel index 1, and see different rows")
 
 
 @pytest.mark.parametrize("name", ["tokens", "targets", "positions", "document_ids"])
 def test_every_part_of_a_batch_counts(name: str) -> None:
-    """A difference in any tensor, or in nothing but its shape, is one."""
+    """A difference in any tensor, or only in its shape, is an error."""
     other = attrs.evolve(batch(1), **{name: torch.tensor([[1, 1, 1], [1, 1, 2]])})
-    assert verdicts((0, 9, batch(1)), (0, 9, other))[0]
+    assert errors_of((0, 9, batch(1)), (0, 9, other))[0]
     other = attrs.evolve(batch(1), **{name: torch.ones(3, 2, dtype=torch.int64)})
-    assert verdicts((0, 9, batch(1)), (0, 9, other))[0]
+    assert errors_of((0, 9, batch(1)), (0, 9, other))[0]
 
 
-def test_other_numbers_of_rows_are_an_error() -> None:
-    """Replicas that do not divide the same rows are found even if their first batches agree."""
-    said = verdicts((0, 9, batch(1)), (1, 8, batch(1)))
-    assert said[0] == said[1]
-    assert said[0].startswith("data: ranks 0 and 1 have 9 and 8 rows to learn from")
+def test_different_numbers_of_rows_are_an_error() -> None:
+    """Ranks with different numbers of rows are found even if their first batches agree."""
+    errors = errors_of((0, 9, batch(1)), (1, 8, batch(1)))
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("data: ranks 0 and 1 have 9 and 8 training rows")

@@ -13,14 +13,14 @@ def test_documents_of_both_splits_are_the_files(tmp_path: Path) -> None:
     for number in range(30):
         (tmp_path / f"{number:02}.txt").write_text(str(number))
     corpus = TextFiles(paths=[f"{tmp_path}/*.txt"], validation_fraction=0.3)
-    train, held_out = ([int(text) for text in corpus.documents(split)] for split in ("train", "validation"))
-    assert sorted(train + held_out) == list(range(30))
+    train, validation = ([int(text) for text in corpus.documents(split)] for split in ("train", "validation"))
+    assert sorted(train + validation) == list(range(30))
     assert train == sorted(train)
-    assert 0 < len(held_out) < 20
+    assert 0 < len(validation) < 20
 
 
-def test_bad_bytes_are_refused_unless_replaced(tmp_path: Path) -> None:
-    """`invalid_bytes` decides what becomes of a file that is not UTF-8; the default is to stop."""
+def test_invalid_utf_8_is_refused_by_default(tmp_path: Path) -> None:
+    """`invalid_bytes` chooses between an error and replacement."""
     (tmp_path / "a").write_bytes(b"\xff")
     paths = [f"{tmp_path}/a"]
     with pytest.raises(UserError, match="is not UTF-8"):
@@ -29,7 +29,7 @@ def test_bad_bytes_are_refused_unless_replaced(tmp_path: Path) -> None:
     assert list(corpus.documents("train")) == ["\N{REPLACEMENT CHARACTER}"]
 
 
-def test_nothing_to_read_is_refused_at_once() -> None:
-    """A corpus of no globs can't be made."""
+def test_an_empty_list_of_globs_is_refused() -> None:
+    """`paths = []` is an invalid setting."""
     with pytest.raises(ValueError, match="paths"):
         TextFiles(paths=[])

@@ -1,4 +1,4 @@
-"""Processes that make batches ahead of time."""
+"""Worker processes that make batches ahead of time."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ RowsOf = Callable[..., Any]
 
 
 @contextmanager
-def hired(rows: Any, number: int) -> Iterator[Workers]:
+def spawned(rows: Any, number: int) -> Iterator[Workers]:
     workers = Workers(rows, "train", number)
     try:
         yield workers
@@ -28,37 +28,37 @@ def hired(rows: Any, number: int) -> Iterator[Workers]:
 
 
 def ones(first: int = 0) -> Iterator[list[int]]:
-    """Row after row."""
+    """One row after another."""
     return ([number % 50] for number in count(first))
 
 
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("ahead", [1, 7])
-def test_batches_come_in_the_order_asked_for(rows_of: RowsOf, names: Any, number: int, ahead: int) -> None:
-    """Any number of workers, any way ahead, gives batches in order, and again when begun anew."""
-    with hired(rows_of(train=50), number) as workers:
+def test_batches_come_in_the_order_of_the_requests(rows_of: RowsOf, names: Any, number: int, ahead: int) -> None:
+    """For any number of workers and prefetched batches, also for a second iterator."""
+    with spawned(rows_of(train=50), number) as workers:
         for first in (0, 5):
             batches = list(islice(workers.batches(ones(first), ahead, timeout=30), 60))
             assert names(batches) == list(islice(ones(first), 60))
 
 
 def test_large_requests_and_large_batches_do_not_block(rows_of: RowsOf) -> None:
-    """Requests and answers far larger than what a pipe holds pass each other."""
+    """Requests and batches far larger than a pipe's buffer do not deadlock."""
     wanted: list[list[int]] = [list(range(50)) * 2_000] * 6
-    with hired(rows_of(train=50), 1) as workers:
+    with spawned(rows_of(train=50), 1) as workers:
         batches = list(workers.batches(iter(wanted * 2), ahead=6, timeout=30))
         assert [len(batch.tokens) for batch in batches] == [100_000] * 6
 
 
 def test_batches_can_be_written_to(rows_of: RowsOf) -> None:
-    """A batch from another process owns its memory."""
-    with hired(rows_of(train=50), 1) as workers:
+    """A batch from a worker owns its memory."""
+    with spawned(rows_of(train=50), 1) as workers:
         next(workers.batches(ones(), 1, timeout=30)).tokens.fill_(0)
 
 
-def test_killed_worker_is_an_error_at_once(rows_of: RowsOf) -> None:
-    """A worker that was killed ends the run within seconds, long before the timeout, with its signal in the message."""
-    with hired(rows_of(train=50), 2) as workers:
+def test_a_killed_worker_is_an_error_at_once(rows_of: RowsOf) -> None:
+    """It ends the run within seconds, long before the timeout, with the signal in the message."""
+    with spawned(rows_of(train=50), 2) as workers:
         batches = workers.batches(ones(), 4, timeout=600)
         next(batches)
         os.kill(workers.members[1].process.pid or 0, signal.SIGKILL)
@@ -68,9 +68,9 @@ def test_killed_worker_is_an_error_at_once(rows_of: RowsOf) -> None:
         assert time.monotonic() - start < 5
 
 
-def test_interrupt_does_not_end_workers(rows_of: RowsOf, names: Any) -> None:
-    """Ctrl-C goes to every process of the terminal; the run may still want the batches of its last step."""
-    with hired(rows_of(train=50), 1) as workers:
+def test_an_interrupt_does_not_end_workers(rows_of: RowsOf, names: Any) -> None:
+    """Ctrl-C signals every process of the terminal; the run still needs the batches of its last step."""
+    with spawned(rows_of(train=50), 1) as workers:
         batches = workers.batches(ones(), 1, timeout=30)
         next(batches)
         os.kill(workers.members[0].process.pid or 0, signal.SIGINT)
@@ -78,9 +78,9 @@ def test_interrupt_does_not_end_workers(rows_of: RowsOf, names: Any) -> None:
         assert names(list(islice(batches, 3))) == [[1], [2], [3]]
 
 
-def test_hanging_worker_is_an_error_after_the_timeout(rows_of: RowsOf) -> None:
-    """A worker that does nothing is given up, and stopping it does not wait for it."""
-    with hired(rows_of(train=50), 1) as workers:
+def test_a_hanging_worker_is_an_error_after_the_timeout(rows_of: RowsOf) -> None:
+    """Stopping it does not wait for it."""
+    with spawned(rows_of(train=50), 1) as workers:
         batches = workers.batches(ones(), 1, timeout=0.5)
         next(batches)
         os.kill(workers.members[0].process.pid or 0, signal.SIGSTOP)
@@ -90,24 +90,24 @@ def test_hanging_worker_is_an_error_after_the_timeout(rows_of: RowsOf) -> None:
     assert time.monotonic() - start < 5
 
 
-def test_error_in_a_worker_comes_with_its_traceback(rows_of: RowsOf) -> None:
-    """What is raised while a batch is made is raised here, with the place in the worker's code."""
+def test_an_error_in_a_worker_has_its_traceback(rows_of: RowsOf) -> None:
+    """The exception in this process contains the worker's traceback."""
     with (
-        hired(rows_of(train=50), 1) as workers,
+        spawned(rows_of(train=50), 1) as workers,
         pytest.raises(RuntimeError, match=r"(?s)data worker 0.*packed\.py.*Index"),
     ):
         next(workers.batches(iter([[99], [0]]), 1, timeout=30))
 
 
-def test_rows_that_cannot_travel_are_refused() -> None:
-    """Rows that can't be pickled are an error that says what to write instead, and leave no process behind."""
+def test_rows_that_can_t_be_pickled_are_refused() -> None:
+    """The error names the setting to change, and no process is left."""
     rows: Any = type("Rows", (), {"unsendable": lambda: None})()
     with pytest.raises(UserError, match=r"Rows can't be sent to another process.*write workers = 0"):
         Workers(rows, "train", 2)
 
 
 def test_closing_ends_every_process(rows_of: RowsOf) -> None:
-    """No process is left, even if none ever gave a batch."""
+    """No process is left, even if none ever returned a batch."""
     workers = Workers(rows_of(train=50), "train", 2)
     pids = [member.process.pid or 0 for member in workers.members]
     workers.close()
@@ -131,8 +131,8 @@ time.sleep(60)
 """
 
 
-def test_workers_end_with_a_run_that_was_killed() -> None:
-    """After SIGKILL of the run no worker is left: not one that is idle, nor one that holds a batch nobody takes."""
+def test_workers_end_when_the_run_is_killed() -> None:
+    """After SIGKILL of the run no worker is left, whether idle or with an unread batch."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True, env=environment) as run:
         pids = [int(word) for word in run.stdout.readline().split()] if run.stdout else []
@@ -145,7 +145,7 @@ def test_workers_end_with_a_run_that_was_killed() -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs: a zombie does not."""
+    """Whether a process runs; a zombie does not count."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] != "Z"

@@ -1,4 +1,4 @@
-"""What is computed on."""
+"""The compute device."""
 
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from drawloom.graph import UserError
 
 @attrs.define
 class View:
-    """What `constraints` see of a node."""
+    """The part of a NodeView that `constraints` reads."""
 
     settings: dict[str, Any]
 
     def fault(self, key: str, text: str, hint: str = "") -> str:
-        """Where the problem is."""
+        """The key of the problem."""
         return key
 
 
@@ -29,15 +29,15 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_auto_is_the_cpu() -> None:
-    """auto takes the CPU and gloo where there is nothing better."""
+    """Without a GPU, auto is the CPU and gloo."""
     device = ComputeDevice()
     device.open()
     assert (device.device, device.backend) == (torch.device("cpu"), "gloo")
     device.close()
 
 
-def test_with_a_gpu_auto_is_this_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """auto takes the GPU of the local rank, and NCCL; gloo if it is asked for."""
+def test_with_a_gpu_auto_is_that_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With GPUs, auto is the GPU of the local rank and NCCL, or gloo if set."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, value in {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))
@@ -48,14 +48,14 @@ def test_with_a_gpu_auto_is_this_process_s_own(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_a_gpu_that_is_not_there_is_an_error_that_offers_the_cpu() -> None:
-    """cuda without a GPU fails when it opens, and says what to write."""
+def test_cuda_without_a_gpu_is_an_error() -> None:
+    """Opening fails, and the message says to use the CPU."""
     with pytest.raises(UserError, match="write kind = 'cpu' or 'auto'"):
         ComputeDevice(kind="cuda").open()
 
 
 def test_more_processes_than_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process without a GPU of its own does not share another's."""
+    """A process never shares another's GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(UserError, match="process 0 of this machine has no GPU of its own, there are only 0"):
@@ -63,15 +63,15 @@ def test_more_processes_than_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_nccl_on_a_cpu_is_refused() -> None:
-    """`check` finds it where both are written, and opening finds it where auto became the CPU."""
+    """`check` finds it if both are written; opening finds it if auto is the CPU."""
     assert list(ComputeDevice.constraints(View({"kind": "cpu", "backend": "nccl"}))) == ["backend"]  # type: ignore[arg-type,comparison-overlap]
     assert not list(ComputeDevice.constraints(View({"kind": "auto", "backend": "nccl"})))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="write backend = 'gloo'"):
         ComputeDevice(kind="cpu", backend="nccl").open()
 
 
-def test_threads_are_set_and_given_back() -> None:
-    """torch has as many threads as asked for while the node is open, and then its own again; a second close is none."""
+def test_threads_are_set_and_restored() -> None:
+    """torch has the configured number of threads while the node is open, and its own after close."""
     before = torch.get_num_threads()
     device = ComputeDevice(kind="cpu", threads=before + 1)
     assert torch.get_num_threads() == before
@@ -82,8 +82,8 @@ def test_threads_are_set_and_given_back() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_memory_is_this_process_s_peak_in_bytes() -> None:
-    """It is what the kernel calls the high water mark of resident memory, to a few MB."""
+def test_memory_is_the_peak_in_bytes() -> None:
+    """On a CPU it is the kernel's VmHWM, to a few MB."""
     measured = ComputeDevice(kind="cpu").memory()
     status = Path("/proc/self/status").read_text()
     kernel = int(status.partition("VmHWM:")[2].split()[0]) * 1024

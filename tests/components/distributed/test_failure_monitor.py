@@ -1,4 +1,4 @@
-"""The first failure of any rank."""
+"""The first failure of any rank ends every rank."""
 
 import json
 import logging
@@ -13,56 +13,56 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed import failure_monitor as alarms
-from drawloom.components.distributed.failure_monitor import Alarm, Failure
+from drawloom.components.distributed import failure_monitor
+from drawloom.components.distributed.failure_monitor import Failure, FailureMonitor
 from drawloom.components.distributed.rank_errors import Agreed
 from drawloom.graph import UserError
 
 
 @pytest.fixture
 def store() -> Any:
-    """What two ranks see."""
+    """A store that two ranks share."""
     return HashStore()
 
 
-def both(store: Any, **changes: Any) -> tuple[Alarm, Alarm]:
-    """The alarm of rank 0 and that of rank 1."""
-    return Alarm(0, store, **changes), Alarm(1, store, **changes)
+def both(store: Any, **changes: Any) -> tuple[FailureMonitor, FailureMonitor]:
+    """The monitors of rank 0 and rank 1."""
+    return FailureMonitor(0, store, **changes), FailureMonitor(1, store, **changes)
 
 
-def test_the_first_is_told_and_the_others_learn_it(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """The failure of rank 1 is printed once, and is what rank 0 has, which failed a moment later."""
+def test_only_the_first_failure_is_printed(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The failure of rank 1 is printed once, and rank 0, which fails a moment later, has the same one."""
     zero, one = both(store)
-    failure = one.ring("rank 1 has no disk", 2)
-    assert failure == Failure(1, "rank 1 has no disk", 2) == zero.ring("rank 0 lost rank 1")
+    failure = one.report("rank 1 has no disk", 2)
+    assert failure == Failure(1, "rank 1 has no disk", 2) == zero.report("rank 0 lost rank 1")
     assert capsys.readouterr().err == "rank 1 has no disk\n"
 
 
-def test_a_rank_that_did_not_fail_learns_it_by_looking(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """It prints nothing, and ends with the same exit code once the time for closing is over."""
+def test_a_rank_learns_another_s_failure_by_polling(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints nothing, and is not killed before its grace period is over."""
     codes: list[int] = []
     zero, one = both(store, exit=codes.append)
-    zero.look()
-    zero.expire()
+    zero.poll()
+    zero.exit_if_overdue()
     assert zero.failure is None
-    one.ring("rank 1 has no disk", 2)
+    one.report("rank 1 has no disk", 2)
     capsys.readouterr()
-    zero.look()
-    zero.expire()
+    zero.poll()
+    zero.exit_if_overdue()
     assert zero.failure == one.failure and codes == [] and capsys.readouterr().err == ""
 
 
-def test_who_does_not_come_to_an_end_is_ended(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the time for closing, with the failure's exit code; not after it was closed."""
-    monkeypatch.setattr(alarms, "MERCY", 0.05)
+def test_a_rank_that_does_not_end_in_time_is_killed(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the grace period a rank exits with the failure's exit code, but not once it is closed."""
+    monkeypatch.setattr(failure_monitor, "GRACE", 0.05)
     codes: list[int] = []
     for each in both(store, exit=codes.append):
-        each.ring("told", 3)
+        each.report("a failure", 3)
         time.sleep(0.06)
-        each.expire()
+        each.exit_if_overdue()
         assert codes.pop() == 3 and not codes
         each.close()
-        each.expire()
+        each.exit_if_overdue()
         assert codes == []
 
 
@@ -74,94 +74,94 @@ def test_who_does_not_come_to_an_end_is_ended(store: Any, monkeypatch: pytest.Mo
         (ZeroDivisionError("by what"), "rank 1, step 3, phase [clip]: ZeroDivisionError: by what", 1),
     ],
 )
-def test_a_failure_says_who_where_and_why(
+def test_the_message_of_an_exception_names_rank_and_location(
     error: Exception, text: str, code: int, store: Any, capsys: pytest.CaptureFixture[str], caplog: Any
 ) -> None:
-    """The traceback of a fault of the program is printed with it, once, and stands in the log."""
+    """A bug's traceback is printed once with the message, and logged; a UserError has none."""
     try:
         raise error
     except Exception as caught:
-        failure = Alarm(1, store).ring_for(caught, "step 3, phase [clip]")
+        failure = FailureMonitor(1, store).report_exception(caught, "step 3, phase [clip]")
     assert failure == Failure(1, text, code)
     printed = capsys.readouterr().err
     assert printed.endswith(f"{text}\n") and printed.count("Traceback") == ("ZeroDivision" in text)
     assert [record.getMessage() + "\n" for record in caplog.records] == [printed]
-    assert all(record.levelno == logging.ERROR and record.told for record in caplog.records)
+    assert all(record.levelno == logging.ERROR and record.printed for record in caplog.records)
 
 
-def test_whoever_knows_more_is_first(
+def test_the_rank_with_the_traceback_reports_first(
     store: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that learned of another's fault by agreement leaves it to that one, which has the traceback."""
+    """A rank that raises another rank's Agreed error waits for that rank's own report."""
     zero, one = both(store)
 
     def wait(*_: object) -> None:
-        one.ring("with a traceback")
-        zero.look()
+        one.report("with a traceback")
+        zero.poll()
 
-    monkeypatch.setattr(Alarm, "_await", wait)
-    zero.ring_for(Agreed("rank 1: ZeroDivisionError: by what", 1, rank=1), "")
+    monkeypatch.setattr(FailureMonitor, "_wait_for_failure", wait)
+    zero.report_exception(Agreed("rank 1: ZeroDivisionError: by what", 1, rank=1), "")
     assert capsys.readouterr().err == "with a traceback\n"
 
 
-def test_a_store_that_is_gone_keeps_nobody_from_telling(capsys: pytest.CaptureFixture[str]) -> None:
-    """What goes wrong is told even if nobody knows whether another rank was first."""
+def test_a_failure_is_printed_without_a_store(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that can't reach the store prints its failure."""
 
     class Gone:
         def compare_set(self, *_words: str) -> None:
             raise RuntimeError("connection reset by peer")
 
-    assert Alarm(0, Gone()).ring("no room").text == "no room"
+    assert FailureMonitor(0, Gone()).report("no room").text == "no room"
     assert capsys.readouterr().err == "no room\n"
 
 
-def _peer(store: Any, deed: Callable[["subprocess.Popen[bytes]"], object]) -> Alarm:
-    """The alarm of rank 0 when its peer, rank 1, has ended in some way."""
+def _after(store: Any, end: Callable[["subprocess.Popen[bytes]"], object]) -> FailureMonitor:
+    """The monitor of rank 0 after its peer, rank 1, has ended in this way."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        zero = Alarm(0, store, {1: process.pid})
+        zero = FailureMonitor(0, store, {1: process.pid})
         zero.open()
-        zero.look()
+        zero.poll()
         assert zero.failure is None
-        deed(process)
+        end(process)
         process.wait()
-        zero.look()
+        zero.poll()
         zero.close()
     return zero
 
 
-def test_a_peer_that_is_killed_is_named(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """By its rank and its process, as soon as somebody looks."""
-    failure = _peer(store, lambda process: process.kill()).failure
-    assert failure is not None and failure.teller == 0
+def test_a_killed_peer_is_reported(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The next poll after its death reports a peer's rank and process id."""
+    failure = _after(store, lambda process: process.kill()).failure
+    assert failure is not None and failure.reporter == 0
     assert failure.text.startswith("rank 1 (process ") and "is gone: it was killed" in failure.text
     assert capsys.readouterr().err.count("is gone") == 1
 
 
-def test_a_peer_that_ends_as_it_should_is_no_failure(store: Any) -> None:
-    """Ranks don't end at the same moment."""
+def test_a_peer_that_announced_its_exit_is_no_failure(store: Any) -> None:
+    """Ranks that end normally do not end at the same moment."""
 
     def end(process: "subprocess.Popen[bytes]") -> None:
-        Alarm(1, store).leave()
+        FailureMonitor(1, store).announce_exit()
         process.communicate(b"\n")
 
-    assert _peer(store, end).failure is None
+    assert _after(store, end).failure is None
 
 
 def test_closing_leaves_no_descriptor(store: Any) -> None:
-    """Each peer takes one while the alarm is open."""
+    """Each peer takes one descriptor while the monitor is open."""
     before = len(os.listdir("/proc/self/fd"))
-    zero = Alarm(0, store, {1: os.getpid()})
+    zero = FailureMonitor(0, store, {1: os.getpid()})
     zero.open()
     assert len(os.listdir("/proc/self/fd")) == before + 1
     zero.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_torchrun_is_told_the_cause_and_who_was_first(store: Any, tmp_path: Path) -> None:
-    """Each rank's error file says why all end; the times in them let torchrun find the rank that was the first."""
+def test_error_files_name_the_cause_and_date_the_first_rank_earliest(store: Any, tmp_path: Path) -> None:
+    """Every rank's error file has the cause; the earliest timestamp is that of the rank that failed first."""
     paths = [tmp_path / "0.json", tmp_path / "1.json"]
-    Alarm(1, store, error_file=str(paths[1])).ring("no room\nat all")
-    Alarm(0, store, error_file=str(paths[0])).look()
+    FailureMonitor(1, store, error_file=str(paths[1])).report("no room\nat all")
+    FailureMonitor(0, store, error_file=str(paths[0])).poll()
     found = [json.loads(path.read_text())["message"] for path in paths]
     assert {each["extraInfo"]["py_callstack"] for each in found} == {"no room"}
     assert int(found[1]["extraInfo"]["timestamp"]) < int(found[0]["extraInfo"]["timestamp"])

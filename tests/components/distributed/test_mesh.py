@@ -1,4 +1,4 @@
-"""The mesh of real and of pretended processes."""
+"""The mesh of real and of fake processes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,22 +17,22 @@ from support.processes import RanksFailed, run_ranks
 
 
 @attrs.define
-class Pretended:
-    """As many processes as wanted, of which only this one exists."""
+class FakeProcesses:
+    """A launch of any world size, of which only this process exists."""
 
     world_size: int
     rank: int = 0
     local_rank: int = 0
     local_world_size: int = 1
-    asked: list[tuple[str, Sequence[Sequence[int]]]] = attrs.field(factory=list)
+    requests: list[tuple[str, Sequence[Sequence[int]]]] = attrs.field(factory=list)
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
-        """Remember what was asked for."""
-        self.asked.append((name, sets))
+        """Record the request."""
+        self.requests.append((name, sets))
         return SingleProcess()
 
     def communicator(self, name: str, sender: int, receiver: int) -> Any:
-        raise AssertionError("nothing travels here")
+        raise AssertionError("no tensor is sent")
 
     def control_group(self, name: str) -> Group:
         return SingleProcess()
@@ -40,12 +40,12 @@ class Pretended:
 
 @attrs.define
 class View:
-    """What `constraints` see of a node, as far as the mesh looks."""
+    """The part of a NodeView that `constraints` reads."""
 
     settings: dict[str, Any]
 
     def fault(self, key: str, text: str, hint: str = "") -> tuple[str, str]:
-        """The problem, as a pair."""
+        """The key and the text of the problem."""
         return key, text
 
 
@@ -82,43 +82,43 @@ def _wrong_product() -> str:
     return "nothing was wrong"
 
 
-def test_replicas_are_all_processes() -> None:
-    """Two processes without any setting are two replicas that add up; along other dimensions each is alone."""
+def test_by_default_all_processes_are_replicas() -> None:
+    """Two processes without settings are two replicas; every other dimension has size one."""
     sizes = {"pipeline": 1, "data_replicate": 2, "expert": 1}
     expected = [(rank, rank, 3, sizes, 2, ["alone"]) for rank in (0, 1)]
     assert run_ranks(_replicas_of_real_processes, 2) == expected
 
 
 def test_a_wrong_product_stops_every_process() -> None:
-    """Two processes for a mesh of three: both say so, and none waits for the other."""
+    """For a mesh of three, both of two processes raise, and neither waits for the other."""
     for text in run_ranks(_wrong_product, 2):
         assert "= 3 needs 3 processes, and there are 2" in text
         assert "`torchrun --nproc-per-node 3 -m drawloom run RECIPE`" in text
 
 
-def test_every_process_asks_for_the_same_groups() -> None:
-    """What is asked of the processes depends on no rank, so that they make all groups in one order."""
-    asked = []
+def test_every_process_makes_the_same_groups() -> None:
+    """The groups and their order do not depend on the rank."""
+    requests = []
     for rank in range(4):
-        processes = Pretended(world_size=4, rank=rank)
+        processes = FakeProcesses(world_size=4, rank=rank)
         RankMesh(processes=processes).open()
-        asked.append(processes.asked)
-    assert all(each == asked[0] for each in asked)
-    assert dict(asked[0])["data_replicate"] == [[0, 1, 2, 3]]
-    assert dict(asked[0])["tensor"] == [[0], [1], [2], [3]]
+        requests.append(processes.requests)
+    assert all(each == requests[0] for each in requests)
+    assert dict(requests[0])["data_replicate"] == [[0, 1, 2, 3]]
+    assert dict(requests[0])["tensor"] == [[0], [1], [2], [3]]
 
 
 @pytest.mark.parametrize("name", ["data_shard", "context", "tensor", "expert"])
-def test_what_is_not_built_yet_is_refused(name: str) -> None:
-    """`check` finds it at its key, and a mesh that is opened without a check refuses too."""
+def test_dimensions_that_are_not_built_are_refused(name: str) -> None:
+    """`check` reports it at its key, and opening an unchecked mesh raises."""
     problems: list[Any] = list(RankMesh.constraints(View(_settings(**{name: 2}))))  # type: ignore[arg-type]
     assert problems == [(name, f"2 ranks along {name!r} are not built yet")]
     with pytest.raises(UserError, match=f"2 ranks along {name!r}"):
-        RankMesh(processes=Pretended(world_size=2), **{name: 2}).open()
+        RankMesh(processes=FakeProcesses(world_size=2), **{name: 2}).open()
 
 
-def test_check_knows_when_experts_do_not_fit() -> None:
-    """With every size written, the division is known before anything runs; with `rest` it is not."""
+def test_check_reports_experts_that_do_not_divide() -> None:
+    """If every size is written, `check` reports it; with `auto` the world size is needed."""
     wrong: list[Any] = list(RankMesh.constraints(View(_settings(data_replicate=3, expert=2))))  # type: ignore[arg-type]
     assert [key for key, text in wrong if "does not divide" in text] == ["expert"]
     open_end: list[Any] = list(RankMesh.constraints(View(_settings(expert=2))))  # type: ignore[arg-type]
@@ -128,14 +128,14 @@ def test_check_knows_when_experts_do_not_fit() -> None:
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_sizes_are_at_least_one(size: int) -> None:
-    """No dimension has less than one rank."""
+    """A dimension of size zero or less is an invalid setting."""
     for name in _settings():
         with pytest.raises(ValueError, match=f"{size} is less than 1"):
-            RankMesh(processes=Pretended(world_size=1), **{name: size})
+            RankMesh(processes=FakeProcesses(world_size=1), **{name: size})
 
 
 def test_a_lost_replica_is_named() -> None:
-    """A process that fails before the others talk leaves them with an error that names their group."""
+    """When a process fails early, the others raise an error that names their group."""
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_leave_early, 2)
     assert "rank 1 gave up" in caught.value.failures[1]

@@ -1,4 +1,4 @@
-"""Numbers of ranks in a mesh."""
+"""The numbering of ranks in a mesh."""
 
 import itertools
 import math
@@ -15,8 +15,8 @@ SIZES = st.tuples(*[st.integers(1, 3)] * 5)
 
 
 @hypothesis.given(SIZES)
-def test_ranks_count_row_by_row(sizes: tuple[int, ...]) -> None:
-    """The rank is an odometer of the coordinates: tensor turns fastest, pipeline slowest."""
+def test_ranks_are_row_major(sizes: tuple[int, ...]) -> None:
+    """The tensor index varies fastest with the rank, the pipeline index slowest."""
     layout = Layout(dict(zip(DIMENSIONS, sizes, strict=True)))
     for rank, place in enumerate(itertools.product(*map(range, sizes))):
         assert tuple(layout.index(name, rank) for name in DIMENSIONS) == place
@@ -35,16 +35,16 @@ def test_a_set_differs_in_one_dimension_only(sizes: tuple[int, ...]) -> None:
             assert len(others) == 1
 
 
-def test_experts_are_neighbours_inside_a_pipeline_stage() -> None:
-    """The second view splits the ranks of a stage into runs of neighbours."""
+def test_expert_groups_are_consecutive_ranks_of_a_stage() -> None:
+    """Expert parallelism splits the ranks of a stage into runs of consecutive ranks."""
     layout = resolve_shape({**ONES, "pipeline": 2, "data_replicate": "auto"}, 2, 8)
     assert layout.sets("expert") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert layout.sets("data_replicate") == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(("world_size", "rest"), [(1, None), (2, None), (6, 1), (12, 2), (9, None)])
-def test_rest_takes_what_is_left(world_size: int, rest: int | None) -> None:
-    """`rest` is the number of processes over the product of the others, if that is whole."""
+def test_auto_takes_the_remaining_ranks(world_size: int, rest: int | None) -> None:
+    """`auto` is the world size over the product of the others; a remainder is an error."""
     sizes: dict[str, int | str] = {**ONES, "data_replicate": "auto", "tensor": 2, "context": 3}
     if rest is not None:
         assert resolve_shape(sizes, 1, world_size).size("data_replicate") == rest
@@ -53,8 +53,8 @@ def test_rest_takes_what_is_left(world_size: int, rest: int | None) -> None:
         resolve_shape(sizes, 1, world_size)
 
 
-def test_a_wrong_product_is_told_with_the_command() -> None:
-    """The message holds the product, the number of processes, and what to type."""
+def test_a_wrong_product_names_the_command() -> None:
+    """The message has the product, the number of processes, and the command to run."""
     with pytest.raises(UserError) as caught:
         resolve_shape({**ONES, "pipeline": 2, "data_replicate": 3}, 1, 2)
     assert str(caught.value) == (
@@ -65,7 +65,7 @@ def test_a_wrong_product_is_told_with_the_command() -> None:
 
 
 def test_experts_must_divide_a_stage() -> None:
-    """expert = 4 does not fit six ranks of a stage, though it fits all twelve; the message lists what does."""
+    """expert = 4 does not divide the six ranks of a stage, though it divides all twelve; the message lists divisors."""
     sizes: dict[str, int | str] = {**ONES, "pipeline": 2, "data_replicate": "auto"}
     with pytest.raises(UserError, match=r"expert = 4 does not divide .* = 6; write one of 1, 2, 3, 6"):
         resolve_shape(sizes, 4, 12)

@@ -53,15 +53,15 @@ def expected(rank: int, lines: list[list[int]], edges: list[Edge]) -> dict[int, 
         ([[0], [1]], []),
     ],
 )
-def test_peers_get_what_was_sent_in_its_order(lines: list[list[int]], edges: list[Edge]) -> None:
-    """Each rank hears all of its peers, in order, along any edges and in several lines at once."""
+def test_tensors_arrive_in_the_order_sent(lines: list[list[int]], edges: list[Edge]) -> None:
+    """Each rank receives from all of its peers, in order, along any edges and in several lines at once."""
     world = sum(len(line) for line in lines)
     assert run_ranks(_exchange, world, lines, edges) == [expected(rank, lines, edges) for rank in range(world)]
 
 
 @given(st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda edge: edge[0] != edge[1])))
 def test_a_rank_connects_to_one_peer_at_a_time(edges: set[Edge]) -> None:
-    """Rounds hold each edge once, none twice, and no index twice in one round: nobody waits in two places."""
+    """The rounds hold each edge exactly once, and no index twice in one round."""
     found = rounds(edges)
     assert sorted(edge for members in found for edge in members) == sorted({(min(e), max(e)) for e in edges})
     for members in found:
@@ -70,8 +70,8 @@ def test_a_rank_connects_to_one_peer_at_a_time(edges: set[Edge]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 512])
-def test_a_ring_connects_in_rounds_and_not_one_after_another(size: int) -> None:
-    """However large a ring is, it is connected in three rounds at most, and a rank has two peers at most."""
+def test_a_ring_connects_in_three_rounds(size: int) -> None:
+    """A ring of any size is connected in at most three rounds, and a rank has at most two peers."""
     assert len(rounds(ring(size))) <= 3
 
 
@@ -83,7 +83,7 @@ def _channels_open() -> int:
     return processes.rank
 
 
-def test_ranks_that_are_no_end_of_a_link_take_no_part() -> None:
+def test_connecting_two_ranks_does_not_involve_the_others() -> None:
     """Two of four ranks connect while the others do something else."""
     assert run_ranks(_channels_open, 4) == [0, 1, 2, 3]
 
@@ -95,12 +95,12 @@ def _opposite() -> str:
     link.send(torch.ones(1)).wait()
     mine.wait()
     processes.close()
-    return "both"
+    return "received"
 
 
-def test_the_two_directions_do_not_wait_for_one_another() -> None:
-    """Two ranks that both receive before they send get what they wait for."""
-    assert run_ranks(_opposite, 2) == ["both", "both"]
+def test_opposite_directions_do_not_deadlock() -> None:
+    """Two ranks that both receive before they send complete."""
+    assert run_ranks(_opposite, 2) == ["received", "received"]
 
 
 def _deserted() -> str:
@@ -110,9 +110,9 @@ def _deserted() -> str:
         return "left"
     with pytest.raises(UserError, match="rank 0"):
         link.receive(torch.zeros(1)).wait()
-    return "told"
+    return "error"
 
 
-def test_a_peer_that_is_gone_is_told() -> None:
-    """Whoever waits for a message of a process that ended gets a sentence, not a hang."""
-    assert run_ranks(_deserted, 2) == ["told", "left"]
+def test_a_dead_peer_is_an_error() -> None:
+    """A receive from a process that has ended raises an error that names it instead of hanging."""
+    assert run_ranks(_deserted, 2) == ["error", "left"]

@@ -1,4 +1,4 @@
-"""The death of the process that started this one."""
+"""Workers end when their parent process dies."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def _gone(pid: int, seconds: float) -> bool:
 
 @pytest.mark.parametrize("started_by_torchrun", [True, False])
 def test_an_orphan_of_torchrun_ends_itself(started_by_torchrun: bool) -> None:
-    """Within a second after its parent was killed; a process that a shell has started lives on without it."""
+    """A worker ends within a second after torchrun is killed; a process that a shell started does not."""
     source = str(Path(__file__).parents[3] / "src")
     command = [sys.executable, "-c", PARENT, ORPHAN, *(["torchrun"] if started_by_torchrun else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={"PYTHONPATH": source}, text=True) as parent:

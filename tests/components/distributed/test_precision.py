@@ -1,4 +1,4 @@
-"""Dtypes by purpose."""
+"""Dtypes of parameters, activations, gradients and reductions."""
 
 import re
 from typing import Any
@@ -38,14 +38,14 @@ def test_dtypes_that_cannot_work_together_are_refused(values: dict[str, Any], me
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_narrow_sums_over_ranks_are_refused(name: str) -> None:
-    """Gradients are added up in float32 at least."""
+    """Reductions narrower than float32 are an invalid setting."""
     with pytest.raises(ValueError, match="lose small gradients; write 'float32' or 'float64'"):
         DtypePolicy(reduce=name)  # type: ignore[arg-type]
     assert DtypePolicy(reduce="float64").reduce is torch.float64
 
 
-def test_recipes_write_the_purposes_without_underscores() -> None:
-    """The keys of the recipe are the names of the port."""
+def test_settings_have_the_names_of_the_port() -> None:
+    """The keys in a recipe are the names of the port's properties, without underscores."""
     assert list(read_spec("distributed.precision", DtypePolicy).fields) == [
         "parameter",
         "compute",

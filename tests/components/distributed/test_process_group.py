@@ -1,4 +1,4 @@
-"""Groups of one and of several processes."""
+"""Process groups of one and of several processes."""
 
 import os
 import signal
@@ -60,24 +60,24 @@ def _lose_a_peer() -> tuple[str, float]:
 
 
 def test_reductions_keep_the_dtype() -> None:
-    """Sum and maximum are those of all ranks, in place, in the dtype that was given."""
+    """Sum and maximum are those of all ranks, in place, in the tensor's dtype."""
     expected = [(str(dtype), [2, 5], [1, 3]) for dtype in DTYPES]
     assert run_ranks(_reductions, 2) == [expected, expected]
 
 
 def test_views_are_reduced_in_place() -> None:
-    """A column of a table is reduced and its neighbours are left alone; empty tensors and scalars are fine."""
+    """A column of a matrix is reduced and its neighbours are unchanged; empty tensors and scalars work."""
     assert run_ranks(_reduce_columns, 2) == [[[0, 2, 2], [3, 8, 5]]] * 2
 
 
 def test_ranks_gather_values_of_unequal_length() -> None:
-    """Every rank has all values in order, whatever their length and their characters."""
+    """Every rank has all values by rank, whatever their length and characters."""
     values = [None, {"words": "été" * 1000, "numbers": [1, 2.5, 1e-320]}, ""]
     assert run_ranks(_gather, 3, values) == [values] * 3
 
 
 def test_a_lost_peer_is_an_error_that_names_the_group() -> None:
-    """The survivor of a killed rank raises soon, and says in which group of which ranks."""
+    """The survivor of a killed rank raises within seconds, with the group and its ranks in the message."""
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_lose_a_peer, 2)
     assert list(caught.value.failures) == [1]
@@ -87,7 +87,7 @@ def test_a_lost_peer_is_an_error_that_names_the_group() -> None:
 
 
 def test_a_group_of_one_changes_nothing() -> None:
-    """Alone, tensors stay as they are and a value comes back as JSON carries it."""
+    """Tensors are unchanged, and a value comes back after a round trip through JSON."""
     group, tensor = SingleProcess(), torch.tensor([1.5, -2.0])
     group.sum(tensor)
     group.max(tensor)

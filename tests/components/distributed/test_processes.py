@@ -1,4 +1,4 @@
-"""Joining the other processes, and leaving them."""
+"""Joining and leaving the process group."""
 
 import os
 import time
@@ -56,22 +56,22 @@ def _wait_in_vain() -> tuple[str, float]:
         _processes(timeout=1).open()
     except UserError as error:
         return str(error), time.monotonic() - start
-    return "found somebody", 0
+    return "joined", 0
 
 
-def test_processes_know_their_numbers_and_leave_torch_as_it_was() -> None:
-    """Open joins, with torchrun's numbers, and close leaves no process group."""
+def test_open_joins_and_close_destroys_the_process_group() -> None:
+    """The ranks are torchrun's while open, and torch has no default group after close."""
     assert run_ranks(_numbers, 2) == [(0, 2, 0, 2, True), (1, 2, 1, 2, True)]
 
 
 def test_groups_are_those_of_this_process() -> None:
-    """Of several sets each process gets its own, in order."""
+    """Of several sets each process gets the group that it is in, in the set's order."""
     expected = [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
     assert run_ranks(_halves, 4) == expected
 
 
 def test_one_process_needs_no_group() -> None:
-    """Without torchrun's variables nothing is joined and every group is a group of one."""
+    """Without torchrun's variables no process group is made, and every group is a group of one."""
     assert run_ranks(_numbers, 1, variables=False) == [(0, 1, 0, 1, True)]
     processes = _processes()
     processes.open()
@@ -81,26 +81,26 @@ def test_one_process_needs_no_group() -> None:
 
 
 def test_a_foreign_process_group_is_refused() -> None:
-    """Somebody else's default group is neither used nor destroyed."""
+    """A default process group that exists already is neither used nor destroyed."""
     for text in run_ranks(_open_twice, 2):
         assert "torch has a default process group already" in text
 
 
-def test_waiting_has_an_end() -> None:
-    """If the others don't come, the message says how many are missing and how long it waited."""
+def test_missing_processes_are_an_error_after_the_timeout() -> None:
+    """If the others do not join, the message has their number and the seconds waited."""
     [(text, seconds)] = run_ranks(_wait_in_vain, 1)
-    assert "process 0 did not find the other 1 within 1 s" in text
+    assert "rank 0 did not find the other 1 within 1 s" in text
     assert seconds < 10
 
 
-def test_a_time_limit_is_above_zero() -> None:
-    """Zero seconds is no time to wait."""
+def test_a_timeout_of_zero_is_refused() -> None:
+    """A timeout of zero seconds is an invalid setting."""
     with pytest.raises(ValueError, match="0 is not above 0"):
         _processes(timeout=0)
 
 
 def test_close_without_open_does_nothing() -> None:
-    """A run that failed before this node opened closes it all the same."""
+    """A node that was never opened can be closed, as after a failure of an earlier node."""
     _processes().close()
     assert torch.distributed.is_available()
 
@@ -121,5 +121,5 @@ def _slow_partner(limit: float) -> str:
 
 
 def test_a_changed_timeout_holds_for_groups_that_exist() -> None:
-    """A rank gives up after the new time, not after the one that its group was made with."""
+    """After set_timeout a collective of an existing group gives up after the new time."""
     assert run_ranks(_slow_partner, 2, 0.5) == ["gave up", "late"]

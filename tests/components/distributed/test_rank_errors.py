@@ -1,4 +1,4 @@
-"""Outcomes that every rank learns."""
+"""Errors that every rank raises."""
 
 import os
 from typing import Any
@@ -42,34 +42,34 @@ def _outcomes(error: str, failing: int) -> tuple[str, str, int, list[Any], Any]:
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_user_error_is_the_same_on_every_rank(failing: int) -> None:
-    """Whichever rank raises it, all raise it, word for word and with its exit code; then they can go on together."""
+    """All ranks raise the error of any rank with its text and exit code, and can communicate afterwards."""
     expected = ("Agreed", "a sentence for people", 2, [[0], [1]], "by 0")
     assert run_ranks(_outcomes, 2, "user", failing) == [expected, expected]
 
 
-def test_an_error_of_the_system_is_told_with_rank_and_file() -> None:
-    """A full disk on one rank stops all, and each says where it was."""
+def test_an_os_error_is_raised_with_rank_and_file() -> None:
+    """A full disk on one rank raises on all, with that rank and the file in the message."""
     results = run_ranks(_outcomes, 2, "disk", 1)
     assert [result[:3] for result in results] == [("Agreed", "rank 1: /somewhere: No space left on device", 1)] * 2
 
 
-def test_a_fault_of_the_program_keeps_its_type_where_it_happened() -> None:
-    """The failing rank shows its own traceback; the other one says whose fault it was."""
+def test_a_bug_keeps_its_type_on_the_failing_rank() -> None:
+    """The failing rank raises its own exception; the other ranks raise one that names it."""
     main, other = run_ranks(_outcomes, 2, "bug", 0)
     assert main[:2] == ("ZeroDivisionError", "a fault of the program")
     assert other[:2] == ("Agreed", "rank 0: ZeroDivisionError: a fault of the program")
 
 
-def test_alone_there_is_no_rank_to_name() -> None:
-    """A single process has its value and what it shares, and its errors name no rank."""
+def test_messages_of_a_single_process_name_no_rank() -> None:
+    """A single process returns its value and what it shares; its errors have no rank prefix."""
     assert run_on_all(SingleProcess(), lambda: 3, share=str) == (3, ["3"])
     with pytest.raises(UserError, match=r"^/somewhere: No space left on device$"):
         run_on_rank0(SingleProcess(), lambda: _fail("disk"))
 
 
 @pytest.mark.parametrize(("error", "code"), [("disk", 28), ("user", None)])
-def test_a_failed_system_call_is_told_apart_by_its_number(error: str, code: int | None) -> None:
-    """Whoever can live with a full disk finds the number of the error, also when it is passed on once more."""
+def test_agreed_errors_carry_the_errno(error: str, code: int | None) -> None:
+    """The errno of a failed system call is kept, also when the error is raised through a second call."""
     with pytest.raises(Agreed) as caught:
         run_on_rank0(SingleProcess(), lambda: run_on_rank0(SingleProcess(), lambda: _fail(error)))
     assert (caught.value.errno, caught.value.rank) == (code, 0)

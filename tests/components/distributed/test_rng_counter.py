@@ -17,7 +17,7 @@ KEYS = st.integers(0, 2**64 - 1)
 
 
 def drawn(*shape: int, key: int = 5, std: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A whole tensor of normal numbers."""
+    """A whole tensor of normal numbers, float32 unless given."""
     tensor = torch.empty(shape, dtype=dtype)
     fill_normal(tensor, key, std)
     return tensor
@@ -32,19 +32,19 @@ def mixed(state: int) -> int:
 
 @given(KEYS, st.integers(0, 2**62))
 def test_bits_are_those_of_splitmix64(key: int, index: int) -> None:
-    """Bits equal the published generator's, worked out in exact integers."""
+    """Bits equal SplitMix64's, computed in exact integers."""
     expected = mixed((key + (index + 1) * 0x9E3779B97F4A7C15) % 2**64)
     assert splitmix64(key, torch.tensor([index])).item() % 2**64 == expected
 
 
 def test_bits_equal_the_published_sequence() -> None:
-    """The first numbers from seed 1234567 are those that the generator's other implementations give."""
+    """The first numbers from seed 1234567 are those of other implementations of the generator."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert [bits % 2**64 for bits in splitmix64(1234567, torch.arange(3)).tolist()] == expected
 
 
 def test_numbers_never_change() -> None:
-    """The first numbers and a checksum of many: every initial weight of every later version hangs on them."""
+    """The first numbers and a checksum of many are fixed: the initial weights of every later version depend on them."""
     numbers = drawn(300, 200, key=7, std=0.02)
     assert (
         hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
@@ -78,7 +78,7 @@ def test_moments(many: Tensor) -> None:
 
 @pytest.mark.parametrize("key", range(4))
 def test_kolmogorov_smirnov(key: int) -> None:
-    """The greatest distance to the normal distribution is no greater than chance makes it once in 10,000 times."""
+    """The greatest distance to the normal distribution is below what chance exceeds once in 10,000 times."""
     numbers = drawn(2**18, key=key).double().sort().values
     count = numbers.numel()
     cdf, steps = torch.special.ndtr(numbers), torch.arange(count + 1, dtype=torch.float64) / count
@@ -88,7 +88,7 @@ def test_kolmogorov_smirnov(key: int) -> None:
 
 @pytest.mark.parametrize("bound", [1.0, 1.4395, 2.0, 3.0, 4.0, 4.5])
 def test_tails(many: Tensor, bound: float) -> None:
-    """As many numbers lie beyond each bound, on either side, as should; 1.4395 is where the two formulas meet."""
+    """The count beyond each bound, on either side, is as expected; 1.4395 is where the two formulas meet."""
     expected = many.numel() * (1 - NormalDist().cdf(bound))
     for beyond in (many > bound, many < -bound):
         assert abs(int(beyond.sum()) - expected) < 4 * math.sqrt(expected)
@@ -102,7 +102,7 @@ def correlation(x: Tensor, y: Tensor) -> float:
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 7, 64, 2047, 2048, 2049, 65536])
 def test_neighbours_are_independent(many: Tensor, lag: int) -> None:
-    """Neither numbers, nor their squares, nor their signs correlate with those so many elements further on."""
+    """Neither numbers, nor their squares, nor their signs correlate with those `lag` elements later."""
     flat = many.flatten()
     for numbers in (flat, flat**2, flat.sign(), (flat.abs() > 2).double()):
         assert abs(correlation(numbers[:-lag], numbers[lag:])) < 4.5
@@ -119,7 +119,7 @@ def test_parameters_are_independent() -> None:
 
 
 def test_pairs_fill_the_square(many: Tensor) -> None:
-    """Pairs of neighbours are spread evenly over the 32 x 32 cells of their quantiles (chi-square, four sigma)."""
+    """Pairs of neighbours are evenly distributed over the 32 x 32 cells of their quantiles (chi-square, four sigma)."""
     cells = (torch.special.ndtr(many.flatten()) * 32).long().clamp(0, 31).view(-1, 2)
     counts = (cells[:, 0] * 32 + cells[:, 1]).bincount(minlength=1024).double()
     expected = counts.sum() / 1024
@@ -146,7 +146,7 @@ def test_a_slice_has_the_numbers_of_the_whole(data: st.DataObject) -> None:
 
 
 def test_memory_does_not_grow_with_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than a chunk is computed at a time, whichever dimension is the long one."""
+    """At most one chunk is computed at a time, whichever dimension is the long one."""
     sizes: list[int] = []
 
     def noted(bits: Tensor) -> Tensor:
@@ -183,8 +183,8 @@ def test_a_slice_outside_its_tensor_is_refused(shape: tuple[int, ...], offsets: 
         fill_normal(torch.empty(2, 2), 0, 1.0, shape, offsets)
 
 
-def test_torchs_generator_is_left_alone() -> None:
-    """Neither does torch's seed matter, nor is its generator advanced."""
+def test_torchs_generator_is_not_used() -> None:
+    """The numbers do not depend on torch's seed, and its generator is not advanced."""
     torch.manual_seed(1)
     first, state = drawn(8), torch.get_rng_state()
     torch.manual_seed(1)

@@ -13,7 +13,7 @@ class Twice(SingleProcess):
     """Two ranks with equal values."""
 
     def sum(self, tensor: Tensor) -> None:
-        """Both together."""
+        """Two equal values."""
         tensor.mul_(2)
 
 
@@ -29,16 +29,16 @@ class FakeMesh:
         return Twice() if dimension in ("pipeline", "data_replicate") else SingleProcess()
 
     def size(self, dimension: str) -> int:
-        """Their number."""
+        """The number of ranks."""
         return self.group(dimension).size
 
     def index(self, dimension: str) -> int:
-        """The first."""
+        """Index 0."""
         return 0
 
 
-def test_only_ranks_with_other_parameters_are_added_up() -> None:
-    """The pipeline counts and the replicas, which hold the same, don't; what was given stays as it was."""
+def test_replicas_are_not_summed() -> None:
+    """The sum runs over pipeline ranks and not over replicas; the argument is unchanged."""
     value = torch.tensor(3.0, dtype=torch.float64)
     total = SumOverParameters(mesh=FakeMesh()).total(value)
     assert (total.item(), total.dtype, value.item()) == (6, torch.float64, 3)

@@ -1,4 +1,4 @@
-"""torchrun's variables."""
+"""torchrun's environment variables."""
 
 import pytest
 
@@ -15,27 +15,27 @@ TORCHRUN = {
 }
 
 
-def test_torchrun_says_which_process_this_is() -> None:
+def test_ranks_are_read_from_the_variables() -> None:
     """Each number comes from its own variable."""
     assert read_launch(TORCHRUN) == Launch(5, 8, 1, 4, "127.0.0.1", 29500)
 
 
-def test_a_start_of_torchrun_is_told_from_the_one_before() -> None:
-    """By the run and the number of restarts; torchrun also says where a worker tells its failure."""
+def test_attempts_of_torchrun_are_distinguished() -> None:
+    """The attempt is the run id and the restart count; the error file is torchrun's."""
     more = {"TORCHELASTIC_RUN_ID": "ab-", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_ERROR_FILE": "/tmp/error"}
     launch = read_launch(TORCHRUN | more | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert (launch.attempt, launch.error_file, launch.store_is_there) == ("ab-2", "/tmp/error", True)
-    assert not read_launch(TORCHRUN | more | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).store_is_there
+    assert (launch.attempt, launch.error_file, launch.agent_store) == ("ab-2", "/tmp/error", True)
+    assert not read_launch(TORCHRUN | more | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent_store
 
 
 def test_without_variables_there_is_one_process() -> None:
-    """An address alone, which clusters set for everybody, makes no group."""
+    """MASTER_ADDR and MASTER_PORT alone, which some clusters set for every job, make no group."""
     assert read_launch({"MASTER_ADDR": "host", "MASTER_PORT": "1", "HOME": "/"}) == Launch(0, 1, 0, 1)
 
 
 @pytest.mark.parametrize("missing", VARIABLES)
 def test_a_missing_variable_is_named(missing: str) -> None:
-    """With any one of them left out, the message says which."""
+    """With any one of the variables missing, the message names it."""
     environment = {name: value for name, value in TORCHRUN.items() if name != missing}
     with pytest.raises(UserError, match=f"but not {missing};") as caught:
         read_launch(environment)
@@ -52,8 +52,8 @@ def test_a_missing_variable_is_named(missing: str) -> None:
         ("WORLD_SIZE", "", "WORLD_SIZE='', which is no number"),
     ],
 )
-def test_numbers_that_make_no_sense_are_refused(name: str, value: str, words: str) -> None:
-    """A rank lies below its world size, and both are numbers."""
+def test_invalid_ranks_are_refused(name: str, value: str, words: str) -> None:
+    """Ranks are numbers below their world sizes."""
     with pytest.raises(UserError) as caught:
         read_launch(TORCHRUN | {name: value})
     assert words in str(caught.value)

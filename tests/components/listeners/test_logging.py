@@ -1,4 +1,4 @@
-"""Where log messages go."""
+"""Where log messages are written."""
 
 import logging
 import sys
@@ -22,14 +22,14 @@ class Folder:
 
 @attrs.frozen
 class Second:
-    """A world as its second rank sees it."""
+    """A world group as rank 1 sees it."""
 
     rank: int = 1
 
 
 @pytest.fixture
 def opened(tmp_path: Path, one_rank: Any) -> Iterator[Callable[..., RunLogging]]:
-    """Opens logging into the folder of the test, and closes what is left open."""
+    """Opens logging into the test's folder, and closes it after the test."""
     made: list[RunLogging] = []
 
     def opened(**changes: Any) -> RunLogging:
@@ -44,40 +44,40 @@ def opened(tmp_path: Path, one_rank: Any) -> Iterator[Callable[..., RunLogging]]
 
 def _say_everything() -> None:
     logging.getLogger("drawloom.data").debug("small")
-    logging.getLogger("drawloom.data").info("told")
+    logging.getLogger("drawloom.data").info("news")
     logging.getLogger("drawloom.run").info("step %d/9", 1)
-    logging.getLogger("drawloom.run").warning("refused")
+    logging.getLogger("drawloom.run").warning("skipped")
     logging.getLogger("elsewhere").error("not ours")
 
 
 def _lines(path: Path) -> list[str]:
-    """The log without its times."""
+    """The log without timestamps."""
     return [line.split(" ", 2)[2] for line in path.read_text().splitlines()]
 
 
-def test_the_main_rank_shows_step_lines_and_warnings(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Step lines as they are on standard output, warnings with their level on standard error, nothing twice."""
+def test_rank_0_prints_step_lines_and_warnings(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Step lines go to standard output, warnings with their level to standard error, nothing twice."""
     opened()
     _say_everything()
-    assert capsys.readouterr() == ("step 1/9\n", "warning: refused\n")
+    assert capsys.readouterr() == ("step 1/9\n", "warning: skipped\n")
 
 
 def test_the_file_has_everything(opened: Any, tmp_path: Path) -> None:
-    """From DEBUG up, with level and logger; other libraries' messages stay theirs."""
+    """Everything from DEBUG up, with level and logger, but no messages of other libraries."""
     opened()
     _say_everything()
     assert _lines(tmp_path / "log" / "rank-0.log") == [
         "DEBUG drawloom.data: small",
-        "INFO drawloom.data: told",
+        "INFO drawloom.data: news",
         "INFO drawloom.run: step 1/9",
-        "WARNING drawloom.run: refused",
+        "WARNING drawloom.run: skipped",
     ]
 
 
 def test_another_rank_writes_its_own_file_only(
     opened: Any, mesh_of: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The terminal is the main rank's."""
+    """Other ranks than 0 print nothing."""
     opened(mesh=mesh_of(world=Second()))
     _say_everything()
     assert capsys.readouterr() == ("", "")
@@ -85,14 +85,14 @@ def test_another_rank_writes_its_own_file_only(
 
 
 def test_the_level_is_that_of_standard_error(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """With `info` more is told there, and the step line is still printed once, on standard output."""
+    """With `info` more goes to standard error, and a step line is still printed once."""
     opened(level="info")
     _say_everything()
-    assert capsys.readouterr() == ("step 1/9\n", "info: told\nwarning: refused\n")
+    assert capsys.readouterr() == ("step 1/9\n", "info: news\nwarning: skipped\n")
 
 
 def test_a_second_process_appends(opened: Any, tmp_path: Path) -> None:
-    """A resumed run keeps the log of the one before."""
+    """A resumed run keeps the earlier log."""
     for word in ("one", "two"):
         logs = opened()
         logging.getLogger("drawloom.x").info(word)
@@ -101,7 +101,7 @@ def test_a_second_process_appends(opened: Any, tmp_path: Path) -> None:
 
 
 def test_python_warnings_are_logged(opened: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With their category, to the file and the terminal."""
+    """Warnings go to the file and the terminal, with their category."""
     opened()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -110,8 +110,8 @@ def test_python_warnings_are_logged(opened: Any, tmp_path: Path, capsys: pytest.
     assert "mind the gap" in capsys.readouterr().err
 
 
-def test_tracebacks_are_for_the_file(opened: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A person reads the sentence; the file has where it came from."""
+def test_tracebacks_go_to_the_file_only(opened: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The terminal shows the message, the file also the traceback."""
     opened()
     try:
         raise ValueError("oh")
@@ -121,8 +121,8 @@ def test_tracebacks_are_for_the_file(opened: Any, tmp_path: Path, capsys: pytest
     assert "ValueError: oh" in (tmp_path / "log" / "rank-0.log").read_text()
 
 
-def test_closing_restores_what_was_there(opened: Any) -> None:
-    """Handlers, level and the way of warnings are as before."""
+def test_closing_restores_logging(opened: Any) -> None:
+    """Handlers, level and warnings.showwarning are as before."""
     loggers = [logging.getLogger(name) for name in ("drawloom", "drawloom.run")]
 
     def state() -> Any:
@@ -136,8 +136,8 @@ def test_closing_restores_what_was_there(opened: Any) -> None:
     assert state() == before
 
 
-def test_the_terminal_is_what_it_is_at_the_time(opened: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A stand-in for standard output that comes after opening, as a progress bar's, gets the lines."""
+def test_lines_go_to_the_current_stdout(opened: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A replacement of sys.stdout after opening, such as a progress bar's, gets the lines."""
     opened()
     with (tmp_path / "out").open("w") as out:
         monkeypatch.setattr(sys, "stdout", out)

@@ -1,4 +1,4 @@
-"""Traces of chosen steps."""
+"""Profiler traces of chosen steps."""
 
 import gzip
 import json
@@ -37,7 +37,7 @@ def _take(profiler: Profiler, index: int) -> None:
 
 
 def test_chosen_steps_are_traced(profiler: Profiler, tmp_path: Path) -> None:
-    """One trace, of step 2, with the product that was computed in it."""
+    """There is one trace, of step 2, with the matmul of that step."""
     for index in (1, 2, 3):
         _take(profiler, index)
     (path,) = (tmp_path / "traces").iterdir()
@@ -49,7 +49,7 @@ def test_chosen_steps_are_traced(profiler: Profiler, tmp_path: Path) -> None:
 def test_a_profiler_that_fails_is_turned_off(
     profiler: Profiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a file where the traces go: one warning, no error, and no more tries."""
+    """With a file in the folder's place: one warning, no error, and no second try."""
     (tmp_path / "traces").write_text("")
     for _ in range(3):
         _take(profiler, 2)
@@ -57,8 +57,8 @@ def test_a_profiler_that_fails_is_turned_off(
     assert message.startswith("no more traces: the profiler failed at step 2: ")
 
 
-def test_a_trace_that_was_begun_is_dropped_on_close(profiler: Profiler, tmp_path: Path) -> None:
-    """A run that ends in the middle of the step leaves no trace, and torch free to profile again."""
+def test_an_unfinished_trace_is_discarded_on_close(profiler: Profiler, tmp_path: Path) -> None:
+    """A run that ends inside the step leaves no trace, and torch can profile again."""
     profiler.on_event(Event("step_started", Step(2, 9)))
     profiler.close()
     assert not list(tmp_path.iterdir())
@@ -68,6 +68,6 @@ def test_a_trace_that_was_begun_is_dropped_on_close(profiler: Profiler, tmp_path
 
 
 def test_steps_count_from_one(tmp_path: Path, one_rank: Any) -> None:
-    """There is no step 0."""
+    """Step 0 is an invalid setting."""
     with pytest.raises(ValueError, match="there is no step 0; the first is 1"):
         Profiler(folder=Folder(tmp_path), mesh=one_rank, steps=[1, 0])

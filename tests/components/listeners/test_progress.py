@@ -1,4 +1,4 @@
-"""A progress bar."""
+"""The progress bar."""
 
 import io
 import logging
@@ -25,14 +25,14 @@ class Folder:
 
 @attrs.frozen
 class Second:
-    """A world as its second rank sees it."""
+    """A world group as rank 1 sees it."""
 
     rank: int = 1
 
 
 @attrs.define
-class Hands:
-    """A clock that a test turns."""
+class FakeClock:
+    """A clock that a test sets."""
 
     now: float = 0.0
 
@@ -42,7 +42,7 @@ class Hands:
 
 @pytest.fixture
 def screen() -> io.StringIO:
-    """What a terminal was sent."""
+    """What was written to the terminal."""
     return io.StringIO()
 
 
@@ -50,7 +50,7 @@ def screen() -> io.StringIO:
 def bar(one_rank: Any, screen: io.StringIO) -> Iterator[ProgressBar]:
     """An open bar on a terminal of 100 columns."""
     bar = ProgressBar(mesh=one_rank)
-    bar.clock = Hands()
+    bar.clock = FakeClock()
     bar.console = _terminal(screen)
     bar.open()
     yield bar
@@ -67,8 +67,8 @@ def _take(bar: ProgressBar, step: Step, seconds: float = 2.0) -> None:
     bar.on_event(Event("step_ended", step))
 
 
-def test_the_bar_shows_step_loss_speed_and_time_to_go(bar: ProgressBar, screen: io.StringIO) -> None:
-    """After 4 of 10 steps, of 2 seconds and 1000 tokens each, 12 seconds are left."""
+def test_the_bar_shows_step_loss_speed_and_time_remaining(bar: ProgressBar, screen: io.StringIO) -> None:
+    """After 4 of 10 steps, of 2 seconds and 1000 tokens each, 12 seconds remain."""
     for index in range(1, 5):
         start = bar.clock()
         _take(bar, Step(index, 10, tokens=1000, started=start, outputs={"loss": 2.34567}))
@@ -77,59 +77,59 @@ def test_the_bar_shows_step_loss_speed_and_time_to_go(bar: ProgressBar, screen: 
         assert part in drawn
 
 
-def test_a_resumed_run_does_not_begin_at_nothing(bar: ProgressBar, screen: io.StringIO) -> None:
-    """The first step that is seen stands where it belongs, and its speed is its own."""
+def test_a_resumed_bar_starts_at_the_resumed_step(bar: ProgressBar, screen: io.StringIO) -> None:
+    """The first step is shown at its position, with its own speed."""
     _take(bar, Step(8, 10, started=0.0))
     assert "step 8/10" in screen.getvalue()
     assert "step 1/10" not in screen.getvalue()
 
 
-def test_a_refused_step_shows_no_loss(bar: ProgressBar, screen: io.StringIO) -> None:
-    """Whatever the loss would have been."""
+def test_a_skipped_step_shows_no_loss(bar: ProgressBar, screen: io.StringIO) -> None:
+    """The bar shows "skipped" in place of the loss."""
     _take(bar, Step(1, 1, started=0.0, skip_reason="nan", outputs={"loss": float("nan")}))
     assert "loss skipped" in screen.getvalue()
 
 
-def test_quick_steps_are_not_all_drawn(bar: ProgressBar, screen: io.StringIO) -> None:
-    """A thousand steps of a millisecond are some ten drawings, the last step's among them."""
+def test_fast_steps_do_not_each_refresh_the_bar(bar: ProgressBar, screen: io.StringIO) -> None:
+    """A thousand steps of a millisecond are about ten refreshes, including the last step's."""
     for index in range(1, 1001):
         _take(bar, Step(index, 1000, started=0.0), seconds=0.001)
     assert 5 < screen.getvalue().count("step ") < 20
     assert "step 1000/1000" in screen.getvalue()
 
 
-def test_a_run_that_is_stopped_leaves_the_step_where_it_was(bar: ProgressBar, screen: io.StringIO) -> None:
-    """Though that step was too quick to be drawn."""
+def test_a_stopped_run_leaves_its_last_step_shown(bar: ProgressBar, screen: io.StringIO) -> None:
+    """The last step is shown even if it was too fast to be refreshed."""
     for index in (1, 2):
         _take(bar, Step(index, 9, started=0.0), seconds=0.001)
     bar.close()
     assert screen.getvalue().rsplit("\r", 1)[-1].startswith("\x1b[2Kstep 2/9")
 
 
-def test_step_lines_are_hushed_while_the_bar_is_there(
+def test_step_lines_are_hidden_while_the_bar_is_shown(
     bar: ProgressBar, screen: io.StringIO, tmp_path: Path, one_rank: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other lines and warnings are still shown, above the bar; the log has all; after the last step lines are back."""
+    """Other lines and warnings appear above the bar; the log has all; step lines return after the last step."""
     logs = RunLogging(folder=Folder(tmp_path), mesh=one_rank)
     logs.open()
     log = logging.getLogger("drawloom.run")
     bar.on_event(Event("step_started", Step(1, 2)))
-    log.info("hushed", extra={"step_line": True})
+    log.info("hidden", extra={"step_line": True})
     log.info("news")
     log.warning("mind")
     bar.on_event(Event("step_ended", Step(2, 2)))
     log.info("line", extra={"step_line": True})
     logs.close()
-    assert "hushed" not in screen.getvalue() + "".join(capsys.readouterr())
+    assert "hidden" not in screen.getvalue() + "".join(capsys.readouterr())
     assert all(f"{line}\n" in screen.getvalue() for line in ("news", "warning: mind"))
     text = (tmp_path / "log" / "rank-0.log").read_text()
-    assert [word in text for word in ("hushed", "news", "mind", "line")] == [True] * 4
+    assert [word in text for word in ("hidden", "news", "mind", "line")] == [True] * 4
 
 
-def test_after_the_run_lines_go_where_they_went(
+def test_after_close_step_lines_are_printed_again(
     bar: ProgressBar, tmp_path: Path, one_rank: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Standard output and error are those from before, and a step line is printed again."""
+    """Standard output and error are restored, and step lines are printed."""
     before = sys.stdout, sys.stderr
     logs = RunLogging(folder=Folder(tmp_path), mesh=one_rank)
     logs.open()
@@ -142,21 +142,23 @@ def test_after_the_run_lines_go_where_they_went(
 
 
 @pytest.mark.parametrize("case", ["no terminal", "another rank"])
-def test_elsewhere_nothing_is_drawn(case: str, one_rank: Any, mesh_of: Callable[..., Any], screen: io.StringIO) -> None:
-    """Into a file there is no bar, and on a terminal only the main rank's."""
+def test_no_bar_without_a_terminal_or_on_other_ranks(
+    case: str, one_rank: Any, mesh_of: Callable[..., Any], screen: io.StringIO
+) -> None:
+    """Output to a file has no bar, and on a terminal only rank 0 has one."""
     bar = ProgressBar(mesh=one_rank if case == "no terminal" else mesh_of(world=Second()))
     bar.console = _terminal(screen, is_one=case != "no terminal")
-    bar.clock = Hands()
+    bar.clock = FakeClock()
     bar.open()
     _take(bar, Step(1, 1, started=0.0))
     bar.close()
     assert screen.getvalue() == ""
 
 
-def test_a_forced_colour_makes_no_terminal(
+def test_force_color_does_not_make_a_terminal(
     one_rank: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is no terminal stays none, though a variable that many programs know asks for colours."""
+    """FORCE_COLOR does not turn the bar on."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     bar = ProgressBar(mesh=one_rank)
     bar.open()

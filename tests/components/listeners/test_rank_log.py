@@ -1,4 +1,4 @@
-"""Where a rank's log lies."""
+"""The path of a rank's log file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +18,13 @@ class Folder:
 
 @attrs.frozen
 class Third:
-    """A world as its third rank sees it."""
+    """A world group as rank 2 sees it."""
 
     rank: int = 2
 
 
-def test_each_rank_has_a_log_of_its_own(tmp_path: Path, mesh_of: Callable[..., Any]) -> None:
-    """Its name is the rank in the world, and its folder is made, once or twice."""
+def test_each_rank_has_its_own_log(tmp_path: Path, mesh_of: Callable[..., Any]) -> None:
+    """The name has the global rank; the folder is made if it does not exist."""
     for _ in range(2):
         assert rank_log(Folder(tmp_path), mesh_of(world=Third())) == tmp_path / "log" / "rank-2.log"
     assert (tmp_path / "log").is_dir()

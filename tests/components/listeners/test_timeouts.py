@@ -1,4 +1,4 @@
-"""How long a step may take."""
+"""Timeouts of collectives and steps."""
 
 import threading
 from collections.abc import Iterator
@@ -20,32 +20,32 @@ class Folder:
 
 
 @attrs.define
-class Groups:
-    """Notes the limits that groups of ranks get."""
+class FakeProcesses:
+    """Records the timeouts and locations that are set."""
 
     limits: list[float] = attrs.field(factory=list)
     fails: bool = False
-    place: str = ""
-    told: list[str] = attrs.field(factory=list)
+    location: str = ""
+    failures: list[str] = attrs.field(factory=list)
 
     def set_timeout(self, seconds: float) -> None:
         if self.fails:
             raise RuntimeError("no such group")
         self.limits.append(seconds)
 
-    def set_location(self, place: str) -> None:
-        self.place = place
+    def set_location(self, location: str) -> None:
+        self.location = location
 
     def diagnose(self) -> str:
         return "rank 7 does not answer"
 
     def fail(self, text: str) -> None:
-        self.told.append(text)
+        self.failures.append(text)
 
 
 @attrs.define
 class Exit:
-    """Stands in for the end of the process."""
+    """Replaces os._exit, and records the codes."""
 
     codes: list[int] = attrs.field(factory=list)
     called: threading.Event = attrs.field(factory=threading.Event)
@@ -56,16 +56,16 @@ class Exit:
 
 
 @pytest.fixture
-def groups() -> Groups:
-    """The groups of ranks."""
-    return Groups()
+def processes() -> FakeProcesses:
+    """The processes of ranks."""
+    return FakeProcesses()
 
 
 @pytest.fixture
-def timeouts(tmp_path: Path, one_rank: Any, groups: Groups) -> Iterator[Timeouts]:
-    """Open, with 30, 10 and 20 seconds, and an end of the process that is none."""
+def timeouts(tmp_path: Path, one_rank: Any, processes: FakeProcesses) -> Iterator[Timeouts]:
+    """An open node with limits of 30, 10 and 20 seconds whose exit is recorded."""
     timeouts = Timeouts(
-        processes=groups, folder=Folder(tmp_path), mesh=one_rank, first_step=30.0, step=10.0, saving=20.0
+        processes=processes, folder=Folder(tmp_path), mesh=one_rank, first_step=30.0, step=10.0, saving=20.0
     )
     timeouts.exit, timeouts.tick, timeouts.watchdog_margin = Exit(), 0.01, 0.0
     timeouts.open()
@@ -73,109 +73,109 @@ def timeouts(tmp_path: Path, one_rank: Any, groups: Groups) -> Iterator[Timeouts
     timeouts.close()
 
 
-def _tell(timeouts: Timeouts, moment: EventKind, index: int = 1, phase: str = "") -> None:
-    timeouts.on_event(Event(moment, Step(index, 4), phase))
+def _emit(timeouts: Timeouts, kind: EventKind, index: int = 1, phase: str = "") -> None:
+    timeouts.on_event(Event(kind, Step(index, 4), phase))
 
 
-def test_groups_wait_as_long_as_what_the_run_is_doing(timeouts: Timeouts, groups: Groups) -> None:
+def test_the_collective_timeout_follows_the_run(timeouts: Timeouts, processes: FakeProcesses) -> None:
     """Long for the first step, then short, longer while saving, short again, and longer after the last step."""
     timeouts.on_event(Event("run_started"))
-    _tell(timeouts, "step_started", 1)
-    _tell(timeouts, "saving_started", 1)
-    _tell(timeouts, "saving_ended", 1)
-    assert groups.limits == [30, 20, 30]
-    _tell(timeouts, "step_ended", 1)
-    assert groups.limits == [30, 20, 30, 10]
+    _emit(timeouts, "step_started", 1)
+    _emit(timeouts, "saving_started", 1)
+    _emit(timeouts, "saving_ended", 1)
+    assert processes.limits == [30, 20, 30]
+    _emit(timeouts, "step_ended", 1)
+    assert processes.limits == [30, 20, 30, 10]
     for index in (2, 3):
-        _tell(timeouts, "step_started", index)
-        _tell(timeouts, "step_ended", index)
-    assert groups.limits == [30, 20, 30, 10]
-    _tell(timeouts, "saving_started", 3)
-    _tell(timeouts, "saving_ended", 3)
-    _tell(timeouts, "step_started", 4)
-    _tell(timeouts, "step_ended", 4)
-    assert groups.limits == [30, 20, 30, 10, 20, 10, 20]
+        _emit(timeouts, "step_started", index)
+        _emit(timeouts, "step_ended", index)
+    assert processes.limits == [30, 20, 30, 10]
+    _emit(timeouts, "saving_started", 3)
+    _emit(timeouts, "saving_ended", 3)
+    _emit(timeouts, "step_started", 4)
+    _emit(timeouts, "step_ended", 4)
+    assert processes.limits == [30, 20, 30, 10, 20, 10, 20]
 
 
-def test_others_can_be_told_where_a_rank_is(timeouts: Timeouts, groups: Groups) -> None:
-    """The step, and the phase while it is in one."""
-    _tell(timeouts, "phase_started", 3, "clip")
-    assert groups.place == "step 3, phase [clip]"
-    _tell(timeouts, "phase_ended", 3, "clip")
-    assert groups.place == "step 3"
+def test_the_location_is_the_step_and_phase(timeouts: Timeouts, processes: FakeProcesses) -> None:
+    """The location has the step, and the phase while it is in one."""
+    _emit(timeouts, "phase_started", 3, "clip")
+    assert processes.location == "step 3, phase [clip]"
+    _emit(timeouts, "phase_ended", 3, "clip")
+    assert processes.location == "step 3"
 
 
-def test_whoever_waits_for_others_can_say_so_first(timeouts: Timeouts) -> None:
-    """The process ends some seconds after a rank has given up waiting for another, which names it."""
+def test_the_watchdog_expires_after_the_collective_timeout(timeouts: Timeouts) -> None:
+    """The process exits some seconds after a blocked rank has raised an error that names the other."""
     timeouts.watchdog_margin, timeouts.step = 0.3, 0.05
-    _tell(timeouts, "step_ended", 1)
-    _tell(timeouts, "step_started", 2)
+    _emit(timeouts, "step_ended", 1)
+    _emit(timeouts, "step_started", 2)
     assert not timeouts.exit.called.wait(0.2)  # type: ignore[attr-defined]
     assert timeouts.exit.called.wait(5)  # type: ignore[attr-defined]
 
 
 def test_a_step_beyond_its_limit_ends_the_process(
-    timeouts: Timeouts, groups: Groups, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    timeouts: Timeouts, processes: FakeProcesses, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """
-    The failure names rank, step, phase and limit, and who keeps it waiting; the stacks, this function's among them, are
-    in the rank's log. At half of the time there was a warning.
+    The failure names rank, step, phase and limit, and the hang diagnosis; the stacks, this function's among them, are
+    in the rank's log. A warning comes at half of the limit.
     """
     timeouts.step = 0.05
     timeouts.on_event(Event("run_started"))
-    _tell(timeouts, "step_ended", 1)
-    _tell(timeouts, "step_started", 2)
-    _tell(timeouts, "phase_started", 2, "clip")
+    _emit(timeouts, "step_ended", 1)
+    _emit(timeouts, "step_started", 2)
+    _emit(timeouts, "phase_started", 2, "clip")
     assert timeouts.exit.called.wait(10)  # type: ignore[attr-defined]
     timeouts.close()
     assert timeouts.exit.codes == [1]  # type: ignore[attr-defined]
     path = tmp_path / "log" / "rank-0.log"
     assert caplog.messages == [
-        "rank 0 is slow: step 2 takes more than 0.025 s by now in phase [clip], and its limit is 0.05 s",
+        "rank 0 is slow: step 2 has taken more than 0.025 s in phase [clip]; its limit is 0.05 s",
     ]
-    assert groups.told == [
+    assert processes.failures == [
         "rank 0 hangs: step 2 took more than 0.05 s in phase [clip]; rank 7 does not answer; stacks are in "
         + str(path),
     ]
     assert "test_a_step_beyond_its_limit_ends_the_process" in path.read_text()
 
 
-def test_the_first_step_is_given_its_own_time(timeouts: Timeouts) -> None:
-    """With almost no time for later steps the first one is left alone, and the second is not."""
+def test_the_first_step_has_its_own_limit(timeouts: Timeouts) -> None:
+    """With almost no time for later steps the first one does not expire, and the second does."""
     timeouts.step = 0.02
     timeouts.on_event(Event("run_started"))
-    _tell(timeouts, "step_started", 1)
+    _emit(timeouts, "step_started", 1)
     assert not timeouts.exit.called.wait(0.2)  # type: ignore[attr-defined]
-    _tell(timeouts, "step_ended", 1)
-    _tell(timeouts, "step_started", 2)
+    _emit(timeouts, "step_ended", 1)
+    _emit(timeouts, "step_started", 2)
     assert timeouts.exit.called.wait(10)  # type: ignore[attr-defined]
 
 
 def test_after_the_run_there_is_no_limit(timeouts: Timeouts) -> None:
-    """Whatever takes its time after the end is not watched."""
+    """Time after run_ended is not limited."""
     timeouts.saving = 0.5
-    _tell(timeouts, "step_ended", 4)
+    _emit(timeouts, "step_ended", 4)
     timeouts.on_event(Event("run_ended"))
     assert not timeouts.exit.called.wait(0.8)  # type: ignore[attr-defined]
 
 
-def test_failing_it_watches_no_more(timeouts: Timeouts, groups: Groups) -> None:
-    """It is told nothing after it raised, so an old limit must not end a healthy run."""
+def test_after_an_error_there_is_no_limit(timeouts: Timeouts, processes: FakeProcesses) -> None:
+    """It gets no events after it raised, so an old limit must not end a healthy run."""
     timeouts.step = 0.5
-    _tell(timeouts, "step_ended", 1)
-    groups.fails = True
+    _emit(timeouts, "step_ended", 1)
+    processes.fails = True
     with pytest.raises(RuntimeError, match="no such group"):
-        _tell(timeouts, "saving_started", 2)
+        _emit(timeouts, "saving_started", 2)
     assert not timeouts.exit.called.wait(0.8)  # type: ignore[attr-defined]
 
 
-def test_a_log_that_hangs_does_not_keep_the_process(
-    timeouts: Timeouts, groups: Groups, monkeypatch: pytest.MonkeyPatch
+def test_a_log_that_hangs_does_not_prevent_the_exit(
+    timeouts: Timeouts, processes: FakeProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message may hang where the run hangs; the process ends all the same."""
+    """The process exits even if writing the report hangs."""
     gate = threading.Event()
     monkeypatch.setattr("drawloom.components.listeners.timeouts.REPORT_TIMEOUT", 0.05)
-    monkeypatch.setattr(Groups, "fail", lambda *_: gate.wait(10))
+    monkeypatch.setattr(FakeProcesses, "fail", lambda *_: gate.wait(10))
     timeouts.first_step = 0.01
     timeouts.on_event(Event("run_started"))
     assert timeouts.exit.called.wait(5)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A thread that notices when something takes too long."""
+"""The watchdog thread."""
 
 import threading
 
@@ -8,8 +8,8 @@ from drawloom.components.listeners.watchdog import Watchdog
 
 
 @attrs.define
-class Hands:
-    """A clock that a test turns."""
+class FakeClock:
+    """A clock that a test sets."""
 
     now: float = 0.0
 
@@ -17,20 +17,20 @@ class Hands:
         return self.now
 
 
-def _dog(hands: Hands) -> tuple[Watchdog, list[float]]:
+def _dog(hands: FakeClock) -> tuple[Watchdog, list[float]]:
     expired: list[float] = []
     return Watchdog(expired.append, tick=1.0, clock=hands), expired
 
 
-def _pass(dog: Watchdog, hands: Hands, seconds: int) -> None:
+def _pass(dog: Watchdog, hands: FakeClock, seconds: int) -> None:
     for _ in range(seconds):
         hands.now += 1.0
-        dog.look()
+        dog.poll()
 
 
-def test_time_that_is_up_is_told_once() -> None:
-    """Allowed 5 seconds, it is quiet after 4 and expires at 5, with the limit, and not again."""
-    hands = Hands()
+def test_expiry_is_reported_once() -> None:
+    """With a limit of 5 seconds nothing is called at 4; `expired` is called at 5, and not again."""
+    hands = FakeClock()
     dog, expired = _dog(hands)
     dog.allow(5)
     _pass(dog, hands, 4)
@@ -39,9 +39,9 @@ def test_time_that_is_up_is_told_once() -> None:
     assert expired == [5]
 
 
-def test_a_new_limit_counts_from_the_start() -> None:
-    """What took 4 of 5 seconds leaves nothing behind for what comes next."""
-    hands = Hands()
+def test_a_new_limit_starts_anew() -> None:
+    """Time spent under an earlier limit does not count."""
+    hands = FakeClock()
     dog, expired = _dog(hands)
     for _ in range(3):
         dog.allow(5)
@@ -50,8 +50,8 @@ def test_a_new_limit_counts_from_the_start() -> None:
 
 
 def test_without_a_limit_nothing_expires() -> None:
-    """Before the first limit, and after it was lifted."""
-    hands = Hands()
+    """Nothing is called before the first limit, and after it is lifted."""
+    hands = FakeClock()
     dog, expired = _dog(hands)
     _pass(dog, hands, 100)
     dog.allow(5)
@@ -60,21 +60,21 @@ def test_without_a_limit_nothing_expires() -> None:
     assert expired == []
 
 
-def test_a_suspended_process_does_not_hang() -> None:
-    """An hour between two looks, in which nobody could have worked, counts as two seconds."""
-    hands = Hands()
+def test_suspension_does_not_count_as_a_hang() -> None:
+    """An hour between two polls counts as two ticks."""
+    hands = FakeClock()
     dog, expired = _dog(hands)
     dog.allow(5)
     hands.now += 3600
-    dog.look()
+    dog.poll()
     _pass(dog, hands, 2)
     assert expired == []
     _pass(dog, hands, 1)
     assert expired == [5]
 
 
-def test_the_thread_looks_by_itself_and_ends() -> None:
-    """With real time: it expires while this thread waits, and is gone after stop."""
+def test_the_thread_polls_and_ends() -> None:
+    """With a real clock it expires while this thread waits, and the thread is gone after stop."""
     barked = threading.Event()
     dog = Watchdog(lambda _: barked.set(), tick=0.01)
     dog.start()
@@ -84,9 +84,9 @@ def test_the_thread_looks_by_itself_and_ends() -> None:
     assert "watchdog" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_what_is_slow_is_told_once_too() -> None:
-    """For each thing that is allowed time, when it is told to, and not after it expired."""
-    hands, slow = Hands(), list[float]()
+def test_slowness_is_reported_once() -> None:
+    """`slow` is called once for each limit that has one, and not after the limit expired."""
+    hands, slow = FakeClock(), list[float]()
     dog = Watchdog(lambda _limit: None, tick=1.0, clock=hands, slow=slow.append)
     for _ in range(2):
         dog.allow(8, slow=4)

@@ -1,4 +1,4 @@
-"""The loss on data that is never learned from."""
+"""The loss on the validation split."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from drawloom.components.ports.run import Step
 
 @attrs.define
 class Model:
-    """Held-out data and an executor that gives fixed sums."""
+    """Validation data and an executor that returns fixed sums."""
 
     total: float
     weight: float
@@ -37,17 +37,17 @@ def measured(model: Model, mesh: Any, every: Any, step: Step) -> Step:
 @pytest.mark.parametrize(
     ("every", "index", "due"), [(5, 5, True), (5, 6, False), (5, 7, True), ("last", 5, False), ("never", 7, False)]
 )
-def test_the_mean_by_token_is_left_when_it_is_due(every: Any, index: int, due: bool, one_rank: Any) -> None:
-    """Every n steps and after the last, the sum of losses over the sum of weights; otherwise nothing."""
+def test_the_mean_per_token_is_written_at_the_cadence(every: Any, index: int, due: bool, one_rank: Any) -> None:
+    """Every n steps and after the last it is the sum of losses over the sum of weights; otherwise it is absent."""
     values = measured(Model(6.0, 4.0), one_rank, every, Step(index, 7)).outputs
     assert values == ({"validation_loss": 1.5} if due else {})
 
 
-def test_the_time_it_takes_is_not_learning(one_rank: Any) -> None:
-    """Its seconds are set aside, so that tokens per second are those of learning."""
+def test_evaluation_time_is_excluded(one_rank: Any) -> None:
+    """Its seconds are excluded, so that tokens per second are those of training."""
     assert measured(Model(6.0, 4.0), one_rank, 1, Step(1, 7)).excluded_seconds > 0
 
 
-def test_no_held_out_token_is_no_loss(one_rank: Any) -> None:
-    """An empty split leaves nothing rather than a division by zero."""
+def test_an_empty_validation_split_has_no_loss(one_rank: Any) -> None:
+    """An empty split writes nothing instead of dividing by zero."""
     assert measured(Model(0.0, 0.0), one_rank, 1, Step(1, 7)).outputs == {}

@@ -1,4 +1,4 @@
-"""The phase that learns."""
+"""The forward and backward phase."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ class Parts:
         raise AssertionError("training must not evaluate")
 
 
-def test_all_microbatches_of_the_step_are_learned_from() -> None:
-    """The executor gets the step's microbatches; its losses and the number of tokens are left."""
+def test_all_microbatches_of_the_step_are_trained_on() -> None:
+    """The executor gets the step's microbatches; its losses and the number of tokens are written."""
     step = Step(1, 1)
     ForwardBackward(data=Parts(), executor=Parts()).run_phase(step)
     assert step.outputs == {"losses": 2} and step.tokens == 12

@@ -1,4 +1,4 @@
-"""Garbage collected at chosen steps."""
+"""Garbage collection at chosen steps."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from drawloom.components.ports.run import Step
 
 
 class Cycle:
-    """Something that holds itself."""
+    """An object in a reference cycle with itself."""
 
     def __init__(self) -> None:
         self.me = self
@@ -23,14 +23,14 @@ def _cycle() -> "weakref.ref[Cycle]":
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    """Leaves collection as it was, whatever a test does."""
+    """Restores automatic collection after the test."""
     on = gc.isenabled()
     yield
     (gc.enable if on else gc.disable)()
 
 
 def test_only_chosen_steps_collect() -> None:
-    """A cycle made before step 1 is there after it, and gone after step 2."""
+    """A cycle made before step 1 survives it, and is collected at step 2."""
     garbage = CollectGarbage(every=2)
     garbage.open()
     cycle = _cycle()
@@ -43,7 +43,7 @@ def test_only_chosen_steps_collect() -> None:
 
 
 def test_opening_and_closing_collect() -> None:
-    """What was made before either is gone after it."""
+    """Cycles made before either are collected by it."""
     before = _cycle()
     garbage = CollectGarbage(every="never")
     garbage.open()
@@ -54,7 +54,7 @@ def test_opening_and_closing_collect() -> None:
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_closing_restores_what_was_set(on: bool) -> None:
+def test_closing_restores_automatic_collection(on: bool) -> None:
     """Automatic collection that was off stays off."""
     (gc.enable if on else gc.disable)()
     garbage = CollectGarbage()

@@ -1,4 +1,4 @@
-"""What is written down about each step."""
+"""Reports to trackers, and the step line."""
 
 import logging
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from drawloom.components.ports.run import Accumulator, Step, Value
 
 @attrs.frozen
 class Fixed:
-    """A metric that is always the same."""
+    """A metric with constant values."""
 
     values: dict[str, Value]
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
@@ -33,8 +33,8 @@ def report_of(mesh: Any, **parts: Any) -> Report:
 
 
 @attrs.define
-class Notes:
-    """A tracker that notes how it is called."""
+class Recorder:
+    """A tracker that records its calls."""
 
     calls: list[Any] = attrs.field(factory=list)
 
@@ -46,8 +46,8 @@ class Notes:
 
 
 def test_every_tracker_gets_all_metrics_of_every_step(one_rank: Any) -> None:
-    """In the order of the metrics; before the first step of a process, and only then, trackers go back."""
-    trackers = [Notes(), Notes()]
+    """Values come in the order of the metrics; trackers rewind once, before the first step of a process."""
+    trackers = [Recorder(), Recorder()]
     report = report_of(
         one_rank, metrics=[Fixed({"a": 1.0, "b": None}), Fixed({"c": 3})], trackers=[*trackers], every="never"
     )
@@ -57,8 +57,8 @@ def test_every_tracker_gets_all_metrics_of_every_step(one_rank: Any) -> None:
     assert [tracker.calls for tracker in trackers] == [["rewind 7", (8, values), (9, values)]] * 2
 
 
-def test_a_step_is_a_line_that_people_can_read(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """The whole line, at INFO, from the logger that the terminal follows."""
+def test_a_step_is_logged_as_one_line(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The whole line, at INFO, from the logger that the terminal shows."""
     caplog.set_level(logging.INFO)
     values = {"loss": 2.34561, "grad_norm": 0.834, "lr": 0.003, "tokens": 7, "tokens_per_second": 12345.4}
     report_of(one_rank, metrics=[Fixed({**values, "memory": 512_400_000})]).run_phase(Step(12, 300))
@@ -67,7 +67,7 @@ def test_a_step_is_a_line_that_people_can_read(one_rank: Any, caplog: pytest.Log
 
 
 def test_a_line_has_only_what_was_measured() -> None:
-    """Without metrics there is the step; a validation loss stands beside the loss; unknown metrics stay out."""
+    """Without metrics there is only the step; the validation loss follows the loss; unknown metrics are not shown."""
     step = Step(1, 2)
     assert step_line(step, {}) == "step 1/2"
     assert (
@@ -85,19 +85,19 @@ def test_a_small_norm_keeps_two_digits(number: float, text: str) -> None:
     assert step_line(Step(1, 1), {"grad_norm": number}) == f"step 1/1  grad_norm {text}"
 
 
-def test_a_refused_step_is_a_warning_at_any_cadence(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """With the reason, in place of the line, and trackers get it like any other step."""
+def test_a_skipped_step_is_a_warning_at_any_cadence(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning has the reason and replaces the line; trackers get the step as usual."""
     caplog.set_level(logging.INFO)
-    tracker = Notes()
+    tracker = Recorder()
     report_of(one_rank, metrics=[Fixed({"loss": None})], trackers=[tracker], every="never").run_phase(
         Step(2, 3, skip_reason="loss nan")
     )
-    assert caplog.record_tuples == [("drawloom.run", logging.WARNING, "step 2/3 refused: loss nan")]
+    assert caplog.record_tuples == [("drawloom.run", logging.WARNING, "step 2/3 skipped: loss nan")]
     assert tracker.calls == ["rewind 1", (2, [("loss", None)])]
 
 
-def test_lines_come_as_often_as_the_recipe_says(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Every second step and the last."""
+def test_lines_are_logged_at_the_cadence(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Every second step and the last have a line."""
     caplog.set_level(logging.INFO)
     report = report_of(one_rank, every=2)
     for index in range(1, 6):
@@ -105,20 +105,20 @@ def test_lines_come_as_often_as_the_recipe_says(one_rank: Any, caplog: pytest.Lo
     assert caplog.messages == ["step 2/5", "step 4/5", "step 5/5"]
 
 
-def test_a_tracker_that_fails_stops_nothing(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """It is left alone from then on; the others are told everything."""
+def test_a_tracker_that_fails_is_dropped(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not called again; the others get every value."""
 
-    class Broken(Notes):
+    class Broken(Recorder):
         def track(self, step: int, values: Mapping[str, Value]) -> None:
             super().track(step, values)
             raise OSError(28, "No space left on device")
 
-    broken, fine = Broken(), Notes()
+    broken, fine = Broken(), Recorder()
     report = report_of(one_rank, metrics=[Fixed({"a": 1.0})], trackers=[broken, fine], every="never")
     for index in (1, 2, 3):
         report.run_phase(Step(index, 9))
     assert broken.calls == ["rewind 0", (1, [("a", 1.0)])]
     assert fine.calls == ["rewind 0", *((index, [("a", 1.0)]) for index in (1, 2, 3))]
     assert [record.getMessage() for record in caplog.records] == [
-        "Broken failed and is told nothing more; the run goes on"
+        "Broken failed and gets no more values; the run continues"
     ]

@@ -1,4 +1,4 @@
-"""Batch arithmetic."""
+"""Batch sizes and the rows of each data-parallel rank."""
 
 import re
 from collections.abc import Callable
@@ -17,7 +17,7 @@ sizes = st.integers(1, 4)
 
 
 def ranks(mesh_of: MeshOf, global_size: int, micro_size: int, replicate: int, shard: int) -> list[GlobalBatch]:
-    """The batching of every replica, in order."""
+    """The batch node of every data-parallel rank, in order."""
     sizes = {"data_replicate": replicate, "data_shard": shard, "pipeline": 2}
     places = [(outer, inner) for outer in range(replicate) for inner in range(shard)]
     meshes = [mesh_of(sizes, {"data_replicate": outer, "data_shard": inner}) for outer, inner in places]
@@ -25,10 +25,10 @@ def ranks(mesh_of: MeshOf, global_size: int, micro_size: int, replicate: int, sh
 
 
 @given(sizes, sizes, sizes, sizes, st.integers(1, 5))
-def test_replicas_together_take_the_places_of_one(
+def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(
     mesh_of: MeshOf, micro_size: int, microbatches: int, replicate: int, shard: int, step: int
 ) -> None:
-    """In order of replicas, the microbatches of a step are its places, each once, and all of one size."""
+    """Concatenated by rank, the microbatches are the step's positions, each once, in equal sizes."""
     global_size = micro_size * microbatches * replicate * shard
     all = ranks(mesh_of, global_size, micro_size, replicate, shard)
     taken = [batch.positions(step) for batch in all]
@@ -40,8 +40,8 @@ def test_replicas_together_take_the_places_of_one(
     assert flat == list(range((step - 1) * global_size, step * global_size))
 
 
-def test_other_dimensions_share_a_replica(mesh_of: MeshOf) -> None:
-    """Pipeline, context and tensor ranks of a replica take the same places."""
+def test_pipeline_context_and_tensor_ranks_see_the_same_rows(mesh_of: MeshOf) -> None:
+    """Ranks that differ only along these dimensions have the same positions."""
     layout = {"data_replicate": 2, "pipeline": 2, "context": 2, "tensor": 2}
     batches = [
         GlobalBatch(mesh=mesh_of(layout, {"data_replicate": 1, name: 1}), global_size=8, micro_size=2)
@@ -52,7 +52,7 @@ def test_other_dimensions_share_a_replica(mesh_of: MeshOf) -> None:
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 6))
 def test_every_number_in_the_remedy_works(global_size: int, micro_size: int, replicas: int) -> None:
-    """Whichever of the numbers a person writes instead, there is nothing to complain of any more."""
+    """Every size that the error message suggests is accepted."""
     fault = uneven(global_size, micro_size, replicas)
     if fault is None:
         assert global_size % (micro_size * replicas) == 0
@@ -65,12 +65,13 @@ def test_every_number_in_the_remedy_works(global_size: int, micro_size: int, rep
 
 
 def test_uneven_step_is_refused_when_the_mesh_is_known(mesh_of: MeshOf) -> None:
-    """Opening names what stands there, why it can't be, and the nearest numbers that can."""
+    """Opening raises with the size, the reason, and the nearest sizes that fit."""
     batch = ranks(mesh_of, 30, 4, 2, 2)[0]
     with pytest.raises(UserError) as error:
         batch.open()
     assert str(error.value) == (
-        "global_size: 30 rows can't be shared evenly by 4 replicas with microbatches of 4; write global_size = 16 or 32"
+        "global_size: 30 rows can't be divided evenly among 4 replicas with microbatches of 4; "
+        "write global_size = 16 or 32"
     )
     ranks(mesh_of, 32, 4, 2, 2)[0].open()
 
@@ -94,23 +95,23 @@ def faults(global_size: int, micro_size: int, mesh: dict[str, Any]) -> list[Any]
     return list(GlobalBatch.constraints(node))
 
 
-def test_what_no_number_of_processes_mends_is_found_by_check() -> None:
-    """Microbatches and shards that do not divide a step are known before the number of processes is."""
+def test_check_reports_sizes_that_fit_no_world_size() -> None:
+    """Microbatches and shards that do not divide a step are reported before the world size is known."""
     assert faults(8, 4, {"data_replicate": "auto", "data_shard": 1}) == []
     assert faults(8, 2, {"data_replicate": "auto", "data_shard": 4}) == []
     [(key, text, hint)] = faults(8, 3, {"data_replicate": "auto", "data_shard": 1})
     assert key == "global_size"
-    assert text == "8 rows can't be shared evenly by 1 replica with microbatches of 3"
+    assert text == "8 rows can't be divided evenly among 1 replica with microbatches of 3"
     assert hint == "write global_size = 6 or 9, or micro_size = 2"
     assert len(faults(8, 2, {"data_replicate": "auto", "data_shard": 3})) == 1
 
 
-def test_written_replicas_are_found_by_check() -> None:
-    """Where the mesh says how many replicas there are, all is known."""
+def test_check_reports_sizes_that_do_not_fit_the_written_mesh() -> None:
+    """If the mesh sets data_replicate, `check` needs no world size."""
     assert faults(8, 2, {"data_replicate": 2, "data_shard": 2}) == []
     assert len(faults(8, 2, {"data_replicate": 3, "data_shard": 1})) == 1
 
 
-def test_mesh_of_another_kind_is_left_alone() -> None:
-    """A mesh without these settings tells nothing, and is no fault."""
+def test_a_mesh_without_these_settings_is_no_problem() -> None:
+    """A mesh component with other settings is not checked."""
     assert faults(8, 2, {}) == []

@@ -1,4 +1,4 @@
-"""The same bits each time."""
+"""Deterministic algorithms."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from drawloom.graph import UserError
 
 @pytest.fixture(autouse=True)
 def own_determinism() -> Iterator[None]:
-    """Other tests see nothing of this."""
+    """Restore the determinism settings after the test."""
     before = Determinism.now()
     yield
     before.apply()
@@ -22,17 +22,17 @@ def own_determinism() -> Iterator[None]:
 
 @pytest.fixture
 def node(job: Any, one_rank: Any) -> ProcessRandomness:
-    """Randomness that is deterministic."""
+    """A randomness node with deterministic = true."""
     return ProcessRandomness(job=job, mesh=one_rank, deterministic=True)
 
 
 @pytest.mark.parametrize(
     ("chosen", "used"), [(None, ":4096:8"), (":16:8", ":16:8"), (":0:0", ":4096:8"), (":4096:2:16:8", ":4096:8")]
 )
-def test_a_process_is_deterministic_while_it_is_open(
+def test_determinism_is_on_while_open_and_restored_after(
     chosen: str | None, used: str, node: ProcessRandomness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that torch looks at says so, and is afterwards as it was before, a workspace that somebody chose too."""
+    """All settings are on while the node is open and restored on close, a workspace set by the user too."""
     monkeypatch.delenv(WORKSPACE, raising=False)
     if chosen is not None:
         monkeypatch.setenv(WORKSPACE, chosen)
@@ -47,8 +47,8 @@ def test_a_process_is_deterministic_while_it_is_open(
     assert Determinism.now() == before
 
 
-def test_unless_it_is_asked_for_torch_is_left_alone(job: Any, one_rank: Any) -> None:
-    """The default costs no speed."""
+def test_by_default_the_settings_are_unchanged(job: Any, one_rank: Any) -> None:
+    """The default does not slow torch down."""
     before = Determinism.now()
     node = ProcessRandomness(job=job, mesh=one_rank)
     node.open()
@@ -56,14 +56,16 @@ def test_unless_it_is_asked_for_torch_is_left_alone(job: Any, one_rank: Any) -> 
     node.close()
 
 
-def test_what_can_t_be_the_same_each_time_is_told(node: ProcessRandomness, job: Any, one_rank: Any) -> None:
-    """An operation that torch refuses becomes a sentence with the setting; other errors stay what they are."""
+def test_an_operation_without_a_deterministic_implementation_is_a_user_error(
+    node: ProcessRandomness, job: Any, one_rank: Any
+) -> None:
+    """torch's RuntimeError becomes a message that names the setting; other errors are unchanged."""
     node.open()
     with pytest.raises(RuntimeError) as caught:
         torch.zeros(3).put_(torch.tensor([1]), torch.tensor([1.0]))
     node.close()
-    told = node.on_failure(caught.value)
-    assert isinstance(told, UserError)
-    assert "randomness.deterministic is on, and put_ does not have a deterministic implementation" in str(told)
+    replaced = node.on_failure(caught.value)
+    assert isinstance(replaced, UserError)
+    assert "randomness.deterministic is on, and put_ does not have a deterministic implementation" in str(replaced)
     assert node.on_failure(RuntimeError("out of memory")) is None
     assert ProcessRandomness(job=job, mesh=one_rank).on_failure(caught.value) is None

@@ -1,4 +1,4 @@
-"""Events on their way to listeners."""
+"""Dispatching events to listeners."""
 
 import attrs
 import pytest
@@ -9,18 +9,18 @@ from drawloom.graph import Every
 
 
 @attrs.define
-class Notes:
-    """A listener that notes what it hears."""
+class Recorder:
+    """A listener that records its events."""
 
-    heard: list[str] = attrs.field(factory=list)
+    kinds: list[str] = attrs.field(factory=list)
 
     def on_event(self, event: Event) -> None:
-        self.heard.append(event.kind)
+        self.kinds.append(event.kind)
 
 
 @attrs.define
 class Fails:
-    """A listener that counts, and raises."""
+    """A listener that counts its events, and raises."""
 
     error: BaseException
     times: int = 0
@@ -30,29 +30,29 @@ class Fails:
         raise self.error
 
 
-def test_every_listener_is_told_every_event() -> None:
-    """In the order of events."""
-    listeners = {"a": Notes(), "b": Notes()}
+def test_every_listener_gets_every_event() -> None:
+    """Every listener gets the events in order."""
+    listeners = {"a": Recorder(), "b": Recorder()}
     dispatcher = Dispatcher(listeners=Every(listeners))
     dispatcher.emit(Event("run_started"))
     dispatcher.emit(Event("run_ended"))
-    assert [listener.heard for listener in listeners.values()] == [["run_started", "run_ended"]] * 2
+    assert [listener.kinds for listener in listeners.values()] == [["run_started", "run_ended"]] * 2
 
 
 def test_a_listener_that_raises_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    """It is told once, its node is named once with the traceback, and those behind it hear everything."""
-    bad, good = Fails(ValueError("oh")), Notes()
+    """It gets one event, and is logged once with the traceback; later listeners get every event."""
+    bad, good = Fails(ValueError("oh")), Recorder()
     dispatcher = Dispatcher(listeners=Every({"bad": bad, "good": good}))
     for _ in range(3):
         dispatcher.emit(Event("run_started"))
-    assert (bad.times, len(good.heard)) == (1, 3)
+    assert (bad.times, len(good.kinds)) == (1, 3)
     (record,) = caplog.records
     assert (record.levelname, record.message.split()[0]) == ("ERROR", "[bad]")
     assert record.exc_info and record.exc_info[1] is bad.error
 
 
-def test_an_interruption_is_no_failure() -> None:
-    """Whoever interrupts the process means the run, not the listener that was at work."""
+def test_a_keyboard_interrupt_is_not_swallowed() -> None:
+    """KeyboardInterrupt inside a listener ends the run."""
     dispatcher = Dispatcher(listeners=Every({"a": Fails(KeyboardInterrupt())}))
     with pytest.raises(KeyboardInterrupt):
         dispatcher.emit(Event("run_started"))

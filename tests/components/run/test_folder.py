@@ -24,7 +24,7 @@ def _changes(older: str) -> list[RecipeChange]:
 
 
 def _open_on_ranks(path: Path, own_hash: bool = False) -> tuple[str, int, bool]:
-    """What this rank is told, and whether it holds the lock."""
+    """This rank's error, its exit code, and whether it holds the lock."""
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20)
     mesh = RankMesh(processes=processes)
     processes.open()
@@ -43,15 +43,15 @@ def _open_on_ranks(path: Path, own_hash: bool = False) -> tuple[str, int, bool]:
         processes.close()
 
 
-def test_the_main_rank_makes_and_locks_the_folder(tmp_path: Path) -> None:
-    """Both ranks open the new folder, one holds the lock, and the recipe is in it."""
+def test_rank_0_makes_and_locks_the_folder(tmp_path: Path) -> None:
+    """Both ranks open the new folder, rank 0 holds the lock, and the recipe is in it."""
     path = tmp_path / "runs" / "x"
     assert run_ranks(_open_on_ranks, 2, path) == [("open", 0, True), ("open", 0, False)]
     assert (path / "recipe.lock.toml").read_text() == "text"
 
 
-def test_every_rank_learns_that_the_folder_is_in_use(tmp_path: Path) -> None:
-    """The second run ends on both of its ranks, with the same words."""
+def test_a_folder_in_use_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    """A second run fails on both of its ranks with the same message."""
     lock = FolderLock(tmp_path)
     main, other = run_ranks(_open_on_ranks, 2, tmp_path)
     assert main == other
@@ -59,8 +59,8 @@ def test_every_rank_learns_that_the_folder_is_in_use(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_every_rank_learns_that_the_recipe_does_not_fit(tmp_path: Path) -> None:
-    """A refused recipe is refused on both ranks with exit code 2, and the lock is let go."""
+def test_a_changed_recipe_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    """The recipe is refused on both ranks with exit code 2, and the lock is released."""
     (tmp_path / "recipe.lock.toml").write_text("another")
     main, other = run_ranks(_open_on_ranks, 2, tmp_path)
     assert main == other
@@ -68,24 +68,24 @@ def test_every_rank_learns_that_the_recipe_does_not_fit(tmp_path: Path) -> None:
     assert main[1:] == (2, False)
 
 
-def test_a_folder_that_cannot_be_made_is_told_on_every_rank(tmp_path: Path) -> None:
-    """A file in its place, say."""
+def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    """A file in the folder's place raises on both ranks."""
     (tmp_path / "file").write_text("")
     for text, _, holds in run_ranks(_open_on_ranks, 2, tmp_path / "file"):
         assert text == f"rank 0: {tmp_path / 'file'}: File exists"
         assert not holds
 
 
-def test_ranks_with_different_recipes_are_stopped(tmp_path: Path) -> None:
-    """Before anything is written, both ranks hear which of them differs."""
+def test_ranks_with_different_recipes_are_refused(tmp_path: Path) -> None:
+    """Before anything is written, both ranks raise an error that names the rank that differs."""
     for text, code, _ in run_ranks(_open_on_ranks, 2, tmp_path / "x", True):
-        assert "rank 1 has another recipe than rank 0" in text
+        assert "rank 1 has a different recipe from rank 0" in text
         assert code == 2
     assert not (tmp_path / "x").exists()
 
 
-def test_close_lets_the_next_run_in(tmp_path: Path, job: Any, one_rank: Any) -> None:
-    """Two nodes of one folder: the second opens only after the first was closed."""
+def test_close_releases_the_lock(tmp_path: Path, job: Any, one_rank: Any) -> None:
+    """A second node opens the folder only after the first is closed."""
     mine, theirs = (
         LockedFolder(job=attrs.evolve(job, path=tmp_path), mesh=one_rank, recipe=ResolvedRecipe("text", "hash"))
         for _ in range(2)

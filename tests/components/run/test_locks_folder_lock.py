@@ -1,4 +1,4 @@
-"""One run in a folder."""
+"""The lock of a run folder."""
 
 import errno
 import fcntl
@@ -46,8 +46,8 @@ def _outlive_a_killed_holder(folder: Path) -> tuple[bool, str]:
     return held, _try(folder)
 
 
-def test_a_second_process_is_told_who_has_the_folder(tmp_path: Path) -> None:
-    """While the lock is held another process is refused, with process, host and time; afterwards it may."""
+def test_two_runs_in_one_folder_second_is_refused(tmp_path: Path) -> None:
+    """The error has the holder's process, host and start time; after release the second run succeeds."""
     lock = FolderLock(tmp_path)
     [text] = run_ranks(_try, 1, tmp_path)
     assert text.startswith(f"{tmp_path} is in use by process {os.getpid()} on host {socket.gethostname()} since ")
@@ -57,17 +57,17 @@ def test_a_second_process_is_told_who_has_the_folder(tmp_path: Path) -> None:
     assert run_ranks(_try, 1, tmp_path) == ["free"]
 
 
-def test_the_lock_dies_with_its_holder_even_if_a_worker_lives_on(tmp_path: Path) -> None:
-    """kill -9 frees the folder, though a forked child of the holder still runs."""
+def test_the_lock_ends_with_its_holder_though_a_worker_survives(tmp_path: Path) -> None:
+    """kill -9 releases the lock, though a forked child of the holder still runs."""
     assert run_ranks(_outlive_a_killed_holder, 1, tmp_path) == [(True, "free")]
 
 
 def _race(folder: Path, rounds: int) -> list[int]:
-    """Processes that try the lock at the same moment, again and again; how many get it each time."""
+    """Processes try the lock at the same moment, round after round; how many get it in each round."""
     winners = []
     for _ in range(rounds):
         start, go = os.pipe()
-        told, tell = os.pipe()
+        reading, writing = os.pipe()
         children = []
         for _ in range(3):
             children.append(os.fork())
@@ -76,32 +76,32 @@ def _race(folder: Path, rounds: int) -> list[int]:
                 os.read(start, 1)  # until all are there, which closes the other end
                 try:
                     lock = FolderLock(folder)
-                    os.write(tell, b"1")
+                    os.write(writing, b"1")
                     time.sleep(60)
                     lock.release()
                 except UserError:
-                    os.write(tell, b"0")
+                    os.write(writing, b"0")
                 os._exit(0)
         os.close(go)
         answers = b""
         while len(answers) < len(children):
-            answers += os.read(told, 10)
+            answers += os.read(reading, 10)
         winners.append(answers.count(b"1"))
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        for end in (start, told, tell):
+        for end in (start, reading, writing):
             os.close(end)
     return winners
 
 
-def test_of_many_at_once_exactly_one_has_the_folder(tmp_path: Path) -> None:
-    """Again and again, each time right after the last holder was killed."""
+def test_of_many_simultaneous_runs_exactly_one_gets_the_lock(tmp_path: Path) -> None:
+    """In every round one process gets the lock, also right after the last holder was killed."""
     assert run_ranks(_race, 1, tmp_path, 25) == [[1] * 25]
 
 
-def test_a_lock_file_that_was_left_behind_means_nothing(tmp_path: Path) -> None:
-    """What counts is the lock, not the file: old words, longer than ours or no JSON at all, are in nobody's way."""
+def test_a_stale_lock_file_does_not_block(tmp_path: Path) -> None:
+    """Only the lock counts, not the file, whether its text is long or no JSON."""
     (tmp_path / "run.lock").write_text("x" * 5000)
     lock = FolderLock(tmp_path)
     assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
@@ -113,8 +113,8 @@ def test_a_lock_file_that_was_left_behind_means_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """Instead of running without a lock, the run says that there is none, and leaves no file open."""
+def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """The run never continues without a lock; no file is left open."""
 
     def flock(*_: Any) -> None:
         raise OSError(code, os.strerror(code))

@@ -1,11 +1,11 @@
-"""Whether a recipe may go on in a folder."""
+"""Whether a recipe may continue in a run folder."""
 
 import logging
 from pathlib import Path
 
 import pytest
 
-from drawloom.components.run.locks import settle_recipe
+from drawloom.components.run.locks import claim_recipe
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
 
@@ -21,63 +21,63 @@ def _lock(folder: Path) -> str:
     return (folder / "recipe.lock.toml").read_text()
 
 
-def test_a_new_folder_takes_the_recipe(tmp_path: Path) -> None:
-    """The text is written as it is, and nothing else is left in the folder."""
-    settle_recipe(tmp_path, _recipe("# format 1\nname = 'é'\n"))
+def test_a_new_folder_gets_the_recipe(tmp_path: Path) -> None:
+    """The text is written unchanged, and no other file is left."""
+    claim_recipe(tmp_path, _recipe("# format 1\nname = 'é'\n"))
     assert _lock(tmp_path) == "# format 1\nname = 'é'\n"
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.lock.toml"]
 
 
-def test_free_changes_are_logged_and_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The folder's recipe is then the new one."""
+def test_free_changes_are_logged_and_accepted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The folder then has the new recipe."""
     caplog.set_level(logging.INFO)
-    settle_recipe(tmp_path, _recipe("old"))
-    settle_recipe(tmp_path, _recipe("new", FREE))
+    claim_recipe(tmp_path, _recipe("old"))
+    claim_recipe(tmp_path, _recipe("new", FREE))
     assert _lock(tmp_path) == "new"
     assert "[checkpoint] every: 10 -> 20 (free)" in caplog.text
 
 
 def test_other_changes_are_refused_and_all_listed(tmp_path: Path) -> None:
-    """The message has every change, the free ones too, and names the way out; the folder keeps its recipe."""
-    settle_recipe(tmp_path, _recipe("old"))
+    """The message lists every change and the option to accept them; the folder keeps its recipe."""
+    claim_recipe(tmp_path, _recipe("old"))
     with pytest.raises(UserError) as caught:
-        settle_recipe(tmp_path, _recipe("new", FREE, HEAVY))
+        claim_recipe(tmp_path, _recipe("new", FREE, HEAVY))
     assert caught.value.exit_code == 2
     assert str(caught.value) == (
-        f"{tmp_path} holds a run of another recipe, which this one differs from in:\n"
+        f"{tmp_path} holds a run of another recipe; the differences are:\n"
         "  [checkpoint] every: 10 -> 20 (free)\n"
         "  [optimizer] rate: 1e-3 -> 1e-4 (semantic)\n"
-        "free changes alone would do; name another run, or go on with --accept-changes"
+        "only free changes are allowed; use another run name, or add --accept-changes"
     )
     assert _lock(tmp_path) == "old"
 
 
-def test_accepted_changes_are_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With --accept-changes the same recipe goes on, and says what changed."""
+def test_accept_changes_accepts_every_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With --accept-changes the folder gets the new recipe, and the changes are logged."""
     caplog.set_level(logging.INFO)
-    settle_recipe(tmp_path, _recipe("old"))
-    settle_recipe(tmp_path, _recipe("new", FREE, HEAVY, accept=True))
+    claim_recipe(tmp_path, _recipe("old"))
+    claim_recipe(tmp_path, _recipe("new", FREE, HEAVY, accept=True))
     assert _lock(tmp_path) == "new"
     assert "[optimizer] rate: 1e-3 -> 1e-4 (semantic)" in caplog.text
 
 
 def test_the_same_recipe_is_not_written_again(tmp_path: Path) -> None:
-    """The file stays the same file."""
-    settle_recipe(tmp_path, _recipe("old"))
+    """The file keeps its inode."""
+    claim_recipe(tmp_path, _recipe("old"))
     before = (tmp_path / "recipe.lock.toml").stat()
-    settle_recipe(tmp_path, _recipe("old"))
+    claim_recipe(tmp_path, _recipe("old"))
     assert (tmp_path / "recipe.lock.toml").stat() == before
 
 
 @pytest.mark.parametrize("damage", [b"\xff\xfe", b"= nonsense"])
-def test_a_damaged_lock_is_named(tmp_path: Path, damage: bytes) -> None:
-    """What can't be compared is not guessed at: the file is named, and --accept-changes writes it anew."""
+def test_an_unreadable_lock_is_refused(tmp_path: Path, damage: bytes) -> None:
+    """The error names the file; --accept-changes replaces it."""
 
     def unreadable(older: str) -> list[RecipeChange]:
         raise ValueError("no TOML")
 
     (tmp_path / "recipe.lock.toml").write_bytes(damage)
     with pytest.raises(UserError, match=r"recipe.lock.toml can't be read"):
-        settle_recipe(tmp_path, ResolvedRecipe("new", "hash", False, unreadable))
-    settle_recipe(tmp_path, ResolvedRecipe("new", "hash", True, unreadable))
+        claim_recipe(tmp_path, ResolvedRecipe("new", "hash", False, unreadable))
+    claim_recipe(tmp_path, ResolvedRecipe("new", "hash", True, unreadable))
     assert _lock(tmp_path) == "new"

@@ -1,4 +1,4 @@
-"""The generators of a process."""
+"""The global random generators of a process."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from drawloom.components.run.randomness import ProcessRandomness, generators, se
 
 @pytest.fixture(autouse=True)
 def own_generators() -> Iterator[None]:
-    """Other tests see nothing of this."""
+    """Restore the generators after the test."""
     before = generators()
     yield
     set_generators(before)
@@ -23,7 +23,7 @@ def own_generators() -> Iterator[None]:
 
 @pytest.fixture
 def opened(job: Any, one_rank: Any) -> Callable[..., ProcessRandomness]:
-    """An open node of a seed and a rank."""
+    """Opens a node with a seed and a rank."""
 
     def make(seed: int = 1, rank: int = 0) -> ProcessRandomness:
         mesh = attrs.evolve(one_rank, world=attrs.evolve(one_rank.world, rank=rank))
@@ -35,7 +35,7 @@ def opened(job: Any, one_rank: Any) -> Callable[..., ProcessRandomness]:
 
 
 def _draws() -> list[Any]:
-    """Draws of every generator, and of the normal ones an odd number, so that a second half is left over."""
+    """Draws from every generator; an odd number of normal ones, so that a cached second half is left."""
     return [
         torch.rand(3).tolist(),
         torch.randn(3).tolist(),
@@ -44,8 +44,8 @@ def _draws() -> list[Any]:
     ]
 
 
-def test_every_generator_goes_on_where_it_stood(opened: Callable[..., ProcessRandomness]) -> None:
-    """After load_state_dict all four draw what they drew after state_dict, left-over halves of normals included."""
+def test_every_generator_resumes_from_its_state(opened: Callable[..., ProcessRandomness]) -> None:
+    """After load_state_dict all four draw what they drew after state_dict, cached normals included."""
     node = opened()
     _draws()
     state = node.state_dict()
@@ -55,8 +55,8 @@ def test_every_generator_goes_on_where_it_stood(opened: Callable[..., ProcessRan
     assert _draws() == expected
 
 
-def test_state_is_tensors_and_plain_json(opened: Callable[..., ProcessRandomness]) -> None:
-    """It goes through JSON, tensors apart, and still restores the same sequence."""
+def test_state_survives_json(opened: Callable[..., ProcessRandomness]) -> None:
+    """With its tensors separate, the state goes through JSON and restores the same sequence."""
     node = opened()
     state = node.state_dict()
     expected = _draws()
@@ -64,8 +64,8 @@ def test_state_is_tensors_and_plain_json(opened: Callable[..., ProcessRandomness
     assert _draws() == expected
 
 
-def test_seed_and_rank_decide(opened: Callable[..., ProcessRandomness]) -> None:
-    """The same seed and rank draw the same; another of either draws otherwise, in every generator."""
+def test_generators_depend_on_seed_and_rank(opened: Callable[..., ProcessRandomness]) -> None:
+    """Equal seed and rank give equal numbers in every generator; a change of either changes all."""
     draws = {}
     for seed, rank in [(1, 0), (1, 1), (2, 0)]:
         opened(seed, rank)
@@ -76,8 +76,8 @@ def test_seed_and_rank_decide(opened: Callable[..., ProcessRandomness]) -> None:
         assert all(mine != theirs for mine, theirs in zip(draws[1, 0], draws[other], strict=True))
 
 
-def test_close_gives_back_what_was_there(opened: Callable[..., ProcessRandomness]) -> None:
-    """A program that draws around a run draws what it would have drawn without it."""
+def test_close_restores_the_generators(opened: Callable[..., ProcessRandomness]) -> None:
+    """A program's own draws are the same with and without a run in between."""
     before = generators()
     expected = _draws()
     set_generators(before)
@@ -89,8 +89,8 @@ def test_close_gives_back_what_was_there(opened: Callable[..., ProcessRandomness
     assert _draws() != expected
 
 
-def test_a_state_of_a_gpu_does_not_matter_without_one(opened: Callable[..., ProcessRandomness]) -> None:
-    """A checkpoint that was made on a GPU loads on a CPU."""
+def test_a_gpu_state_loads_without_a_gpu(opened: Callable[..., ProcessRandomness]) -> None:
+    """A checkpoint from a GPU loads on a CPU."""
     node = opened()
     state = node.state_dict() | {"cuda": torch.zeros(16, dtype=torch.uint8)}
     expected = _draws()
@@ -105,8 +105,8 @@ def _through_json(item: Any) -> Any:
 
 
 @pytest.mark.gpu
-def test_a_gpu_s_generator_goes_on_too(opened: Callable[..., ProcessRandomness]) -> None:
-    """It draws what it drew after its state was taken."""
+def test_the_gpu_generator_resumes_from_its_state(opened: Callable[..., ProcessRandomness]) -> None:
+    """After load_state_dict it draws what it drew after state_dict."""
     torch.rand(5, device="cuda")
     node = opened()
     state = node.state_dict()

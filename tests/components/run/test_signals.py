@@ -1,4 +1,4 @@
-"""Signals that ask the run to end."""
+"""Signals that stop the run."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ ECHO_HERE = 0.3
 
 @attrs.define
 class World:
-    """Two ranks, of which the other was sent a signal."""
+    """Two ranks, of which the other received a signal."""
 
     rank: int
     others: int
@@ -33,14 +33,14 @@ class World:
 
 @attrs.frozen
 class Alone:
-    """The mesh of one rank, in a process of its own."""
+    """A mesh of one rank, in a separate process."""
 
     world: World = attrs.field(factory=lambda: World(rank=0, others=0))
 
 
 @attrs.define
 class Exit:
-    """Stands in for the end of the process."""
+    """Replaces os._exit, and records the codes."""
 
     codes: list[int] = attrs.field(factory=list)
     called: threading.Event = attrs.field(factory=threading.Event)
@@ -52,7 +52,7 @@ class Exit:
 
 @pytest.fixture
 def signals(one_rank: Any) -> Iterator[Signals]:
-    """Open, on one rank, in a process that does not end."""
+    """An open node on one rank whose exit is recorded."""
     signals = Signals(mesh=one_rank, extra_signals=["SIGUSR1"])
     signals.exit, signals.debounce = Exit(), ECHO_HERE
     signals.open()
@@ -66,8 +66,10 @@ def _send(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_the_first_signal_is_only_noted(signals: Signals, number: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """The run learns its number, and whoever sent it what happens now."""
+def test_the_first_signal_stops_after_the_step(
+    signals: Signals, number: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The number is kept for the trainer, and a notice is printed."""
     assert signals.agreed() == 0
     _send(number)
     assert signals.agreed() == number
@@ -75,8 +77,8 @@ def test_the_first_signal_is_only_noted(signals: Signals, number: int, capfd: py
     assert capfd.readouterr().err == "\nstopping after this step; a second signal ends at once\n"
 
 
-def test_a_second_signal_ends_at_once(signals: Signals) -> None:
-    """With the code of the second, whichever was the first."""
+def test_a_second_signal_exits_at_once(signals: Signals) -> None:
+    """The exit code is that of the second signal, whichever was the first."""
     _send(signal.SIGTERM)
     time.sleep(ECHO_HERE)
     _send(signal.SIGINT)
@@ -84,8 +86,8 @@ def test_a_second_signal_ends_at_once(signals: Signals) -> None:
     assert signals.exit.codes == [130]  # type: ignore[attr-defined]
 
 
-def test_the_same_signal_by_two_ways_is_one(signals: Signals) -> None:
-    """A cluster sends it to every process, torchrun among them, which sends it on; a third, later, ends at once."""
+def test_a_forwarded_signal_counts_once(signals: Signals) -> None:
+    """A cluster signals every process, and torchrun forwards it; only a later signal exits."""
     _send(signal.SIGTERM)
     _send(signal.SIGTERM)
     assert not signals.exit.called.wait(ECHO_HERE)  # type: ignore[attr-defined]
@@ -93,21 +95,21 @@ def test_the_same_signal_by_two_ways_is_one(signals: Signals) -> None:
     assert signals.exit.called.wait(5)  # type: ignore[attr-defined]
 
 
-def test_other_signals_are_none_of_its_business(signals: Signals) -> None:
-    """One that somebody else takes is not counted, though the interpreter writes its number too."""
-    heard: list[int] = []
-    before = signal.signal(signal.SIGUSR2, lambda number, _frame: heard.append(number))
+def test_other_handled_signals_are_not_counted(signals: Signals) -> None:
+    """A signal with another's handler is ignored, though the interpreter writes its number too."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, _frame: received.append(number))
     try:
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGUSR2):
             _send(number)
         assert not signals.exit.called.wait(0.2)  # type: ignore[attr-defined]
-        assert signals.agreed() == signal.SIGTERM and heard == [signal.SIGUSR2] * 2
+        assert signals.agreed() == signal.SIGTERM and received == [signal.SIGUSR2] * 2
     finally:
         signal.signal(signal.SIGUSR2, before)
 
 
-def test_a_run_that_does_not_end_in_time_is_ended(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """With the code of the signal, and a line in the log; until then it is left alone."""
+def test_a_run_that_does_not_end_in_time_exits(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """After the grace period it exits with the signal's code and a log line, and not earlier."""
     signals = Signals(mesh=one_rank, grace=0.3)
     signals.exit = Exit()
     signals.open()
@@ -116,12 +118,12 @@ def test_a_run_that_does_not_end_in_time_is_ended(one_rank: Any, caplog: pytest.
     assert signals.exit.called.wait(5) and signals.exit.codes == [143]
     signals.close()
     assert caplog.messages == [
-        "the run did not end within 0.3 s after signal 15, so it ends as it stands; what was saved last is there"
+        "the run did not end within 0.3 s after signal 15, so it is killed; committed checkpoints are intact"
     ]
 
 
-def test_after_the_run_nothing_is_ended(one_rank: Any) -> None:
-    """A run that ends in time takes its deadline with it."""
+def test_closing_cancels_the_deadline(one_rank: Any) -> None:
+    """A run that ends in time is not killed later."""
     signals = Signals(mesh=one_rank, grace=0.2)
     signals.exit = Exit()
     signals.open()
@@ -132,7 +134,7 @@ def test_after_the_run_nothing_is_ended(one_rank: Any) -> None:
 
 
 def _hang(grace: float, signals_sent: int) -> None:
-    """Wait in a C library, out of reach of handlers in Python, and be sent signals."""
+    """Block in a C library, out of reach of Python's handlers, and receive signals."""
     mesh: Any = Alone()
     signals = Signals(mesh=mesh, grace=grace)
     signals.debounce = ECHO_HERE
@@ -145,15 +147,15 @@ def _hang(grace: float, signals_sent: int) -> None:
 
 
 @pytest.mark.parametrize(("grace", "signals_sent"), [(0.3, 1), (60.0, 2)])
-def test_a_process_that_hangs_is_ended_too(grace: float, signals_sent: int) -> None:
-    """When its time is up, or by the second signal, though its main thread never comes back."""
+def test_a_hanging_process_exits_too(grace: float, signals_sent: int) -> None:
+    """After the grace period or a second signal, though its main thread is blocked."""
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_hang, 1, grace, signals_sent, variables=False, timeout=20)
     assert str(caught.value) == "rank 0: died with exit code 143"
 
 
 def test_closing_restores_the_handlers(one_rank: Any) -> None:
-    """Whoever took a signal before has it again."""
+    """Earlier handlers are installed again."""
 
     def mine(_number: int, _frame: Any) -> None: ...
 
@@ -169,8 +171,8 @@ def test_closing_restores_the_handlers(one_rank: Any) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_in_another_thread_no_signal_is_taken(one_rank: Any) -> None:
-    """Opening there is no error, and handlers are left alone."""
+def test_in_another_thread_no_handler_is_installed(one_rank: Any) -> None:
+    """Opening in another thread is no error, and changes no handler."""
     signals, before = Signals(mesh=one_rank), signal.getsignal(signal.SIGINT)
     thread = threading.Thread(target=signals.open)
     thread.start()
@@ -181,10 +183,10 @@ def test_in_another_thread_no_signal_is_taken(one_rank: Any) -> None:
 
 
 @pytest.mark.parametrize(("own", "others", "agreed"), [(0, 0, 0), (0, 15, 15), (2, 15, 15), (15, 2, 15), (2, 0, 2)])
-def test_ranks_agree_on_the_largest(
+def test_ranks_agree_on_the_largest_signal(
     mesh_of: Callable[..., Any], capfd: pytest.CaptureFixture[str], own: int, others: int, agreed: int
 ) -> None:
-    """Each call is one reduction of a whole number; only the main rank speaks of it."""
+    """Each call is one all-reduce of an integer; only rank 0 prints."""
     world = World(rank=1, others=others)
     signals = Signals(mesh=mesh_of(world=world))
     signals.open()

@@ -1,4 +1,4 @@
-"""The loop."""
+"""The training loop."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from drawloom.graph import Ordered, UserError, component
 
 @attrs.define
 class Record:
-    """A phase, restorer, finisher, stop and event bus that writes down what it is asked."""
+    """A phase, restorer, final task, stop and event bus that records its calls."""
 
-    said: list[str] = attrs.field(factory=list)
+    calls: list[str] = attrs.field(factory=list)
     restored: int = 0
     finished: bool = False
     signal_after: int = 0
@@ -23,23 +23,23 @@ class Record:
 
     def run_phase(self, step: Step) -> None:
         self.last = step.index
-        self.said.append(f"phase {step.index}/{step.total}")
+        self.calls.append(f"phase {step.index}/{step.total}")
 
     def restore(self) -> int:
         return self.restored
 
     def save(self, step: Step) -> None:
-        self.said.append(f"save {step.index}")
+        self.calls.append(f"save {step.index}")
 
     def staged(self) -> None:
-        self.said.append("staged")
+        self.calls.append("staged")
 
     def is_finished(self) -> bool:
         return self.finished
 
     def finish(self) -> None:
         self.finished = True
-        self.said.append("finish")
+        self.calls.append("finish")
 
     def agreed(self) -> int:
         return 15 if self.signal_after and self.last >= self.signal_after else 0
@@ -53,51 +53,51 @@ class Record:
 
 
 def trainer(record: Record, steps: int = 3, **changes: Any) -> Trainer:
-    """A trainer all of whose parts are one record."""
+    """A trainer with one record as every part."""
     parts: dict[str, Any] = {"events": record, "stop": record, "checkpointer": record, "on_finish": [record], **changes}
     return Trainer(phases=Ordered([record], ["only"]), randomness=record, steps=steps, **parts)
 
 
 def test_steps_count_from_one_to_the_last() -> None:
-    """Every step goes through the phases once, then what is left is finished."""
+    """Every step runs the phases once; the final tasks run after the last."""
     record = Record()
     trainer(record).run()
-    assert record.said == ["phase 1/3", "phase 2/3", "phase 3/3", "finish"]
+    assert record.calls == ["phase 1/3", "phase 2/3", "phase 3/3", "finish"]
 
 
-def test_a_restored_run_goes_on_behind_its_last_step() -> None:
-    """No step is done twice and none is left out."""
+def test_a_resumed_run_starts_after_its_checkpoint() -> None:
+    """No step is repeated or skipped."""
     record = Record(restored=2)
     trainer(record).run()
-    assert record.said == ["phase 3/3", "finish"]
+    assert record.calls == ["phase 3/3", "finish"]
 
 
-@pytest.mark.parametrize(("restored", "said"), [(3, []), (5, [])])
-def test_a_finished_run_does_nothing(restored: int, said: list[str]) -> None:
-    """With all steps done and everything finished, nothing happens."""
+@pytest.mark.parametrize(("restored", "calls"), [(3, []), (5, [])])
+def test_a_finished_run_does_nothing(restored: int, calls: list[str]) -> None:
+    """With all steps and final tasks done, nothing runs."""
     record = Record(restored=restored, finished=True)
     trainer(record).run()
-    assert record.said == said
+    assert record.calls == calls
 
 
-def test_what_was_not_finished_is_made_up_for() -> None:
-    """All steps done, but the end was not: only the end happens."""
+def test_an_unfinished_final_task_is_repeated() -> None:
+    """With all steps done but a final task missing, only the final task runs."""
     record = Record(restored=3)
     trainer(record).run()
-    assert record.said == ["finish"]
+    assert record.calls == ["finish"]
 
 
-def test_a_signal_saves_and_ends_with_its_code() -> None:
-    """The step under way is finished and saved; the exit code is 128 and the signal's number."""
+def test_a_signal_saves_and_exits_with_its_code() -> None:
+    """The current step is finished and saved; the exit code is 128 plus the signal."""
     record = Record(signal_after=2)
     with pytest.raises(SystemExit) as ended:
         trainer(record).run()
-    assert ended.value.code == 143 and record.said == ["phase 1/3", "phase 2/3", "save 2"]
+    assert ended.value.code == 143 and record.calls == ["phase 1/3", "phase 2/3", "save 2"]
 
 
 @attrs.define
-class Refusing(Record):
-    """Refuses these steps."""
+class Skipping(Record):
+    """Skips these steps."""
 
     which: set[int] = attrs.field(factory=set)
 
@@ -107,11 +107,11 @@ class Refusing(Record):
 
 
 @pytest.mark.parametrize(
-    ("refused", "last"), [({2, 3, 4}, 4), ({1, 2, 4, 5, 7, 8, 9}, 9), ({1, 2, 4, 5, 7, 8}, 10), (set(), 10)]
+    ("skipped", "last"), [({2, 3, 4}, 4), ({1, 2, 4, 5, 7, 8, 9}, 9), ({1, 2, 4, 5, 7, 8}, 10), (set(), 10)]
 )
-def test_a_run_that_learns_nothing_any_more_stops(refused: set[int], last: int) -> None:
-    """Three refused steps in a row are told with the last one's reason; a good one in between starts the count anew."""
-    record = Refusing(which=refused)
+def test_too_many_skipped_steps_in_a_row_stop_the_run(skipped: set[int], last: int) -> None:
+    """Three skipped steps in a row raise with the last reason; an applied step resets the count."""
+    record = Skipping(which=skipped)
     run = trainer(record, steps=10, max_skipped_steps=3).run
     if last < 10:
         with pytest.raises(UserError, match=f"3 steps in a row were skipped, at last step {last}: the loss is nan;"):
@@ -122,16 +122,16 @@ def test_a_run_that_learns_nothing_any_more_stops(refused: set[int], last: int) 
 
 
 def test_events_surround_steps_and_phases() -> None:
-    """Listeners hear of the run, each step and each phase by name, in order."""
-    heard: list[str] = []
+    """Listeners get the events of the run, each step and each phase by name, in order."""
+    kinds: list[str] = []
 
     class Bus(Record):
         def emit(self, event: Event) -> None:
-            heard.append(f"{event.kind} {event.phase}".strip())
+            kinds.append(f"{event.kind} {event.phase}".strip())
 
     trainer(Record(), steps=1, events=Bus()).run()
     step = ["step_started", "phase_started only", "phase_ended only", "step_ended"]
-    assert heard == ["run_started", *step, "run_ended"]
+    assert kinds == ["run_started", *step, "run_ended"]
 
 
 @component(writes=("weights",))
@@ -141,7 +141,7 @@ class Writer:
     record: Any
 
     def run_phase(self, step: Step) -> None:
-        self.record.said.append("write")
+        self.record.calls.append("write")
 
 
 @component(changes=("weights",))
@@ -151,13 +151,13 @@ class Changer(Writer):
 
 @component(reads=("weights",), writes=("lr",))
 class Reader(Writer):
-    """A phase that does not."""
+    """A phase that does not change weights."""
 
 
-def test_weights_change_only_when_their_copy_is_done() -> None:
-    """Before each phase that says that it writes or changes them the trainer waits for staging, and before no other."""
+def test_phases_that_change_weights_wait_for_staging() -> None:
+    """The trainer waits before each phase that declares weights as written or changed, and no other."""
     record = Record()
     phases = [Reader(record=record), Writer(record=record), Changer(record=record)]
     parts: dict[str, Any] = {"events": record, "stop": record, "checkpointer": record, "randomness": record}
     Trainer(phases=Ordered(phases, ["a", "b", "c"]), steps=1, **parts).run()
-    assert record.said == ["write", "staged", "write", "staged", "write"]
+    assert record.calls == ["write", "staged", "write", "staged", "write"]

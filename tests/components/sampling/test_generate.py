@@ -1,4 +1,4 @@
-"""Tokens one after another."""
+"""Autoregressive sampling."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from drawloom.components.sampling.generate import Sampler, draw
 
 
 class Successor:
-    """A model that expects the number after the last one, of five."""
+    """A model that predicts the next number, modulo five."""
 
     def __init__(self) -> None:
         self.longest = 0
@@ -21,26 +21,26 @@ class Successor:
 
 
 def drawn(model: Any, mesh: Any, **changes: Any) -> list[int]:
-    """What the model says after 0."""
+    """The continuation of 0."""
     options: dict[str, Any] = {"context": 3, "end": 4, "temperature": 0.0, **changes}
     generator = torch.Generator().manual_seed(0)
     sampler = Sampler(model=model, pipeline=mesh.group("pipeline"), generator=generator, **options)
     return list(sampler.continued([0], 6))
 
 
-def test_the_likeliest_tokens_until_the_end(one_rank: Any) -> None:
-    """At temperature 0 each token is the likeliest one, and the end token ends the text without being in it."""
+def test_greedy_sampling_stops_at_the_end(one_rank: Any) -> None:
+    """At temperature 0 each token is the most likely one, and the end token ends the text without being in it."""
     assert drawn(Successor(), one_rank) == [1, 2, 3]
 
 
 def test_the_model_sees_no_more_than_the_context(one_rank: Any) -> None:
-    """A long text is cut to its last tokens before the model sees it."""
+    """A long text is truncated to its last tokens."""
     model = Successor()
     assert len(drawn(model, one_rank, end=9)) == 6 and model.longest == 3
 
 
 def test_draws_follow_the_distribution() -> None:
-    """Frequencies of draws are near the softmax of the logits at the temperature, within the top tokens only."""
+    """Frequencies are near the softmax of the logits at the temperature, restricted to the top k."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     counts = torch.bincount(torch.tensor([draw(logits, 0.5, 2, generator) for _ in range(4000)]), minlength=4)

@@ -1,4 +1,4 @@
-"""Which tests there are: Aim's storage engine has no wheels for Python 3.13 and later."""
+"""Skips tests of Aim without Aim: its storage engine has no wheels for Python 3.13 and later."""
 
 import sys
 

@@ -29,7 +29,7 @@ class Folder:
 
 @attrs.frozen
 class Second:
-    """A world as its second rank sees it."""
+    """A world group as rank 1 sees it."""
 
     rank: int = 1
     size: int = 2
@@ -37,7 +37,7 @@ class Second:
 
 @pytest.fixture
 def make(tmp_path: Path, one_rank: Any, job: Any) -> Callable[..., AimTracker]:
-    """Makes an open tracker, as each process of a run would."""
+    """Makes an open tracker, as each process of a run does."""
 
     def make(**changes: Any) -> AimTracker:
         values = {"folder": Folder(tmp_path), "mesh": one_rank, "job": job, "recipe": RECIPE} | changes
@@ -50,7 +50,7 @@ def make(tmp_path: Path, one_rank: Any, job: Any) -> Callable[..., AimTracker]:
 
 @pytest.fixture(scope="session")
 def empty_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository without runs; to make one takes Aim a second."""
+    """A repository without runs; creating one takes Aim a second."""
     folder = tmp_path_factory.mktemp("repository")
     aim.Repo.from_path(str(folder), init=True)
     return folder / ".aim"
@@ -58,7 +58,7 @@ def empty_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def with_repository(empty_repository: Path, tmp_path: Path) -> None:
-    """Puts an empty repository into the run folder."""
+    """Copies an empty repository to the run folder."""
     shutil.copytree(empty_repository, tmp_path / ".aim")
 
 
@@ -88,8 +88,8 @@ def _runs(folder: Path) -> list[str]:
     return [path.name for path in (folder / ".aim" / "meta" / "chunks").iterdir()]
 
 
-def test_finite_values_are_kept_by_step(make: Any, tmp_path: Path) -> None:
-    """Numbers of all kinds become floats under their names; what is no number is left out; the recipe is there."""
+def test_finite_values_are_stored_by_step(make: Any, tmp_path: Path) -> None:
+    """Numbers of all kinds become floats under their names; others are left out; the recipe is stored."""
     tracker = make()
     assert (tmp_path / ".aim" / "VERSION").exists()
     tracker.track(1, {"loss": 2.5, "tokens": 7, "skipped": True})
@@ -103,8 +103,8 @@ def test_finite_values_are_kept_by_step(make: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("with_repository")
-def test_a_resumed_run_is_the_same_run_with_one_value_a_step(make: Any, tmp_path: Path) -> None:
-    """Killed after step 6 and restored to step 3, the series is that of a run that went straight on to step 5."""
+def test_a_resumed_run_has_one_value_per_step(make: Any, tmp_path: Path) -> None:
+    """Killed after step 6 and restored to step 3, the series equals that of an uninterrupted run to step 5."""
     first = make()
     for step in range(1, 7):
         first.track(step, {"loss": float(step), "lr": 1.0})
@@ -124,8 +124,8 @@ def test_a_resumed_run_is_the_same_run_with_one_value_a_step(make: Any, tmp_path
 
 
 @pytest.mark.usefixtures("with_repository")
-def test_a_rewound_summary_is_that_of_what_is_left(make: Any, tmp_path: Path) -> None:
-    """Last value, largest and smallest don't remember the steps that were taken back; a metric may lose all."""
+def test_a_rewound_summary_is_that_of_the_remaining_values(make: Any, tmp_path: Path) -> None:
+    """Last value, maximum and minimum ignore deleted steps, also if a metric loses all."""
     first = make()
     for step, loss in enumerate([2.0, 3.0, 9.0, -9.0], start=1):
         first.track(step, {"loss": loss} | ({"late": 5.0} if step > 2 else {}))
@@ -148,8 +148,8 @@ def test_a_rewound_summary_is_that_of_what_is_left(make: Any, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("with_repository")
-def test_a_run_killed_before_its_first_checkpoint_starts_anew_in_the_same_run(make: Any, tmp_path: Path) -> None:
-    """Without saved state, and behind a lock of a process that still seems alive, no second run comes to be."""
+def test_a_restart_without_a_checkpoint_reuses_the_aim_run(make: Any, tmp_path: Path) -> None:
+    """Without saved state, and with a stale lock of a live process id, no second run is made."""
     first = make()
     first.track(1, {"loss": 1.0})
     run = first.state_dict()["run"]
@@ -164,8 +164,8 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew_in_the_same_run(ma
 
 
 @pytest.mark.usefixtures("with_repository")
-def test_a_run_that_was_removed_is_made_again(make: Any, tmp_path: Path) -> None:
-    """Saved state may name a run that is gone: it comes back under its name, with what follows."""
+def test_a_removed_aim_run_is_recreated(make: Any, tmp_path: Path) -> None:
+    """A run that saved state names but does not exist is made under its hash, with the values that follow."""
     tracker = make()
     tracker.load_state_dict({"run": "a" * 24})
     tracker.rewind(5)
@@ -175,8 +175,8 @@ def test_a_run_that_was_removed_is_made_again(make: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("with_repository")
-def test_closing_ends_the_run(make: Any, tmp_path: Path) -> None:
-    """After close no lock is left, no thread, and the run has an end time."""
+def test_closing_ends_the_aim_run(make: Any, tmp_path: Path) -> None:
+    """After close there is no lock and no thread, and the run has an end time."""
     before = set(threading.enumerate())
     tracker = make()
     tracker.track(1, {"loss": 1.0})
@@ -189,15 +189,15 @@ def test_closing_ends_the_run(make: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("with_repository")
-def test_without_a_step_there_is_no_run(make: Any, tmp_path: Path) -> None:
-    """A run that finds itself finished adds nothing to the repository."""
+def test_without_a_step_there_is_no_aim_run(make: Any, tmp_path: Path) -> None:
+    """A run that was finished already adds nothing to the repository."""
     make().close()
     assert not (tmp_path / ".aim" / "meta" / "chunks").exists()
 
 
 @pytest.mark.usefixtures("with_repository")
-def test_the_network_is_left_alone(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No connection is attempted, no name looked up, and nothing but the recipe is recorded of the surroundings."""
+def test_aim_does_not_use_the_network(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection and no name lookup is attempted, and of the environment only the recipe is recorded."""
     attempts: list[Any] = []
     monkeypatch.setattr(socket.socket, "connect", lambda *arguments: attempts.append(arguments))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **_: attempts.append(arguments))
@@ -212,7 +212,7 @@ def test_the_network_is_left_alone(make: Any, tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_missing_package_names_the_extra(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message says what to install."""
+    """The message has the command that installs it."""
     monkeypatch.setitem(sys.modules, "aim", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[aim\]'"):
         make()
@@ -261,7 +261,7 @@ def test_a_repository_that_cannot_be_opened_is_tried_once(
         tracker.track(step, {"loss": 1.0})
     tracker.close()
     (message,) = caplog.messages
-    assert message.startswith("Aim failed, nothing is written there: ")
+    assert message.startswith("Aim failed, nothing is written to it: ")
 
 
 @pytest.mark.usefixtures("with_repository")

@@ -23,13 +23,13 @@ class Repo:
 
 
 class Aim:
-    """The package."""
+    """A double of the package."""
 
     Repo = Repo
 
 
-def test_a_repository_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever dies while Aim makes one leaves none; the next time it is made, and what was left is gone."""
+def test_a_repository_is_created_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill while Aim creates one leaves none; the next start creates it and removes the leftovers."""
     monkeypatch.setattr(Repo, "dies", True)
     with pytest.raises(KeyboardInterrupt):
         open_repository(Aim, tmp_path)
@@ -40,15 +40,15 @@ def test_a_repository_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypa
     assert (tmp_path / ".aim" / "VERSION").exists()
 
 
-def test_a_repository_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
-    """Nothing is made aside."""
+def test_an_existing_repository_is_not_recreated(tmp_path: Path) -> None:
+    """No temporary repository is made."""
     (tmp_path / ".aim").mkdir()
     open_repository(Aim, tmp_path)
     assert not list((tmp_path / ".aim").iterdir())
 
 
-def test_a_folder_has_the_run_that_was_made_ready(tmp_path: Path) -> None:
-    """None before, and afterwards that one, whose old lock is gone."""
+def test_a_folder_has_the_run_that_was_freed(tmp_path: Path) -> None:
+    """There is no run before, and that run afterwards, without its stale lock."""
     assert (run_in(tmp_path), has_run(tmp_path, "abc")) == ("", False)
     locks = tmp_path / ".aim" / "locks"
     locks.mkdir(parents=True)

@@ -11,7 +11,7 @@ from drawloom.components.trackers.aim_repository import AimRun
 
 @attrs.define
 class Aim:
-    """Notes what it is asked for, and refuses as it is told."""
+    """Records its calls, and fails at a given one."""
 
     asked: list[str] = attrs.field(factory=list)
     refuses: str = ""
@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_run_is_opened_once_and_closed(folder: Path) -> None:
-    """By the first step, with the recipe; and nothing else is recorded of the surroundings."""
+    """The first step opens it, with the recipe and nothing else of the environment."""
     aim = Aim()
     run = AimRun(aim, folder, "name", "recipe")
     run.prepare()
@@ -68,8 +68,8 @@ def test_a_run_is_opened_once_and_closed(folder: Path) -> None:
     assert aim.options.keys() == {"capture_terminal_logs", "log_system_params", "system_tracking_interval"}
 
 
-def test_a_new_run_has_nothing_to_forget(folder: Path) -> None:
-    """Going back opens it, and that is all."""
+def test_rewinding_a_new_run_only_opens_it(folder: Path) -> None:
+    """No values are deleted."""
     aim = Aim()
     run = AimRun(aim, folder, "name", "recipe")
     run.prepare()
@@ -78,8 +78,8 @@ def test_a_new_run_has_nothing_to_forget(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("refused", ["repository", "run", "recipe"])
-def test_what_cannot_be_opened_is_tried_once(folder: Path, refused: str) -> None:
-    """The first try raises, the others do nothing, and whoever looks can see why."""
+def test_a_run_that_can_t_be_opened_is_tried_once(folder: Path, refused: str) -> None:
+    """The first try raises, later calls do nothing, and `usable` is false."""
     aim = Aim(refuses=refused)
     run = AimRun(aim, folder, "name", "recipe")
     with pytest.raises(OSError, match="no"):
@@ -92,7 +92,7 @@ def test_what_cannot_be_opened_is_tried_once(folder: Path, refused: str) -> None
     assert aim.asked == asked
 
 
-def test_a_step_that_is_refused_leaves_the_run_usable(folder: Path) -> None:
+def test_a_failed_step_leaves_the_run_usable(folder: Path) -> None:
     """The next step is written."""
     aim = Aim(refuses="loss 1.0")
     run = AimRun(aim, folder, "name", "recipe")

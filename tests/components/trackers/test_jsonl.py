@@ -25,7 +25,7 @@ class Folder:
 
 @attrs.frozen
 class Second:
-    """A world as its second rank sees it."""
+    """A world group as rank 1 sees it."""
 
     rank: int = 1
     size: int = 2
@@ -44,7 +44,7 @@ def _text(path: Path) -> str:
     return (path / "metrics.jsonl").read_text()
 
 
-def test_a_row_has_the_exact_bytes_and_is_there_at_once(tracker: JsonlTracker, tmp_path: Path) -> None:
+def test_a_line_has_the_exact_bytes_and_is_written_at_once(tracker: JsonlTracker, tmp_path: Path) -> None:
     """`step` is first and `format` last, values keep their order and type, and no close is needed to read them."""
     tracker.track(1, {"loss": 0.1 + 0.2, "lr": 3e-05, "tokens": 4096, "skipped": True, "validation_loss": None})
     assert _text(tmp_path) == (
@@ -53,15 +53,15 @@ def test_a_row_has_the_exact_bytes_and_is_there_at_once(tracker: JsonlTracker, t
     )
 
 
-def test_numbers_that_json_lacks_are_null(tracker: JsonlTracker, tmp_path: Path) -> None:
-    """Not a number and both infinities."""
+def test_non_finite_numbers_are_null(tracker: JsonlTracker, tmp_path: Path) -> None:
+    """NaN and both infinities are null."""
     tracker.track(1, {"a": math.nan, "b": math.inf, "c": -math.inf})
     assert _text(tmp_path) == '{"step": 1, "a": null, "b": null, "c": null, "format": 1}\n'
 
 
 @given(numbers=st.lists(st.floats(allow_nan=False, allow_infinity=False)))
-def test_floats_come_back_bit_for_bit(one_rank: Any, numbers: list[float]) -> None:
-    """Any finite float that is read again is the one that was tracked, zero's sign included."""
+def test_floats_round_trip_exactly(one_rank: Any, numbers: list[float]) -> None:
+    """Any finite float is read back bit for bit, the sign of zero included."""
     with TemporaryDirectory() as name:
         tracker = JsonlTracker(folder=Folder(Path(name)), mesh=one_rank)
         tracker.open()
@@ -71,8 +71,8 @@ def test_floats_come_back_bit_for_bit(one_rank: Any, numbers: list[float]) -> No
     assert [row[str(place)].hex() for place in range(len(numbers))] == [number.hex() for number in numbers]
 
 
-def test_rewind_drops_later_steps_and_a_torn_line(tmp_path: Path, one_rank: Any) -> None:
-    """What is left are the very bytes of the steps up to that one; tracking goes on behind them."""
+def test_rewind_removes_later_steps_and_an_incomplete_line(tmp_path: Path, one_rank: Any) -> None:
+    """The bytes of earlier steps are unchanged, and tracking continues after them."""
     head = '{"step": 1, "loss": 2.5e0, "format": 1}\n{"step": 2, "loss": null, "format": 1}\n'
     (tmp_path / "metrics.jsonl").write_text(head + '{"step": 3, "loss": 1.0, "format": 1}\n{"step": 4, "lo')
     tracker = JsonlTracker(folder=Folder(tmp_path), mesh=one_rank)
@@ -84,8 +84,8 @@ def test_rewind_drops_later_steps_and_a_torn_line(tmp_path: Path, one_rank: Any)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_rewind_keeps_a_whole_row_that_only_lacks_its_line_end(tmp_path: Path, one_rank: Any) -> None:
-    """A crash between the last brace and the line end loses nothing."""
+def test_rewind_keeps_a_complete_line_without_a_newline(tmp_path: Path, one_rank: Any) -> None:
+    """A crash between the last brace and the newline loses nothing."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "format": 1}')
     tracker = JsonlTracker(folder=Folder(tmp_path), mesh=one_rank)
     tracker.open()
@@ -94,8 +94,8 @@ def test_rewind_keeps_a_whole_row_that_only_lacks_its_line_end(tmp_path: Path, o
     assert _text(tmp_path) == '{"step": 1, "format": 1}\n'
 
 
-def test_rewind_that_changes_nothing_leaves_the_file(tracker: JsonlTracker, tmp_path: Path) -> None:
-    """The same file, not an equal one."""
+def test_rewind_without_changes_keeps_the_file(tracker: JsonlTracker, tmp_path: Path) -> None:
+    """The file keeps its inode."""
     tracker.track(1, {})
     before = (tmp_path / "metrics.jsonl").stat().st_ino
     tracker.rewind(1)
@@ -103,15 +103,15 @@ def test_rewind_that_changes_nothing_leaves_the_file(tracker: JsonlTracker, tmp_
 
 
 @pytest.mark.parametrize("junk", ["\0\0\0\n", "[]\n", '{"loss": 1}\n', '"step"\n', "\xff\n"])
-def test_rewind_drops_lines_that_tell_of_no_step(tracker: JsonlTracker, tmp_path: Path, junk: str) -> None:
-    """A power cut may leave zeros, or anything else."""
+def test_rewind_removes_lines_without_a_step(tracker: JsonlTracker, tmp_path: Path, junk: str) -> None:
+    """A power cut may leave zeros or other bytes."""
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + junk.encode("latin-1"))
     tracker.rewind(7)
     assert _text(tmp_path) == '{"step": 1}\n'
 
 
-def test_only_the_main_rank_writes(tmp_path: Path, mesh_of: Callable[..., Any]) -> None:
-    """On another rank nothing comes to be, whatever is called."""
+def test_only_rank_0_writes(tmp_path: Path, mesh_of: Callable[..., Any]) -> None:
+    """On another rank no file is made by any call."""
     tracker = JsonlTracker(folder=Folder(tmp_path), mesh=mesh_of(world=Second()))
     tracker.open()
     tracker.rewind(0)
@@ -120,10 +120,10 @@ def test_only_the_main_rank_writes(tmp_path: Path, mesh_of: Callable[..., Any]) 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_stops_nothing_and_loses_nothing(
+def test_a_full_disk_loses_no_lines(
     tracker: JsonlTracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Lines wait until the disk takes them, also the rest of one that it took in part; it is warned once."""
+    """Lines are kept until the disk accepts them, also the rest of a partial write; there is one warning."""
     write = os.write
 
     def full(file: int, data: bytes) -> int:
@@ -139,22 +139,22 @@ def test_a_full_disk_stops_nothing_and_loses_nothing(
     tracker.track(4, {"loss": 1.0})
     assert [json.loads(line)["step"] for line in _text(tmp_path).splitlines()] == [1, 2, 3, 4]
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}/metrics.jsonl: No space left on device; lines wait until the disk takes them"
+        f"{tmp_path}/metrics.jsonl: No space left on device; lines are kept in memory until the disk accepts them"
     ]
 
 
-def test_lines_that_wait_do_not_fill_the_memory(tracker: JsonlTracker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond some megabytes they are dropped."""
-    monkeypatch.setattr("drawloom.components.trackers.jsonl.ROOM", 100)
+def test_buffered_lines_are_limited(tracker: JsonlTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond some megabytes lines are dropped."""
+    monkeypatch.setattr("drawloom.components.trackers.jsonl.BUFFER_SIZE", 100)
     with monkeypatch.context() as patched:
         patched.setattr(JsonlTracker, "_write", lambda _: None)
         for step in range(1000):
             tracker.track(step, {"loss": 1.0})
-        assert len(tracker._waiting) < 200
+        assert len(tracker._buffer) < 200
 
 
-def test_going_back_needs_no_room(tracker: JsonlTracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run starts again on a disk that is full."""
+def test_rewind_works_on_a_full_disk(tracker: JsonlTracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run can start again on a disk that is full."""
     for step in (1, 2, 3):
         tracker.track(step, {"loss": 1.0})
     monkeypatch.setattr("drawloom.components.trackers.jsonl.replace_file", lambda *_: pytest.fail("a file was written"))
@@ -164,8 +164,8 @@ def test_going_back_needs_no_room(tracker: JsonlTracker, tmp_path: Path, monkeyp
     assert [json.loads(line)["step"] for line in _text(tmp_path).splitlines()] == [1, 2]
 
 
-def test_lines_are_on_the_disk_when_they_are_said_to_be(tracker: JsonlTracker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file that was written is the one that is synced."""
+def test_flush_syncs_the_written_file(tracker: JsonlTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that was written is fsynced."""
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
     tracker.track(1, {"loss": 1.0})

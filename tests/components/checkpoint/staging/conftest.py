@@ -1,4 +1,4 @@
-"""States to stage, and threads that copy slowly."""
+"""States to stage, and slow copies."""
 
 import threading
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from drawloom.components.checkpoint.staging.copy_plan import Copy
 
 @attrs.define
 class Gate:
-    """Holds back every large copy that another thread makes, until it is opened."""
+    """Blocks every large copy in another thread until it is opened."""
 
     opened: threading.Event = attrs.field(factory=threading.Event)
     reached: threading.Event = attrs.field(factory=threading.Event)
@@ -22,7 +22,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """A gate, which opens at the end in any case."""
+    """A gate that is opened after the test."""
     gate = Gate()
     make = Copy.make
 

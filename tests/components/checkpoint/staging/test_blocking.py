@@ -1,4 +1,4 @@
-"""Copies made while training waits."""
+"""Blocking staging."""
 
 import resource
 from pathlib import Path
@@ -15,16 +15,16 @@ from support.dcp import begin_save, loaded
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what torch says to a single process
 
 
-def test_it_is_what_torch_asks_for() -> None:
-    """The runtime check of torch's protocol passes, and it says that nothing has to be waited for."""
+def test_implements_torchs_stager() -> None:
+    """The runtime check of torch's protocol passes, and no synchronization is needed."""
     stager = Blocking()
     assert isinstance(stager, AsyncStager)
     assert stager.should_synchronize_after_execute is False
     assert stager.copies
 
 
-def test_the_copy_stays_when_the_state_changes(state: dict[str, Tensor]) -> None:
-    """As soon as `stage` has returned."""
+def test_the_copy_does_not_change_with_the_state(state: dict[str, Tensor]) -> None:
+    """The state may change as soon as `stage` has returned."""
     stager = Blocking()
     staged = stager.stage(state)
     for tensor in state.values():
@@ -33,8 +33,8 @@ def test_the_copy_stays_when_the_state_changes(state: dict[str, Tensor]) -> None
     assert staged["b"].sum() == 50_000 and staged["step"] == 3
 
 
-def test_two_copies_at_once_are_two(state: dict[str, Tensor]) -> None:
-    """The second does not change the first, although buffers are kept."""
+def test_two_copies_at_once_are_separate(state: dict[str, Tensor]) -> None:
+    """The second does not change the first, although buffers are reused."""
     stager = Blocking()
     first = stager.stage(state)
     state["a"].zero_()
@@ -53,15 +53,15 @@ def test_kept_memory_does_not_grow(state: dict[str, Tensor]) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB; one copy has 8,000
 
 
-def test_unknown_values_are_refused_unless_one_asks() -> None:
+def test_unknown_values_are_refused_by_default() -> None:
     """The type check can be turned off, as in torch."""
     with pytest.raises(TypeError, match="a is a set"):
         Blocking().stage({"a": {1}})
     assert Blocking(type_check=False).stage({"a": {1}}) == {"a": {1}}
 
 
-def test_it_works_after_it_was_closed(state: dict[str, Tensor]) -> None:
-    """Closing gives memory back, and breaks nothing: neither copies that are in use nor later ones."""
+def test_staging_works_after_close(state: dict[str, Tensor]) -> None:
+    """Closing frees unused memory and affects neither copies in use nor later ones."""
     stager = Blocking()
     staged = stager.stage(state)
     stager.close()
@@ -71,8 +71,8 @@ def test_it_works_after_it_was_closed(state: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_overlapping_saves_of_torch_are_each_of_their_own_step(tmp_path: Path, keep: bool) -> None:
-    """Two `async_save` with one stager, and training goes on meanwhile: each file is of its step."""
+def test_overlapping_async_saves_each_have_their_own_step(tmp_path: Path, keep: bool) -> None:
+    """Two `async_save` with one stager while training continues: each file has the state of its step."""
     stager = Blocking(keep=keep)
     weight = torch.zeros(1000, 1000)
     futures: list[Any] = []
@@ -87,8 +87,8 @@ def test_overlapping_saves_of_torch_are_each_of_their_own_step(tmp_path: Path, k
 
 
 @pytest.mark.gpu
-def test_from_a_gpu_it_is_copied_to_pinned_memory() -> None:
-    """Whole when `stage` returns, ties kept; the next copy does not take the place of one in use."""
+def test_a_gpu_state_is_copied_to_pinned_memory() -> None:
+    """It is complete when `stage` returns, ties kept; the next copy does not reuse memory in use."""
     weight, stager = torch.zeros(2**20, device="cuda"), Blocking()
     copies = []
     for step in range(3):

@@ -1,4 +1,4 @@
-"""A state with room for a copy of its tensors, and what has to be copied where."""
+"""Allocating a CPU copy of a state, and listing the copies to make."""
 
 from collections import OrderedDict
 from typing import Any
@@ -19,7 +19,7 @@ DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, t
 
 
 def copied(state: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """The state with everything copied."""
+    """The staged state with all copies made."""
     staged, copies = plan_copies(state, Pool(), **options)
     for copy in copies:
         copy.make()
@@ -27,7 +27,7 @@ def copied(state: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def copied_bytes(state: dict[str, Any]) -> int:
-    """How much is copied for a state."""
+    """The number of bytes copied for a state."""
     return sum(copy.bytes for copy in plan_copies(state, Pool())[1])
 
 
@@ -53,7 +53,7 @@ def _views(draw: st.DrawFn) -> Tensor:
 
 @hypothesis.given(st.lists(_views(), max_size=5))
 def test_every_view_is_copied_bit_by_bit(tensors: list[Tensor]) -> None:
-    """Whatever shape, stride and dtype, the copy is equal, and none of its memory is the state's."""
+    """For any shape, stride and dtype the copy is equal, and shares no memory with the state."""
     state = {str(number): tensor for number, tensor in enumerate(tensors)}
     staged = copied(state)
     for name, tensor in state.items():
@@ -68,7 +68,7 @@ def test_every_view_is_copied_bit_by_bit(tensors: list[Tensor]) -> None:
 
 
 def test_ties_are_kept() -> None:
-    """What changes with another tensor in the state does so in the copy, whichever parts of it they are."""
+    """Tensors that share memory in the state share it in the copy."""
     table = torch.arange(100.0)
     staged = copied({"whole": table, "tied": table, "deep": {"middle": table[20:60]}, "other": torch.ones(100)})
     staged["deep"]["middle"][0] = -1
@@ -78,8 +78,8 @@ def test_ties_are_kept() -> None:
     assert staged["whole"].untyped_storage().data_ptr() != staged["other"].untyped_storage().data_ptr()
 
 
-def test_overlapping_views_share_what_they_share() -> None:
-    """Two windows on one storage, neither of which holds the other."""
+def test_overlapping_views_overlap_in_the_copy() -> None:
+    """Two windows on one storage, neither of which contains the other."""
     table = torch.arange(100.0)
     staged = copied({"left": table[:60], "right": table[40:]})
     staged["left"][50] = -1
@@ -97,26 +97,26 @@ def test_overlapping_views_share_what_they_share() -> None:
     ],
 )
 def test_small_views_are_copied_at_their_size(state: dict[str, Any], most: int) -> None:
-    """And not with the storage of which they are a part."""
+    """A small view is copied without the rest of its storage."""
     assert copied_bytes(state) <= most
     assert all(torch.equal(tensor, state[name]) for name, tensor in copied(state).items())
 
 
 def test_a_storage_is_copied_once() -> None:
-    """However many tensors lie in it."""
+    """It is copied once for any number of tensors in it."""
     table = torch.zeros(1000)
     assert copied_bytes({"a": table, "b": table, "c": table[:500], "d": table.view(10, 100).T}) == 4000
 
 
-def test_equal_small_views_stay_one() -> None:
-    """Columns that are copied by themselves are still tied to themselves."""
+def test_equal_small_views_are_copied_once() -> None:
+    """Columns that are copied separately are still tied to equal ones."""
     table = torch.zeros(1000, 1000)
     staged = copied({"a": table[:, 3], "b": table[:, 3]})
     assert staged["a"].data_ptr() == staged["b"].data_ptr()
 
 
 def test_plain_values_and_containers_are_copied() -> None:
-    """Changing the state afterwards changes nothing in the copy; types of values stay."""
+    """Later changes of the state do not change the copy; types of values are kept."""
     state: dict[Any, Any] = {"a": [1, {"b": 2.5}], "c": (True, None), "d": OrderedDict(e="f"), "g": b"h", 3: 1j}
     staged = copied(state)
     state["a"][1]["b"] = 0
@@ -124,21 +124,21 @@ def test_plain_values_and_containers_are_copied() -> None:
 
 
 def test_parameters_become_tensors() -> None:
-    """Without history, so that nothing of the graph is held."""
+    """They have no autograd history, so that no graph is kept alive."""
     weight = torch.nn.Parameter(torch.ones(3)) * 2
     staged = copied({"weight": weight})["weight"]
     assert type(staged) is Tensor and not staged.requires_grad and torch.equal(staged, weight)
 
 
 class Odd:
-    """A value that no state should have."""
+    """A value of an unknown type."""
 
     def __init__(self) -> None:
         self.content = [1]
 
 
 def test_unknown_values_are_refused_with_their_path() -> None:
-    """Or, if one asks for it, copied as Python copies objects."""
+    """Without the type check they are deep-copied."""
     odd = Odd()
     with pytest.raises(TypeError, match=r"^a/0/b is a Odd, which can't be staged$"):
         copied({"a": [{"b": odd}]})
@@ -147,14 +147,14 @@ def test_unknown_values_are_refused_with_their_path() -> None:
 
 
 @pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")])
-def test_tensors_without_bytes_of_their_own_are_refused(tensor: Tensor) -> None:
-    """Sparse ones, and those that are no numbers yet."""
+def test_sparse_and_meta_tensors_are_refused(tensor: Tensor) -> None:
+    """Tensors without a strided storage raise with their path."""
     with pytest.raises(TypeError, match=r"^a is a torch.*, which can't be staged$"):
         copied({"a": tensor})
 
 
-def test_a_distributed_tensor_stays_one() -> None:
-    """Its local part is copied; mesh, placements and global shape are the same."""
+def test_a_dtensor_stays_a_dtensor() -> None:
+    """Its local shard is copied; mesh, placements and global shape are the same."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
         mesh = init_device_mesh("cpu", (2,))

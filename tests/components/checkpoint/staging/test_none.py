@@ -1,4 +1,4 @@
-"""No copies."""
+"""No staging."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 
 
 def test_nothing_is_copied() -> None:
-    """What is staged is the state itself, and it says so."""
+    """What is staged is the state itself, and `copies` is False."""
     state = {"a": torch.ones(3)}
     stager = NoStaging()
     assert stager.stage(state) is state
@@ -22,8 +22,8 @@ def test_nothing_is_copied() -> None:
     stager.close()
 
 
-def test_torch_saves_with_it(tmp_path: Path) -> None:
-    """If one waits for the upload before the state changes."""
+def test_async_save_works_without_a_copy(tmp_path: Path) -> None:
+    """The caller waits for the upload before the state changes."""
     stager = NoStaging()
     assert isinstance(stager, AsyncStager)
     state = {"a": torch.arange(9.0)}

@@ -1,4 +1,4 @@
-"""Copies made while the next step's gradients are computed."""
+"""Overlapped staging."""
 
 import threading
 import time
@@ -17,8 +17,8 @@ from support.dcp import begin_save, loaded
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what torch says to a single process
 
 
-def test_it_is_what_torch_asks_for() -> None:
-    """The runtime check of torch's protocol passes; whoever saves has to wait before the state changes."""
+def test_implements_torchs_stager() -> None:
+    """The runtime check of torch's protocol passes, and synchronization is needed before the state changes."""
     stager = Overlapped()
     assert isinstance(stager, AsyncStager)
     assert stager.should_synchronize_after_execute is True
@@ -26,7 +26,7 @@ def test_it_is_what_torch_asks_for() -> None:
 
 
 def test_training_waits_for_the_copy_only_before_the_state_changes(state: dict[str, Tensor], gate: Any) -> None:
-    """`stage` returns while the copy is under way, `synchronize_staging` when it is done, and then it is right."""
+    """`stage` returns during the copy, `synchronize_staging` when it is complete and right."""
     stager = Overlapped()
     future = stager.stage(state)
     assert gate.reached.wait(10) and not future.done()
@@ -42,7 +42,7 @@ def test_training_waits_for_the_copy_only_before_the_state_changes(state: dict[s
 
 
 def test_small_tensors_are_copied_at_once(gate: Any) -> None:
-    """Counters and sums may change before the weights do."""
+    """Counters and sums change before the weights do."""
     state = {"large": torch.ones(SMALL), "small": torch.ones(SMALL // 4)}
     future = Overlapped().stage(state)
     state["small"].zero_()
@@ -50,8 +50,8 @@ def test_small_tensors_are_copied_at_once(gate: Any) -> None:
     assert future.result()["small"].sum() == SMALL // 4
 
 
-def test_waiting_twice_is_waiting_once(state: dict[str, Tensor]) -> None:
-    """With nothing under way there is nothing to wait for."""
+def test_a_second_wait_returns_at_once(state: dict[str, Tensor]) -> None:
+    """With no pending copy there is nothing to wait for."""
     stager = Overlapped()
     stager.synchronize_staging()
     stager.stage(state)
@@ -59,8 +59,8 @@ def test_waiting_twice_is_waiting_once(state: dict[str, Tensor]) -> None:
     stager.synchronize_staging()
 
 
-def test_a_failed_copy_is_raised_where_one_waits(state: dict[str, Tensor], gate: Any) -> None:
-    """Before the state changes, and where the copy is wanted; not again at the next copy."""
+def test_a_failed_copy_is_raised_by_both_waits(state: dict[str, Tensor], gate: Any) -> None:
+    """It is raised before the state changes and where the copy is used; not again at the next copy."""
     stager = Overlapped()
     gate.fault = MemoryError("no memory left")
     gate.opened.set()
@@ -74,8 +74,8 @@ def test_a_failed_copy_is_raised_where_one_waits(state: dict[str, Tensor], gate:
     assert torch.equal(later.result()["a"], state["a"])
 
 
-def test_a_failed_copy_is_not_forgotten_by_the_next(state: dict[str, Tensor], gate: Any) -> None:
-    """Whoever never waited in between is told when he does."""
+def test_an_earlier_failed_copy_is_raised_later(state: dict[str, Tensor], gate: Any) -> None:
+    """The error is raised at the first wait, even after another copy."""
     stager = Overlapped()
     gate.fault = MemoryError("no memory left")
     gate.opened.set()
@@ -86,22 +86,22 @@ def test_a_failed_copy_is_not_forgotten_by_the_next(state: dict[str, Tensor], ga
         stager.synchronize_staging()
 
 
-def test_what_can_t_be_copied_is_refused_at_once() -> None:
-    """torch takes a future that has failed already for one that succeeded."""
+def test_a_value_that_can_t_be_copied_is_refused_at_once() -> None:
+    """torch treats a future that has failed already as a success."""
     with pytest.raises(TypeError, match="a is a set"):
         Overlapped().stage({"a": {1}})
 
 
-def test_it_works_after_it_was_closed(state: dict[str, Tensor]) -> None:
-    """Closing gives memory back, and breaks nothing."""
+def test_staging_works_after_close(state: dict[str, Tensor]) -> None:
+    """Closing frees memory, and later copies work."""
     stager = Overlapped()
     staged = stager.stage(state).result()
     stager.close()
     assert torch.equal(stager.stage(state).result()["a"], staged["a"])
 
 
-def test_overlapping_saves_of_torch_are_each_of_their_own_step(tmp_path: Path) -> None:
-    """Two `async_save` with one stager, the state changed when staging is complete: each file is of its step."""
+def test_overlapping_async_saves_each_have_their_own_step(tmp_path: Path) -> None:
+    """Two `async_save` with one stager, the state changed when staging is complete: each file has its own step."""
     stager = Overlapped()
     weight = torch.zeros(1000, 1000)
     responses: list[Any] = []
@@ -118,8 +118,8 @@ def test_overlapping_saves_of_torch_are_each_of_their_own_step(tmp_path: Path) -
 
 
 @pytest.mark.gpu
-def test_from_a_gpu_it_is_copied_while_that_computes() -> None:
-    """Each copy is of its moment, though the state changes right after; the program waits neither for it nor before."""
+def test_a_gpu_state_is_copied_while_the_gpu_computes() -> None:
+    """Each copy has the state of its step, though it changes right after; the host does not wait."""
     weight, stager, busy = torch.zeros(2**26, device="cuda"), Overlapped(), torch.randn(8192, 8192, device="cuda")
     state = {"weight": weight, "column": weight.view(2**13, 2**13)[:, 1]}
     under_way: dict[int, Future[dict[str, Any]]] = {}

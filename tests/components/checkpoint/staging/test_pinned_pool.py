@@ -1,4 +1,4 @@
-"""Memory that is kept from one copy to the next."""
+"""Memory that is reused from one copy to the next."""
 
 import gc
 import threading
@@ -9,13 +9,13 @@ from drawloom.components.checkpoint.staging.pinned_pool import ALIGNED, Pool
 
 
 def _place(pool: Pool, size: int) -> tuple[int, torch.Tensor]:
-    """A tensor of so many bytes in a buffer of its own, and where it lies."""
+    """A tensor of this many bytes in its own buffer, and its address."""
     [tensor] = pool.tensors([size])
     return tensor.data_ptr(), tensor
 
 
-def test_parts_are_apart_aligned_and_of_the_asked_for_size() -> None:
-    """Each has a storage of its own, as large as itself; writing into one changes no other."""
+def test_parts_are_separate_aligned_and_of_their_size() -> None:
+    """Each has a separate storage of its size; writing to one changes no other."""
     parts = Pool().tensors([1, 64, 65, 100])
     for number, part in enumerate(parts):
         part.fill_(number)
@@ -24,8 +24,8 @@ def test_parts_are_apart_aligned_and_of_the_asked_for_size() -> None:
     assert not any(part.data_ptr() % ALIGNED for part in parts)
 
 
-def test_memory_is_used_again_when_the_last_tensor_in_it_is_gone() -> None:
-    """And not before: a view of a view of a part holds the buffer as well as the part does."""
+def test_memory_is_reused_after_the_last_tensor_is_freed() -> None:
+    """Not earlier: a view of a view holds the buffer as well."""
     pool = Pool()
     first, tensor = _place(pool, 5000)
     view = tensor.view(torch.float32)[10:20].reshape(2, 5).T
@@ -39,8 +39,8 @@ def test_memory_is_used_again_when_the_last_tensor_in_it_is_gone() -> None:
     assert other.numel() == 5000
 
 
-def test_no_tensors_hold_no_buffer() -> None:
-    """A state without tensors takes no memory away from the next one."""
+def test_an_empty_state_takes_no_buffer() -> None:
+    """A state without tensors does not take a buffer from the next one."""
     pool = Pool()
     assert pool.tensors([]) == []
     assert len(pool._unused) == 1
@@ -48,7 +48,7 @@ def test_no_tensors_hold_no_buffer() -> None:
 
 
 def test_all_tensors_of_a_copy_hold_one_buffer() -> None:
-    """It is unused when the last of them is gone, in whatever order they go."""
+    """It becomes unused when the last tensor is freed, in any order."""
     pool = Pool()
     first, second = pool.tensors([5000, 5000])
     del first
@@ -57,8 +57,8 @@ def test_all_tensors_of_a_copy_hold_one_buffer() -> None:
     assert len(pool._unused) == 1
 
 
-def test_a_pool_keeps_no_more_than_it_should() -> None:
-    """Two unused buffers; none after it was cleared, or if it is to keep none."""
+def test_a_pool_keeps_at_most_its_limit() -> None:
+    """It keeps two unused buffers, and none after clear or with kept = 0."""
     for kept, clear in ((2, False), (0, False), (2, True)):
         pool = Pool(kept=kept)
         tensors = [_place(pool, 3_000_000)[1] for _ in range(5)]
@@ -70,7 +70,7 @@ def test_a_pool_keeps_no_more_than_it_should() -> None:
 
 
 def test_buffers_of_another_size_are_dropped() -> None:
-    """A state that grew or shrank by far does not leave its old memory lying about."""
+    """A state that grew or shrank by far does not keep its old memory."""
     pool = Pool()
     _place(pool, 4_000_000)
     for size in (100, 9_000_000):
@@ -78,8 +78,8 @@ def test_buffers_of_another_size_are_dropped() -> None:
         assert len(pool._unused) == 1
 
 
-def test_threads_may_let_go_at_any_time() -> None:
-    """Tensors that die in many threads at once give every buffer back exactly once."""
+def test_buffers_freed_in_many_threads_return_once() -> None:
+    """Tensors that are freed in many threads at once return every buffer exactly once."""
     pool = Pool(kept=100)
 
     def work() -> None:

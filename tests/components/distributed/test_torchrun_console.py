@@ -1,0 +1,52 @@
+"""Which rank prints problems that are found before the process group exists."""
+
+import contextlib
+import io
+import os
+import warnings
+
+import pytest
+
+from drawloom.components.distributed.torchrun import rank_console
+from support.processes import run_ranks
+
+
+def _is_first(failing: tuple[int, ...]) -> bool | None:
+    """Whether this rank prints a problem that these ranks find; None if it is not one of them."""
+    console = rank_console()
+    return console.is_first("a mistake") if int(os.environ["RANK"]) in failing else None
+
+
+@pytest.mark.parametrize(
+    ("failing", "first"), [((0, 1, 2), [True, False, False]), ((1,), [None, True, None]), ((0,), [True, None, None])]
+)
+def test_one_rank_prints_a_failure(failing: tuple[int, ...], first: list[bool | None]) -> None:
+    """Rank 0 prints it if it fails as well; otherwise the rank that fails does."""
+    assert run_ranks(_is_first, 3, failing) == first
+
+
+def _warned() -> tuple[bool, str]:
+    console = rank_console()
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        warnings.warn("take care", stacklevel=1)
+    return console.warns, printed.getvalue()
+
+
+def test_only_rank_0_prints_warnings() -> None:
+    """Python's warnings are printed by rank 0 alone."""
+    zero, one = run_ranks(_warned, 2)
+    assert zero[0] and "take care" in zero[1]
+    assert one == (False, "")
+
+
+def test_a_single_process_prints_everything() -> None:
+    """Without torchrun's variables, the process prints warnings and failures."""
+    [(warns, printed)] = run_ranks(_warned, 1, variables=False)
+    assert warns and "take care" in printed
+    assert rank_console().is_first("a mistake")
+
+
+def test_invalid_variables_do_not_silence_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With variables that can't be read, every process prints; they are reported when the run opens."""
+    monkeypatch.setenv("RANK", "x")
+    assert rank_console().warns
