@@ -117,8 +117,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is most similar to `name`, ignoring case; None if none is similar."""
     known = list(known)
+    if len(known) >= TOO_MANY:
+        return None
     name = name.casefold()[:LONGEST]
-    folded = {candidate.casefold(): candidate for candidate in sorted(known)} if len(known) < TOO_MANY else {}
+    folded = {candidate.casefold(): candidate for candidate in sorted(known)}
     near = difflib.get_close_matches(name, folded, n=1, cutoff=0.6) if len(folded) < MANY else _one_edit(name, folded)
     return folded[near[0]] if near else None
 

@@ -120,6 +120,17 @@ _OTHER: Schema = {
 TABLE: Schema = {"type": "object", "if": {"required": ["use"]}, "then": NODE, "else": _OTHER, "anyOf": [NODE, True]}
 """A table at the top. Validators read `if`, and so name the key that is wrong; editors read `anyOf` to complete."""
 
+EDITS: Schema = {
+    "type": "object",
+    "properties": {
+        "remove": {"not": {"type": "object"}, "description": "elements of the list to remove"},
+        "before": {"type": "object", "description": "elements to insert, by the element before which they go"},
+        "after": {"type": "object", "description": "elements to insert, by the element after which they go"},
+    },
+    "additionalProperties": {"$ref": "#/definitions/edits"},
+}
+"""The edits of a list, or of the lists in a node of a group, whose names can't be told apart without the recipe."""
+
 REFERENCE: Schema = {"type": "string", "pattern": r"^@[A-Za-z]"}
 
 
@@ -148,7 +159,7 @@ def recipe_schema(registry: Registry, usual: Mapping[str, Iterable[str]] | None 
         "properties": _directives() | {name: _usual(components, uses) for name, uses in (usual or {}).items()},
         "propertyNames": {"pattern": NODE_NAME},
         "additionalProperties": TABLE,
-        "definitions": {"node": node} | components,
+        "definitions": {"node": node, "edits": EDITS} | components,
     }
 
 
@@ -165,6 +176,11 @@ def _directives() -> Schema:
         "format": {"const": FORMAT, "description": "the number of the recipe format; resolved recipes carry it"},
         "extends": {"anyOf": [{"type": "string"}, names], "description": "what this one is laid over, left to right"},
         "unset": names | {"description": "nodes and keys of the recipes below that are taken away"},
+        "edit": {
+            "type": "object",
+            "additionalProperties": {"type": "object", "additionalProperties": {"$ref": "#/definitions/edits"}},
+            "description": "edits of lists of the recipes below, as in [edit.trainer.phases]",
+        },
         "vars": {
             "type": "object",
             "additionalProperties": {"not": {"type": "object"}},

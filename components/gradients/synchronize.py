@@ -19,7 +19,7 @@ from drawloom.components.ports.run import Step
 from drawloom.graph import above, component, setting
 
 
-@component(reads=("losses",), changes=("gradients",), writes=("loss", "grad_norm"))
+@component(reads=("losses", "local_gradients"), writes=("gradients", "loss", "grad_norm"))
 class Synchronize:
     """Sums gradients and losses over replicas, divides by the total weight, and refuses what is not finite."""
 

@@ -10,7 +10,7 @@ from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
 
-@component(writes=("gradients", "losses"))
+@component(writes=("local_gradients", "losses"))
 class ForwardBackward:
     """Adds each microbatch's gradients to the parameters', and leaves this rank's `losses`."""
 

@@ -162,7 +162,7 @@ class EdgeResolver:
 
     def _inline(self, node: Node, field: Field, value: dict[str, Any] | Table, path: KeyPath) -> list[str]:
         holder = node.table.items[field.name]
-        table = value if isinstance(value, Table) else Table.of(value, holder.layer, (*holder.path, *path[1:]))
+        table = value if isinstance(value, Table) else Table.of(value, *holder.origin(path[1:]))
         if "use" not in table.items:
             text = f"{dotted(path)} is a table without `use`, so it is not a node"
             node.add_problem("DL312", text, 'write { use = "...", ... } or "@name"', path)

@@ -13,8 +13,9 @@ from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Voic
 from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import Problem, RecipeError, UserError
 
-OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)+=")
-FLAG = re.compile(r"--[\w-]+(\.[\w-]+)+(=|$)")
+# The name of a node as a key, such as @metrics.learning or @metrics.*, is an anchor of a list edit.
+OVERRIDE = re.compile(r"[\w-]+(\.(@?[\w-]+|\*))+=")
+FLAG = re.compile(r"--[\w-]+(\.(@?[\w-]+|\*))+(=|$)")
 
 
 def main(arguments: Sequence[str] | None = None, project: Project | None = None, voice: Voice | None = None) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Node, dotted
-from drawloom.graph.inspect.serialize import leaves, provenance, serialize_value, variable
+from drawloom.graph.inspect.serialize import provenance, serialize_value, variable
 from drawloom.graph.problems import KeyPath, UserError, did_you_mean
-from drawloom.graph.recipe.layers import Leaf, Table
+from drawloom.graph.recipe.layers import Leaf, Table, leaves
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.toml.emit import dumps
 from drawloom.graph.types.describe import describe_type
@@ -131,9 +131,21 @@ def _history(graph: Graph, leaf: Leaf, rest: KeyPath) -> Iterator[str]:
     """All values that were set for a leaf, newest first, each followed by those of the variable that it refers to."""
     within = f"{dotted(leaf.path[-1:])}: " if rest else ""
     for one in leaf.history():
+        if rest and one.elements is not None:  # the same index is another element of the list that was edited
+            yield f"{within}{_part(one.value, rest)}  {one.origin(rest).place}"
+            return
         yield f"{within}{_part(one.value, rest)}  {one.layer.value((*one.path, *rest)) if rest else one.key_place}"
+        yield from _indented(() if rest else _edit_lines(one))
         behind = variable(graph, one)
         yield from (f"  {dumps(under.value)}  {under.key_place}" for under in (behind.history() if behind else ()))
+
+
+def _edit_lines(leaf: Leaf) -> Iterator[str]:
+    """What an edit made of the list that it overrides."""
+    yield from (f"removed {dumps(value)}" for value in leaf.removed)
+    for value, origin in zip(leaf.value, leaf.elements, strict=True) if leaf.elements else ():
+        if origin.layer is leaf.layer and origin.path[: len(leaf.path)] == leaf.path:
+            yield f"inserted {dumps(value)}  {origin.place}"
 
 
 def _part(plain: Any, path: KeyPath) -> str:

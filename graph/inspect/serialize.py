@@ -9,7 +9,7 @@ import attrs
 
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Node
-from drawloom.graph.recipe.layers import Leaf, Table
+from drawloom.graph.recipe.layers import Leaf, Table, leaves
 from drawloom.graph.recipe.recipe import VARIABLE, Recipe
 
 Plain = dict[str, dict[str, Any]]
@@ -126,17 +126,6 @@ def provenance(graph: Graph, node: Node, key: str) -> str:
         behind = variable(graph, leaf)
         places.append(f"{leaf.label} {leaf.value} {behind.label}" if behind else leaf.label)
     return " and ".join(places) or item.label
-
-
-def leaves(item: Leaf | Table) -> Iterator[Leaf]:
-    """A leaf, or all leaves of a table."""
-    stack: list[Leaf | Table] = [item]
-    while stack:
-        part = stack.pop()
-        if isinstance(part, Leaf):
-            yield part
-        else:
-            stack += reversed(part.items.values())
 
 
 def variable(graph: Graph, leaf: Leaf) -> Leaf | None:

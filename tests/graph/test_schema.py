@@ -128,6 +128,25 @@ def test_faulty_recipes_are_caught_if_a_schema_can(validator: Draft7Validator) -
     assert (missed, false) == ([], [])
 
 
+@pytest.mark.parametrize(
+    ("edit", "valid"),
+    [
+        ('edit.trainer.phases = { remove = "@clip", after = { "@lr" = ["@clip"] } }', True),
+        ('edit.trackers.aim.tags.before.one = "two"', True),
+        ("edit = []", False),
+        ('edit.trainer = "@clip"', False),
+        ('edit.trainer.phases = ["@clip"]', False),
+        ('edit.trainer.phases.after = "@clip"', False),
+        ('edit.trainer.phases.delete = "@clip"', False),
+    ],
+)
+def test_schema_accepts_edits_of_lists_and_refuses_malformed_ones(
+    validator: Draft7Validator, edit: str, valid: bool
+) -> None:
+    """An edit is a table named by a list, with elements to remove and tables of elements to insert."""
+    assert validator.is_valid(tomli.loads(edit)) is valid
+
+
 def test_misspelt_keys_of_usual_nodes_are_offered(validator: Draft7Validator) -> None:
     """A table without `use` offers the keys of what that name is in shipped recipes, but refuses none."""
     clip = validator.schema["properties"]["clip"]  # type: ignore[index]

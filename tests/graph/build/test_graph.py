@@ -94,6 +94,15 @@ def test_a_node_that_nothing_needs_is_a_warning(shop: Shop) -> None:
     assert [problem.node for problem in graph.problems if problem.warning] == ["spare"]
 
 
+def test_a_node_that_an_edit_removed_is_unused_without_a_warning(shop: Shop) -> None:
+    """An edit leaves the removed node in the recipe on purpose, so that no warning is due."""
+    text = '[first]\nuse = "pages.parse"\n[second]\nuse = "pages.parse"\n[page]\nfilters = ["@first", "@second"]'
+    assert shop(text).problems == ()
+    recipe = shop(text).recipe.with_values({"edit": {"page": {"filters": {"remove": "@first"}}}})
+    graph = Graph.of(recipe, shop(text).registry, "trainer")
+    assert graph.problems == () and graph.nodes["page"].edges["filters"].targets == ("second",)
+
+
 @pytest.mark.parametrize("members", [1, 2])
 def test_a_required_edge_is_found_by_type_if_one_node_fits(shop: Shop, members: int) -> None:
     """One store is taken without a word; two are a problem that names both and the lines to write."""
@@ -175,7 +184,7 @@ def test_orders_that_are_fine(shop: Callable[..., Graph], names: tuple[str, ...]
         ),
         (
             ("look_up",),
-            "filters: [look_up] reads words, which nothing in the sequence writes; add a member that writes it",
+            'filters: [look_up] reads words, which nothing in the sequence writes; add "@parse" before "@look_up"',
         ),
         (
             ("parse", "look_up", "log_in"),

@@ -20,9 +20,9 @@ WORKSHOP = Project.of("support.shop")
 
 PIECES = [
     '"', "'", '"""', "'''", "[", "]", "[[", "]]", "{", "}", "=", ".", ",", "#", "\n", "\r\n", "\r", "\t", " ", "\\",
-    "@", "$", "$vars.", "@store", "use", "extends", "unset", "vars", "format", "true", "nan", "inf", "1e400", "-0.0",
-    "0x", "9" * 30, "1979-05-27", "é", "\u0430", "\u202e", "\U0001f600", "\x7f", "trainer", "pages", "__class__", "..",
-    "stores.memory", "pages.plain", "os.system", "small", "../x.toml", "*", "@more.*", "'''\n",
+    "@", "$", "$vars.", "@store", "use", "extends", "unset", "edit", "vars", "format", "true", "nan", "inf",
+    "1e400", "-0.0", "0x", "9" * 30, "1979-05-27", "é", "\u0430", "\u202e", "\U0001f600", "\x7f", "trainer", "pages",
+    "__class__", "..", "stores.memory", "pages.plain", "os.system", "small", "../x.toml", "*", "@more.*", "'''\n",
 ]  # fmt: skip
 
 TEXTS = [path.read_text("utf-8") for folder in (FAULTY, GOOD) for path in sorted(folder.glob("*.toml"))]
@@ -56,6 +56,7 @@ HOSTILE = [
     "[x]\nuse='stores.varied'\ntext='" + "x" * 900_000 + "'",
     "extends = [" + "'small'," * 20_000 + "]",
     "unset = [" + "'nobody'," * 20_000 + "]",
+    "[vars]\nx = [" + "'@a'," * 20_000 + "'@b']\n[edit.vars.x]\nremove = [" + "'@c'," * 20_000 + "]\nafter.'@b' = 1",
     "[vars]\n" + "\n".join(f"v{number} = 1" for number in range(20_000)),
     "[g]\n" + "\n".join(f"m{number} = {{use = 'pages.parse'}}" for number in range(5_000)),
 ]

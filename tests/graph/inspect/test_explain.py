@@ -62,6 +62,23 @@ def test_a_key_has_the_stack_of_all_that_set_it(told: Told) -> None:
     ]
 
 
+def test_an_edited_list_shows_what_was_removed_and_inserted(told: Told, workshop: Project) -> None:
+    """Below the edited list are the edits, each inserted element with its place, and then the list as it was."""
+    Path("edit.toml").write_text(
+        '[edit.page.filters]\nremove = "@cut"\nbefore."@find" = "@who"\n[who]\nuse = "pages.parse"'
+    )
+    graph = workshop.graph(workshop.load("top.toml", ["edit.toml"]))
+    lines = explain(graph, "page.filters", "trainer").splitlines()
+    assert lines[0].endswith("top.toml:8:1 and edit.toml:1:12)")
+    assert lines[1:] == [
+        '  [{ use = "pages.translate" }, "@who", "@find"]  edit.toml:1:12',
+        '    removed "@cut"',
+        '    inserted "@who"  edit.toml:3:18',
+        '  ["@cut", { use = "pages.translate" }, "@find"]  top.toml:8:1',
+    ]
+    assert explain(graph, "page.filters[2]", "trainer").splitlines()[1:] == ['  filters: "@find"  top.toml:8:49']
+
+
 def test_under_a_variable_stands_what_set_that(told: Told) -> None:
     """A variable has a stack of its own."""
     assert told("page.title")[3:] == [
