@@ -26,21 +26,21 @@ class Operation:
     on_gpu: tuple[str, ...] = ("triton", "eager")
 
 
-def _pair(module: str, function: str) -> Operation:
-    """An operation in plain torch and in Triton, in modules of one name."""
-    places = {"eager": f"{module}.{function}_eager", "triton": f"triton.{module}.{function}_triton"}
+def _pair(module: str, triton_module: str, function: str) -> Operation:
+    """An operation in plain torch and in Triton."""
+    places = {"eager": f"{module}.{function}_eager", "triton": f"triton.{triton_module}.{function}_triton"}
     return Operation(places)
 
 
 OPERATIONS = {
     "linear": Operation({"eager": "linear.linear_eager"}, ("eager",)),
-    "embedding": Operation({"eager": "embedding.embedding_eager"}, ("eager",)),
-    "rms_norm": _pair("rms_norm", "rms_norm"),
-    "add_rms_norm": _pair("rms_norm", "add_rms_norm"),
-    "swiglu": _pair("swiglu", "swiglu"),
-    "swiglu_halves": _pair("swiglu", "swiglu_halves"),
-    "rope": _pair("rope", "rope"),
-    "qk_norm_rope": _pair("qk_norm_rope", "qk_norm_rope"),
+    "embedding": Operation({"eager": "linear.embedding_eager"}, ("eager",)),
+    "rms_norm": _pair("rms_norm", "rms_norm", "rms_norm"),
+    "add_rms_norm": _pair("rms_norm", "rms_norm", "add_rms_norm"),
+    "swiglu": _pair("swiglu", "swiglu", "swiglu"),
+    "swiglu_halves": _pair("swiglu", "swiglu", "swiglu_halves"),
+    "rope": _pair("rope", "rope", "rope"),
+    "qk_norm_rope": _pair("rope", "qk_norm_rope", "qk_norm_rope"),
     "attention": Operation(
         {
             "eager": "attention.EAGER",
@@ -56,9 +56,9 @@ OPERATIONS = {
             "cut": "triton.cut_cross_entropy.cut_cross_entropy_triton",
         }
     ),
-    "moe_routes": _pair("moe_routes", "moe_routes"),
-    "moe_permute": _pair("moe_permute", "moe_permute"),
-    "moe_unpermute": _pair("moe_permute", "moe_unpermute"),
+    "moe_routes": _pair("moe", "moe_routes", "moe_routes"),
+    "moe_permute": _pair("moe", "moe_permute", "moe_permute"),
+    "moe_unpermute": _pair("moe", "moe_permute", "moe_unpermute"),
     "grouped_gemm": Operation(
         {
             "eager": "grouped_gemm.grouped_gemm_eager",
