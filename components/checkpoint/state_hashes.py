@@ -16,7 +16,7 @@ from drawloom.graph import Every, component
 SHORT = 16  # hexadecimal digits of a SHA-256: enough to tell tensors apart
 
 
-@component(reads=("weights",), change="free")
+@component(reads=("weights",), impact="safe")
 class StateHashes:
     """
     `digests/rank-N.jsonl` in the run folder: an object for each step, with `step` and `digests`, by node and tensor.

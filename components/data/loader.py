@@ -30,15 +30,15 @@ class Loader:
     mesh: Mesh
     workers: int = setting(
         default=0,
-        change="free",
+        impact="safe",
         check=at_least(0),
         doc="processes that make batches ahead of time; 0: none ahead",
     )
     prefetch: int = setting(
-        default=2, change="free", check=at_least(1), doc="microbatches that each worker makes ahead of time"
+        default=2, impact="safe", check=at_least(1), doc="microbatches that each worker makes ahead of time"
     )
     timeout: float = setting(
-        default=120.0, change="free", check=above(0), doc="seconds after which a worker that gives nothing is an error"
+        default=120.0, impact="safe", check=above(0), doc="seconds after which a worker that gives nothing is an error"
     )
     shuffle: bool = setting(default=True, doc="whether each epoch is shuffled; if not, rows come as they were packed")
     _step: int = attrs.field(init=False, default=0)

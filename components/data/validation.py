@@ -7,14 +7,14 @@ from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError, at_least, component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class Validation:
     """Some held-out rows, evenly spread over the split, and the same for every layout of ranks."""
 
     rows: PackedDataset
     batching: Batching
     rows_used: int = setting(
-        default=64, change="free", check=at_least(1), doc="held-out rows to measure on; all, if there are fewer"
+        default=64, impact="safe", check=at_least(1), doc="held-out rows to measure on; all, if there are fewer"
     )
 
     def open(self) -> None:

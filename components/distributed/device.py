@@ -15,7 +15,7 @@ from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
 
-@component(change="free")
+@component(impact="safe")
 class ComputeDevice:
     """The CPU, or one GPU for each process of a machine."""
 

@@ -18,7 +18,7 @@ def _replicas(value: Any) -> str | None:
     return None if value == "auto" else at_least(1)(value)
 
 
-@component(change="free")
+@component(impact="safe")
 class RankMesh:
     """All processes, as a grid of five dimensions whose product is their number."""
 

@@ -29,7 +29,7 @@ FOR_EVER = timedelta(days=30)
 LAST_RESORT = timedelta(seconds=30)
 
 
-@component(change="free")
+@component(impact="safe")
 class TorchProcesses:
     """The processes of torchrun's variables, or a single process where there are none."""
 

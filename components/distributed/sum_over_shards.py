@@ -9,7 +9,7 @@ SPLITTING = ("pipeline",)
 """The dimensions along which parameters differ."""
 
 
-@component(change="free")
+@component(impact="safe")
 class SumOverParameters:
     """Adds up along every dimension of the mesh that splits the parameters."""
 

@@ -18,7 +18,7 @@ from drawloom.graph import at_least, component, setting
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@component(change="free")
+@component(impact="safe")
 class HuggingFaceExport:
     """Writes `<run folder>/export/`: config.json, safetensors and the tokenizer's files."""
 

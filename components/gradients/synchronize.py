@@ -28,7 +28,7 @@ class Synchronize:
     precision: Precision
     reduce: Reduce
     bucket_bytes: int = setting(
-        default=32 * 2**20, change="free", check=above(0), doc="bytes of gradients that are sent together"
+        default=32 * 2**20, impact="safe", check=above(0), doc="bytes of gradients that are sent together"
     )
 
     def run_phase(self, step: Step) -> None:

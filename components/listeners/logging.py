@@ -16,7 +16,7 @@ from drawloom.graph import component, setting
 FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-@component(change="free")
+@component(impact="safe")
 class RunLogging:
     """
     Sets up the loggers `drawloom` and `drawloom.run` while the run is open, and Python's warnings with them.

@@ -17,7 +17,7 @@ COLUMNS = "step {task.completed:.0f}/{task.total:.0f}", "loss {task.fields[loss]
 BETWEEN = 0.1  # seconds between two drawings: one takes milliseconds, a small step too
 
 
-@component(change="free")
+@component(impact="safe")
 class ProgressBar:
     """
     Step, loss, tokens by second and time to go, on the main rank and if standard output is a terminal.

@@ -20,7 +20,7 @@ WATCHDOG_MARGIN = 2.0  # seconds more than ranks wait for one another: one that 
 REPORT_TIMEOUT = 5.0  # seconds for the message and the stacks, which may hang on the same disk as the run
 
 
-@component(change="free")
+@component(impact="safe")
 class Timeouts:
     """
     Limits, by what the run is doing, how long ranks wait for one another and how long a step may take in all.

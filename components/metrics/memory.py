@@ -7,7 +7,7 @@ from drawloom.components.ports.run import Step, Value
 from drawloom.graph import component
 
 
-@component(change="free")
+@component(impact="safe")
 class Memory:
     """`memory`: the most bytes in use so far on this rank."""
 

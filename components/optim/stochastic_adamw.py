@@ -38,11 +38,11 @@ class StochasticAdamW:
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="fraction of a weight lost each step, times lr")
     state_dtype: Literal["bfloat16", "float32"] = setting(
         default="bfloat16",
-        change="structural",
+        impact="incompatible",
         doc="dtype of the running means; bfloat16 is rounded stochastically too",
     )
     implementation: Literal["auto", "triton", "eager"] = setting(
-        default="auto", change="free", doc="auto is triton on a GPU, else eager; both give the same bits"
+        default="auto", impact="safe", doc="auto is triton on a GPU, else eager; both give the same bits"
     )
     _trained: dict[str, Trained] = attrs.field(init=False, factory=dict)
     _stepper: Any = attrs.field(init=False, default=None)

@@ -11,7 +11,7 @@ from drawloom.components.ports.run import Cadence, Step, a_cadence, due
 from drawloom.graph import component, setting
 
 
-@component(reads=("weights",), writes=("validation_loss",), change="free")
+@component(reads=("weights",), writes=("validation_loss",), impact="safe")
 class Evaluate:
     """Measures the mean loss by token over all held-out rows, the same on every rank and mesh."""
 

@@ -8,7 +8,7 @@ from drawloom.components.ports.run import Cadence, Step, a_cadence, due
 from drawloom.graph import component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class CollectGarbage:
     """Turns automatic collection off while the run is open, and collects what is young every so many steps."""
 

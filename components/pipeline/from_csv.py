@@ -18,7 +18,7 @@ from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
 
-@component(change="free")
+@component(impact="safe")
 class Table:
     """What a CSV file says, in the format of torch.distributed.pipelining."""
 

@@ -34,10 +34,10 @@ class MaterializedStages:
     job: RunInfo
     transforms: list[Transform] = attrs.field(factory=list)
     embedding_layer_cost: int = setting(
-        default=0, check=at_least(0), change="free", doc="layers that the first stage holds fewer of, for its embedding"
+        default=0, check=at_least(0), impact="safe", doc="layers that the first stage holds fewer of, for its embedding"
     )
     head_layer_cost: int = setting(
-        default=0, check=at_least(0), change="free", doc="layers that the last stage holds fewer of, for its head"
+        default=0, check=at_least(0), impact="safe", doc="layers that the last stage holds fewer of, for its head"
     )
     weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
     _local: list[Stage] = attrs.field(init=False, factory=list)

@@ -20,7 +20,7 @@ class GlobalBatch:
 
     mesh: Mesh
     global_size: int = setting(check=at_least(1), doc="rows in a step, over all replicas")
-    micro_size: int = setting(check=at_least(1), change="free", doc="rows in a microbatch")
+    micro_size: int = setting(check=at_least(1), impact="safe", doc="rows in a microbatch")
 
     def open(self) -> None:
         """A UserError if the rows of a step can't be shared evenly."""

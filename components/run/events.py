@@ -10,7 +10,7 @@ from drawloom.graph import Every, component
 log = logging.getLogger("drawloom.run")
 
 
-@component(change="free")
+@component(impact="safe")
 class Dispatcher:
     """Tells every listener of the graph; one that fails is not told again, and the run goes on."""
 

@@ -11,7 +11,7 @@ from drawloom.components.run.locks import FolderLock, settle_recipe
 from drawloom.graph import ResolvedRecipe, UserError, component
 
 
-@component(change="free")
+@component(impact="safe")
 class LockedFolder:
     """A folder that the main rank locks for as long as the run is open."""
 

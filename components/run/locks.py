@@ -95,7 +95,7 @@ def settle_recipe(folder: Path, recipe: ResolvedRecipe) -> None:
     if not path.exists():
         return replace_file(path, recipe.text.encode())
     changes = _changes(path, recipe)
-    if not recipe.accept_changes and any(change.kind != "free" for change in changes):
+    if not recipe.accept_changes and any(change.impact != "safe" for change in changes):
         raise UserError(_refusal(folder, changes), exit_code=2)
     for change in changes:
         log.info("%s: the recipe changed: %s", folder, change)
@@ -120,5 +120,5 @@ def _changes(path: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
 def _refusal(folder: Path, changes: list[RecipeChange]) -> str:
     lines = [f"{folder} holds a run of another recipe, which this one differs from in:"]
     lines += [f"  {change}" for change in changes]
-    lines += ["free changes alone would do; name another run, or go on with --accept-changes"]
+    lines += ["safe changes alone would do; name another run, or go on with --accept-changes"]
     return "\n".join(lines)

@@ -74,7 +74,7 @@ class _Listener:
                 end = end if grace is None else time.monotonic() + grace
 
 
-@component(change="free")
+@component(impact="safe")
 class Signals:
     """
     Takes SIGINT and SIGTERM while the run is open: the first asks for an end, one a second later ends at once.

@@ -27,7 +27,7 @@ class Trainer:
     on_finish: list[FinalTask] = attrs.field(factory=list)
     steps: int = setting(check=at_least(1), doc="optimizer steps in the whole run")
     max_skipped_steps: int = setting(
-        default=100, change="free", check=at_least(1), doc="steps that may be refused in a row before the run stops"
+        default=100, impact="safe", check=at_least(1), doc="steps that may be refused in a row before the run stops"
     )
 
     _refused: int = attrs.field(init=False, default=0)
@@ -77,12 +77,12 @@ class Trainer:
         raise SystemExit(128 + signal)
 
     @classmethod
-    def weigh_change(cls, node: Any, key: str) -> str | None:
-        """More or fewer steps are free, as long as no phase derives anything from how many there are."""
+    def resume_impact(cls, node: Any, key: str) -> str | None:
+        """More or fewer steps are safe, as long as no phase derives anything from how many there are."""
         if key != "steps":
             return None
         derived = [phase for phase in node.neighbours("phases") if _derives(phase)]
-        return "semantic" if derived else "free"
+        return "changes_training" if derived else "safe"
 
 
 def changes_weights(phase: Phase) -> bool:

@@ -21,7 +21,7 @@ ROOM = 2**24  # bytes of lines that wait; later ones are dropped
 log = logging.getLogger("drawloom.trackers")
 
 
-@component(change="free")
+@component(impact="safe")
 class JsonlTracker:
     """
     `metrics.jsonl` in the run folder: an object for each step, on the main rank.

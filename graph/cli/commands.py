@@ -155,7 +155,7 @@ COMMANDS: dict[str, Command] = {
     "explain": (_explain, "say where values come from and why nodes are connected as they are", _takes_target),
     "show": (_show, "print the resolved recipe as TOML", _takes_recipe),
     "draw": (_draw, "draw what is built for a run, or one step of it", _takes_draw),
-    "diff": (_diff, "say what differs between two recipes or runs, and how much it weighs", _takes_two),
+    "diff": (_diff, "show what differs between two recipes or runs, and its impact on a resume", _takes_two),
     "schema": (_schema, "print the JSON Schema of recipes, for editors", _takes_output),
     "list": (_list, "list components with their settings", _takes_subject),
 }

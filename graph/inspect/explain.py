@@ -112,7 +112,7 @@ def _explain_key(graph: Graph, node: Node, path: KeyPath) -> Iterator[str]:
     if field.doc:
         yield f"  {field.doc}"
     if field.kind == "setting":
-        yield f"  for a run that resumes, another value is a {field.change} change"
+        yield f"  resume impact of another value: {field.impact}"
     item, rest = _descend(node.table.items.get(field.name), path[1:])
     for leaf in leaves(item) if item else ():
         yield from _indented(_history(graph, leaf, rest))

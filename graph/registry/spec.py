@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.graph.component import Change, Check, Every, Ordered, Traits, is_port
+from drawloom.graph.component import Check, Every, Impact, Ordered, Traits, is_port
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 
 Kind = Literal["setting", "one", "optional", "list", "mapping", "ordered", "every", "recipe"]
@@ -26,7 +26,7 @@ class Field:
     ports: tuple[type, ...] = ()
     default: Any = attrs.field(factory=lambda: attrs.NOTHING)
     attribute: str = ""
-    change: Change = "semantic"
+    impact: Impact = "changes_training"
     check: Check | None = None
     doc: str = ""
     required: bool = attrs.field(init=False)
@@ -74,12 +74,12 @@ def read_spec(use: str, cls: type, brought_by: str = "") -> Spec:
     """The settings and edges of a component class."""
     hints = typing.get_type_hints(cls)
     traits: Traits = vars(cls)["__component__"]
-    fields = [_read_field(a, hints[a.name], traits.change) for a in attrs.fields(cls) if a.init]
+    fields = [_read_field(a, hints[a.name], traits.impact) for a in attrs.fields(cls) if a.init]
     every = tuple(field for field in fields if field.kind == "every")
     return Spec(use, cls, {field.name: field for field in fields}, traits, every, brought_by)
 
 
-def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, change: Change) -> Field:
+def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, impact: Impact) -> Field:
     field_kind, ports = _classify(kind)
     meta = attribute.metadata
     return Field(
@@ -89,7 +89,7 @@ def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, change: Change) ->
         ports=ports,
         default=attribute.default,
         attribute=attribute.name,
-        change=meta.get("change") or change,
+        impact=meta.get("impact") or impact,
         check=meta.get("check"),
         doc=meta.get("doc", ""),
     )

@@ -10,7 +10,7 @@ from drawloom.components.checkpoint.staging.pinned_pool import KEPT, Pool
 from drawloom.graph import component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class Blocking:
     """Copies the state into memory of the CPU before training goes on; training does not wait for the disk."""
 

@@ -24,7 +24,7 @@ class Underway:
     on_cpu: bool
 
 
-@component(change="free")
+@component(impact="safe")
 class Overlapped:
     """
     Copies the state while training goes on; the next optimizer step waits for the copy, and not for the disk.

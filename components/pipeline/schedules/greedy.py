@@ -14,7 +14,7 @@ from drawloom.components.ports.program import Program
 from drawloom.graph import above, at_least, component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class Greedy:
     """Made for measured costs and a given memory, on a V. Costs are of one stage and microbatch, in any unit."""
 

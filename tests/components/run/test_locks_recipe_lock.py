@@ -9,8 +9,8 @@ from drawloom.components.run.locks import settle_recipe
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
 
-FREE = RecipeChange("checkpoint", "every", "10", "20", "free")
-HEAVY = RecipeChange("optimizer", "rate", "1e-3", "1e-4", "semantic")
+FREE = RecipeChange("checkpoint", "every", "10", "20", "safe")
+HEAVY = RecipeChange("optimizer", "rate", "1e-3", "1e-4", "changes_training")
 
 
 def _recipe(text: str, *changes: RecipeChange, accept: bool = False) -> ResolvedRecipe:
@@ -34,7 +34,7 @@ def test_free_changes_are_logged_and_taken_over(tmp_path: Path, caplog: pytest.L
     settle_recipe(tmp_path, _recipe("old"))
     settle_recipe(tmp_path, _recipe("new", FREE))
     assert _lock(tmp_path) == "new"
-    assert "[checkpoint] every: 10 -> 20 (free)" in caplog.text
+    assert "[checkpoint] every: 10 -> 20 (safe)" in caplog.text
 
 
 def test_other_changes_are_refused_and_all_listed(tmp_path: Path) -> None:
@@ -45,9 +45,9 @@ def test_other_changes_are_refused_and_all_listed(tmp_path: Path) -> None:
     assert caught.value.exit_code == 2
     assert str(caught.value) == (
         f"{tmp_path} holds a run of another recipe, which this one differs from in:\n"
-        "  [checkpoint] every: 10 -> 20 (free)\n"
-        "  [optimizer] rate: 1e-3 -> 1e-4 (semantic)\n"
-        "free changes alone would do; name another run, or go on with --accept-changes"
+        "  [checkpoint] every: 10 -> 20 (safe)\n"
+        "  [optimizer] rate: 1e-3 -> 1e-4 (changes_training)\n"
+        "safe changes alone would do; name another run, or go on with --accept-changes"
     )
     assert _lock(tmp_path) == "old"
 
@@ -58,7 +58,7 @@ def test_accepted_changes_are_taken_over(tmp_path: Path, caplog: pytest.LogCaptu
     settle_recipe(tmp_path, _recipe("old"))
     settle_recipe(tmp_path, _recipe("new", FREE, HEAVY, accept=True))
     assert _lock(tmp_path) == "new"
-    assert "[optimizer] rate: 1e-3 -> 1e-4 (semantic)" in caplog.text
+    assert "[optimizer] rate: 1e-3 -> 1e-4 (changes_training)" in caplog.text
 
 
 def test_the_same_recipe_is_not_written_again(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_explain_takes_nodes_keys_and_nothing(workshop: Project, capsys: pytest.
 def test_diff_lays_values_over_the_second(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe is compared with itself and what the command line says."""
     assert main(["diff", "small", "small", "store.size=11"], workshop) == 0
-    assert capsys.readouterr().out == "[store] size: 10 -> 11 (free)\n"
+    assert capsys.readouterr().out == "[store] size: 10 -> 11 (safe)\n"
     main(["diff", "small", "small"], workshop)
     assert capsys.readouterr().out == "no differences\n"
 
@@ -130,7 +130,7 @@ def test_diff_takes_run_folders(workshop: Project, tmp_path: Path, capsys: pytes
     main(["show", "small"], workshop)
     (tmp_path / "recipe.lock.toml").write_text(capsys.readouterr().out, "utf-8")
     main(["diff", str(tmp_path), "small", 'page.title="Kiosk"'], workshop)
-    assert capsys.readouterr().out == '[page] title: "Shop" -> "Kiosk" (semantic)\n'
+    assert capsys.readouterr().out == '[page] title: "Shop" -> "Kiosk" (changes_training)\n'
 
 
 def test_schema_is_json(workshop: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,17 +21,17 @@ Shop = Callable[..., Graph]
     ("text", "expected"),
     [
         ("", []),
-        ("[store]\nsize = 12", ["[store] size: 10 -> 12 (free)"]),
-        ('[page]\ntitle = "Other"', ['[page] title: "Shop" -> "Other" (semantic)']),
+        ("[store]\nsize = 12", ["[store] size: 10 -> 12 (safe)"]),
+        ('[page]\ntitle = "Other"', ['[page] title: "Shop" -> "Other" (changes_training)']),
         (
             '[store]\nuse = "stores.disk"\nfolder = "x"',
-            ["[store] swapped: stores.memory -> stores.disk (semantic)"],
+            ["[store] swapped: stores.memory -> stores.disk (changes_training)"],
         ),
         (
             '[second]\nuse = "pages.plain"\ntitle = "2"\n[trainer]\npages = ["@page", "@second"]',
             [
-                '[trainer] pages moved: ["@page"] -> ["@page", "@second"] (semantic)',
-                "[second] added: pages.plain (semantic)",
+                '[trainer] pages moved: ["@page"] -> ["@page", "@second"] (changes_training)',
+                "[second] added: pages.plain (changes_training)",
             ],
         ),
     ],
@@ -88,15 +88,15 @@ def test_the_order_of_tables_is_cosmetic(workshop: Project) -> None:
 def test_an_old_run_is_compared_as_it_was_written(shop: Shop, workshop: Project) -> None:
     """Components and settings that are no more are told like others; what is only filled in is not cosmetic."""
     assert lines(workshop, Recipe.of(tomli.loads(RENAMED)), shop()) == [
-        "[store] swapped: stores.of_yesterday -> stores.memory (semantic)",
-        '[page] headline: "gone since" -> absent (semantic)',
+        "[store] swapped: stores.of_yesterday -> stores.memory (changes_training)",
+        '[page] headline: "gone since" -> absent (changes_training)',
     ]
 
 
 def test_nodes_in_place_are_compared_as_nodes(shop: Shop, workshop: Project) -> None:
     """A setting deep inside an edge is told as the setting that it is."""
     old, new = (f'[trainer]\nstore = "@store"\n[page]\nstore = {{ use = "stores.memory", size = {n} }}' for n in (3, 4))
-    assert lines(workshop, shop(old).recipe, shop(new)) == ["[page.store] size: 3 -> 4 (free)"]
+    assert lines(workshop, shop(old).recipe, shop(new)) == ["[page.store] size: 3 -> 4 (safe)"]
 
 
 def test_faults_of_either_are_told(shop: Shop, workshop: Project) -> None:
@@ -125,7 +125,7 @@ def test_resuming_tells_the_same(one: dict[str, Any], other: dict[str, Any]) -> 
     workshop = Project.of("support.shop")
     graphs = [workshop.graph(Recipe.of(data), root="") for data in (one, other)]
     resolved = [resolve(graph) for graph in graphs]
-    found = [change for change in diff(graphs[0].recipe, graphs[1]) if change.kind != "cosmetic"]
+    found = [change for change in diff(graphs[0].recipe, graphs[1]) if change.impact != "cosmetic"]
     assert found == resolved[1].changes(resolved[0].text)
     assert (found == []) == (resolved[0].hash == resolved[1].hash)
     assert resolved[1].changes(resolved[1].text) == []

@@ -55,7 +55,7 @@ def test_a_key_has_the_stack_of_all_that_set_it(told: Told) -> None:
     assert told("room.whole") == [
         "[room] whole = 8  (integer; command line)",
         "  an integer",
-        "  for a run that resumes, another value is a semantic change",
+        "  resume impact of another value: changes_training",
         "  8  command line",
         "  7  over.toml:3:1",
         "  1  default",

@@ -187,9 +187,10 @@ def test_resuming_with_another_longest_text() -> None:
         settings: dict[str, Any]
 
     rope = RopeScaling(rope_type="dynamic", factor=2.0)
-    assert Qwen3Dense.weigh_change(View(NONE), "max_position_embeddings") is None
-    assert Qwen3Dense.weigh_change(View(NONE | {"rope_scaling": rope}), "max_position_embeddings") == "semantic"
-    assert Qwen3Dense.weigh_change(View(NONE | {"rope_scaling": rope}), "tie_word_embeddings") is None
+    assert Qwen3Dense.resume_impact(View(NONE), "max_position_embeddings") is None
+    dynamic = View(NONE | {"rope_scaling": rope})
+    assert Qwen3Dense.resume_impact(dynamic, "max_position_embeddings") == "changes_training"
+    assert Qwen3Dense.resume_impact(dynamic, "tie_word_embeddings") is None
 
 
 def test_config_beside_sizes(tmp_path: Path) -> None:
