@@ -32,20 +32,20 @@ class Trained:
 
 
 @contextmanager
-def trained(workshop: Project, folder: Path) -> Iterator[Trained]:
+def trained(project: Project, folder: Path) -> Iterator[Trained]:
     """A run's newest weights, whole in this process. The run itself is not touched, and may go on meanwhile."""
     checkpoint = newest(folder)
     if checkpoint is None:
         raise UserError(f"{folder} holds no finished checkpoint; give the folder of a run, such as runs/first_run", 2)
-    graph = _graph(workshop, checkpoint / LOCK)
+    graph = _graph(project, checkpoint / LOCK)
     ports = {"model": Model, "stages": Stages, "tokenizer": Tokenizer, "predictor": Predictor, "mesh": Mesh}
     names = {name: _only(graph, port, checkpoint) for name, port in ports.items()}
-    with workshop.container(graph, *names.values()) as objects:
+    with project.container(graph, *names.values()) as objects:
         objects[names["stages"]].load_state_dict(load_node(checkpoint, names["stages"]))
         yield Trained(**{field: objects[name] for field, name in names.items()})
 
 
-def _graph(workshop: Project, lock: Path) -> Graph:
+def _graph(project: Project, lock: Path) -> Graph:
     data: dict[str, Any] = tomli.loads(lock.read_text("utf-8"))
     for name, node in data.items():
         if isinstance(node, dict) and node.get("use") == "pipeline.stages":
@@ -54,7 +54,7 @@ def _graph(workshop: Project, lock: Path) -> Graph:
             data[name] = {"use": "distributed.mesh", "processes": node["processes"]}  # one process holds all
         if isinstance(node, dict) and str(node.get("use")).startswith("pipeline.schedules."):
             data[name] = {"use": "pipeline.schedules.one_f_one_b"}
-    return workshop.graph(Recipe.of(data, str(lock)), root="").or_error()
+    return project.graph(Recipe.of(data, str(lock)), root="").or_error()
 
 
 def _only(graph: Graph, port: type, checkpoint: Path) -> str:

@@ -14,9 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="the folder to write; it must not exist")
 
 
-def main(options: argparse.Namespace, workshop: Project) -> int:
+def main(options: argparse.Namespace, project: Project) -> int:
     """Export, and say where to."""
-    with trained(workshop, options.run_folder) as run:
+    with trained(project, options.run_folder) as run:
         write_folder(options.to, run.model, run.stages, run.tokenizer)
     print(f"exported to {options.to}")
     return 0

@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="another seed, another text (default 0)")
 
 
-def main(options: argparse.Namespace, workshop: Project) -> int:
+def main(options: argparse.Namespace, project: Project) -> int:
     """Print the prompt and its continuation."""
-    with trained(workshop, options.run_folder) as run:
+    with trained(project, options.run_folder) as run:
         sampler = Sampler(
             model=run.predictor,
             pipeline=run.mesh.group("pipeline"),

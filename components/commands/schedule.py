@@ -39,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Single values are set by node.key=value; in a schedule by its name, the node is called schedule."
 
 
-def main(options: argparse.Namespace, workshop: Project) -> int:
+def main(options: argparse.Namespace, project: Project) -> int:
     """Print what was asked for."""
     if options.compare:
-        print(_comparison(options, workshop))
+        print(_comparison(options, project))
         return 0
-    summary = _summary(options, workshop)
+    summary = _summary(options, project)
     if options.format == "json":
         print(json.dumps(summary.as_data(), indent=1))
     elif options.format == "svg":
@@ -55,58 +55,58 @@ def main(options: argparse.Namespace, workshop: Project) -> int:
     return 0
 
 
-def _summary(options: argparse.Namespace, workshop: Project) -> Summary:
+def _summary(options: argparse.Namespace, project: Project) -> Summary:
     """The one schedule that was asked for, simulated."""
     if not options.recipe:
         raise UserError("schedule takes a recipe, or the name of a schedule and --ranks, or --compare", 2)
     if options.ranks:
         name = options.recipe.removeprefix(FOLDER)
-        schedule = _by_name(options, workshop, name)
+        schedule = _by_name(options, project, name)
         return _simulated(options, name, schedule, options.ranks, _needed(options.microbatches))
-    graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words)).or_error()
+    graph = project.graph(project.load(options.recipe, options.overlay, options.words)).or_error()
     name = _only(graph, Schedule)
     ranks = graph.nodes[_only(graph, Mesh)].settings.get("pipeline", 1)
-    with workshop.container(graph, name) as objects:
+    with project.container(graph, name) as objects:
         schedule = objects[name]
     _check_stages(options, name, schedule)
     use = graph.nodes[name].spec.use.removeprefix(FOLDER)
     return _simulated(options, use, schedule, ranks, options.microbatches or _microbatches(graph))
 
 
-def _comparison(options: argparse.Namespace, workshop: Project) -> str:
+def _comparison(options: argparse.Namespace, project: Project) -> str:
     """Every schedule that needs nothing but its name."""
     if options.recipe or not options.ranks:
         raise UserError("--compare takes --ranks and --microbatches, and no recipe", 2)
     summaries = [
         _simulated(options, name, schedule, options.ranks, _needed(options.microbatches))
-        for name in _complete(workshop)
-        for schedule in [_by_name(options, workshop, name, anyway=True)]
+        for name in _complete(project)
+        for schedule in [_by_name(options, project, name, anyway=True)]
     ]
     if options.format == "json":
         return json.dumps([summary.as_data() for summary in summaries], indent=1)
     return compare(summaries)
 
 
-def _complete(workshop: Project) -> Iterator[str]:
-    for name in workshop.registry.names():
-        spec = workshop.registry.find(name) if name.startswith(FOLDER) else None
+def _complete(project: Project) -> Iterator[str]:
+    for name in project.registry.names():
+        spec = project.registry.find(name) if name.startswith(FOLDER) else None
         if isinstance(spec, Spec) and not any(field.required for field in spec.fields.values()):
             yield name.removeprefix(FOLDER)
 
 
-def _by_name(options: argparse.Namespace, workshop: Project, name: str, *, anyway: bool = False) -> Schedule:
+def _by_name(options: argparse.Namespace, project: Project, name: str, *, anyway: bool = False) -> Schedule:
     """A schedule of this name; costs and stages go into it as far as it knows of them, `anyway` or else a UserError."""
     use = name if "." in name else FOLDER + name
-    spec = workshop.registry.find(use)
+    spec = project.registry.find(use)
     fields = spec.fields if isinstance(spec, Spec) else {}
     given = {"stages_per_rank": options.stages_per_rank, **options.costs}
     data = {"use": use, **{key: value for key, value in given.items() if key in fields and value is not None}}
     words = read_overrides(options.words)
     nodes = {**words, "schedule": {**data, **words.get("schedule", {})}}
-    graph = workshop.graph(Recipe.of(nodes, "command line"), root="").or_error()
+    graph = project.graph(Recipe.of(nodes, "command line"), root="").or_error()
     if "schedule" not in graph.implementers(Schedule):
         raise UserError(f"{use} is no schedule; `drawloom list pipeline.schedules` shows all that there are", 2)
-    with workshop.container(graph, "schedule") as objects:
+    with project.container(graph, "schedule") as objects:
         schedule: Schedule = objects["schedule"]
     if not anyway:
         _check_stages(options, name, schedule)

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
 
 
-def main(options: argparse.Namespace, _workshop: Project) -> int:
+def main(options: argparse.Namespace, _project: Project) -> int:
     """A line for each; 1 if any is damaged. The run itself is not touched, and may go on meanwhile."""
     checkpoints = committed(options.run_folder / FOLDER)
     if not checkpoints:

@@ -41,11 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Single values are set by node.key=value."
 
 
-def main(options: argparse.Namespace, workshop: Project) -> int:
+def main(options: argparse.Namespace, project: Project) -> int:
     """Say that the runs are the same, or the first step and the tensor that differ; 1 then."""
     if options.steps < 4:
         raise UserError(f"{options.steps} steps are too few to kill a run in the middle; take 4 at least", 2)
-    graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words)).or_error()
+    graph = project.graph(project.load(options.recipe, options.overlay, options.words)).or_error()
     place = Path(tempfile.mkdtemp(prefix="verify-resume-"))
     try:
         runs = Runs(place, _command(options, graph), options.steps)

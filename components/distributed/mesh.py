@@ -39,12 +39,12 @@ class RankMesh:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """What is wrong with the mesh whatever the number of processes."""
         for name in _not_built(node.settings):
-            yield node.fault(name, f"{node.settings[name]} ranks along {name!r} are not built yet", "write 1")
+            yield node.problem(name, f"{node.settings[name]} ranks along {name!r} are not built yet", "write 1")
         stage = [node.settings[name] for name in DIMENSIONS if name != "pipeline"]
         expert = node.settings["expert"]
         if "auto" not in stage and math.prod(stage) % expert:
             text = f"{expert} does not divide data_replicate × data_shard × context × tensor = {math.prod(stage)}"
-            yield node.fault("expert", text)
+            yield node.problem("expert", text)
 
     def open(self) -> None:
         """Lay the processes out; a UserError if they are too many or too few, before they talk."""

@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph import UserError
-from drawloom.graph.cli.exit_codes import Voice
+from drawloom.graph.cli.exit_codes import Console
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -109,15 +109,15 @@ PATIENCE = 3.0  # seconds for the store of torchrun to answer
 HEAD_START = 2.0  # seconds in which rank 0, where people look, may be the first to tell what all ranks find
 
 
-def voice_of_this_rank() -> Voice:
+def rank_console() -> Console:
     """Rank 0 warns, Python's warnings included; of a failure tells rank 0, or else the first rank that has one."""
     try:
         launch = read_launch()
     except UserError:  # which a run tells when it opens
-        return Voice()
+        return Console()
     if launch.rank > 0:
         warnings.showwarning = _nothing  # a run that is open puts one in its place that logs
-    return Voice(launch.rank == 0, partial(_is_first, launch))
+    return Console(launch.rank == 0, partial(_is_first, launch))
 
 
 def _is_first(launch: Launch, text: str) -> bool:

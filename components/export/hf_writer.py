@@ -49,6 +49,6 @@ def write_folder(
 
 
 def _write_config(folder: Path, model: Model, files: list[PlannedFile]) -> None:
-    dtypes = {str(kind.dtype).removeprefix("torch.") for file in files for kind in file.kinds.values()}
+    dtypes = {str(spec.dtype).removeprefix("torch.") for file in files for spec in file.specs.values()}
     config = model.hugging_face_config() | ({"torch_dtype": dtypes.pop()} if len(dtypes) == 1 else {})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

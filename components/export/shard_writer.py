@@ -20,8 +20,8 @@ from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import gather, is_sharded
 from drawloom.components.weights.save import (
     PlannedFile,
-    all_kinds,
     check_names,
+    output_specs,
     plan_files,
     write_files,
     write_index,
@@ -62,20 +62,20 @@ def choose_owners(mapper: Mapper, holdings: Sequence[Mapping[str, Any]]) -> list
 
 
 def _tensors(rank: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: kind for stage in rank["stages"] for name, kind in stage["tensors"].items()}
+    return {name: spec for stage in rank["stages"] for name, spec in stage["tensors"].items()}
 
 
 def _compare(mapper: Mapper, held: Sequence[Mapping[str, Any]]) -> None:
     """UserError unless the ranks hold the mapper's inputs, no others, and the same where they hold one twice."""
     wanted = dict.fromkeys(mapper.inputs)
-    kinds: dict[str, Any] = {}
+    specs: dict[str, Any] = {}
     for tensors in held:
-        for name, kind in tensors.items():
-            if kinds.setdefault(name, kind) != kind:
-                raise UserError(f"{name} is {kinds[name]} on one rank and {kind} on another; give all the same model")
+        for name, spec in tensors.items():
+            if specs.setdefault(name, spec) != spec:
+                raise UserError(f"{name} is {specs[name]} on one rank and {spec} on another; give all the same model")
     lists = [
-        ("missing", [name for name in wanted if name not in kinds]),
-        ("no name there for", [name for name in kinds if name not in wanted]),
+        ("missing", [name for name in wanted if name not in specs]),
+        ("no name there for", [name for name in specs if name not in wanted]),
     ]
     if told := "; ".join(f"{what} {format_names(names)}" for what, names in lists if names):
         raise UserError(f"the tensors to write are not those of the model: {told}; export where all of it is held")
@@ -116,8 +116,8 @@ def write_shares(target: Path, mine: Share, group: Group, max_shard: int, finish
     in its place. UserError on every rank if any fails, if two would write a tensor of one name, or if the target is
     there already; it is untouched then.
     """
-    _, kinds = run_on_all(group, lambda: _specs_json(mine), share=lambda specs: specs)
-    files = plan_files([_kinds(each) for each in kinds], max_shard)  # the same on every rank
+    _, specs = run_on_all(group, lambda: _specs_json(mine), share=lambda specs: specs)
+    files = plan_files([_parse_specs(each) for each in specs], max_shard)  # the same on every rank
     temporary, folders = run_on_all(group, lambda: begin(target) if group.rank == 0 else None, share=_path)
     try:
         folder = Path(folders[0])
@@ -130,12 +130,12 @@ def write_shares(target: Path, mine: Share, group: Group, max_shard: int, finish
 
 def _specs_json(mine: Share) -> dict[str, Any]:
     """Shape and dtype of each tensor that a rank will write, as JSON."""
-    kinds = {name: kind for name, kind in all_kinds(mine.source, mine.mapper).items() if name in mine.writes}
-    check_names(kinds)
-    return {name: [kind.shape, CODES[kind.dtype]] for name, kind in kinds.items()}
+    specs = {name: spec for name, spec in output_specs(mine.source, mine.mapper).items() if name in mine.writes}
+    check_names(specs)
+    return {name: [spec.shape, CODES[spec.dtype]] for name, spec in specs.items()}
 
 
-def _kinds(specs: Mapping[str, Any]) -> dict[str, TensorSpec]:
+def _parse_specs(specs: Mapping[str, Any]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(tuple(shape), DTYPES[code]) for name, (shape, code) in specs.items()}
 
 

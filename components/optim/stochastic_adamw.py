@@ -53,7 +53,7 @@ class StochasticAdamW:
         """Triton needs a GPU."""
         devices = node.neighbours("device")
         if node.settings["implementation"] == "triton" and devices and devices[0].settings.get("kind") == "cpu":
-            yield node.fault("implementation", "'triton' runs on GPUs, and the device is the CPU", "write 'auto'")
+            yield node.problem("implementation", "'triton' runs on GPUs, and the device is the CPU", "write 'auto'")
 
     def open(self) -> None:
         """Take the parameters, with running means of zero."""

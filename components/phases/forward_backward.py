@@ -24,7 +24,7 @@ class ForwardBackward:
             for schedule in executor.neighbours("schedule"):
                 if not getattr(schedule.component, "trains", True):
                     text = f"{schedule.use!r} only goes forward, so that nothing would be learned"
-                    yield schedule.fault("use", text, 'write use = "pipeline.schedules.gpipe"')
+                    yield schedule.problem("use", text, 'write use = "pipeline.schedules.gpipe"')
 
     def run_phase(self, step: Step) -> None:
         """Take the step's microbatches and carry the program out on them."""

@@ -31,7 +31,7 @@ class Table:
         try:
             _read(node.settings["path"])
         except UserError as error:
-            yield node.fault("path", str(error))
+            yield node.problem("path", str(error))
 
     @property
     def stages_per_rank(self) -> int:

@@ -55,7 +55,7 @@ class GlobalBatch:
             sizes = [mesh.settings.get(name) for name in ("data_replicate", "data_shard")]
             replicas = prod(size for size in sizes if isinstance(size, int))
             if fault := uneven(node.settings["global_size"], node.settings["micro_size"], replicas):
-                yield node.fault("global_size", *fault)
+                yield node.problem("global_size", *fault)
 
 
 def uneven(global_size: int, micro_size: int, replicas: int) -> tuple[str, str] | None:

@@ -29,7 +29,7 @@ class TensorSource(Protocol):
         """Whether nobody else holds what `tensor` gives, so that it may be kept and changed."""
         ...
 
-    def kinds(self) -> Mapping[str, TensorSpec]:
+    def specs(self) -> Mapping[str, TensorSpec]:
         """Every tensor's shape and dtype, in a stable order."""
         ...
 
@@ -45,7 +45,7 @@ class InMemory:
     tensors: Mapping[str, Tensor]
     owns_memory: bool = attrs.field(init=False, default=False)
 
-    def kinds(self) -> Mapping[str, TensorSpec]:
+    def specs(self) -> Mapping[str, TensorSpec]:
         return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
@@ -63,8 +63,8 @@ class AsType:
     def owns_memory(self) -> bool:
         return self.source.owns_memory
 
-    def kinds(self) -> Mapping[str, TensorSpec]:
-        return {name: attrs.evolve(kind, dtype=self._to(kind.dtype)) for name, kind in self.source.kinds().items()}
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {name: attrs.evolve(spec, dtype=self._to(spec.dtype)) for name, spec in self.source.specs().items()}
 
     def tensor(self, name: str) -> Tensor:
         tensor = self.source.tensor(name)
@@ -74,15 +74,15 @@ class AsType:
         return self.dtype if dtype.is_floating_point else dtype
 
 
-def empty(kind: TensorSpec) -> tuple[Tensor, memoryview]:
+def empty(spec: TensorSpec) -> tuple[Tensor, memoryview]:
     """An uninitialised tensor on the CPU, and its bytes."""
-    memory = torch.empty(kind.bytes, dtype=torch.uint8)
-    return from_memory(memory, kind), view(memory)
+    memory = torch.empty(spec.bytes, dtype=torch.uint8)
+    return from_memory(memory, spec), view(memory)
 
 
-def from_memory(memory: Tensor, kind: TensorSpec) -> Tensor:
+def from_memory(memory: Tensor, spec: TensorSpec) -> Tensor:
     """uint8 memory as a tensor of this shape and dtype, without a copy."""
-    return memory.view(kind.dtype).view(kind.shape)
+    return memory.view(spec.dtype).view(spec.shape)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -39,9 +39,9 @@ def stream(source: TensorSource, mapper: Mapper) -> Iterator[tuple[str, Tensor]]
             yield given.pop()
 
 
-def kinds_given(group: TensorGroup, kinds: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+def group_specs(group: TensorGroup, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     """What a group will give, found without reading anything; ValueError if it can't be done with such tensors."""
-    meta = [torch.empty(kinds[name].shape, dtype=kinds[name].dtype, device="meta") for name in group.inputs]
+    meta = [torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta") for name in group.inputs]
     try:
         return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in _convert(group, meta)}
     except (ValueError, RuntimeError, IndexError) as error:
@@ -112,30 +112,30 @@ def _own(tensor: Tensor, ours: bool) -> Tensor:
 
 
 def _misfits(source: TensorSource, mapper: Mapper, parameters: Mapping[str, Tensor]) -> Iterator[str]:
-    kinds, taken = source.kinds(), set(mapper.inputs)
+    specs, taken = source.specs(), set(mapper.inputs)
     outputs = set(mapper.outputs)
     if nameless := [name for name in parameters if name not in outputs]:
         yield f"no name there for {format_names(nameless)}"
-    if missing := [name for name in mapper.inputs if name not in kinds]:
+    if missing := [name for name in mapper.inputs if name not in specs]:
         yield f"missing {format_names(missing)}"
-    extra = [name for name in kinds if name not in taken]
+    extra = [name for name in specs if name not in taken]
     if extra and not _is_tied_copy(source, extra, taken):
         yield f"unexpected {format_names(extra)}"
-    yield from _wrong_shapes(giving(mapper, parameters), kinds, parameters)
+    yield from _wrong_shapes(giving(mapper, parameters), specs, parameters)
 
 
-def _wrong_shapes(mapper: Mapper, kinds: Mapping[str, TensorSpec], parameters: Mapping[str, Tensor]) -> Iterator[str]:
+def _wrong_shapes(mapper: Mapper, specs: Mapping[str, TensorSpec], parameters: Mapping[str, Tensor]) -> Iterator[str]:
     wrong: list[str] = []
     for group in mapper.groups:
-        if any(name not in kinds for name in group.inputs):
+        if any(name not in specs for name in group.inputs):
             continue
         try:
-            given = kinds_given(group, kinds)
+            given = group_specs(group, specs)
         except ValueError as error:
             yield str(error)
             continue
         origin = ", ".join(group.inputs)
-        pairs = [(kind.shape, tuple(parameters[name].shape)) for name, kind in given.items() if name in parameters]
+        pairs = [(spec.shape, tuple(parameters[name].shape)) for name, spec in given.items() if name in parameters]
         wrong += [f"{origin} {found} for {wanted}" for found, wanted in pairs if found != wanted]
     if wrong:
         yield f"wrong shape {format_names(wrong)}"
@@ -143,6 +143,6 @@ def _wrong_shapes(mapper: Mapper, kinds: Mapping[str, TensorSpec], parameters: M
 
 def _is_tied_copy(source: TensorSource, extra: list[str], wanted: set[str]) -> bool:
     """Whether the one tensor too many is another once more, bit for bit: some folders of tied models have a head."""
-    kinds = source.kinds()
-    alike = [name for name in kinds if name in wanted and kinds[name] == kinds[extra[0]]]
+    specs = source.specs()
+    alike = [name for name in specs if name in wanted and specs[name] == specs[extra[0]]]
     return len(extra) == 1 and any(torch.equal(source.tensor(extra[0]), source.tensor(name)) for name in alike)

@@ -42,7 +42,7 @@ def shared(packed: Packed) -> Iterator[Ticket]:
     with _segment() as text, _segment() as tensors:
         with os.fdopen(os.dup(text), "wb") as file:
             file.write(token + dumps(packed.tree))
-        writer = writer_into(FileWriter("shared memory", tensors), InMemory(packed.tensors).kinds())
+        writer = writer_into(FileWriter("shared memory", tensors), InMemory(packed.tensors).specs())
         for name, tensor in packed.tensors.items():
             writer.write(name, tensor)
         writer.finish()

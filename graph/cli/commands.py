@@ -73,7 +73,7 @@ def _takes_subject(parser: argparse.ArgumentParser) -> None:
 
 def _graph(options: argparse.Namespace, project: Project) -> Any:
     graph = project.graph(project.load(options.recipe, options.overlay, options.words))
-    options.voice.warn(problem for problem in graph.problems if problem.warning)
+    options.console.warn(problem for problem in graph.problems if problem.warning)
     return graph
 
 

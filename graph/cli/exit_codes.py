@@ -25,7 +25,7 @@ def _always(_text: str) -> bool:
 
 
 @attrs.frozen
-class Voice:
+class Console:
     """
     What this process prints, if several run the same command; a single process prints everything.
 

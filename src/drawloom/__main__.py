@@ -17,10 +17,10 @@ def main() -> int:
 
         watch_parent(parent)
     try:
-        from drawloom.components.distributed.torchrun import voice_of_this_rank
+        from drawloom.components.distributed.torchrun import rank_console
         from drawloom.graph.cli.main import main as command_line
 
-        return command_line(voice=voice_of_this_rank())
+        return command_line(console=rank_console())
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:  # what is left is Python's own way out, where it gives up our handlers

@@ -69,7 +69,7 @@ def test_a_variable_may_stand_anywhere() -> None:
 
 
 ROOT = Path(__file__).parents[3]
-WORKSHOP = Project.of("drawloom")
+PROJECT = Project.of("drawloom")
 SHIPPED = sorted((ROOT / "recipes").glob("*.toml"))
 
 CODES = {"DL201", "DL203", "DL204", "DL302", "DL303", "DL306", "DL310", "DL311", "DL312"}
@@ -89,7 +89,7 @@ UNSEEN = {
 @pytest.fixture(scope="module")
 def validator() -> Draft7Validator:
     """The schema of all that ships."""
-    schema = recipe_schema(WORKSHOP.registry, WORKSHOP.usual())
+    schema = recipe_schema(PROJECT.registry, PROJECT.usual())
     Draft7Validator.check_schema(schema)
     return Draft7Validator(schema)
 
@@ -102,16 +102,16 @@ def merged(table: Table) -> dict[str, Any]:
 def faults(recipe: Path) -> tuple[set[str], dict[str, Any]]:
     """The codes of what is wrong with a recipe, and the recipe as one file."""
     try:
-        loaded = WORKSHOP.load(str(recipe))
+        loaded = PROJECT.load(str(recipe))
     except RecipeError as error:
         return {problem.code for problem in error.problems}, {}
-    return {problem.code for problem in WORKSHOP.graph(loaded).errors}, merged(loaded.tree)
+    return {problem.code for problem in PROJECT.graph(loaded).errors}, merged(loaded.tree)
 
 
 @pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_recipes_are_valid(validator: Draft7Validator, recipe: Path) -> None:
     """As files, and as what they become with all that they extend."""
-    for data in (tomli.loads(recipe.read_text("utf-8")), merged(WORKSHOP.load(str(recipe)).tree)):
+    for data in (tomli.loads(recipe.read_text("utf-8")), merged(PROJECT.load(str(recipe)).tree)):
         assert [error.message for error in validator.iter_errors(data)] == []
 
 
@@ -157,6 +157,6 @@ def test_misspelt_keys_of_usual_nodes_are_offered(validator: Draft7Validator) ->
 def test_a_description_is_what_the_docstring_says(validator: Draft7Validator) -> None:
     """Editors show a component's docstring, and each setting's line."""
     clip = validator.schema["definitions"]["gradients.clip_norm"]  # type: ignore[index]
-    spec: Any = WORKSHOP.registry.find("gradients.clip_norm")
+    spec: Any = PROJECT.registry.find("gradients.clip_norm")
     assert clip["description"].startswith(spec.doc)
     assert clip["properties"]["max_norm"]["description"] == spec.fields["max_norm"].doc

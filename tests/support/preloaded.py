@@ -13,5 +13,5 @@ from drawloom.graph.cli.project import Project
 os.environ.pop("PYTHONPATH", None)
 import_module("torch._dynamo")  # by itself one of those seconds
 with suppress(Exception):  # whatever is wrong with a component is for a test to tell
-    workshop = Project.of("drawloom")
-    workshop.graph(workshop.load("first_run", [], [])).or_error()
+    project = Project.of("drawloom")
+    project.graph(project.load("first_run", [], [])).or_error()

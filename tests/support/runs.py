@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.distributed.torchrun import voice_of_this_rank
+from drawloom.components.distributed.torchrun import rank_console
 from drawloom.graph.cli.main import main
 from support.processes import RanksFailed, run_ranks
 
@@ -138,7 +138,7 @@ def _kill_after(path: Path, lines: float) -> None:
 
 def _code(arguments: list[str]) -> int:
     try:
-        return main(arguments, voice=voice_of_this_rank())
+        return main(arguments, console=rank_console())
     except SystemExit as end:
         return int(end.code or 0)
 

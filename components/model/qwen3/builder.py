@@ -111,7 +111,7 @@ class Qwen3Builder:
     def constraints(cls, node: Any) -> Iterator[Problem]:
         """What the settings of a recipe can't be together."""
         for fault in faults(cls.family, node.settings, bool(node.neighbours("tokenizer"))):
-            yield node.fault(fault.key, fault.why, fault.instead)
+            yield node.problem(fault.key, fault.why, fault.instead)
 
     @classmethod
     def resume_impact(cls, node: Any, key: str) -> str | None:

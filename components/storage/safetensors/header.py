@@ -67,7 +67,7 @@ class BadHeader(Exception):
 class Entry:
     """A tensor in a file: what it is, and where its bytes are, counted from the end of the header."""
 
-    kind: TensorSpec
+    spec: TensorSpec
     start: int
     end: int
 
@@ -127,9 +127,9 @@ def _entry(name: str, content: Any) -> Entry:
     if not _naturals(places) or len(places) != 2 or places[0] > places[1]:
         raise BadHeader(f"{name} has no place between two data_offsets")
     entry = Entry(TensorSpec(tuple(shape), DTYPES[code]), *places)
-    if entry.kind.bytes != entry.end - entry.start:
-        raise BadHeader(f"{name} has {entry.end - entry.start} bytes, and dtype and shape say {entry.kind.bytes}")
-    if math.prod(filter(None, shape)) * entry.kind.dtype.itemsize > MAX_BYTES:
+    if entry.spec.bytes != entry.end - entry.start:
+        raise BadHeader(f"{name} has {entry.end - entry.start} bytes, and dtype and shape say {entry.spec.bytes}")
+    if math.prod(filter(None, shape)) * entry.spec.dtype.itemsize > MAX_BYTES:
         raise BadHeader(f"{name} has dimensions that no tensor can have")
     return entry
 

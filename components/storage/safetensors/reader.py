@@ -44,8 +44,8 @@ class SafetensorsFolder:
     places: Mapping[str, SafetensorsFile]
     owns_memory: bool = attrs.field(init=False, default=True)
 
-    def kinds(self) -> Mapping[str, TensorSpec]:
-        return {name: file.entries[name].kind for name, file in self.places.items()}
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {name: file.entries[name].spec for name, file in self.places.items()}
 
     def tensor(self, name: str) -> Tensor:
         place = self.places[name]
@@ -63,7 +63,7 @@ def read_header(file: RegularFile) -> tuple[int, dict[str, Entry]]:
 
 def read_tensor(file: RegularFile, begin: int, entry: Entry) -> Tensor:
     """A tensor of a file whose tensors begin at an offset, in memory of its own on the CPU."""
-    tensor, memory = empty(entry.kind)
+    tensor, memory = empty(entry.spec)
     file.read_into(memory, begin + entry.start)
     return tensor
 
@@ -75,7 +75,7 @@ def tensors_in(memory: Tensor) -> dict[str, Tensor]:
     body = memory[8 + length :]
     entries = parse_header(view(memory)[8 : 8 + length].tobytes(), size - 8 - length)
     try:
-        return {name: from_memory(body[entry.start : entry.end], entry.kind) for name, entry in entries.items()}
+        return {name: from_memory(body[entry.start : entry.end], entry.spec) for name, entry in entries.items()}
     except RuntimeError as error:  # the writer aligns every tensor, other writers may not
         raise BadHeader(f"a tensor is not aligned to its elements: {error}") from error
 
@@ -170,6 +170,6 @@ def _differences(places: Mapping[str, str], files: Mapping[str, SafetensorsFile]
         yield f"unexpected {format_names(unknown)}"
     if double := [f"{name} (also in {file})" for name, file in held if places.get(name, file) != file]:
         yield f"duplicate {format_names(double)}"
-    size = sum(entry.kind.bytes for file in files.values() for entry in file.entries.values())
+    size = sum(entry.spec.bytes for file in files.values() for entry in file.entries.values())
     if total not in (None, size) and not missing and not unknown:
         yield f"its total_size is {total}, and the tensors have {size} bytes"

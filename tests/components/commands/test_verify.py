@@ -12,8 +12,8 @@ from support.checkpoints import save_steps
 
 
 def _verify(folder: Path) -> int:
-    workshop: Any = None
-    return main(argparse.Namespace(run_folder=folder), workshop)
+    project: Any = None
+    return main(argparse.Namespace(run_folder=folder), project)
 
 
 def test_each_checkpoint_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

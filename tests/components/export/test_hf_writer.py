@@ -142,8 +142,8 @@ def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shar
     expected = open_safetensors_folder(tmp_path / "whole")
     for name in ("parts", "again"):
         found = open_safetensors_folder(tmp_path / name)
-        assert found.kinds().keys() == expected.kinds().keys()
-        assert all(torch.equal(found.tensor(each), expected.tensor(each)) for each in found.kinds())
+        assert found.specs().keys() == expected.specs().keys()
+        assert all(torch.equal(found.tensor(each), expected.tensor(each)) for each in found.specs())
         files = {file.path.name for file in found.places.values()} | {"model.safetensors.index.json", "config.json"}
         assert {*os.listdir(tmp_path / name)} == files
         assert (tmp_path / name / "config.json").read_text() == (tmp_path / "whole" / "config.json").read_text()

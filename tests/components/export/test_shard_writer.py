@@ -52,13 +52,13 @@ def by_one(folder: Path, max_shard: int = 2**30) -> dict[str, Tensor]:
     mine = share(tensors(), mapper(), range(2 * LAYERS), None)
     write_shares(folder, mine, SingleProcess(), max_shard, config_beside)
     source = open_safetensors_folder(folder)
-    return {name: source.tensor(name) for name in source.kinds()}
+    return {name: source.tensor(name) for name in source.specs()}
 
 
 def assert_same(folder: Path, expected: dict[str, Tensor]) -> None:
     """The folder holds exactly what is expected, in exactly the files that its index names."""
     source = open_safetensors_folder(folder)
-    assert source.kinds().keys() == expected.keys()
+    assert source.specs().keys() == expected.keys()
     assert all(torch.equal(source.tensor(name), tensor) for name, tensor in expected.items())
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert {*os.listdir(folder)} == {*index["weight_map"].values(), "model.safetensors.index.json", "config.json"}
@@ -181,5 +181,5 @@ def test_in_another_dtype(tmp_path: Path) -> None:
     """A share in another dtype is written in that, and whole numbers are left alone."""
     mine = share({"a": torch.ones(2), "b": torch.tensor([1])}, identity("a", "b"), [0, 1], torch.bfloat16)
     write_shares(tmp_path / "export", mine, SingleProcess(), 100, config_beside)
-    kinds = open_safetensors_folder(tmp_path / "export").kinds()
+    kinds = open_safetensors_folder(tmp_path / "export").specs()
     assert {name: kind.dtype for name, kind in kinds.items()} == {"a": torch.bfloat16, "b": torch.int64}

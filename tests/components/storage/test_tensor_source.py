@@ -11,22 +11,22 @@ SOURCE = InMemory({"a": torch.ones(2, 3, requires_grad=True), "b": torch.tensor(
 
 def test_in_memory_gives_detached_tensors() -> None:
     """Shapes and dtypes are those of the tensors, and no gradient hangs on what is given."""
-    assert SOURCE.kinds() == {"a": TensorSpec((2, 3), torch.float32), "b": TensorSpec((2,), torch.int64)}
+    assert SOURCE.specs() == {"a": TensorSpec((2, 3), torch.float32), "b": TensorSpec((2,), torch.int64)}
     assert not SOURCE.tensor("a").requires_grad
-    assert (SOURCE.kinds()["a"].bytes, SOURCE.kinds()["b"].bytes) == (24, 16)
+    assert (SOURCE.specs()["a"].bytes, SOURCE.specs()["b"].bytes) == (24, 16)
 
 
 def test_as_type_leaves_whole_numbers_alone() -> None:
     """Floating-point tensors change their dtype, and say so before they are read; others stay."""
     half = AsType(SOURCE, torch.bfloat16)
-    assert {name: kind.dtype for name, kind in half.kinds().items()} == {"a": torch.bfloat16, "b": torch.int64}
+    assert {name: kind.dtype for name, kind in half.specs().items()} == {"a": torch.bfloat16, "b": torch.int64}
     assert (half.tensor("a").dtype, half.tensor("b").dtype) == (torch.bfloat16, torch.int64)
 
 
 def test_sources_stand_on_one_another() -> None:
     """The dtype is that of the last one."""
     both = AsType(AsType(SOURCE, torch.bfloat16), torch.float16)
-    assert both.kinds()["a"] == TensorSpec((2, 3), torch.float16)
+    assert both.specs()["a"] == TensorSpec((2, 3), torch.float16)
     assert both.tensor("a").dtype == torch.float16
 
 

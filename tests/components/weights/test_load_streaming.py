@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drawloom.components.storage.tensor_source import InMemory, TensorSpec
-from drawloom.components.weights.load import convert, kinds_given, stream
+from drawloom.components.weights.load import convert, group_specs, stream
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, stack, transpose, unstack
 
@@ -25,8 +25,8 @@ class Watched:
     log: list[str]
     owns_memory: bool = False
 
-    def kinds(self) -> Mapping[str, TensorSpec]:
-        return self.source.kinds()
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self.source.specs()
 
     def tensor(self, name: str) -> Tensor:
         self.log.append(f"read {name}")
@@ -61,14 +61,14 @@ def test_kinds_are_known_before() -> None:
     kinds = {"qkv": TensorSpec((8, 4), torch.bfloat16)}
     mapper = sequential(chunk("qkv", ["q", "k", "v"], 0, [4, 2, 2]), transpose("k", 0, 1))
     expected = {"q": (4, 4), "k": (4, 2), "v": (2, 4)}
-    assert kinds_given(mapper.groups[0], kinds) == {n: TensorSpec(s, torch.bfloat16) for n, s in expected.items()}
+    assert group_specs(mapper.groups[0], kinds) == {n: TensorSpec(s, torch.bfloat16) for n, s in expected.items()}
 
 
 def test_kinds_that_do_not_fit_are_told() -> None:
     """What could not be converted is known without reading it, with the names on both sides."""
     kinds = {"a": TensorSpec((3,), torch.float32)}
     with pytest.raises(ValueError, match="b, c can't be made of a: dimension 0 has size 3"):
-        kinds_given(chunk("a", ["b", "c"]).groups[0], kinds)
+        group_specs(chunk("a", ["b", "c"]).groups[0], kinds)
 
 
 MEASURE = """

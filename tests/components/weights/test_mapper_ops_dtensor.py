@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from drawloom.components.storage.tensor_source import InMemory
-from drawloom.components.weights.load import convert, kinds_given, load_folder
+from drawloom.components.weights.load import convert, group_specs, load_folder
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import distribute, gather, identity, is_sharded, like, stack
 from support.processes import run_ranks
@@ -35,7 +35,7 @@ def _stacked(mesh: Any) -> dict[str, Any]:
     spread = parallel(distribute("a", mesh, [Shard(1)]), distribute("b", mesh, [Shard(1)]))
     tensors = convert(spread, {"a": WHOLE, "b": WHOLE + 1})
     mapper = sequential(parallel(gather("a"), gather("b")), stack(["b", "a"], "ba"))
-    kind = kinds_given(mapper.groups[0], InMemory(tensors).kinds())["ba"]
+    kind = group_specs(mapper.groups[0], InMemory(tensors).specs())["ba"]
     return {"kind": (kind.shape, str(kind.dtype)), "made": convert(mapper, tensors)["ba"].tolist()}
 
 

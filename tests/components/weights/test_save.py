@@ -48,7 +48,7 @@ def test_files_hold_as_many_names_as_can_be_read() -> None:
 def test_files_of_several_writers_are_numbered_through() -> None:
     """Every writer has files of its own, all are of one count; who has nothing writes nothing."""
     files = plan_files([kinds(a=5, b=5), {}, kinds(c=20, d=1)], 10)
-    assert [(file.name[6:11], file.writer, [*file.kinds]) for file in files] == [
+    assert [(file.name[6:11], file.writer, [*file.specs]) for file in files] == [
         ("00001", 0, ["a", "b"]),
         ("00002", 2, ["c"]),
         ("00003", 2, ["d"]),
@@ -96,7 +96,7 @@ def test_what_is_written_is_read_bit_by_bit(sizes: list[tuple[int, torch.dtype]]
         theirs = {
             name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()
         }
-        assert source.kinds().keys() == theirs.keys() == tensors.keys()
+        assert source.specs().keys() == theirs.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert source.tensor(name).dtype == theirs[name].dtype == tensor.dtype
             assert torch.equal(source.tensor(name), tensor) and torch.equal(theirs[name], tensor)
@@ -109,7 +109,7 @@ def test_one_group_is_in_memory_at_a_time(tmp_path: Path) -> None:
     class Fresh:
         owns_memory = True
 
-        def kinds(self) -> dict[str, TensorSpec]:
+        def specs(self) -> dict[str, TensorSpec]:
             return {f"t{number}": TensorSpec((4,), torch.float32) for number in range(9)}
 
         def tensor(self, name: str) -> Tensor:

@@ -55,11 +55,11 @@ def test_closure_puts_needs_first(shop: Shop) -> None:
     assert all(order.index(need) < order.index(name) for name in order for need in graph.needs(name))
 
 
-def test_a_long_chain_needs_no_recursion(workshop: Project) -> None:
+def test_a_long_chain_needs_no_recursion(project: Project) -> None:
     """Five thousand nodes in a row are wired, ordered and built."""
-    graph = workshop.graph(Recipe.of(chain(5000)))
+    graph = project.graph(Recipe.of(chain(5000)))
     assert graph.errors == []
-    with workshop.container(graph) as objects:
+    with project.container(graph) as objects:
         assert len(objects) == 5002
 
 
@@ -73,7 +73,7 @@ def chain(length: int) -> dict[str, Any]:
     return {"store": {"use": "stores.memory"}, **pages, "trainer": loop}
 
 
-def test_many_paths_cost_no_more_than_many_nodes(workshop: Project) -> None:
+def test_many_paths_cost_no_more_than_many_nodes(project: Project) -> None:
     """A ladder of diamonds, with 2^200 paths, is ordered and checked for circles at once."""
     pages: dict[str, Any] = {}
     for number in range(200):
@@ -82,7 +82,7 @@ def test_many_paths_cost_no_more_than_many_nodes(workshop: Project) -> None:
         pages[f"left{number}"] = {"use": "pages.plain", "title": "l", "store": "@store", "filters": filters, **below}
     loop = {"use": "servers.loop", "pages": [f"@{name}" for name in pages], "store": "@store"}
     began = time.process_time()
-    graph = workshop.graph(Recipe.of({"store": {"use": "stores.memory"}, **pages, "trainer": loop}))
+    graph = project.graph(Recipe.of({"store": {"use": "stores.memory"}, **pages, "trainer": loop}))
     assert graph.errors == [] and len(graph.topological_order(["trainer"])) == 402
     assert time.process_time() - began < 5
 
@@ -116,11 +116,11 @@ def test_a_required_edge_is_found_by_type_if_one_node_fits(shop: Shop, members: 
     assert graph.errors[0].hint == 'write store = "@store" or store = "@second"'
 
 
-def test_nodes_in_place_are_nodes_of_their_own(shop: Shop, workshop: Project) -> None:
+def test_nodes_in_place_are_nodes_of_their_own(shop: Shop, project: Project) -> None:
     """A table with `use` inside an edge is built once, for its owner alone."""
     graph = shop('[trainer]\npages = ["@page"]\nnamed = { home = "@page" }\n[page]\nstore = { use = "stores.memory" }')
     assert faults(graph) == []
-    with workshop.container(graph) as objects:
+    with project.container(graph) as objects:
         assert objects["page"].store is not objects["store"]
         assert objects["trainer"].named == {"home": objects["page"]}
 

@@ -16,7 +16,7 @@ from drawloom.graph.toml.emit import dump_key, dumps
 from support.golden import FAULTY, GOOD
 from support.made_up import recipes
 
-WORKSHOP = Project.of("support.shop")
+PROJECT = Project.of("support.shop")
 
 PIECES = [
     '"', "'", '"""', "'''", "[", "]", "[[", "]]", "{", "}", "=", ".", ",", "#", "\n", "\r\n", "\r", "\t", " ", "\\",
@@ -80,7 +80,7 @@ def checked(folder: Path, content: bytes) -> tuple[int, str]:
     recipe.write_bytes(content)
     told, said = io.StringIO(), io.StringIO()
     with contextlib.redirect_stderr(told), contextlib.redirect_stdout(said):
-        code = main(["check", str(recipe)], WORKSHOP)
+        code = main(["check", str(recipe)], PROJECT)
     return code, told.getvalue()
 
 

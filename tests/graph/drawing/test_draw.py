@@ -62,12 +62,12 @@ def test_an_unknown_focus_is_a_sentence(shop: Callable[..., Graph]) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_the_command_line_takes_all_of_it(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_takes_all_of_it(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """Options reach the picture, which is titled by the recipe; an overlay's value does, too."""
     words = ["draw", "small", "--format", "svg", "--focus", "page", 'page.filters=[{use = "pages.parse"}]']
-    assert main(words, workshop) == 0
+    assert main(words, project) == 0
     assert [one.text for one in svg.words(capsys.readouterr().out)][:1] == ["small: [page]"]
-    assert main([*words, "--step"], workshop) == 0
+    assert main([*words, "--step"], project) == 0
     assert "page.filters[0]" in capsys.readouterr().out
 
 

@@ -36,12 +36,12 @@ OVER = "[room]\ntable = { b = 2.5 }\nwhole = 7"
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workshop: Project) -> Told:
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: Project) -> Told:
     """What is said of a target, line by line."""
     monkeypatch.chdir(tmp_path)
     Path("top.toml").write_text(TOP, "utf-8")
     Path("over.toml").write_text(OVER, "utf-8")
-    graph = workshop.graph(workshop.load("top.toml", ["over.toml"], ["room.whole=8", "page.store=@store"]))
+    graph = project.graph(project.load("top.toml", ["over.toml"], ["room.whole=8", "page.store=@store"]))
     small = str(next(layer.source for layer in graph.recipe.layers))
 
     def tell(target: str) -> list[str]:
@@ -62,12 +62,12 @@ def test_a_key_has_the_stack_of_all_that_set_it(told: Told) -> None:
     ]
 
 
-def test_an_edited_list_shows_what_was_removed_and_inserted(told: Told, workshop: Project) -> None:
+def test_an_edited_list_shows_what_was_removed_and_inserted(told: Told, project: Project) -> None:
     """Below the edited list are the edits, each inserted element with its place, and then the list as it was."""
     Path("edit.toml").write_text(
         '[edit.page.filters]\nremove = "@cut"\nbefore."@find" = "@who"\n[who]\nuse = "pages.parse"'
     )
-    graph = workshop.graph(workshop.load("top.toml", ["edit.toml"]))
+    graph = project.graph(project.load("top.toml", ["edit.toml"]))
     lines = explain(graph, "page.filters", "trainer").splitlines()
     assert lines[0].endswith("top.toml:8:1 and edit.toml:1:12)")
     assert lines[1:] == [

@@ -68,15 +68,15 @@ named = { "a b" = "@page" }
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[3] / "recipes").glob("*.toml"))
 
 
-def again(workshop: Project, resolved: ResolvedRecipe) -> Graph:
+def again(project: Project, resolved: ResolvedRecipe) -> Graph:
     """The graph of a resolved recipe's text."""
-    return workshop.graph(Recipe.of(tomli.loads(resolved.text)), root="")
+    return project.graph(Recipe.of(tomli.loads(resolved.text)), root="")
 
 
-def test_reading_it_again_gives_the_same(shop: Shop, workshop: Project) -> None:
+def test_reading_it_again_gives_the_same(shop: Shop, project: Project) -> None:
     """The resolved text has the same graph and hash when it is resolved again, whatever stands in it."""
     once = resolve(shop(AWKWARD))
-    twice = resolve(again(workshop, once))
+    twice = resolve(again(project, once))
     assert (tomli.loads(twice.text), twice.hash) == (tomli.loads(once.text), once.hash)
 
 
@@ -84,11 +84,11 @@ def test_reading_it_again_gives_the_same(shop: Shop, workshop: Project) -> None:
 @settings(max_examples=150, deadline=None)
 def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
     """Whatever settings, nodes in place and groups a recipe has, its resolved text means the same graph and hash."""
-    workshop = Project.of("support.shop")
-    graph = workshop.graph(Recipe.of(data), root="")
+    project = Project.of("support.shop")
+    graph = project.graph(Recipe.of(data), root="")
     assert graph.errors == []
     once = resolve(graph)
-    other = again(workshop, once)
+    other = again(project, once)
     assert other.errors == []
     assert serialize_graph(other) == serialize_graph(graph)
     assert resolve(other).hash == once.hash
@@ -97,27 +97,27 @@ def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith("with_")])
 def test_shipped_recipes_come_back_the_same(name: str) -> None:
     """So do the recipes that ship, with every overlay that ships laid over those that stand on their own."""
-    workshop = Project.of("drawloom")
+    project = Project.of("drawloom")
     overlays = [overlay for overlay in SHIPPED if overlay.startswith("with_")]
-    graph = workshop.graph(workshop.load(name, overlays), root="")
+    graph = project.graph(project.load(name, overlays), root="")
     if graph.errors:  # a base that says not yet what to learn
         assert name == "pretrain"
         return
     once = resolve(graph)
-    other = again(workshop, once)
+    other = again(project, once)
     assert serialize_graph(other) == serialize_graph(graph)
     assert resolve(other).hash == once.hash
 
 
-def test_defaults_and_found_edges_are_written_out(shop: Shop, workshop: Project) -> None:
+def test_defaults_and_found_edges_are_written_out(shop: Shop, project: Project) -> None:
     """A later change of a default, or another node that fits, can't change a run that was resolved before."""
     text = resolve(shop()).text
     assert "size = 10" in text and 'store = "@store"' in text
 
 
-def test_each_line_says_where_it_has_come_from(workshop: Project) -> None:
+def test_each_line_says_where_it_has_come_from(project: Project) -> None:
     """Behind every key stands a file, a variable with its own place, the command line, a type, or a default."""
-    graph = workshop.graph(workshop.load("small", words=["store.size=12"]))
+    graph = project.graph(project.load("small", words=["store.size=12"]))
     lines = dict(re.findall(r"^(\w+ = .*?) +# (.*)$", resolve(graph).text, re.MULTILINE))
     assert lines == {
         'use = "stores.memory"': "small.toml:7:1",
@@ -132,28 +132,28 @@ def test_each_line_says_where_it_has_come_from(workshop: Project) -> None:
     }
 
 
-def test_origins_do_not_depend_on_where_one_stands(workshop: Project, tmp_path: Path, monkeypatch: Any) -> None:
+def test_origins_do_not_depend_on_where_one_stands(project: Project, tmp_path: Path, monkeypatch: Any) -> None:
     """The text of a shipped recipe is the same from every directory."""
-    here = resolve(workshop.graph(workshop.load("small"))).text
+    here = resolve(project.graph(project.load("small"))).text
     monkeypatch.chdir(tmp_path)
-    assert resolve(workshop.graph(workshop.load("small"))).text == here
+    assert resolve(project.graph(project.load("small"))).text == here
 
 
-def test_a_comment_can_not_break_out(workshop: Project, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_comment_can_not_break_out(project: Project, tmp_path: Path, monkeypatch: Any) -> None:
     """A file whose name holds a line break changes nothing but the comment."""
     monkeypatch.chdir(tmp_path)
-    small = (workshop.recipes / "small.toml").read_text("utf-8")
+    small = (project.recipes / "small.toml").read_text("utf-8")
     Path("evil\n[x].toml").write_text(small, "utf-8")
-    text = resolve(workshop.graph(workshop.load("evil\n[x].toml"))).text
+    text = resolve(project.graph(project.load("evil\n[x].toml"))).text
     assert list(tomli.loads(text)) == ["format", "store", "page", "trainer"]
 
 
-def test_the_first_line_is_the_format(shop: Shop, workshop: Project) -> None:
+def test_the_first_line_is_the_format(shop: Shop, project: Project) -> None:
     """Whoever reads a resolved recipe knows first of all whether he can."""
     assert resolve(shop()).text.startswith("format = 1\n")
 
 
-def test_the_hash_is_of_what_is_said_not_how(shop: Shop, workshop: Project) -> None:
+def test_the_hash_is_of_what_is_said_not_how(shop: Shop, project: Project) -> None:
     """Writing a default out changes nothing; another value does."""
     same = [resolve(shop(text)).hash for text in ("", "[store]\nsize = 10")]
     assert same[0] == same[1] != resolve(shop("[store]\nsize = 11")).hash

@@ -111,6 +111,6 @@ def test_a_mark_of_byte_order_is_no_matter(here: Path) -> None:
     assert list(load("bom.toml").nodes) == ["a"]
 
 
-def test_shipped_recipes_have_names(workshop: Project) -> None:
+def test_shipped_recipes_have_names(project: Project) -> None:
     """A shipped recipe is found without path or suffix."""
-    assert workshop.graph(workshop.load("small")).errors == []
+    assert project.graph(project.load("small")).errors == []

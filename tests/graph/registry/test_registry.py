@@ -113,9 +113,9 @@ def everywhere(text: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text)[:40])
 def test_a_recipe_imports_nothing_but_components(text: str, watched: list[str]) -> None:
     """Whatever a recipe says, and wherever, nothing is imported or run that is not a shipped component."""
-    workshop = Project.of("support.shop")
+    project = Project.of("support.shop")
     for data in everywhere(text):
-        workshop.graph(Recipe.of(data), root="")
+        project.graph(Recipe.of(data), root="")
     strange = [name for name in watched if not name.startswith("support.shop.")]
     assert strange == []
     assert not [name for name in watched if name.startswith("support.shop.secret")]
@@ -182,11 +182,11 @@ def problems(data: dict[str, Any]) -> list[str]:
 def test_an_entry_point_is_a_component(elsewhere: Path) -> None:
     """What an installed distribution declares can be used by its name, and says whom it is from."""
     declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed")
-    workshop = Project.of("support.shop")
-    graph = workshop.graph(Recipe.of({"store": {"use": "garden.shed"}}), root="")
+    project = Project.of("support.shop")
+    graph = project.graph(Recipe.of({"store": {"use": "garden.shed"}}), root="")
     assert graph.errors == []
     assert graph.nodes["store"].spec.distribution == "acme-sheds 1.0"
-    assert "garden.shed" in workshop.registry.names()
+    assert "garden.shed" in project.registry.names()
 
 
 def test_an_entry_point_is_imported_only_when_it_is_used(elsewhere: Path) -> None:

@@ -222,7 +222,7 @@ def test_constraints_are_faults_of_the_node() -> None:
         def neighbours(self, edge: str) -> list[Any]:
             return []
 
-        def fault(self, key: str, text: str, hint: str) -> Any:
+        def problem(self, key: str, text: str, hint: str) -> Any:
             return key, text, hint
 
     found = list(Qwen3Dense.constraints(View(NONE | SIZES | {"num_key_value_heads": 3, "vocab_size": None})))

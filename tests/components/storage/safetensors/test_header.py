@@ -51,10 +51,10 @@ def test_every_dtype_is_the_librarys() -> None:
     tensors = {f"t{n}": torch.zeros(n % 3, 2).to(dtype) for n, dtype in enumerate(DTYPES.values())}
     file = save(tensors)
     entries = entries_of(file)
-    assert {name: entry.kind for name, entry in entries.items()} == {
+    assert {name: entry.spec for name, entry in entries.items()} == {
         name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
     }
-    head, planned = layout({name: entry.kind for name, entry in entries.items()})
+    head, planned = layout({name: entry.spec for name, entry in entries.items()})
     assert planned == entries
     assert (
         head.replace(b'"__metadata__":{"format":"pt"},', b"").rstrip()[8:]
@@ -173,8 +173,8 @@ def agrees(file: bytes) -> bool:
     assert theirs.keys() == entries.keys()
     begin = 8 + header_length(file[:8], len(file))
     for name, entry in entries.items():
-        assert tuple(theirs[name]["shape"]) == entry.kind.shape
-        assert theirs[name]["dtype"] == CODES[entry.kind.dtype]
+        assert tuple(theirs[name]["shape"]) == entry.spec.shape
+        assert theirs[name]["dtype"] == CODES[entry.spec.dtype]
         assert bytes(theirs[name]["data"]) == file[begin + entry.start : begin + entry.end]
     return True
 

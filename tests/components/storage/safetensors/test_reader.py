@@ -37,7 +37,7 @@ def test_single_file(tmp_path: Path) -> None:
     """Shapes and dtypes are known before a tensor is read."""
     save_file({"a": torch.ones(2, 3, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     source = open_safetensors_folder(tmp_path)
-    assert source.kinds() == {"a": TensorSpec((2, 3), torch.bfloat16)}
+    assert source.specs() == {"a": TensorSpec((2, 3), torch.bfloat16)}
     assert torch.equal(source.tensor("a"), torch.ones(2, 3, dtype=torch.bfloat16))
 
 
@@ -45,7 +45,7 @@ def test_sharded(tmp_path: Path) -> None:
     """Each tensor comes from the file that the index names."""
     weight_map = {"aaa": "x.safetensors", "b": "y.safetensors", "cc": "x.safetensors"}
     source = open_safetensors_folder(sharded(tmp_path, weight_map, x=["aaa", "cc"], y=["b"]))
-    assert [source.tensor(name)[0].item() for name in source.kinds()] == [3.0, 1.0, 2.0]
+    assert [source.tensor(name)[0].item() for name in source.specs()] == [3.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -53,7 +53,7 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     """Each dtype that torch and safetensors share is read as itself."""
     save_file({"a": torch.zeros(3).to(dtype)}, tmp_path / "model.safetensors")
     source = open_safetensors_folder(tmp_path)
-    assert source.kinds()["a"].dtype == source.tensor("a").dtype == dtype
+    assert source.specs()["a"].dtype == source.tensor("a").dtype == dtype
 
 
 def test_differences_are_told_together(tmp_path: Path) -> None:
@@ -178,12 +178,12 @@ def test_any_index_is_read_or_refused(text: bytes) -> None:
 def test_another_total_size_is_told(tmp_path: Path) -> None:
     """An index that counts other bytes than its files have is of other files; one that counts none is fine."""
     folder = sharded(tmp_path, {"a": "x.safetensors"}, x=["a"])
-    assert open_safetensors_folder(folder).kinds().keys() == {"a"}
+    assert open_safetensors_folder(folder).specs().keys() == {"a"}
     for total, fits in ((8, True), (8.0, True), (9, False)):
         index = {"metadata": {"total_size": total}, "weight_map": {"a": "x.safetensors"}}
         (folder / INDEX).write_text(json.dumps(index))
         if fits:
-            assert open_safetensors_folder(folder).kinds().keys() == {"a"}
+            assert open_safetensors_folder(folder).specs().keys() == {"a"}
         else:
             with pytest.raises(UserError, match="its total_size is 9, and the tensors have 8 bytes"):
                 open_safetensors_folder(folder)

@@ -25,7 +25,7 @@ KINDS = st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from([*DTYPES.values
 
 def written(path: Path, tensors: dict[str, Tensor], order: list[str]) -> bytes:
     """The bytes of a file into which tensors were written in an order."""
-    with new_safetensors_file(path, InMemory(tensors).kinds()) as writer:
+    with new_safetensors_file(path, InMemory(tensors).specs()) as writer:
         for name in order:
             writer.write(name, tensors[name])
     return path.read_bytes()
@@ -67,7 +67,7 @@ def test_memory_that_is_no_file_is_refused() -> None:
 
 def test_what_was_not_announced_is_refused(tmp_path: Path) -> None:
     """A tensor of another shape or dtype, and one that never comes, are mistakes of the program and told as such."""
-    kinds = InMemory({"a": torch.ones(2), "b": torch.ones(2)}).kinds()
+    kinds = InMemory({"a": torch.ones(2), "b": torch.ones(2)}).specs()
     for tensor in (torch.ones(3), torch.ones(2).half()):
         with (
             pytest.raises(ValueError, match=r"a came as .* and was announced as"),

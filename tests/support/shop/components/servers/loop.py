@@ -31,4 +31,4 @@ class Loop:
         (store,) = node.neighbours("store")
         if "size" in store.settings and node.settings["workers"] > store.settings["size"]:
             text = f"{node.settings['workers']} workers can't share {store.settings['size']} values"
-            yield node.fault("workers", text, f"write at most {store.settings['size']}")
+            yield node.problem("workers", text, f"write at most {store.settings['size']}")

@@ -7,14 +7,14 @@ import warnings
 
 import pytest
 
-from drawloom.components.distributed.torchrun import voice_of_this_rank
+from drawloom.components.distributed.torchrun import rank_console
 from support.processes import run_ranks
 
 
 def _first(finding: tuple[int, ...]) -> bool | None:
     """Whether this rank tells what some ranks find; None if it is none of them."""
-    voice = voice_of_this_rank()
-    return voice.is_first("a mistake") if int(os.environ["RANK"]) in finding else None
+    console = rank_console()
+    return console.is_first("a mistake") if int(os.environ["RANK"]) in finding else None
 
 
 @pytest.mark.parametrize(
@@ -26,10 +26,10 @@ def test_one_rank_tells_a_mistake(finding: tuple[int, ...], first: list[bool | N
 
 
 def _warned() -> tuple[bool, str]:
-    voice = voice_of_this_rank()
+    console = rank_console()
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         warnings.warn("take care", stacklevel=1)
-    return voice.warns, printed.getvalue()
+    return console.warns, printed.getvalue()
 
 
 def test_rank_0_alone_warns() -> None:
@@ -43,10 +43,10 @@ def test_a_single_process_tells_everything() -> None:
     """There is nobody to ask."""
     [(warns, printed)] = run_ranks(_warned, 1, variables=False)
     assert warns and "take care" in printed
-    assert voice_of_this_rank().is_first("a mistake")
+    assert rank_console().is_first("a mistake")
 
 
 def test_variables_that_make_no_sense_silence_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with them is told later, by every process that has them."""
     monkeypatch.setenv("RANK", "x")
-    assert voice_of_this_rank().warns
+    assert rank_console().warns
