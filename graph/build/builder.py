@@ -19,7 +19,7 @@ from drawloom.graph.types.describe import describe
 from drawloom.graph.types.port_match import implements, mismatches
 
 MOST = 6
-"""Candidates for an edge that a message lists."""
+"""Candidates for an edge that a message lists at most."""
 
 
 @attrs.define(eq=False)
@@ -40,7 +40,7 @@ class GraphBuilder:
         for name, table in self.recipe.nodes.items():
             self._make(name, table)
         edges = EdgeResolver(self.recipe, self.nodes, self._settings, self._make)
-        for node in list(self.nodes.values()):
+        for node in list(self.nodes.values()):  # a copy: resolving edges adds inline nodes
             edges.resolve_all(node)
         edges.report_unnamed()
 
@@ -63,6 +63,7 @@ class GraphBuilder:
         settings: dict[str, Any] = {}
         node = self.nodes[name] = Node(name, table, found, owner, MappingProxyType(settings))
         for module, install in found.traits.needs.items():
+            # find_spec does not import: the package may take seconds, and `check` does not need it.
             if importlib.util.find_spec(module) is None:
                 text = f"{use.value!r} needs the package {module!r}, which is not installed"
                 node.add_problem("DL202", text, f"pip install '{install}'")

@@ -176,7 +176,7 @@ def _constraints(node: Node, view: NodeView) -> Iterator[Problem]:
         yield from constraints(view) if constraints else ()
     except Exception as error:
         text = f"the constraints of {view.use!r} can't be checked: {type(error).__name__}: {error}"
-        yield Problem("DL206", text, "tell its author", node.name, node.place)
+        yield Problem("DL206", text, "report it to the author of the component", node.name, node.place)
 
 
 @attrs.frozen

@@ -83,7 +83,11 @@ class Node:
 
     def add_bug(self, what: str, error: Exception) -> None:
         """Add a problem that the author of the component has to fix, and not the author of the recipe."""
-        self.add_problem("DL206", f"{self.spec.use!r}: {what}: {type(error).__name__}: {error}", "tell its author")
+        self.add_problem(
+            "DL206",
+            f"{self.spec.use!r}: {what}: {type(error).__name__}: {error}",
+            "report it to the author of the component",
+        )
 
 
 @attrs.frozen

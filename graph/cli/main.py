@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, NoReturn
 
 from drawloom.graph.cli.commands import COMMANDS
-from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, told
+from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, format_problems
 from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import Problem, RecipeError, UserError
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None, project: Project | None = None,
     try:
         return _command(sys.argv[1:] if arguments is None else arguments, project or Project.of("drawloom"), console)
     except RecipeError as error:
-        return console.fail(told(error.problems), INVALID)
+        return console.fail(format_problems(error.problems), INVALID)
     except UserError as error:
         return console.fail(str(error), error.exit_code)
     except KeyboardInterrupt:

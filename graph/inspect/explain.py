@@ -23,6 +23,7 @@ def explain(graph: Graph, target: str, root: str) -> str:
         return "\n".join(_explain_recipe(graph))
     if target in graph.nodes:
         return "\n".join(_explain_node(graph, graph.nodes[target], root))
+    # Longest names first: "a.b.c" may be the key c of the node a.b or a part of the key b of the node a.
     for name in sorted(graph.nodes, key=len, reverse=True):
         path = _path(target[len(name) :]) if target.startswith(f"{name}.") else ()
         if path and str(path[0]) in graph.nodes[name].spec.fields:
@@ -61,7 +62,7 @@ def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
 
 
 def _notes(graph: Graph, node: Node) -> Iterable[str]:
-    """What the component itself says about the node, if that is valid."""
+    """The notes of the component about a valid node."""
     notes = getattr(node.spec.cls, "notes", None)
     return notes(graph.view(node.name)) if notes and not node.invalid else ()
 
@@ -157,6 +158,7 @@ def _part(plain: Any, path: KeyPath) -> str:
     return dumps(plain)
 
 
+# Of ordinals; 11th, 12th and 13th are exceptions.
 ENDS = {1: "st", 2: "nd", 3: "rd"}
 
 

@@ -68,6 +68,7 @@ def serialize_value(value: Any) -> Any:
             return serialize_value(value.value)
         case str() | PurePath():
             text = str(value)
+            # A single @ or $ would read back as a reference.
             return text[0] + text if text[:1] in ("@", "$") else text
         case list() | tuple():
             return [serialize_value(item) for item in value]

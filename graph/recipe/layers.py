@@ -35,7 +35,7 @@ class Layer:
         if self.text is None:
             return Place(self.source)
         if self._places is None:
-            self._places = SourceMap(self.text)
+            self._places = SourceMap(self.text)  # only now: most recipes have no problem and need no positions
         span = find(self._places) or self._places.nearest(path)
         return Place(self.source, *self._places.position(span.start))
 

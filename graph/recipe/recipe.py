@@ -61,6 +61,7 @@ def merge(source: str, layers: Sequence[Layer]) -> Recipe:
 def _merge(source: str, tree: Table, layers: Sequence[Layer]) -> Recipe:
     problems: list[Problem] = []
     for layer in layers:
+        # Before merging, so that a layer may unset a node and write it anew.
         problems += _remove_unset(tree, layer)
         problems += _check_format(layer)
         tree.merge({key: value for key, value in layer.data.items() if key not in DIRECTIVES}, layer, ())
@@ -72,7 +73,7 @@ def _merge(source: str, tree: Table, layers: Sequence[Layer]) -> Recipe:
 
 def _check_format(layer: Layer) -> Iterator[Problem]:
     number = layer.data.get("format", FORMAT)
-    if number != FORMAT or isinstance(number, bool):
+    if number != FORMAT or isinstance(number, bool):  # True == 1
         text = f"recipes of format {number!r} can't be read, only those of format {FORMAT}"
         yield Problem("DL107", text, place=layer.value(("format",)))
 

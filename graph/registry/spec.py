@@ -55,7 +55,7 @@ class Field:
 
 @attrs.frozen
 class Spec:
-    """A component class as recipes see it. `brought_by` is its distribution; empty for the program's own."""
+    """A component class as recipes see it. `distribution` provides it; empty for the program's own components."""
 
     use: str
     cls: type
@@ -70,13 +70,14 @@ class Spec:
         return (self.cls.__doc__ or "").strip().partition("\n")[0]
 
 
-def read_spec(use: str, cls: type, brought_by: str = "") -> Spec:
+def read_spec(use: str, cls: type, distribution: str = "") -> Spec:
     """The settings and edges of a component class."""
+    # attrs keeps the strings of postponed annotations; get_type_hints resolves them.
     hints = typing.get_type_hints(cls)
     traits: Traits = vars(cls)["__component__"]
     fields = [_read_field(a, hints[a.name], traits.impact) for a in attrs.fields(cls) if a.init]
     every = tuple(field for field in fields if field.kind == "every")
-    return Spec(use, cls, {field.name: field for field in fields}, traits, every, brought_by)
+    return Spec(use, cls, {field.name: field for field in fields}, traits, every, distribution)
 
 
 def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, impact: Impact) -> Field:

@@ -22,7 +22,7 @@ Stage = Literal["build", "open", "close"]
 STAGES: tuple[Stage, ...] = ("build", "open", "close")
 
 LEAST = 0.001
-"""Seconds from which on a node has its own line in the table of timings."""
+"""Seconds; faster nodes share one line in the table of timings."""
 
 
 @attrs.frozen
@@ -134,6 +134,7 @@ class Container(Mapping[str, Any]):
         """Construct every needed node once, dependencies first; then fill the `Every` fields."""
         self._check_given()
         self._objects = {}
+        # What only a given object would need is not built.
         for name in self.graph.topological_order(self.roots, without=self.given):
             if name in self.given:
                 self._objects[name] = self.given[name]
@@ -181,6 +182,7 @@ class Container(Mapping[str, Any]):
         return objects
 
     def _fill_all(self) -> None:
+        # By class, not by object: matching a class with a port is slow, and many nodes share a class.
         kinds = {type(item) for item in self._objects.values()}
         for name in self._objects.keys() - self.given.keys():
             for field in self.graph.nodes[name].spec.every_fields:
@@ -202,6 +204,7 @@ class Container(Mapping[str, Any]):
     def _open(self, name: str, item: Any) -> None:
         if hasattr(item, "on_failure"):
             self._failure_handlers.append(name)
+        # Before open(): an object whose open() fails half-way must still release what it has.
         if hasattr(item, "close"):
             self._opened.push(name, lambda: self._close(name, item))
         if hasattr(item, "open"):

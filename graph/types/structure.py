@@ -58,6 +58,7 @@ class Values:
     @cached_property
     def _converter(self) -> Converter:
         """A hook for each type. cattrs takes registered classes first, then the last predicate that holds."""
+        # Detailed validation collects the errors of all items of a value instead of raising the first.
         converter = Converter(detailed_validation=True)
         converter.register_structure_hook_factory(lambda kind: True, _refuse)
         converter.register_structure_hook_func(lambda kind: kind in (Any, object), lambda value, kind: value)
@@ -90,7 +91,7 @@ class Values:
         if not isinstance(value, list):
             raise _Mismatch(value, kind)
         if len(value) != len(kinds):
-            raise _Mismatch(value, kind, f"{expected(kind)}: {len(kinds)} wanted, {len(value)} given")
+            raise _Mismatch(value, kind, f"{expected(kind)}: {len(kinds)} items expected, {len(value)} given")
         items, errors = [], []
         for index, (item, of) in enumerate(zip(value, kinds, strict=True)):
             try:

@@ -35,14 +35,14 @@ def as_json(plain: Any) -> Any:
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(SETTINGS)), st.data())
-def test_what_settings_take_is_valid(name: str, data: st.DataObject) -> None:
+def test_a_value_that_a_setting_accepts_is_valid(name: str, data: st.DataObject) -> None:
     """Whatever a recipe may write for a setting, its schema accepts."""
     assert VALIDATORS[name].is_valid(as_json(data.draw(SETTINGS[name])))
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.sampled_from(sorted(SETTINGS)), WRITTEN)
-def test_what_a_schema_refuses_settings_refuse(name: str, value: Any) -> None:
+def test_a_value_that_the_schema_refuses_is_no_valid_setting(name: str, value: Any) -> None:
     """A schema never complains of what a recipe may say; it may miss what only Python can tell."""
     field = SPEC.fields[name]
     if not VALIDATORS[name].is_valid(as_json(value)):
@@ -50,18 +50,18 @@ def test_what_a_schema_refuses_settings_refuse(name: str, value: Any) -> None:
         assert written_as_reference or Values().structure(value, field.type, field.check)[1]
 
 
-def test_bounds_are_told() -> None:
+def test_bounds_are_part_of_the_schema() -> None:
     """A check that is a bound is part of the schema."""
     assert not VALIDATORS["part"].is_valid(0.0) and VALIDATORS["part"].is_valid(0.1)
     assert not VALIDATORS["shelf"].is_valid({"width": 0}) and VALIDATORS["shelf"].is_valid({"width": 1})
 
 
-def test_unknown_keys_inside_and_missing_ones_are_told() -> None:
+def test_unknown_and_missing_keys_inside_a_setting_are_invalid() -> None:
     """A table that is an attrs class has its fields and no others."""
     assert not VALIDATORS["shelf"].is_valid({"width": 1, "hight": 2}) and not VALIDATORS["shelf"].is_valid({})
 
 
-def test_a_variable_may_stand_anywhere() -> None:
+def test_a_variable_is_valid_anywhere() -> None:
     """Whole values and items of arrays may be variables, and nothing but those begins with one dollar."""
     data = tomli.loads('a = "$vars.x"\nb = ["$vars.y"]\nc = "$x"')
     assert VALIDATORS["whole"].is_valid(data["a"]) and VALIDATORS["numbers"].is_valid(data["b"])

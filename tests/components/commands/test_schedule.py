@@ -77,7 +77,7 @@ def test_channels_make_a_difference(capsys: Capture) -> None:
     assert data(capsys, *words, "--channels", "blocking")["makespan"] > data(capsys, *words)["makespan"]
 
 
-def test_a_recipe_says_it_all(capsys: Capture) -> None:
+def test_a_recipe_gives_schedule_ranks_and_microbatches(capsys: Capture) -> None:
     """Schedule, ranks and microbatches are those of the recipe; values are laid over it."""
     words = ("mesh.pipeline=2", "batch.micro_size=2", "schedule.use=pipeline.schedules.zero_bubble_v")
     found = data(capsys, "first_run", *words)
@@ -140,6 +140,6 @@ def test_all_are_compared(capsys: Capture) -> None:
         (["no_such_recipe"], "no_such_recipe"),
     ],
 )
-def test_mistakes_are_told(capsys: Capture, words: list[str], error: str) -> None:
+def test_wrong_arguments_are_user_errors(capsys: Capture, words: list[str], error: str) -> None:
     """A command line that can't be is refused with exit code 2 and one sentence."""
     assert error in printed(capsys, *words, code=2)

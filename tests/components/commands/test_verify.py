@@ -36,7 +36,7 @@ def test_a_damaged_one_is_named_with_its_file(tmp_path: Path, capsys: pytest.Cap
     assert "whole" in second
 
 
-def test_a_folder_without_checkpoints_is_a_mistake(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_a_user_error(tmp_path: Path) -> None:
     """Of the command line: nothing was verified."""
     with pytest.raises(UserError, match="holds no checkpoint") as caught:
         _verify(tmp_path)

@@ -52,7 +52,7 @@ def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
         assert [json.loads(row)["step"] for row in rows] == list(range(1, 11))
 
 
-def test_a_run_that_is_too_short_to_be_killed_is_told(tmp_path: Path) -> None:
+def test_a_run_that_is_too_short_to_be_killed_is_reported(tmp_path: Path) -> None:
     """Comparing a run with itself would show nothing."""
     with pytest.raises(UserError, match="is over before it can be killed; take more steps than 4"):
         _runs(tmp_path, 4, 0.0, "short").killed_and_resumed()
@@ -74,7 +74,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 """
 
 
-def test_what_torchrun_says_of_a_run_that_fails_is_left_out(tmp_path: Path) -> None:
+def test_output_of_torchrun_about_a_failed_run_is_left_out(tmp_path: Path) -> None:
     """Its report is long, and tells nothing of the cause; if there is nothing else, it is shown."""
     for report, words in ((REPORT, "resuming:\nno such corpus$"), (REPORT[-66:], "ChildFailedError:$")):
         command = [sys.executable, "-c", f"print({report.strip()!r}); exit(1)"]
@@ -129,7 +129,7 @@ def test_the_first_difference_is_named(tmp_path: Path, changes: dict[str, Any], 
         (11, True, ["resuming need not be the cause, it may be the GPU"]),
     ],
 )
-def test_what_else_than_resuming_is_the_cause_is_told(
+def test_other_causes_than_resuming_are_reported(
     step: int,
     varies: bool,
     words: list[str],

@@ -45,7 +45,7 @@ def export_of(folder: Path, mesh: Any, **settings: Any) -> HuggingFaceExport:
     return HuggingFaceExport(model=model, stages=stages, folder=FakeFolder(folder), mesh=mesh, **settings)
 
 
-def test_fits_its_port() -> None:
+def test_the_export_implements_its_port() -> None:
     """The component keeps the promises of a Finisher."""
     assert not mismatches(HuggingFaceExport, FinalTask)
 

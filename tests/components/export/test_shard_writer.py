@@ -177,7 +177,7 @@ def test_sharded_tensors_are_the_same_under_every_hash_seed(tmp_path: Path) -> N
     assert_same(tmp_path / "export", by_one(tmp_path / "alone"))
 
 
-def test_in_another_dtype(tmp_path: Path) -> None:
+def test_tensors_are_exported_in_another_dtype(tmp_path: Path) -> None:
     """A share in another dtype is written in that, and whole numbers are left alone."""
     mine = share({"a": torch.ones(2), "b": torch.tensor([1])}, identity("a", "b"), [0, 1], torch.bfloat16)
     write_shares(tmp_path / "export", mine, SingleProcess(), 100, config_beside)

@@ -14,7 +14,7 @@ from drawloom.components.storage.sha256_stream import Content
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, 2 * CHUNK + 5])
-def test_what_was_written_is_there_and_known(tmp_path: Path, size: int) -> None:
+def test_a_written_file_has_the_bytes_size_and_hash(tmp_path: Path, size: int) -> None:
     """Size and hash are those of the bytes, however many chunks they take."""
     data = bytes(range(256)) * (size // 256 + 1)
     data = data[:size]
@@ -40,7 +40,7 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("effect", ["pwrite", "fsync"])
-def test_a_failure_names_the_file_and_is_not_tried_again(
+def test_a_failed_fsync_names_the_file_and_is_not_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effect: str
 ) -> None:
     """A full disk is told once, with the path, and the file is closed."""

@@ -13,7 +13,7 @@ SIZES = st.lists(st.sampled_from([0, 1, 100, LARGE - 1, LARGE, 3 * LARGE]), max_
 
 @hypothesis.given(SIZES)
 @hypothesis.settings(max_examples=30)
-def test_it_is_the_hash_of_all_pieces_in_order(sizes: list[int]) -> None:
+def test_the_hash_is_of_all_pieces_in_order(sizes: list[int]) -> None:
     """Small and large pieces, mixed in any way."""
     pieces = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
     stream, whole = Sha256Stream(), b"".join(pieces)

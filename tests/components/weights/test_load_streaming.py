@@ -43,7 +43,7 @@ def test_groups_come_one_by_one() -> None:
     assert log == ["read c", "read a", "gave ca", "read d", "gave e", "gave f", "read b", "gave b"]
 
 
-def test_what_is_not_taken_is_left_out() -> None:
+def test_tensors_that_the_mapper_does_not_take_are_left_out() -> None:
     """Tensors that a mapper does not know do not come out; one that it needs must be there."""
     assert convert(identity("a"), {"a": torch.ones(1), "b": torch.ones(1)}).keys() == {"a"}
     with pytest.raises(KeyError, match="a"):
@@ -56,7 +56,7 @@ def test_nothing_needs_gradients() -> None:
     assert not made["c"].requires_grad
 
 
-def test_kinds_are_known_before() -> None:
+def test_specs_are_known_before_reading() -> None:
     """Shapes and dtypes that will come are those that come."""
     kinds = {"qkv": TensorSpec((8, 4), torch.bfloat16)}
     mapper = sequential(chunk("qkv", ["q", "k", "v"], 0, [4, 2, 2]), transpose("k", 0, 1))
@@ -64,7 +64,7 @@ def test_kinds_are_known_before() -> None:
     assert group_specs(mapper.groups[0], kinds) == {n: TensorSpec(s, torch.bfloat16) for n, s in expected.items()}
 
 
-def test_kinds_that_do_not_fit_are_told() -> None:
+def test_specs_that_do_not_fit_a_group_are_reported() -> None:
     """What could not be converted is known without reading it, with the names on both sides."""
     kinds = {"a": TensorSpec((3,), torch.float32)}
     with pytest.raises(ValueError, match="b, c can't be made of a: dimension 0 has size 3"):

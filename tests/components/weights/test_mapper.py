@@ -115,7 +115,7 @@ def test_a_member_may_pass_its_names_around() -> None:
     assert {name: tensor.item() for name, tensor in swapped.items()} == {"b": 0, "a": 1}
 
 
-def test_nothing_composed_is_nothing() -> None:
+def test_composing_no_mappers_gives_an_empty_mapper() -> None:
     """Empty mappers drop out."""
     assert sequential().groups == parallel().groups == sequential(Mapper(()), Mapper(())).groups == ()
     assert sequential(Mapper(()), rename({"a": "b"})).outputs == ["b"]
@@ -128,7 +128,7 @@ def test_nothing_composed_is_nothing() -> None:
         (rename({"a": "x"}), rename({"a": "y"}), "a would be taken by more than one"),
     ],
 )
-def test_collisions_side_by_side_are_refused(first: Mapper, second: Mapper, message: str) -> None:
+def test_collisions_of_parallel_mappers_are_refused(first: Mapper, second: Mapper, message: str) -> None:
     """Two mappers can't take or give one tensor."""
     with pytest.raises(ValueError, match=message):
         parallel(first, second)
@@ -139,7 +139,7 @@ def test_collisions_side_by_side_are_refused(first: Mapper, second: Mapper, mess
     [(rename({"a": "x"}), rename({"a": "y"})), (rename({"a": "x", "b": "c"}), rename({"c": "x"}))],
     ids=["taken before", "given before"],
 )
-def test_collisions_one_behind_the_other_are_refused(first: Mapper, second: Mapper) -> None:
+def test_collisions_in_a_chain_are_refused(first: Mapper, second: Mapper) -> None:
     """A tensor can't pass where its name is taken or given."""
     with pytest.raises(ValueError, match="can't pass a mapper by"):
         sequential(first, second)

@@ -69,7 +69,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(_all, 2, folder)
 
 
-def test_parts_and_wholes(ranks: list[dict[str, Any]]) -> None:
+def test_distributed_tensors_are_gathered_whole(ranks: list[dict[str, Any]]) -> None:
     """Each rank keeps its rows and no more memory than those; gathered, every rank has all of it again."""
     spread = [rank["spread"] for rank in ranks]
     assert [each["part"] for each in spread] == [WHOLE[:3].tolist(), WHOLE[3:].tolist()]
@@ -77,7 +77,7 @@ def test_parts_and_wholes(ranks: list[dict[str, Any]]) -> None:
     assert all(each["gathered"] == each["back"] == WHOLE.tolist() for each in spread)
 
 
-def test_kinds_of_gathered_tensors_are_known_before(ranks: list[dict[str, Any]]) -> None:
+def test_specs_of_gathered_tensors_are_known_before_reading(ranks: list[dict[str, Any]]) -> None:
     """Shapes are those of the wholes, found without a message between ranks."""
     expected = {"kind": ((2, 5, 3), "torch.float32"), "made": torch.stack([WHOLE + 1, WHOLE]).tolist()}
     assert [rank["stacked"] for rank in ranks] == [expected] * 2

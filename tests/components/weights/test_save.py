@@ -69,7 +69,7 @@ def test_names_that_could_not_be_read_are_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_tensors_that_do_not_go_together_are_told_before_any_write(tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_a_mapper_are_reported_before_any_write(tmp_path: Path) -> None:
     """What the mapper can't make of the tensors is known before a file is begun."""
     source = InMemory({"a": torch.ones(1), "b": torch.ones(2)})
     with pytest.raises(UserError, match="ab can't be made of a, b"):

@@ -40,7 +40,7 @@ def test_what_is_published_is_read(tmp_path: Path) -> None:
     assert read(tmp_path, 2) is None
 
 
-def test_a_place_holds_one_generation(tmp_path: Path) -> None:
+def test_a_rank_has_one_generation_published(tmp_path: Path) -> None:
     """Publishing again replaces what was there, tensors and all, and leaves other ranks' places alone."""
     publish(tmp_path, 1, parcel())
     publish(tmp_path, 11, parcel(11.0))
@@ -52,7 +52,7 @@ def test_a_place_holds_one_generation(tmp_path: Path) -> None:
     assert (found.tree, other.tree) == ({"number": 2.0}, {"number": 11.0})
 
 
-def test_withdrawn_is_gone(tmp_path: Path) -> None:
+def test_withdrawing_removes_the_files_of_the_rank(tmp_path: Path) -> None:
     """A place can be emptied, of all that any process ever left there, and of nothing else."""
     publish(tmp_path, 1, parcel())
     publish(tmp_path, 12, parcel())
@@ -64,7 +64,7 @@ def test_withdrawn_is_gone(tmp_path: Path) -> None:
     assert [name for name in files(tmp_path) if not name.startswith("rank-12")] == ["rank-1.txt"]
 
 
-def test_every_damage_is_found(tmp_path: Path) -> None:
+def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
     """Whichever byte of whichever file is another, reading is an error that names the file."""
     publish(tmp_path, 0, parcel())
     for path in sorted(tmp_path.iterdir()):
@@ -133,7 +133,7 @@ def test_a_generation_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: 
         assert 0.2 < time.monotonic() - began < 5
 
 
-def test_a_reader_meets_no_mixture(tmp_path: Path) -> None:
+def test_a_reader_never_sees_two_generations_mixed(tmp_path: Path) -> None:
     """While generations replace one another, each read gives one of them, whole."""
     publish(tmp_path, 0, parcel(0.0))
     over = threading.Event()
@@ -155,7 +155,7 @@ def test_a_reader_meets_no_mixture(tmp_path: Path) -> None:
     assert len(seen) > 1
 
 
-def test_published_means_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_published_record_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are on disk before the JSON, the JSON before its rename, and the folder after it."""
     log: list[str] = []
     fsync, rename = os.fsync, os.rename
@@ -174,7 +174,7 @@ def test_published_means_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert log == [".safetensors", ".tmp", "rename", "folder"]
 
 
-def test_what_can_not_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_publish_leaves_no_files(tmp_path: Path) -> None:
     """A tensor of a dtype that files have no word for is refused before anything is published."""
     with pytest.raises(ValueError, match="complex128"):
         publish(tmp_path, 0, Packed({}, {"a": torch.ones(1, dtype=torch.complex128)}))

@@ -117,7 +117,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("count", [0, 1, 40, 1000])
-def test_the_first_has_everything(ranks: list[dict[str, Any]], count: int) -> None:
+def test_the_first_rank_gathers_everything(ranks: list[dict[str, Any]], count: int) -> None:
     """The first rank has every configuration with however many tensors, the others none; later nobody has."""
     assert all(rank[f"{count} tensors"] and rank[f"{count} emptied"] for rank in ranks)
 
@@ -127,7 +127,7 @@ def test_ranks_may_be_some_in_any_order(ranks: list[dict[str, Any]]) -> None:
     assert [rank["order"] for rank in ranks] == [[], [], [], [{"rank": 3}, {"rank": 1}]]
 
 
-def test_nothing_to_tell_keeps_its_place(ranks: list[dict[str, Any]]) -> None:
+def test_a_rank_without_a_configuration_keeps_its_position(ranks: list[dict[str, Any]]) -> None:
     """A rank that has no configuration stands as None where it belongs."""
     assert [rank["none"] for rank in ranks] == [[{}, None, {}, None], [], [], []]
 
@@ -146,7 +146,7 @@ def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None
     assert [rank["failing agreed"] for rank in ranks] == ["Agreed: main says no"] * 4
 
 
-def test_ranks_that_disagree_are_told(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_that_pass_different_arguments_are_reported(ranks: list[dict[str, Any]]) -> None:
     """Everybody hears what each thought the ranks were."""
     expected = "ranks were [[0, 1], [0, 1], [0, 2], [0, 2]] on the ranks of a group; give all the same"
     assert [rank["ranks differ"] for rank in ranks] == [expected] * 4
@@ -157,7 +157,7 @@ def test_ranks_stay_in_step(ranks: list[dict[str, Any]]) -> None:
     assert [rank["still in step"] for rank in ranks] == [[], [{"rank": 1}, {"rank": 2}], [], []]
 
 
-def test_groups_do_not_meet(ranks: list[dict[str, Any]]) -> None:
+def test_groups_do_not_interfere(ranks: list[dict[str, Any]]) -> None:
     """Two groups at once, each with a gathering inside of another, have each their own."""
     assert [rank["pairs"] for rank in ranks] == [
         [{"outer": 0}, {"outer": 1}],

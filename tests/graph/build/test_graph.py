@@ -36,7 +36,7 @@ def test_constraints_see_settings_of_neighbours(shop: Shop) -> None:
     assert faults(shop("[trainer]\nworkers = 11\n[store]\nsize = 11")) == []
 
 
-def test_constraints_wait_for_settings_that_are_right(shop: Shop) -> None:
+def test_constraints_are_skipped_while_settings_are_invalid(shop: Shop) -> None:
     """A fault of a node or neighbour is reported without constraints that would trip over it."""
     assert faults(shop('[trainer]\nworkers = 11\n[store]\nsize = "ten"')) == [
         '[store] size: expected an integer, got the string "ten"'
@@ -116,7 +116,7 @@ def test_a_required_edge_is_found_by_type_if_one_node_fits(shop: Shop, members: 
     assert graph.errors[0].hint == 'write store = "@store" or store = "@second"'
 
 
-def test_nodes_in_place_are_nodes_of_their_own(shop: Shop, project: Project) -> None:
+def test_an_inline_node_is_built_for_its_owner_alone(shop: Shop, project: Project) -> None:
     """A table with `use` inside an edge is built once, for its owner alone."""
     graph = shop('[trainer]\npages = ["@page"]\nnamed = { home = "@page" }\n[page]\nstore = { use = "stores.memory" }')
     assert faults(graph) == []
@@ -125,7 +125,7 @@ def test_nodes_in_place_are_nodes_of_their_own(shop: Shop, project: Project) -> 
         assert objects["trainer"].named == {"home": objects["page"]}
 
 
-def test_named_nodes_can_not_stand_in_place(shop: Shop) -> None:
+def test_a_node_whose_name_is_saved_can_not_be_inline(shop: Shop) -> None:
     """A node that is known by its name needs a table of its own."""
     graph = shop('[trainer]\npages = [{ use = "pages.plain", title = "x", store = "@store" }]')
     assert faults(graph) == [
@@ -165,7 +165,7 @@ def texts(shop: Callable[..., Graph], *names: str) -> list[str]:
         (),
     ],
 )
-def test_orders_that_are_fine(shop: Callable[..., Graph], names: tuple[str, ...]) -> None:
+def test_valid_orders_of_a_sequence_have_no_problems(shop: Callable[..., Graph], names: tuple[str, ...]) -> None:
     """What is written before it is read is fine, members may be left out, and optional reads may have no writer."""
     assert texts(shop, *names) == []
 
@@ -192,6 +192,8 @@ def test_orders_that_are_fine(shop: Callable[..., Graph], names: tuple[str, ...]
         ),
     ],
 )
-def test_orders_that_are_not(shop: Callable[..., Graph], names: tuple[str, ...], expected: str) -> None:
+def test_an_invalid_order_of_a_sequence_is_a_problem_with_a_remedy(
+    shop: Callable[..., Graph], names: tuple[str, ...], expected: str
+) -> None:
     """Reading too early, changing too late and reading what nobody writes are problems with the line to move."""
     assert texts(shop, *names) == [expected]

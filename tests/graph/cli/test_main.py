@@ -29,7 +29,7 @@ def test_a_value_that_is_not_toml_is_a_string(word: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("word", ["a=1", "a..b=1", "--a.b"])
-def test_what_is_no_override_is_refused(word: str) -> None:
+def test_a_malformed_override_is_refused(word: str) -> None:
     """A word that sets nothing is a problem."""
     with pytest.raises(RecipeError, match="not understood"):
         read_overrides([word])
@@ -59,7 +59,7 @@ def test_exit_codes(project: Project, arguments: list[str], code: int, capsys: p
 
 
 @pytest.mark.parametrize("arguments", [["check"], ["fly"], ["check", "small", "--fast"], ["check", "small", "more"]])
-def test_what_is_not_recognised_is_refused(
+def test_an_unrecognized_argument_is_refused(
     project: Project, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Words and flags that no command knows end with exit code 2, and with how the command is used."""
@@ -69,7 +69,7 @@ def test_what_is_not_recognised_is_refused(
 
 @pytest.mark.parametrize("arguments", [["fly"], ["check", "nowhere"], ["check", "small", "page.title=3"], ["fault"]])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_of_several_processes_one_tells_a_failure(
+def test_of_several_processes_one_prints_a_failure(
     project: Project,
     arguments: list[str],
     is_first: bool,
@@ -91,7 +91,9 @@ def test_of_several_processes_one_tells_a_failure(
 
 
 @pytest.mark.parametrize("warns", [True, False])
-def test_of_several_processes_one_warns(project: Project, warns: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_several_processes_one_prints_warnings(
+    project: Project, warns: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What all of them know alike is told by the one that is to tell it."""
     assert main(["check", "small", 'spare.use="pages.plain"', "spare.title=A"], project, Console(warns)) == 0
     assert ("warning" in capsys.readouterr().err) == warns
@@ -188,7 +190,7 @@ def test_timings_go_to_stderr(project: Project, capsys: pytest.CaptureFixture[st
     assert said.out == "" and said.err.splitlines()[0].split() == ["ms", "build", "open", "close"]
 
 
-def test_a_package_that_is_not_there_is_a_sentence(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_importing_a_missing_package_is_a_user_error(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """`--import` of what can't be imported ends with exit code 2."""
     assert main(["check", "small", "--import", "no_such_package"], project) == 2
     assert capsys.readouterr().err.startswith("--import no_such_package: there is no package")

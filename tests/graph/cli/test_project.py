@@ -105,7 +105,7 @@ def test_no_text_ends_in_a_traceback(text: str, tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: f"{len(text)} of {text[:25]!r}")
-def test_hostile_texts_are_told_soon(text: str, tmp_path: Path) -> None:
+def test_hostile_texts_are_reported_within_seconds(text: str, tmp_path: Path) -> None:
     """Thousands of nodes, faults, names or items end in success or problems within seconds."""
     assert_success_or_problems(tmp_path, text.encode())
 
@@ -120,7 +120,7 @@ def test_no_bytes_end_in_a_traceback(put: bytes, at: int, tmp_path_factory: pyte
 
 @pytest.mark.parametrize("size", [1 << 20, 10 << 20])
 @pytest.mark.parametrize("letter", ["a", "[", '"', "\n", " ", "a.", "#", "=", "{", "'''", "\\"])
-def test_no_size_ends_in_a_wait(letter: str, size: int, tmp_path: Path) -> None:
+def test_huge_files_are_refused_within_seconds(letter: str, size: int, tmp_path: Path) -> None:
     """A megabyte, and ten, of anything are read or refused soon."""
     assert_success_or_problems(tmp_path, (letter * size)[:size].encode())
 

@@ -23,7 +23,7 @@ filters = ["@cut", "@find"]
 """
 
 
-def test_a_tree_around_a_node_says_who_uses_it(shop: Callable[..., Graph]) -> None:
+def test_a_focused_tree_lists_the_users_of_the_node(shop: Callable[..., Graph]) -> None:
     """Users first, then what it needs."""
     assert draw(shop(FILTERS), "shop", "trainer", focus="page").splitlines() == [
         "used by [trainer] pages",
@@ -34,7 +34,7 @@ def test_a_tree_around_a_node_says_who_uses_it(shop: Callable[..., Graph]) -> No
     ]
 
 
-def test_a_step_as_text_says_what_each_does(shop: Callable[..., Graph]) -> None:
+def test_a_step_as_text_lists_reads_changes_and_writes(shop: Callable[..., Graph]) -> None:
     """Members are numbered, values stand below."""
     assert draw(shop(FILTERS), "shop", "trainer", focus="page", step=True).splitlines() == [
         "shop: [page] filters",
@@ -55,7 +55,7 @@ def test_every_format_names_all_and_ends_with_a_line(shop: Callable[..., Graph],
     assert format != "svg" or not svg.outside(drawn)
 
 
-def test_an_unknown_focus_is_a_sentence(shop: Callable[..., Graph]) -> None:
+def test_an_unknown_focus_is_a_user_error(shop: Callable[..., Graph]) -> None:
     """With a hint at the nearest name."""
     with pytest.raises(UserError, match=r"no node \[pag\] to draw; did you mean 'page'") as caught:
         draw(shop(), "shop", "trainer", focus="pag")
@@ -74,7 +74,7 @@ def test_the_command_line_takes_all_of_it(project: Project, capsys: pytest.Captu
 PICTURE = Diagram("t", (Box("end", "a.b"), Box('x"<y>', "a.c")), (Arrow("end", 'x"<y>', ("one", "#2")),), focus="end")
 
 
-def test_names_are_labels_and_never_syntax() -> None:
+def test_names_are_escaped_in_every_format() -> None:
     """Keywords, quotes and angles stand in quoted labels, as entities."""
     assert draw_mermaid(PICTURE).splitlines() == [
         "flowchart LR",

@@ -51,7 +51,7 @@ def test_every_node_is_there_and_all_words_are_in_the_picture(first_run: Graph, 
 
 
 @pytest.mark.parametrize("focus", FOCI)
-def test_no_two_boxes_overlap_and_no_field_stands_on_a_box(first_run: Graph, focus: str) -> None:
+def test_boxes_and_field_labels_do_not_overlap(first_run: Graph, focus: str) -> None:
     """What is written at arrows is in the gaps between columns."""
     picture = wiring(first_run, "first_run", "trainer", focus)
     drawn = draw_wiring(picture)
@@ -65,7 +65,7 @@ def test_no_two_boxes_overlap_and_no_field_stands_on_a_box(first_run: Graph, foc
 
 @settings(max_examples=80, deadline=None)
 @given(st.dictionaries(st.sampled_from(list(combinations("abcdefgh", 2))), st.text("xy", min_size=9, max_size=15)))
-def test_what_stands_at_arrows_is_legible(labels: dict[tuple[str, str], str]) -> None:
+def test_labels_at_arrows_do_not_overlap(labels: dict[tuple[str, str], str]) -> None:
     """Whatever leads where: no words on other words, none on a box, none outside."""
     boxes = tuple(Box(name, "some.component") for name in "abcdefgh")
     arrows = tuple(Arrow(source, target, (label,)) for (source, target), label in labels.items())
@@ -76,7 +76,7 @@ def test_what_stands_at_arrows_is_legible(labels: dict[tuple[str, str], str]) ->
     assert not svg.outside(drawn)
 
 
-def test_the_members_of_a_sequence_stand_in_its_order(first_run: Graph) -> None:
+def test_members_of_a_sequence_are_drawn_in_its_order(first_run: Graph) -> None:
     """From top to bottom, as they are walked through."""
     height = {one.text: one.area[1] for one in svg.words(draw_wiring(wiring(first_run, "", "trainer")))}
     phases = first_run.nodes["trainer"].edges["phases"].targets
@@ -128,7 +128,7 @@ def test_one_box_alone_is_a_picture() -> None:
     assert len(svg.areas(drawn)) == 1 and not svg.outside(drawn)
 
 
-def test_members_stand_from_left_to_right_and_threads_below(first_run: Graph) -> None:
+def test_members_are_columns_and_values_are_rows(first_run: Graph) -> None:
     """Headers in order and without overlap; a thread's name stands left of the member that begins it."""
     step = step_of(first_run, "first_run", "trainer")
     drawn = draw_step(step)
@@ -141,7 +141,7 @@ def test_members_stand_from_left_to_right_and_threads_below(first_run: Graph) ->
         assert len(places) == 1 and places[0][2] < (box[0] + box[2]) / 2
 
 
-def test_every_touch_has_its_sign(first_run: Graph) -> None:
+def test_every_access_to_a_value_has_its_mark(first_run: Graph) -> None:
     """A sign with a tooltip for each thing that a member does to a value, and three in the legend."""
     step = step_of(first_run, "first_run", "trainer")
     tips = [element.text for element in svg.parse(draw_step(step)).iter(f"{svg.SVG}title")][1:]

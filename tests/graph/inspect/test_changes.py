@@ -36,7 +36,7 @@ Shop = Callable[..., Graph]
         ),
     ],
 )
-def test_differences_name_node_and_key_and_weight(shop: Shop, project: Project, text: str, expected: list[str]) -> None:
+def test_a_difference_names_node_key_and_impact(shop: Shop, project: Project, text: str, expected: list[str]) -> None:
     """Each difference from an older recipe is told once, with what it means to resume with it."""
     older = resolve(shop()).text
     assert [str(change) for change in resolve(shop(text)).changes(older)] == expected
@@ -91,13 +91,13 @@ def test_an_old_run_is_compared_as_it_was_written(shop: Shop, project: Project) 
     ]
 
 
-def test_nodes_in_place_are_compared_as_nodes(shop: Shop, project: Project) -> None:
+def test_inline_nodes_are_compared_key_by_key(shop: Shop, project: Project) -> None:
     """A setting deep inside an edge is told as the setting that it is."""
     old, new = (f'[trainer]\nstore = "@store"\n[page]\nstore = {{ use = "stores.memory", size = {n} }}' for n in (3, 4))
     assert lines(project, shop(old).recipe, shop(new)) == ["[page.store] size: 3 -> 4 (safe)"]
 
 
-def test_faults_of_either_are_told(shop: Shop, project: Project) -> None:
+def test_problems_of_either_recipe_are_raised(shop: Shop, project: Project) -> None:
     """A recipe that is no graph is not compared, but its problems come out."""
     faulty = shop('[store]\nsize = "x"')
     with pytest.raises(RecipeError, match="size"):
@@ -118,7 +118,7 @@ def test_true_is_not_one(project: Project) -> None:
 
 @given(recipes(), recipes())
 @settings(max_examples=50, deadline=None)
-def test_resuming_tells_the_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_diff_and_a_resuming_run_list_the_same_changes(one: dict[str, Any], other: dict[str, Any]) -> None:
     """What `diff` says of two recipes, but for the cosmetic, is what a run that resumes says of them."""
     project = Project.of("support.shop")
     graphs = [project.graph(Recipe.of(data), root="") for data in (one, other)]

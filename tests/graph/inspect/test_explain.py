@@ -50,7 +50,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: Project) -> T
     return tell
 
 
-def test_a_key_has_the_stack_of_all_that_set_it(told: Told) -> None:
+def test_a_key_lists_every_layer_that_set_it(told: Told) -> None:
     """From the command line down through overlays to the default, newest first, each with its place."""
     assert told("room.whole") == [
         "[room] whole = 8  (integer; command line)",
@@ -79,7 +79,7 @@ def test_an_edited_list_shows_what_was_removed_and_inserted(told: Told, project:
     assert explain(graph, "page.filters[2]", "trainer").splitlines()[1:] == ['  filters: "@find"  top.toml:8:49']
 
 
-def test_under_a_variable_stands_what_set_that(told: Told) -> None:
+def test_a_variable_lists_the_layers_that_set_it(told: Told) -> None:
     """A variable has a stack of its own."""
     assert told("page.title")[3:] == [
         '  "$vars.title"  SMALL:11:1',
@@ -99,7 +99,7 @@ def test_a_part_of_a_value_is_found(told: Told) -> None:
     assert told("room.table.b")[-1] == "  2.5  over.toml:2:11"
 
 
-def test_a_node_is_told_in_full(told: Told) -> None:
+def test_a_node_lists_settings_edges_users_and_order(told: Told) -> None:
     """Component, settings and edges with origins and reasons, users, and its place."""
     assert told("page") == [
         "[page] pages.plain, SMALL:10:7",
@@ -118,7 +118,7 @@ def test_a_node_is_told_in_full(told: Told) -> None:
     ]
 
 
-def test_a_member_of_a_sequence_says_what_passes_through(told: Told) -> None:
+def test_a_member_of_a_sequence_lists_its_dataflow(told: Told) -> None:
     """What it reads, changes and writes, with who wrote it before and who takes it after."""
     assert told("page.filters[1]")[-4:] == [
         "  place",
@@ -129,7 +129,7 @@ def test_a_member_of_a_sequence_says_what_passes_through(told: Told) -> None:
     assert told("cut")[-1] == "      writes words, taken by [page.filters[1]] and [find]"
 
 
-def test_what_is_filled_in_and_not_built_is_told(told: Told) -> None:
+def test_filled_fields_and_unbuilt_nodes_are_explained(told: Told) -> None:
     """A field that takes every node of a kind lists them; a node that nothing leads to says so."""
     assert "    counted: every Counted: [page]" in told("trainer")
     assert told("trainer.counted") == ["[trainer] counted is filled in by the container"]
@@ -144,7 +144,7 @@ def test_without_a_target_the_layers_and_nodes_are_listed(told: Told) -> None:
 
 
 @pytest.mark.parametrize("target", ["pag", "page.titel", "page.title.deep[", "vars.title"])
-def test_an_unknown_target_is_a_sentence(told: Told, target: str) -> None:
+def test_an_unknown_target_is_a_user_error(told: Told, target: str) -> None:
     """What is not there ends in a hint or an empty explanation, not in a traceback."""
     if target.startswith("page.title."):
         assert told(target)
@@ -168,6 +168,6 @@ def test_an_unknown_target_is_a_sentence(told: Told, target: str) -> None:
         (112, "112th"),
     ],
 )
-def test_numbers_are_said_as_people_say_them(number: int, text: str) -> None:
+def test_ordinals_have_english_endings(number: int, text: str) -> None:
     """The teens are no exception to the th."""
     assert ordinal(number) == text

@@ -31,7 +31,7 @@ store = "@store"
 """
 
 
-def test_nodes_in_place_stand_in_the_node_that_owns_them(shop: Shop) -> None:
+def test_inline_nodes_are_serialized_in_their_owner(shop: Shop) -> None:
     """Only nodes with a table of their own are named; the others are tables inside."""
     plain = serialize_graph(shop(IN_PLACE))
     assert list(plain) == ["store", "page", "trainer"]
@@ -115,7 +115,7 @@ def test_defaults_and_found_edges_are_written_out(shop: Shop, project: Project) 
     assert "size = 10" in text and 'store = "@store"' in text
 
 
-def test_each_line_says_where_it_has_come_from(project: Project) -> None:
+def test_each_line_has_its_provenance(project: Project) -> None:
     """Behind every key stands a file, a variable with its own place, the command line, a type, or a default."""
     graph = project.graph(project.load("small", words=["store.size=12"]))
     lines = dict(re.findall(r"^(\w+ = .*?) +# (.*)$", resolve(graph).text, re.MULTILINE))
@@ -132,14 +132,16 @@ def test_each_line_says_where_it_has_come_from(project: Project) -> None:
     }
 
 
-def test_origins_do_not_depend_on_where_one_stands(project: Project, tmp_path: Path, monkeypatch: Any) -> None:
+def test_provenance_does_not_depend_on_the_current_directory(
+    project: Project, tmp_path: Path, monkeypatch: Any
+) -> None:
     """The text of a shipped recipe is the same from every directory."""
     here = resolve(project.graph(project.load("small"))).text
     monkeypatch.chdir(tmp_path)
     assert resolve(project.graph(project.load("small"))).text == here
 
 
-def test_a_comment_can_not_break_out(project: Project, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_file_name_can_not_end_a_comment(project: Project, tmp_path: Path, monkeypatch: Any) -> None:
     """A file whose name holds a line break changes nothing but the comment."""
     monkeypatch.chdir(tmp_path)
     small = (project.recipes / "small.toml").read_text("utf-8")
@@ -153,7 +155,7 @@ def test_the_first_line_is_the_format(shop: Shop, project: Project) -> None:
     assert resolve(shop()).text.startswith("format = 1\n")
 
 
-def test_the_hash_is_of_what_is_said_not_how(shop: Shop, project: Project) -> None:
+def test_the_hash_does_not_depend_on_formatting(shop: Shop, project: Project) -> None:
     """Writing a default out changes nothing; another value does."""
     same = [resolve(shop(text)).hash for text in ("", "[store]\nsize = 10")]
     assert same[0] == same[1] != resolve(shop("[store]\nsize = 11")).hash

@@ -127,7 +127,7 @@ def test_no_hostile_name_is_found(text: str) -> None:
     assert PackageSource.of("support.shop.components").candidates(text) == []
 
 
-def test_names_are_paths_and_holders_their_modules() -> None:
+def test_each_name_leads_to_the_module_of_its_path() -> None:
     """Each component of a folder is found under the name that the folder lists."""
     folder = PackageSource.of("support.shop.components")
     assert "stores.memory" in folder.names() and "servers.table" not in folder.names()
@@ -197,7 +197,7 @@ def test_an_entry_point_is_imported_only_when_it_is_used(elsewhere: Path) -> Non
     assert "third_party" not in sys.modules
 
 
-def test_two_of_one_name_are_a_problem_that_names_both(elsewhere: Path) -> None:
+def test_a_name_in_two_distributions_is_a_problem_that_names_both(elsewhere: Path) -> None:
     """Neither two distributions nor one and what ships can have the same name, and nobody wins by order."""
     declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed", stores__memory="third_party:Shed")
     declare(elsewhere, "other-sheds", garden__shed="third_party:Shed")
@@ -229,7 +229,7 @@ def test_names_that_no_component_can_have_are_left_out(elsewhere: Path) -> None:
     assert EntryPointSource("support.shop.components").names() == []
 
 
-def test_a_package_may_be_offered_by_whoever_runs(elsewhere: Path) -> None:
+def test_import_offers_the_components_of_a_package(elsewhere: Path) -> None:
     """`--import PACKAGE` offers the components below a package by their dotted path; without it there are none."""
     (elsewhere / "my_sheds").mkdir()
     (elsewhere / "my_sheds" / "__init__.py").write_text("", "utf-8")

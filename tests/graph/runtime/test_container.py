@@ -106,7 +106,7 @@ def test_a_failure_while_opening_closes_what_is_open(shop: Shop, project: Projec
     assert container["store"].journal == container["second"].journal == ["open", "close"]
 
 
-def test_a_mistake_found_while_opening_says_where(shop: Shop, project: Project, monkeypatch: Any) -> None:
+def test_a_user_error_while_opening_names_node_and_place(shop: Shop, project: Project, monkeypatch: Any) -> None:
     """What a person can mend is said with the node and its place in the recipe."""
     graph = shop(disks())
     monkeypatch.setattr(graph.nodes["second"].spec.cls, "open", _refuse)
@@ -139,7 +139,7 @@ def deaf() -> Iterator[None]:
         del kind.on_failure
 
 
-def test_who_is_open_hears_of_a_failure_before_anything_is_closed(deaf: None, shop: Shop, project: Project) -> None:
+def test_failure_handlers_run_before_anything_is_closed(deaf: None, shop: Shop, project: Project) -> None:
     """Last opened first; what one of them gives is raised in place of the error, which is its cause."""
     container = project.container(shop(disks()))
     happened = _watching(container, SystemExit(3))
@@ -149,7 +149,7 @@ def test_who_is_open_hears_of_a_failure_before_anything_is_closed(deaf: None, sh
     assert caught.value.code == 3 and isinstance(caught.value.__cause__, ValueError)
 
 
-def test_a_failure_while_opening_is_heard_of_by_who_is_open(deaf: None, shop: Shop, project: Project) -> None:
+def test_a_failure_while_opening_calls_the_handlers_of_open_objects(deaf: None, shop: Shop, project: Project) -> None:
     """Also by the one that can't open, and its error comes out if nobody gives another."""
     container = project.container(shop(disks(second="open")))
     happened = _watching(container)
@@ -163,7 +163,7 @@ def test_a_failure_while_opening_is_heard_of_by_who_is_open(deaf: None, shop: Sh
     ]
 
 
-def test_without_a_failure_nobody_hears_of_one(deaf: None, shop: Shop, project: Project) -> None:
+def test_without_a_failure_no_handler_is_called(deaf: None, shop: Shop, project: Project) -> None:
     """An orderly end is none."""
     container = project.container(shop(disks()))
     happened = _watching(container)
@@ -251,7 +251,7 @@ class Till:
         raise AssertionError("what is given is not closed")
 
 
-def test_what_is_given_takes_the_place_of_a_node(shop: Shop, project: Project) -> None:
+def test_a_given_object_replaces_a_node(shop: Shop, project: Project) -> None:
     """Nothing is built that only the replaced node needs, and what is given is neither opened nor closed."""
     till = Till()
     graph = shop(disks())
@@ -260,7 +260,7 @@ def test_what_is_given_takes_the_place_of_a_node(shop: Shop, project: Project) -
         assert set(objects) == {"page", "store"}
 
 
-def test_what_is_given_must_fit(shop: Shop, project: Project) -> None:
+def test_a_given_object_must_implement_the_ports(shop: Shop, project: Project) -> None:
     """It is checked against the ports of the edges that lead to it, and its name against the nodes."""
     with pytest.raises(TypeError, match=r"given for \[store\] does not implement \[page\] store: it has no get\(\)"):
         project.container(shop(), given={"store": object()}).build()
@@ -269,7 +269,7 @@ def test_what_is_given_must_fit(shop: Shop, project: Project) -> None:
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_stopping_passes_through_as_itself(shop: Shop, project: Project, stop: type[BaseException]) -> None:
+def test_an_interruption_is_raised_as_itself(shop: Shop, project: Project, stop: type[BaseException]) -> None:
     """Who interrupts a run is not told of a group of exceptions, also when closing fails."""
     with pytest.raises(stop), project.container(shop(disks(second="close"))):
         raise stop
@@ -344,7 +344,7 @@ def test_a_failure_says_what_was_being_closed() -> None:
     assert caught.value.exceptions[0].__notes__ == ["while closing [thing0]"]
 
 
-def test_a_report_names_the_slow_and_adds_up_the_rest() -> None:
+def test_the_timing_table_sums_fast_nodes_in_one_line() -> None:
     """Nodes by the time they took in all, those below a millisecond together, and the sum."""
     timings = [
         Timing("model", "build", 0.0, 0.25),
@@ -362,7 +362,7 @@ def test_a_report_names_the_slow_and_adds_up_the_rest() -> None:
     ]
 
 
-def test_what_fails_is_timed_too() -> None:
+def test_a_stage_that_fails_is_timed() -> None:
     """The time until a failure counts."""
     timings: list[Timing] = []
     with pytest.raises(ValueError, match="no"), timed(timings, "x", "open"):

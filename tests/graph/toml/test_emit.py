@@ -75,7 +75,7 @@ def test_a_plain_key_has_no_quotes(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, [None], {"a": {1}}, b"x", Path("x"), 1j])
-def test_what_toml_has_no_form_for_is_a_type_error(value: Any) -> None:
+def test_a_type_that_toml_lacks_is_a_type_error(value: Any) -> None:
     """Also deep inside."""
     with pytest.raises(TypeError, match="TOML can't express"):
         emit.dumps(value)
@@ -90,7 +90,7 @@ def test_what_toml_has_no_form_for_is_a_type_error(value: Any) -> None:
         datetime(1, 1, 1, tzinfo=timezone(timedelta(seconds=90))),
     ],
 )
-def test_what_toml_cannot_hold_is_a_value_error(value: Any) -> None:
+def test_a_value_that_toml_cannot_express_is_a_value_error(value: Any) -> None:
     """Rather than a text that tomli would refuse, or would read as something else."""
     with pytest.raises(ValueError, match="TOML can't express"):
         emit.dumps(value)

@@ -63,12 +63,12 @@ class Named(Pairs[int, str]):
         ("NotRead", int, True),
     ],
 )
-def test_what_may_stand_for_what(given: Any, promised: Any, fine: bool) -> None:
+def test_assignability_of_annotated_types(given: Any, promised: Any, fine: bool) -> None:
     """As type checkers have it, and in doubt yes."""
     assert assignable(given, promised) is fine
 
 
-def test_parameters_are_followed_up_to_a_base() -> None:
+def test_type_arguments_are_followed_up_to_a_base() -> None:
     """Whatever the order in which classes hand their parameters on."""
     assert bindings(Named, Mapping) == {0: str, 1: int}
     assert list(bindings(Named, Pairs).values()) == [int, str]

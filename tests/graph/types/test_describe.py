@@ -63,7 +63,7 @@ class Window:
         (Window, "table with size, sink, inner"),
     ],
 )
-def test_types_are_named_in_the_words_of_toml(kind: Any, text: str) -> None:
+def test_types_are_named_in_terms_of_toml(kind: Any, text: str) -> None:
     """Choices as they are written, what is repeated in the plural; None is no word of TOML."""
     assert describe.describe_type(kind) == text
 

@@ -46,7 +46,7 @@ def tensor(dtype: Any = "U8", shape: Any = (4,), places: Any = (0, 4), **more: A
     return {"dtype": dtype, "shape": shape, "data_offsets": places, **more}
 
 
-def test_every_dtype_is_the_librarys() -> None:
+def test_every_dtype_is_the_safetensors_librarys() -> None:
     """Of each dtype, a file that the library wrote is read as what it is, and laid out as the library does it."""
     tensors = {f"t{n}": torch.zeros(n % 3, 2).to(dtype) for n, dtype in enumerate(DTYPES.values())}
     file = save(tensors)
@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("file", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_refused(file: bytes, message: str) -> None:
+def test_malformed_headers_are_refused(file: bytes, message: str) -> None:
     """What can't be believed is refused, with the tensor where it is one's fault."""
     with pytest.raises(BadHeader) as caught:
         entries_of(file)
@@ -151,7 +151,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS.keys())
-def test_bombs_cost_little(bomb: Callable[[], bytes]) -> None:
+def test_huge_headers_are_refused_in_little_time_and_memory(bomb: Callable[[], bytes]) -> None:
     """The worst headers that fit are refused within a second and within 200 MB."""
     file = bomb()
     assert any(cost(file) < 1 for _ in range(3))  # a busy machine may be slow once
@@ -233,7 +233,7 @@ def test_never_laxer_on_made_up_headers(header: dict[str, Any], body: int) -> No
 
 
 @given(st.lists(st.tuples(st.sampled_from([*DTYPES]), st.lists(st.integers(0, 3), max_size=4)), max_size=5))
-def test_all_that_fits_is_accepted(kinds: list[tuple[str, list[int]]]) -> None:
+def test_every_header_that_the_writer_makes_is_accepted(kinds: list[tuple[str, list[int]]]) -> None:
     """Whatever we lay out ourselves, we and the library accept; being strict does not refuse good files."""
     head, entries = layout({f"t{n}": TensorSpec(tuple(s), DTYPES[code]) for n, (code, s) in enumerate(kinds)})
     assert agrees(head + bytes(max((entry.end for entry in entries.values()), default=0)))
@@ -248,7 +248,7 @@ def test_all_that_fits_is_accepted(kinds: list[tuple[str, list[int]]]) -> None:
         ("a", TensorSpec((1,) * 9, torch.float32), "has 9 dimensions"),
     ],
 )
-def test_what_could_not_be_read_is_not_written(name: str, kind: TensorSpec, message: str) -> None:
+def test_tensors_that_could_not_be_read_are_not_written(name: str, kind: TensorSpec, message: str) -> None:
     """The same rules hold for what we write."""
     with pytest.raises(ValueError, match=message):
         check_writable({name: kind})

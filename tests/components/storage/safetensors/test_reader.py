@@ -56,7 +56,7 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     assert source.specs()["a"].dtype == source.tensor("a").dtype == dtype
 
 
-def test_differences_are_told_together(tmp_path: Path) -> None:
+def test_differences_of_index_and_files_are_listed_together(tmp_path: Path) -> None:
     """What the index and the files say differently is one message: missing, unexpected and duplicate tensors."""
     weight_map = {"a": "x.safetensors", "b": "x.safetensors", "c": "y.safetensors"}
     folder = sharded(tmp_path, weight_map, x=["a", "c", "stray"], y=["c"])
@@ -175,7 +175,7 @@ def test_any_index_is_read_or_refused(text: bytes) -> None:
             open_safetensors_folder(Path(folder))
 
 
-def test_another_total_size_is_told(tmp_path: Path) -> None:
+def test_a_wrong_total_size_is_reported(tmp_path: Path) -> None:
     """An index that counts other bytes than its files have is of other files; one that counts none is fine."""
     folder = sharded(tmp_path, {"a": "x.safetensors"}, x=["a"])
     assert open_safetensors_folder(folder).specs().keys() == {"a"}

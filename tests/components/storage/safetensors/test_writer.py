@@ -32,7 +32,9 @@ def written(path: Path, tensors: dict[str, Tensor], order: list[str]) -> bytes:
 
 
 @given(KINDS, st.integers())
-def test_bytes_are_the_librarys(kinds: dict[str, tuple[list[int], torch.dtype]], seed: int) -> None:
+def test_written_bytes_are_those_of_the_safetensors_library(
+    kinds: dict[str, tuple[list[int], torch.dtype]], seed: int
+) -> None:
     """Whatever the order in which tensors come, the file is byte for byte the one that the library writes."""
     tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (shape, dtype) in kinds.items()}
     order = random.Random(seed).sample(sorted(tensors), len(tensors))
@@ -65,7 +67,7 @@ def test_memory_that_is_no_file_is_refused() -> None:
         tensors_in(torch.frombuffer(bytearray(askew), dtype=torch.uint8))
 
 
-def test_what_was_not_announced_is_refused(tmp_path: Path) -> None:
+def test_tensors_that_were_not_announced_are_refused(tmp_path: Path) -> None:
     """A tensor of another shape or dtype, and one that never comes, are mistakes of the program and told as such."""
     kinds = InMemory({"a": torch.ones(2), "b": torch.ones(2)}).specs()
     for tensor in (torch.ones(3), torch.ones(2).half()):
