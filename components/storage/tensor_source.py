@@ -1,4 +1,4 @@
-"""Sources of named tensors (a folder, memory, another source in another dtype), and tensors as bytes of files."""
+"""Sources of named tensors (memory, another source in another dtype), and the bytes of tensors."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @attrs.frozen
 class TensorSpec:
-    """What is known of a tensor before it is read."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -22,11 +22,11 @@ class TensorSpec:
 
 
 class TensorSource(Protocol):
-    """Named tensors, each read when it is asked for. A source may stand on another, and change what it gives."""
+    """Named tensors, each read on request. A source may wrap another and convert its tensors."""
 
     @property
     def owns_memory(self) -> bool:
-        """Whether nobody else holds what `tensor` gives, so that it may be kept and changed."""
+        """Whether the caller of `tensor` owns the memory of the result, and may keep and change it."""
         ...
 
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -34,13 +34,13 @@ class TensorSource(Protocol):
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, on the CPU or where it lives."""
+        """One tensor of the shape and dtype in `specs`, on the CPU or on the device that holds it."""
         ...
 
 
 @attrs.frozen
 class InMemory:
-    """Tensors that are there already."""
+    """A source of tensors in memory, which are not copied."""
 
     tensors: Mapping[str, Tensor]
     owns_memory: bool = attrs.field(init=False, default=False)
@@ -54,7 +54,7 @@ class InMemory:
 
 @attrs.frozen
 class AsType:
-    """A source with every floating-point tensor in one dtype."""
+    """A source that converts every floating-point tensor to one dtype; other tensors keep theirs."""
 
     source: TensorSource
     dtype: torch.dtype
@@ -75,23 +75,24 @@ class AsType:
 
 
 def empty(spec: TensorSpec) -> tuple[Tensor, memoryview]:
-    """An uninitialised tensor on the CPU, and its bytes."""
+    """An uninitialized tensor of spec.shape and spec.dtype on the CPU, and a writable view of its bytes."""
     memory = torch.empty(spec.bytes, dtype=torch.uint8)
     return from_memory(memory, spec), view(memory)
 
 
 def from_memory(memory: Tensor, spec: TensorSpec) -> Tensor:
-    """uint8 memory as a tensor of this shape and dtype, without a copy."""
+    """memory: (bytes,), uint8; the result is a view of spec.shape and spec.dtype, without a copy."""
     return memory.view(spec.dtype).view(spec.shape)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, row by row and little-endian; copied only if it is not on the CPU, or not contiguous."""
+    """tensor: any shape, any dtype; its bytes in row-major order, copied only if not on the CPU or not contiguous."""
+    # Lazily negated and conjugated tensors have other bytes than values.
     dense = tensor.detach().cpu().contiguous().resolve_neg().resolve_conj()
     return view(dense.view(-1).view(torch.uint8))
 
 
 def view(memory: Tensor) -> memoryview:
-    """The bytes of a uint8 tensor on the CPU, to be read and written in place."""
+    """memory: (bytes,), uint8, on the CPU; a writable view of its bytes."""
     array: Any = memory.numpy()
     return memoryview(array)

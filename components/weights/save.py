@@ -1,4 +1,4 @@
-"""Tensors into safetensors files, split by size as Hugging Face does, written one at a time."""
+"""Saves tensors as safetensors files, sharded by size as Hugging Face does, one group in memory at a time."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +15,13 @@ from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.load import group_specs, stream
 from drawloom.graph import UserError
 
-MAX_SHARD = 4 * 2**30
+MAX_SHARD = 4 * 2**30  # bytes; files beyond 4 GiB are awkward to download and fail on some file systems
 MAX_NAMES = 30_000  # in a file: with names of any length, the header stays below what is read
 
 
 @attrs.frozen
 class PlannedFile:
-    """A file to write: which of the writers does it, and its tensors in the order in which they come."""
+    """A file to write: its name, the rank of its writer, and the specs of its tensors in order."""
 
     name: str
     writer: int
@@ -40,16 +40,16 @@ def write_safetensors(folder: Path, source: TensorSource, mapper: Mapper, max_sh
 
 
 def output_specs(source: TensorSource, mapper: Mapper) -> dict[str, TensorSpec]:
-    """What a mapper will give, group by group; UserError if it can't."""
+    """The specs of the outputs of a mapper, group by group; UserError if the tensors don't fit it."""
     specs = source.specs()
     try:
         return {name: spec for group in mapper.groups for name, spec in group_specs(group, specs).items()}
     except ValueError as error:
-        raise UserError(f"the tensors to write are not those of the model: {error}") from error
+        raise UserError(f"the tensors do not fit the model: {error}") from error
 
 
 def plan_files(shares: Sequence[Mapping[str, TensorSpec]], max_shard: int) -> list[PlannedFile]:
-    """The files for what each of several writers has; UserError if two have a tensor of one name."""
+    """The files for the tensors of several writers; UserError if two writers have a tensor of the same name."""
     writers: dict[str, int] = {}
     for writer, specs in enumerate(shares):
         if double := [name for name in specs if name in writers]:
@@ -66,7 +66,7 @@ def plan_files(shares: Sequence[Mapping[str, TensorSpec]], max_shard: int) -> li
 
 
 def check_names(specs: Mapping[str, TensorSpec]) -> None:
-    """UserError if a tensor can't be written so that it can be read again."""
+    """UserError if a tensor has a name, dtype or shape that safetensors files can't hold."""
     try:
         check_writable(specs)
     except ValueError as error:
@@ -74,18 +74,18 @@ def check_names(specs: Mapping[str, TensorSpec]) -> None:
 
 
 def write_files(folder: Path, files: Sequence[PlannedFile], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write some of the planned files, down to the disk; the tensors come in the order of the plan."""
+    """Write some of the planned files and flush them; `tensors` of any shape come in the order of the plan."""
     for file in files:
         with new_safetensors_file(folder / file.name, file.specs) as writer:
             for wanted in file.specs:
                 name, tensor = next(tensors)
                 if name != wanted:
-                    raise ValueError(f"{name} came where {wanted} was planned")
+                    raise ValueError(f"{name} was given where {wanted} was planned")
                 writer.write(name, tensor)
 
 
 def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
-    """Write which file holds which tensor, if there is more than one file."""
+    """Write the index (tensor name to file name), if there is more than one file."""
     if len(files) > 1:
         places = {name: file.name for file in files for name in file.specs}
         total = sum(spec.bytes for file in files for spec in file.specs.values())
@@ -94,7 +94,7 @@ def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
 
 
 def split(specs: Mapping[str, TensorSpec], max_shard: int) -> list[list[str]]:
-    """Names in order, in as few runs as it takes for each to stay within so many bytes; at least one run."""
+    """The names in order, in as few runs as possible of at most `max_shard` bytes each; at least one run."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, spec in specs.items():

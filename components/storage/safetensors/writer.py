@@ -1,4 +1,4 @@
-"""Writes one safetensors file, tensor by tensor in any order."""
+"""Writes a safetensors file, tensor by tensor in any order."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,28 +18,28 @@ from drawloom.components.storage.tensor_source import InMemory, TensorSpec, byte
 
 @attrs.define
 class SafetensorsWriter:
-    """Writes announced tensors into an open, empty file, each at its offset; `missing` are those still to come."""
+    """Writes planned tensors into an open file, each at its offset; `missing` are those not written yet."""
 
     file: FileWriter
     begin: int
     missing: dict[str, Entry]
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one of the tensors; ValueError if shape or dtype are not those that were announced."""
+        """tensor: the planned shape and dtype of `name`, or ValueError; it is written at its offset."""
         entry = self.missing.pop(name)
         found = TensorSpec(tuple(tensor.shape), tensor.dtype)
         if found != entry.spec:
-            raise ValueError(f"{name} came as {found}, and was announced as {entry.spec}")
+            raise ValueError(f"{name} has {found}, but was planned with {entry.spec}")
         self.file.put(bytes_of(tensor), self.begin + entry.start)
 
     def finish(self) -> None:
-        """ValueError if a tensor was announced and not written."""
+        """ValueError if a planned tensor was not written."""
         if self.missing:
-            raise ValueError(f"{format_names(list(self.missing))} never came")
+            raise ValueError(f"{format_names(list(self.missing))} were planned, but not written")
 
 
 def writer_into(file: FileWriter, specs: Mapping[str, TensorSpec]) -> SafetensorsWriter:
-    """Write the header of these tensors into an open, empty file."""
+    """Write the header of these tensors into an open, empty file; the result writes the tensors."""
     head, entries = layout(specs)
     file.put(memoryview(head), 0)
     return SafetensorsWriter(file, len(head), entries)
@@ -47,8 +47,8 @@ def writer_into(file: FileWriter, specs: Mapping[str, TensorSpec]) -> Safetensor
 
 @contextmanager
 def new_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iterator[SafetensorsWriter]:
-    """A new file of these tensors, which is on disk at the end of the block; OSError if it exists."""
-    check_writable(specs)  # before there is a file
+    """A new file of these tensors, flushed to disk at the end of the block; OSError if it exists."""
+    check_writable(specs)  # before the file is created
     with durable_files.new_file(path) as file:
         writer = writer_into(file, specs)
         yield writer
@@ -56,7 +56,7 @@ def new_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iterato
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
-    """A new file of these tensors, flushed and hashed: they are written in the order in which they lie in the file."""
+    """A new, flushed file of tensors of any shape, written in the order of the file, so that it can be hashed."""
     with new_safetensors_file(path, InMemory(tensors).specs()) as writer:
         for name in list(writer.missing):
             writer.write(name, tensors[name])
@@ -65,9 +65,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
 
 def layout(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
     """
-    What a file of these tensors begins with, and the entry of each, in the order in which they lie in the file.
+    The header of a file of these tensors with its length, and the entries in the order of the file.
 
-    It is byte for byte what the safetensors library writes: by dtype, the widest first, and then by name.
+    Byte for byte as the safetensors library writes it: by dtype, the widest first, and then by name.
     """
     check_writable(specs)
     ranks = {dtype: rank for rank, dtype in enumerate(CODES)}
@@ -84,10 +84,10 @@ def layout(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
 
 
 def check_writable(specs: Mapping[str, TensorSpec]) -> None:
-    """ValueError if there is a tensor that can't be written, or not be read again."""
+    """ValueError for a tensor that the format lacks, or that the reader would refuse."""
     for name, spec in specs.items():
         if not is_name(name):
-            raise ValueError(f"{name!r:.99} is no name for a tensor in a file")
+            raise ValueError(f"{name!r:.99} is not a valid name of a tensor")
         if spec.dtype not in CODES:
             raise ValueError(f"{name} has the dtype {spec.dtype}, which safetensors does not have")
         if len(spec.shape) > MAX_DIMENSIONS:

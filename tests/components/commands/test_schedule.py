@@ -126,11 +126,14 @@ def test_all_are_compared(capsys: Capture) -> None:
     ("words", "error"),
     [
         (["dual_pipe", "--ranks", "2", "--microbatches", "4"], "did you mean 'pipeline.schedules.dual_pipe_v'?"),
-        (["data.bytes", "--ranks", "2", "--microbatches", "4"], "data.bytes is no schedule; `drawloom list"),
+        (["data.bytes", "--ranks", "2", "--microbatches", "4"], "data.bytes is not a schedule; `drawloom list"),
         (["gpipe", "--ranks", "2"], "how many microbatches? Write --microbatches 8"),
-        (["gpipe", "--ranks", "0", "--microbatches", "4"], "'0' is no whole number above 0"),
-        (["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "X=1"], "'X=1' is no cost; write such as F=1"),
-        (["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "F=-1"], "work costs more than 0"),
+        (["gpipe", "--ranks", "0", "--microbatches", "4"], "'0' is not a positive integer"),
+        (
+            ["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "X=1"],
+            "'X=1' is not a cost; write for example F=1",
+        ),
+        (["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "F=-1"], "an action costs more than 0"),
         (
             ["gpipe", "--ranks", "2", "--microbatches", "4", "schedule.x=1"],
             "command line: [schedule] 'pipeline.schedules.gpipe' has no setting",

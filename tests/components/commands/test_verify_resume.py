@@ -54,14 +54,14 @@ def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
 
 def test_a_run_that_is_too_short_to_be_killed_is_reported(tmp_path: Path) -> None:
     """Comparing a run with itself would show nothing."""
-    with pytest.raises(UserError, match="is over before it can be killed; take more steps than 4"):
+    with pytest.raises(UserError, match="ends before it can be killed; take more steps than 4"):
         _runs(tmp_path, 4, 0.0, "short").killed_and_resumed()
 
 
 def test_a_run_that_fails_is_shown(tmp_path: Path) -> None:
     """With its last words; it says nothing of resuming."""
     for run in (Runs.straight, Runs.killed_and_resumed):
-        with pytest.raises(UserError, match="nothing to do with resuming:\nno such corpus"):
+        with pytest.raises(UserError, match="a reason other than resuming:\nno such corpus"):
             run(_runs(tmp_path, 4, 0.0, "fail"))
 
 
@@ -106,7 +106,7 @@ def _run(run: Path, **changes: Any) -> Path:
         ({}, []),
         ({"memory": 7}, []),
         ({"digests": {"aim": "other"}}, []),
-        ({"loss": 1.5}, ["step 3 differs: loss is 1.0 straight, 1.5 resumed"]),
+        ({"loss": 1.5}, ["step 3 differs: loss is 1.0 uninterrupted, 1.5 resumed"]),
         ({"digests": {"stages/w": "x"}}, ["step 3 differs: stages/w of rank 1"]),
         ({"digests": {"stages": "x", "optimizer/w": "y"}}, ["step 3 differs: stages and 1 more of rank 1"]),
         ({"digests": {"more": "x"}}, ["step 3 differs: more of rank 1"]),
@@ -123,8 +123,8 @@ def test_the_first_difference_is_named(tmp_path: Path, changes: dict[str, Any], 
 @pytest.mark.parametrize(
     ("step", "varies", "words"),
     [
-        (10, False, ["neither run had been killed by then"]),
-        (10, True, ["neither run had been killed by then", "the cause may be the GPU"]),
+        (10, False, ["neither run was killed before this step"]),
+        (10, True, ["neither run was killed before this step", "the cause may be the GPU"]),
         (11, False, []),
         (11, True, ["resuming need not be the cause, it may be the GPU"]),
     ],
@@ -151,7 +151,7 @@ def test_other_causes_than_resuming_are_reported(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert main(["verify-resume", "first_run"]) == 1
     first, *told, _place = capsys.readouterr().out.splitlines()[1:]
-    assert first == f"step {step} differs: loss is 1.0 straight, 2.0 resumed"
+    assert first == f"step {step} differs: loss is 1.0 uninterrupted, 2.0 resumed"
     assert len(told) == len(words) and all(text.startswith(word) for text, word in zip(told, words, strict=True))
     assert varies == any("randomness.deterministic=true" in text for text in told)
     settled = ["randomness.deterministic=true"]

@@ -164,7 +164,7 @@ def test_part_of_a_model_is_refused(tmp_path: Path) -> None:
     """A group that holds a part of the model is told what it lacks, and nothing is written."""
     model = dense()
     stages = FakeStages([model.build(LayerRange(0, 2, True, False))])
-    with pytest.raises(UserError, match=r"missing model\.norm\.weight, lm_head\.weight"):
+    with pytest.raises(UserError, match=r"missing parameters model\.norm\.weight, lm_head\.weight"):
         write_folder(tmp_path / "export", model, stages)
     assert os.listdir(tmp_path) == []
 

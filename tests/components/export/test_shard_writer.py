@@ -111,7 +111,7 @@ def _trouble(folder: Path, kind: str) -> tuple[str, list[str]]:
     ("kind", "message"),
     [
         ("duplicate", "a would be written twice, by rank 0 and by rank 1"),
-        ("name", "'../a' is no name for a tensor"),
+        ("name", "'../a' is not a valid name of a tensor"),
         ("disk", "model-00002-of-00002.safetensors: No space left on device"),
         ("finish", "config.json: No space left on device"),
         ("taken", "exists already"),

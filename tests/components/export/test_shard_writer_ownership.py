@@ -30,7 +30,7 @@ def test_the_first_rank_that_holds_a_group_owns_it() -> None:
 
 def test_missing_and_unexpected_tensors_are_reported() -> None:
     """Both lists are one message."""
-    with pytest.raises(UserError, match="missing b; no name there for x"):
+    with pytest.raises(UserError, match="missing parameters b; parameters without a Hugging Face name x"):
         choose_owners(identity("a", "b"), [rank("a"), rank("x")])
 
 

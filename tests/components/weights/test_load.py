@@ -108,7 +108,7 @@ def test_all_mismatches_of_a_folder_are_reported_at_once(tmp_path: Path) -> None
     with pytest.raises(UserError) as caught:
         load_folder(folder, module, mapper)
     for part in (
-        "no name there for adapter",
+        "parameters without a tensor in the folder: adapter",
         "missing model.c, model.d",
         "unexpected model.x, model.y",
         "wrong shape model.a (2, 3) for (2, 2)",

@@ -124,8 +124,8 @@ def test_composing_no_mappers_gives_an_empty_mapper() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (rename({"a": "x"}), rename({"b": "x"}), "x would be given by more than one"),
-        (rename({"a": "x"}), rename({"a": "y"}), "a would be taken by more than one"),
+        (rename({"a": "x"}), rename({"b": "x"}), "x would be an output of more than one"),
+        (rename({"a": "x"}), rename({"a": "y"}), "a would be an input of more than one"),
     ],
 )
 def test_collisions_of_parallel_mappers_are_refused(first: Mapper, second: Mapper, message: str) -> None:
@@ -141,7 +141,7 @@ def test_collisions_of_parallel_mappers_are_refused(first: Mapper, second: Mappe
 )
 def test_collisions_in_a_chain_are_refused(first: Mapper, second: Mapper) -> None:
     """A tensor can't pass where its name is taken or given."""
-    with pytest.raises(ValueError, match="can't pass a mapper by"):
+    with pytest.raises(ValueError, match="can't be passed on"):
         sequential(first, second)
 
 

@@ -80,7 +80,7 @@ def test_rename_by_pattern() -> None:
 
 def test_rename_by_pattern_never_merges() -> None:
     """Two names that would become one are refused."""
-    with pytest.raises(ValueError, match=r"attention would be given by more than one"):
+    with pytest.raises(ValueError, match=r"attention would be an output of more than one"):
         rename_by_pattern(NAMES, r"layers\.\d+\.attention\..", "attention")
 
 

@@ -64,7 +64,7 @@ def test_duplicate_names_are_refused_before_any_write() -> None:
 
 def test_names_that_could_not_be_read_are_refused(tmp_path: Path) -> None:
     """Nothing is written if a name would be refused when it is read again."""
-    with pytest.raises(UserError, match=r"'\.\./a' is no name for a tensor"):
+    with pytest.raises(UserError, match=r"'\.\./a' is not a valid name of a tensor"):
         write_safetensors(tmp_path, InMemory({"../a": torch.ones(1)}), identity("../a"))
     assert os.listdir(tmp_path) == []
 
@@ -79,7 +79,7 @@ def test_tensors_that_do_not_fit_a_mapper_are_reported_before_any_write(tmp_path
 
 def test_a_plan_is_kept() -> None:
     """Tensors in another order than planned are a mistake of the program."""
-    with TemporaryDirectory() as folder, pytest.raises(ValueError, match="b came where a was planned"):
+    with TemporaryDirectory() as folder, pytest.raises(ValueError, match="b was given where a was planned"):
         write_files(Path(folder), plan_files([kinds(a=1)], 10), iter([("b", torch.ones(1))]))
 
 

@@ -148,7 +148,7 @@ def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None
 
 def test_ranks_that_pass_different_arguments_are_reported(ranks: list[dict[str, Any]]) -> None:
     """Everybody hears what each thought the ranks were."""
-    expected = "ranks were [[0, 1], [0, 1], [0, 2], [0, 2]] on the ranks of a group; give all the same"
+    expected = "ranks were [[0, 1], [0, 1], [0, 2], [0, 2]] on the ranks of a group; pass the same on every rank"
     assert [rank["ranks differ"] for rank in ranks] == [expected] * 4
 
 
@@ -199,7 +199,7 @@ def test_one_rank_alone() -> None:
     with get_tensors_parallel(tensor, [0]) as tensors:
         assert tensors[0] is tensor
     with (
-        pytest.raises(UserError, match=r"ranks = \[0, 1\] are not places"),
+        pytest.raises(UserError, match=r"ranks = \[0, 1\] are not distinct ranks"),
         get_configs_parallel({}, [0, 1], SingleProcess()),
     ):
         pytest.fail("there is no second rank")
@@ -249,7 +249,7 @@ def test_a_workspace_without_ranks(tmp_path: Path) -> None:
     config, weights = second.read_configs_and_weights_from_rank(0)
     assert config is None and weights is not None
     assert torch.equal(weights["layer.0/w"], torch.ones(2))
-    with pytest.raises(TypeError, match="give them as weights"):
+    with pytest.raises(TypeError, match="pass them as weights"):
         first.write_configs_and_weights({"a": torch.ones(1)}, {})
     NFSWorkspace(tmp_path / "new" / "folder", rank=0)  # the next process of this rank begins
     assert second.read_configs_and_weights_from_rank(0) == (None, None)

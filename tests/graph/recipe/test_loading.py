@@ -56,7 +56,7 @@ def test_a_run_folder_is_a_recipe() -> None:
     assert sources("runs/one") == sources("runs/one/") or sources("runs/one") == ["runs/one/recipe.lock.toml"]
 
 
-def test_a_file_in_the_current_directory_does_not_shadow_a_shipped_name() -> None:
+def test_a_file_in_the_current_directory_wins_over_a_shipped_recipe() -> None:
     """A file of that name wins over a shipped recipe; a shipped one is labelled by its file's name alone."""
     Path("shipped").mkdir()
     Path("shipped/one.toml").write_text("", "utf-8")

@@ -86,7 +86,7 @@ OUTSIDE = [
 @pytest.mark.parametrize("file", OUTSIDE)
 def test_files_outside_the_folder_are_refused(tmp_path: Path, file: object) -> None:
     """An index can only name files of its own folder, and the refusal names index, tensor and file."""
-    with pytest.raises(UserError, match="is no file of the folder") as caught:
+    with pytest.raises(UserError, match="is not a file of the folder") as caught:
         open_safetensors_folder(sharded(tmp_path, {"some.tensor": file}))
     assert str(tmp_path / INDEX) in str(caught.value)
     assert "'some.tensor'" in str(caught.value)
@@ -139,7 +139,7 @@ TEXTS = {
     "map no object": ('{"weight_map": ["x"]}', "has no weight_map"),
     "names twice": ('{"weight_map": {"a": "x", "b": "x", "a": "y"}}', "it has 'a' more than once"),
     "maps twice": ('{"weight_map": {"a": "x"}, "weight_map": {"a": "x"}}', "it has 'weight_map' more than once"),
-    "NaN": ('{"weight_map": NaN}', "NaN is no number"),
+    "NaN": ('{"weight_map": NaN}', "NaN is not a JSON number"),
     "nested": ('{"weight_map": ' + "[" * 100_000, "is not JSON that can be read"),
     "too many": (json.dumps({"weight_map": {f"t{n}": "x" for n in range(10**6)}}), "parts, and more than 750000"),
     "too long": (" " * (33 * 2**20), "more than 33554432 are not read"),
@@ -237,5 +237,5 @@ def test_no_model(tmp_path: Path) -> None:
     """A folder without a model says what was looked for; so does what is no folder."""
     with pytest.raises(UserError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         open_safetensors_folder(tmp_path)
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         open_safetensors_folder(tmp_path / "gone")
