@@ -53,6 +53,7 @@ def choose_owners(mapper: Mapper, holdings: Sequence[Mapping[str, Any]]) -> list
     _compare(mapper, held)
     owners = []
     for group in mapper.groups:
+        # The first, so that every rank and every run chooses the same.
         able = [rank for rank, tensors in enumerate(held) if tensors.keys() >= set(group.inputs)]
         if not able:
             names = f"{format_names(group.inputs)} become {format_names(group.outputs)} together"
@@ -120,6 +121,7 @@ def write_shares(target: Path, mine: Share, group: Group, max_shard: int, finish
     """
     _, specs = run_on_all(group, lambda: _specs_json(mine), share=lambda specs: specs)
     files = plan_files([_parse_specs(each) for each in specs], max_shard)  # the same on every rank
+    # One rank creates the folder, and the others learn its random name.
     temporary, folders = run_on_all(group, lambda: begin(target) if group.rank == 0 else None, share=_path)
     try:
         folder = Path(folders[0])

@@ -39,7 +39,7 @@ def pack(state: Any) -> Packed:
 
 def unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     """
-    The state of a tree and its tensors.
+    The state of a tree and its tensors, of any shape, which are not copied.
 
     Raises ValueError, with all missing and unexpected names, if the tensors are not those that the tree names.
     """

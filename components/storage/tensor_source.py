@@ -34,7 +34,7 @@ class TensorSource(Protocol):
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor of the shape and dtype in `specs`, on the CPU or on the device that holds it."""
+        """One tensor, any shape, as stated in `specs`; on the CPU or on the device that holds it."""
         ...
 
 
@@ -49,6 +49,7 @@ class InMemory:
         return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
+        """One tensor, any shape, detached and not copied."""
         return self.tensors[name].detach()
 
 
@@ -67,6 +68,7 @@ class AsType:
         return {name: attrs.evolve(spec, dtype=self._to(spec.dtype)) for name, spec in self.source.specs().items()}
 
     def tensor(self, name: str) -> Tensor:
+        """One tensor, any shape, converted to `dtype` if it is floating-point."""
         tensor = self.source.tensor(name)
         return tensor.to(self._to(tensor.dtype))
 
@@ -75,7 +77,7 @@ class AsType:
 
 
 def empty(spec: TensorSpec) -> tuple[Tensor, memoryview]:
-    """An uninitialized tensor of spec.shape and spec.dtype on the CPU, and a writable view of its bytes."""
+    """An uninitialized tensor, any shape (the spec's), on the CPU, and a writable view of its bytes."""
     memory = torch.empty(spec.bytes, dtype=torch.uint8)
     return from_memory(memory, spec), view(memory)
 

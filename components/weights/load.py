@@ -16,7 +16,7 @@ from drawloom.graph import UserError
 
 
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of a module by name: the module's own tensors, tied ones once."""
+    """The parameters and persistent buffers of a module, of any shape, by name: its own tensors, tied ones once."""
     saved = module.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
     return {**dict(module.named_parameters()), **buffers}
@@ -32,7 +32,7 @@ def convert(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stream(source: TensorSource, mapper: Mapper) -> Iterator[tuple[str, Tensor]]:
-    """Yield converted tensors group by group; at most one group is in memory."""
+    """Yield converted tensors, of any shape, group by group; at most one group is in memory."""
     for group in mapper.groups:
         # Popped, so that a tensor is freed as soon as the consumer drops it.
         given = _convert(group, [source.tensor(name) for name in group.inputs])[::-1]

@@ -58,7 +58,7 @@ class NFSWorkspace:
         return publish(self._folder, self.rank, Packed(tree, dict(weights)))
 
     def read_configs_and_weights_from_rank(self, target_rank: int) -> tuple[Any, dict[str, Tensor] | None]:
-        """A rank's configuration and weights, which are on the CPU, or (None, None). UserError if they are corrupt."""
+        """A rank's configuration and weights (any shape, on the CPU), or (None, None). UserError if corrupt."""
         found = read(self._folder, target_rank)
         return (None, None) if found is None else (unpack(found.tree, {}), dict(found.tensors))
 

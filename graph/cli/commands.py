@@ -130,6 +130,7 @@ def _explain(options: argparse.Namespace, project: Project) -> int:
 
 
 def _diff(options: argparse.Namespace, project: Project) -> int:
+    # Without a root: recipes of runs and parts of recipes are compared alike, and unused nodes count.
     new = project.graph(project.load(options.recipe, options.overlay, options.words), root="")
     found = diff(project.load(options.old), new)
     print("\n".join(map(str, found)) or "no differences")

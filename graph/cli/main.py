@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None, project: Project | None = None,
             print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of the output, such as `head`, has closed it
+        sys.stderr.close()  # or Python complains at exit: the reader of the output, such as `head`, has closed it
         return OK
     except Exception as error:
         if console.is_first(repr(error)):

@@ -97,6 +97,7 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
             problems.append(_problem(f"{key!r} goes into {table!r}, which is set to a value"))
         else:
             try:
+                # A newline would let the text define further keys.
                 table[last] = tomli.loads(f"x = {text}")["x"] if "\n" not in text else text
             except (tomli.TOMLDecodeError, RecursionError, ValueError):
                 table[last] = text

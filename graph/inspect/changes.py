@@ -128,6 +128,7 @@ class _Comparison:
     def _edge_impact(self, before: Any, after: Any) -> Impact:
         old, new = targets(before), targets(after)
         reordered = [target for target in old if target in new] != [target for target in new if target in old]
+        # The order of phases and of listeners can matter, whatever their components say.
         return "changes_training" if reordered else self._impact(set(old) ^ set(new))
 
     def _impact(self, names: Iterable[str]) -> Impact:
@@ -136,6 +137,7 @@ class _Comparison:
         found = [self.graph.registry.find(use) for use in uses]
         impacts = [spec.traits.impact for spec in found if not isinstance(spec, Problem)]
         greatest: Impact = max(impacts, key=IMPACTS.index, default="changes_training")
+        # A component that no longer exists can't say what it meant.
         return greatest if len(impacts) == len(found) else "changes_training"
 
 

@@ -102,6 +102,7 @@ class _Reader:
 
     def _beside(self, layer: Layer, path: Path, name: str, place: Place) -> Iterator[tuple[Path, str, Place]]:
         target = path.parent / name.replace("\0", "")  # system calls refuse NUL
+        # A recipe from elsewhere must not read arbitrary files of this machine.
         allowed = (Path.cwd().resolve(), path.parent.resolve())
         if Path(name).is_absolute() or not any(target.resolve().is_relative_to(parent) for parent in allowed):
             text = f"extends {name!r}, which is outside of the current directory and of the recipe's own folder"

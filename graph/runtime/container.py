@@ -228,6 +228,7 @@ class Container(Mapping[str, Any]):
     def _fail(self, error: BaseException) -> None:
         """Call the failure handlers, last opened first, and close everything. Raises a replacement, if any."""
         replacement = error
+        # Popped first: a handler that raises must not be called again.
         while self._failure_handlers:
             replacement = self._objects[self._failure_handlers.pop()].on_failure(replacement) or replacement
         self._opened.close_all(replacement)

@@ -77,6 +77,7 @@ class Values:
         if value is None and type(None) in typing.get_args(kind):
             return None
         inside: list[Exception] = []
+        # float last: it accepts integers, which an int member should keep.
         for member in sorted(union_members(kind), key=lambda member: member is float):
             try:
                 return self._structure(value, member)

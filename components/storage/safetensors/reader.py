@@ -48,6 +48,7 @@ class SafetensorsFolder:
         return {name: file.entries[name].spec for name, file in self.places.items()}
 
     def tensor(self, name: str) -> Tensor:
+        """One tensor, any shape, read into new memory on the CPU; UserError if its file has changed."""
         place = self.places[name]
         with open_regular_file(place.path) as file:
             if file.identity != place.identity:
@@ -62,7 +63,7 @@ def read_header(file: RegularFile) -> tuple[int, dict[str, Entry]]:
 
 
 def read_tensor(file: RegularFile, begin: int, entry: Entry) -> Tensor:
-    """A tensor of an entry's shape and dtype, in new memory on the CPU; `begin` is the offset of all tensors."""
+    """A tensor of any shape (its entry's) in new memory on the CPU; `begin` is the offset of all tensors."""
     tensor, memory = empty(entry.spec)
     file.read_into(memory, begin + entry.start)
     return tensor

@@ -25,7 +25,7 @@ class SafetensorsWriter:
     missing: dict[str, Entry]
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """tensor: the planned shape and dtype of `name`, or ValueError; it is written at its offset."""
+        """tensor: any shape, but that and the dtype must be as planned for `name`, or ValueError."""
         entry = self.missing.pop(name)
         found = TensorSpec(tuple(tensor.shape), tensor.dtype)
         if found != entry.spec:
