@@ -29,7 +29,7 @@ def test_the_nearest_name_is_found_whatever_its_case(name: str, found: str | Non
 
 
 def test_the_hint_names_the_nearest_or_a_few_choices() -> None:
-    """A long list of choices helps nobody."""
+    """A hint lists the choices only if there are few."""
     assert did_you_mean("kep", KNOWN) == "did you mean 'Keep'?"
     assert did_you_mean("zzz", KNOWN) == "there is Keep, every, max_norm"
     assert did_you_mean("zzz", map(str, range(13))) == ""

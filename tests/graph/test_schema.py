@@ -36,14 +36,14 @@ def as_json(plain: Any) -> Any:
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(SETTINGS)), st.data())
 def test_a_value_that_a_setting_accepts_is_valid(name: str, data: st.DataObject) -> None:
-    """Whatever a recipe may write for a setting, its schema accepts."""
+    """The schema accepts every value that a setting accepts."""
     assert VALIDATORS[name].is_valid(as_json(data.draw(SETTINGS[name])))
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.sampled_from(sorted(SETTINGS)), WRITTEN)
 def test_a_value_that_the_schema_refuses_is_no_valid_setting(name: str, value: Any) -> None:
-    """A schema never complains of what a recipe may say; it may miss what only Python can tell."""
+    """The schema refuses no valid value; it may accept values that only Python checks refuse."""
     field = SPEC.fields[name]
     if not VALIDATORS[name].is_valid(as_json(value)):
         written_as_reference = isinstance(value, str) and value[:1] in ("@", "$")
@@ -73,7 +73,7 @@ PROJECT = Project.of("drawloom")
 SHIPPED = sorted((ROOT / "recipes").glob("*.toml"))
 
 CODES = {"DL201", "DL203", "DL204", "DL302", "DL303", "DL306", "DL310", "DL311", "DL312"}
-"""Problems that show in a node alone, so that a schema can tell of them."""
+"""Problems that are visible in a single node, so that a schema can find them."""
 
 UNSEEN = {
     "cadence_zero",  # checks that are no bounds
@@ -83,7 +83,7 @@ UNSEEN = {
     "variable_of_wrong_type",  # variables stand for anything
     "group_with_setting",
 }
-"""What of these only Python can tell."""
+"""Recipes with such problems that only Python can find."""
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def validator() -> Draft7Validator:
 
 
 def merged(table: Table) -> dict[str, Any]:
-    """A recipe with all that it extends, as one file would say it."""
+    """A recipe merged with all that it extends, as one file."""
     return {key: merged(item) if isinstance(item, Table) else item.value for key, item in table.items.items()}
 
 
@@ -116,7 +116,7 @@ def test_shipped_recipes_are_valid(validator: Draft7Validator, recipe: Path) -> 
 
 
 def test_faulty_recipes_are_caught_if_a_schema_can(validator: Draft7Validator) -> None:
-    """Of the recipes with one fault, those are caught whose fault is of a kind that shows in a node alone."""
+    """The schema refuses the recipes whose problem is visible in a single node, and no valid recipe."""
     missed, false = [], []
     for recipe in sorted(FAULTY.glob("*.toml")):
         codes, data = faults(recipe)

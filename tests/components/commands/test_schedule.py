@@ -15,7 +15,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def printed(capsys: Capture, *arguments: str, code: int = 0) -> str:
-    """What the command says: on stdout if it succeeds, else on stderr."""
+    """The output of the command: stdout if it succeeds, else stderr."""
     try:
         found = main(["schedule", *arguments])
     except SystemExit as error:  # how argparse leaves
@@ -26,7 +26,7 @@ def printed(capsys: Capture, *arguments: str, code: int = 0) -> str:
 
 
 def data(capsys: Capture, *arguments: str) -> Any:
-    """What the command says in JSON."""
+    """The JSON output of the command."""
     return json.loads(printed(capsys, *arguments, "--format", "json"))
 
 

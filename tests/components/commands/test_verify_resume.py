@@ -43,7 +43,7 @@ def _runs(place: Path, steps: int, pause: float, how: str = "") -> Runs:
 
 
 def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
-    """The second run is killed when half is committed, and goes on from there to the end."""
+    """The second run is killed when half of its steps are committed, and resumes from there."""
     runs = _runs(tmp_path, 10, 0.05)
     runs.straight()
     assert 5 <= runs.killed_and_resumed() < 10
@@ -59,7 +59,7 @@ def test_a_run_that_is_too_short_to_be_killed_is_reported(tmp_path: Path) -> Non
 
 
 def test_a_run_that_fails_is_shown(tmp_path: Path) -> None:
-    """With its last words; it says nothing of resuming."""
+    """The error shows the end of the run's output, and does not blame resuming."""
     for run in (Runs.straight, Runs.killed_and_resumed):
         with pytest.raises(UserError, match="a reason other than resuming:\nno such corpus"):
             run(_runs(tmp_path, 4, 0.0, "fail"))
@@ -75,7 +75,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 
 
 def test_output_of_torchrun_about_a_failed_run_is_left_out(tmp_path: Path) -> None:
-    """Its report is long, and tells nothing of the cause; if there is nothing else, it is shown."""
+    """torchrun's report does not contain the cause; it is shown only if there is no other output."""
     for report, words in ((REPORT, "resuming:\nno such corpus$"), (REPORT[-66:], "ChildFailedError:$")):
         command = [sys.executable, "-c", f"print({report.strip()!r}); exit(1)"]
         with pytest.raises(UserError, match=words):
@@ -114,7 +114,7 @@ def _run(run: Path, **changes: Any) -> Path:
     ],
 )
 def test_the_first_difference_is_named(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
-    """With step, number or tensor, and rank; what tells of the machine or of the run's own series is not compared."""
+    """A difference names step, metric or tensor, and rank; machine metrics and trackers' state are ignored."""
     found = list(differences(_run(tmp_path / "a"), _run(tmp_path / "b", **changes), ["aim"]))
     assert len(found) == len(words)
     assert all(str(text).startswith(word) for text, word in zip(found, words, strict=True))

@@ -51,7 +51,7 @@ Make = Callable[..., Qwen3Builder]
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("max_shard", [2**30, 5000], ids=["one file", "several"])
 def test_transformers_loads_it_as_is(tmp_path: Path, tied: bool, max_shard: int, make: Make) -> None:
-    """from_pretrained takes every tensor from the folder, misses none, and gives the same logits."""
+    """from_pretrained reads every tensor of the folder, misses none, and its model has the same logits."""
     model = make(tie_word_embeddings=tied)
     module = whole(model)
     write_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
@@ -67,7 +67,7 @@ def test_transformers_loads_it_as_is(tmp_path: Path, tied: bool, max_shard: int,
 @both
 @pytest.mark.parametrize("max_shard", [2**30, 5000], ids=["one file", "several"])
 def test_read_back_bit_by_bit(tmp_path: Path, max_shard: int, make: Make) -> None:
-    """What we read of our own export is what was written, bit by bit; the config gives the same model."""
+    """Reading an export gives the written tensors bit by bit, and its config the same model."""
     model = make(tie_word_embeddings=True)
     module = whole(model)
     write_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
@@ -95,7 +95,7 @@ def test_reads_what_transformers_saves(tmp_path: Path, make: Make) -> None:
 
 
 def test_another_dtype(tmp_path: Path) -> None:
-    """Written as bfloat16, the numbers are rounded, and the config says so."""
+    """An export as bfloat16 has rounded numbers, and its config states the dtype."""
     model = dense()
     module = whole(model)
     write_folder(tmp_path / "export", model, FakeStages([module]), dtype=torch.bfloat16)
@@ -161,7 +161,7 @@ def load_in_transformers(folder: Path) -> Any:
 
 
 def test_part_of_a_model_is_refused(tmp_path: Path) -> None:
-    """A group that holds a part of the model is told what it lacks, and nothing is written."""
+    """Exporting a part of the model is an error that lists the missing parameters, and nothing is written."""
     model = dense()
     stages = FakeStages([model.build(LayerRange(0, 2, True, False))])
     with pytest.raises(UserError, match=r"missing parameters model\.norm\.weight, lm_head\.weight"):

@@ -1,4 +1,4 @@
-"""Several ranks that write one folder: all of it, once, the same whatever their hash seeds, or nothing."""
+"""Several ranks write one folder: each tensor once, the same under any hash seed, or nothing at all."""
 
 import errno
 import json
@@ -118,7 +118,7 @@ def _trouble(folder: Path, kind: str) -> tuple[str, list[str]]:
     ],
 )
 def test_an_error_on_one_rank_leaves_nothing(tmp_path: Path, kind: str, message: str) -> None:
-    """Whatever goes wrong on whichever rank, all hear the same, and what was there before is all that is there."""
+    """An error on any rank is raised on all, and the target folder is as it was before."""
     if kind == "taken":
         (tmp_path / "export").mkdir()
         (tmp_path / "export" / "stale.safetensors").write_text("old")

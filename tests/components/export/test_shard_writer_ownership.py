@@ -29,7 +29,7 @@ def test_the_first_rank_that_holds_a_group_owns_it() -> None:
 
 
 def test_missing_and_unexpected_tensors_are_reported() -> None:
-    """Both lists are one message."""
+    """Missing and unexpected parameters are listed in one message."""
     with pytest.raises(UserError, match="missing parameters b; parameters without a Hugging Face name x"):
         choose_owners(identity("a", "b"), [rank("a"), rank("x")])
 
@@ -56,6 +56,6 @@ class OneStage:
 
 
 def test_a_rank_reports_shape_and_dtype_of_its_parameters() -> None:
-    """A rank says which stages it has, and every parameter's shape and dtype."""
+    """The report of a rank has its stages, and shape and dtype of every parameter."""
     tensors = {"weight": [[1, 2], "torch.bfloat16"], "bias": [[1], "torch.bfloat16"]}
     assert holding(OneStage()) == {"stages": [{"index": 3, "tensors": tensors}]}

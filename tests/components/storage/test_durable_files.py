@@ -32,7 +32,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
-    """Writing twice is a fault of the program, not a new version."""
+    """Creating an existing file raises an error and keeps its content."""
     durable_files.write_file(tmp_path / "file", b"first")
     with pytest.raises(FileExistsError):
         durable_files.write_file(tmp_path / "file", b"second")
@@ -43,7 +43,7 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_failed_fsync_names_the_file_and_is_not_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effect: str
 ) -> None:
-    """A full disk is told once, with the path, and the file is closed."""
+    """A failed fsync raises an error with the path, is not repeated, and the file is closed."""
     calls = []
 
     def fail(*_: Any) -> int:

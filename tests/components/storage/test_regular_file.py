@@ -55,7 +55,7 @@ def test_a_path_that_is_not_a_regular_file_is_refused_without_blocking(tmp_path:
 
 @pytest.mark.parametrize("name", ["gone", "nul\0", "x" * 300])
 def test_an_unreadable_file_is_a_user_error_with_a_remedy(tmp_path: Path, name: str) -> None:
-    """Names of nothing, and names that no file can have, are told."""
+    """Missing files and impossible file names are user errors."""
     with pytest.raises(UserError, match="can't be read"), open_regular_file(tmp_path / name):
         pytest.fail("it must not open")
 

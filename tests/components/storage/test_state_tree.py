@@ -72,7 +72,7 @@ def test_everything_comes_back_as_it_was(state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("look_alike", [{"dict": {}}, {"tensor": "a"}, {"float": "nan"}, {"dict": {"tensor": "x"}}])
 def test_a_dict_that_looks_like_a_tree_node_is_a_dict(look_alike: dict[str, Any]) -> None:
-    """Keys of users are never taken for marks of the format."""
+    """A dict with a key such as "tensor" is restored as a dict."""
     state = {"a": torch.ones(1), "b": look_alike}
     assert _same(_through_files(state), state)
 

@@ -18,7 +18,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_valid_json_is_parsed_as_by_the_standard_library(value: Any) -> None:
-    """Whatever JSON can say is read as Python's json reads it."""
+    """Any valid JSON text is parsed as Python's json parses it."""
     text = json.dumps(value)
     assert parse(text.encode(), most=10_000) == json.loads(text)
 

@@ -17,21 +17,21 @@ def test_in_memory_gives_detached_tensors() -> None:
 
 
 def test_as_type_leaves_whole_numbers_alone() -> None:
-    """Floating-point tensors change their dtype, and say so before they are read; others stay."""
+    """Floating-point tensors are converted, and their specs state it; other tensors are unchanged."""
     half = AsType(SOURCE, torch.bfloat16)
     assert {name: kind.dtype for name, kind in half.specs().items()} == {"a": torch.bfloat16, "b": torch.int64}
     assert (half.tensor("a").dtype, half.tensor("b").dtype) == (torch.bfloat16, torch.int64)
 
 
 def test_sources_can_be_nested() -> None:
-    """The dtype is that of the last one."""
+    """Of nested conversions, the outermost gives the dtype."""
     both = AsType(AsType(SOURCE, torch.bfloat16), torch.float16)
     assert both.specs()["a"] == TensorSpec((2, 3), torch.float16)
     assert both.tensor("a").dtype == torch.float16
 
 
 def test_memory_that_another_object_holds_is_not_owned() -> None:
-    """Tensors in memory belong to whoever put them there, in whatever dtype they are asked for."""
+    """Tensors of a source in memory are not owned by the reader, in any dtype."""
     assert not SOURCE.owns_memory
     assert not AsType(SOURCE, torch.float16).owns_memory
 

@@ -19,7 +19,7 @@ from drawloom.components.weights.mapper_ops import chunk, identity, stack, trans
 
 @attrs.frozen
 class Watched:
-    """A source that tells what it is asked for."""
+    """A source that records which tensors are read."""
 
     source: InMemory
     log: list[str]

@@ -54,7 +54,7 @@ def some_stage(draw: random.Random, names: list[str], number: int) -> tuple[Mapp
 
 @given(seed=st.integers(0, 10**9), count=st.integers(1, 6))
 def test_sequential_is_one_after_another(seed: int, count: int) -> None:
-    """Any chain gives what its members give in turn, and its inverse gives all of it back, bit by bit."""
+    """A chain gives the result of its members in turn, and its inverse gives the input back, bit by bit."""
     draw = random.Random(seed)
     names = ["p", "q", "r", "s"]
     tensors = {name: torch.randn(2, 2) for name in names}
@@ -75,7 +75,7 @@ def test_sequential_is_one_after_another(seed: int, count: int) -> None:
 
 @given(seed=st.integers(0, 10**9))
 def test_groups_of_a_chain_are_independent(seed: int) -> None:
-    """Each group of a chain is complete: converted alone, in any order, it gives what it gives among all."""
+    """Groups of a chain convert alone and in any order to the same result."""
     draw = random.Random(seed)
     names = [f"n{number}" for number in range(8)]
     tensors = {name: torch.randn(2, 2) for name in names}
@@ -92,7 +92,7 @@ def test_groups_of_a_chain_are_independent(seed: int) -> None:
 
 
 def test_gaps_are_filled_both_ways() -> None:
-    """What only a later member takes comes in from outside; what only an earlier one gives goes out."""
+    """Inputs that only a later member has are inputs of the chain; unconsumed outputs are outputs of it."""
     chain = sequential(rename({"a": "b"}), rename({"c": "d"}))
     assert [(group.inputs, group.outputs) for group in chain.groups] == [(("a",), ("b",)), (("c",), ("d",))]
 
@@ -116,7 +116,7 @@ def test_a_member_may_pass_its_names_around() -> None:
 
 
 def test_composing_no_mappers_gives_an_empty_mapper() -> None:
-    """Empty mappers drop out."""
+    """Composing only empty mappers gives an empty mapper."""
     assert sequential().groups == parallel().groups == sequential(Mapper(()), Mapper(())).groups == ()
     assert sequential(Mapper(()), rename({"a": "b"})).outputs == ["b"]
 

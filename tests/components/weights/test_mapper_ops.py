@@ -62,7 +62,7 @@ LEAVES: dict[str, tuple[Mapper, dict[str, Tensor], dict[str, Tensor]]] = {
 def test_a_mapper_and_its_inverse_give_the_tensors_back(
     mapper: Mapper, tensors: dict[str, Tensor], expected: dict[str, Tensor]
 ) -> None:
-    """A leaf gives what its name says, and its inverse gives back what went in, bit by bit."""
+    """An elementary mapper converts as named, and its inverse restores the input bit by bit."""
     given = convert(mapper, tensors)
     assert given.keys() == expected.keys()
     assert all(torch.equal(given[name], expected[name]) for name in expected)
@@ -117,7 +117,7 @@ def test_groups_name_each_tensor_once(make: Callable[[list[str]], Mapper], names
 
 
 def test_a_mapper_without_inverse_is_reported() -> None:
-    """A group that can't be undone says so when its inverse is asked for, not later."""
+    """A group without inverse raises an error as soon as its inverse is requested."""
     one_way = Mapper((TensorGroup(("a",), ("b",), lambda tensors: tensors),))
     with pytest.raises(ValueError, match="no way leads back from b to a"):
         one_way.inverse()

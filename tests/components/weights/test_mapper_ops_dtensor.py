@@ -93,6 +93,6 @@ def test_sharded_parameters_are_loaded(ranks: list[dict[str, Any]], device: str)
 
 
 def test_whole_tensors_stay_whole() -> None:
-    """What is no DTensor is gathered and likened as it is, without any process group."""
+    """Ordinary tensors are unchanged by gather and like, without a process group."""
     assert convert(gather("a"), {"a": WHOLE})["a"] is WHOLE
     assert convert(like("a", WHOLE), {"a": WHOLE})["a"] is WHOLE

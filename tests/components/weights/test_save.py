@@ -46,7 +46,7 @@ def test_files_hold_as_many_names_as_can_be_read() -> None:
 
 
 def test_files_of_several_writers_are_numbered_through() -> None:
-    """Every writer has files of its own, all are of one count; who has nothing writes nothing."""
+    """Each writer has its own files, numbered in one sequence; a writer without tensors has none."""
     files = plan_files([kinds(a=5, b=5), {}, kinds(c=20, d=1)], 10)
     assert [(file.name[6:11], file.writer, [*file.specs]) for file in files] == [
         ("00001", 0, ["a", "b"]),
@@ -57,7 +57,7 @@ def test_files_of_several_writers_are_numbered_through() -> None:
 
 
 def test_duplicate_names_are_refused_before_any_write() -> None:
-    """Two writers with tensors of one name are told, each by its number."""
+    """Tensors of the same name on two writers are an error that names both."""
     with pytest.raises(UserError, match="b, c would be written twice, by rank 0 and by rank 2"):
         plan_files([kinds(a=1, b=1, c=1), kinds(d=1), kinds(e=1, b=1, c=1)], 10)
 
@@ -78,7 +78,7 @@ def test_tensors_that_do_not_fit_a_mapper_are_reported_before_any_write(tmp_path
 
 
 def test_a_plan_is_kept() -> None:
-    """Tensors in another order than planned are a mistake of the program."""
+    """Tensors in another order than planned raise ValueError."""
     with TemporaryDirectory() as folder, pytest.raises(ValueError, match="b was given where a was planned"):
         write_files(Path(folder), plan_files([kinds(a=1)], 10), iter([("b", torch.ones(1))]))
 

@@ -30,7 +30,7 @@ def files(folder: Path) -> list[str]:
 
 
 def test_what_is_published_is_read(tmp_path: Path) -> None:
-    """Tree and tensors come back; who published nothing has nothing."""
+    """A published record is read back; a rank without a record gives None."""
     publish(tmp_path, 3, parcel())
     found = read(tmp_path, 3)
     assert found is not None
@@ -111,7 +111,7 @@ def test_links_and_pipes_are_not_read(tmp_path: Path, name: str) -> None:
 
 
 def test_a_late_generation_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where storage shows the old state for a while, the reader waits until the new one is there."""
+    """If storage shows an old record for a while, the reader waits for the new one."""
     publish(tmp_path, 0, parcel())
     monkeypatch.setattr(secrets, "token_hex", lambda _: "0123456789abcdef")
     late = threading.Timer(0.3, publish, (tmp_path, 0, parcel(2.0)))
@@ -122,7 +122,7 @@ def test_a_late_generation_is_awaited(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_generation_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting has an end, and then says what it waited for; a stale file of another run is never taken for it."""
+    """Waiting ends with an error that names the rank; a stale record of another run is not accepted."""
     monkeypatch.setattr(shared_folder, "READ_TIMEOUT", 0.2)
     for leftover in (False, True):
         if leftover:
@@ -134,7 +134,7 @@ def test_a_generation_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: 
 
 
 def test_a_reader_never_sees_two_generations_mixed(tmp_path: Path) -> None:
-    """While generations replace one another, each read gives one of them, whole."""
+    """While generations replace each other, each read returns one whole generation."""
     publish(tmp_path, 0, parcel(0.0))
     over = threading.Event()
 

@@ -66,7 +66,7 @@ def test_nothing_is_left() -> None:
 
 
 def test_a_reader_changes_its_own_only() -> None:
-    """Memory is sealed: nobody changes what another reads."""
+    """Shared memory is sealed: no process can change what another reads."""
     with shared(Packed({}, {"a": torch.ones(2)})) as ticket:
         first, second = open_shared(ticket), open_shared(ticket)
         first.tensors["a"].zero_()

@@ -118,7 +118,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("count", [0, 1, 40, 1000])
 def test_the_first_rank_gathers_everything(ranks: list[dict[str, Any]], count: int) -> None:
-    """The first rank has every configuration with however many tensors, the others none; later nobody has."""
+    """The first rank gets every configuration with its tensors, others none; the list is emptied afterwards."""
     assert all(rank[f"{count} tensors"] and rank[f"{count} emptied"] for rank in ranks)
 
 
@@ -128,12 +128,12 @@ def test_ranks_may_be_some_in_any_order(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_a_rank_without_a_configuration_keeps_its_position(ranks: list[dict[str, Any]]) -> None:
-    """A rank that has no configuration stands as None where it belongs."""
+    """A rank without a configuration is None at its position."""
     assert [rank["none"] for rank in ranks] == [[{}, None, {}, None], [], [], []]
 
 
 def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None:
-    """Whoever fails, while writing or inside of the block, raises its own error, and all others a UserError of it."""
+    """A rank that fails while publishing or inside the block raises its own error, and all others a UserError."""
     bad = "bad is a object, which can't be saved"
     lost = "all is lost"
     assert [rank["failing writer"] for rank in ranks] == [
@@ -147,7 +147,7 @@ def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None
 
 
 def test_ranks_that_pass_different_arguments_are_reported(ranks: list[dict[str, Any]]) -> None:
-    """Everybody hears what each thought the ranks were."""
+    """Every rank raises an error that lists the argument of each rank."""
     expected = "ranks were [[0, 1], [0, 1], [0, 2], [0, 2]] on the ranks of a group; pass the same on every rank"
     assert [rank["ranks differ"] for rank in ranks] == [expected] * 4
 
@@ -239,7 +239,7 @@ def test_a_killed_writer(tmp_path: Path) -> None:
 
 
 def test_a_workspace_without_ranks(tmp_path: Path) -> None:
-    """Without any group: a rank publishes, another reads the last it published, an empty place gives nothing."""
+    """Without a group, a rank reads the last record of another; a rank without a record gives nothing."""
     first, second = NFSWorkspace(tmp_path / "new" / "folder", rank=0), NFSWorkspace(tmp_path / "new" / "folder", rank=1)
     assert second.read_configs_and_weights_from_rank(0) == (None, None)
     first.write_configs_and_weights({"step": 1}, {"a": torch.ones(2)})
@@ -256,7 +256,7 @@ def test_a_workspace_without_ranks(tmp_path: Path) -> None:
 
 
 def test_a_workspace_without_a_folder() -> None:
-    """It says that it is none, and does nothing."""
+    """A workspace without a path is not initialized, and its methods raise ValueError."""
     none = NFSWorkspace()
     assert not none.is_initialized
     for work in (

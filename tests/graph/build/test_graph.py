@@ -14,7 +14,7 @@ Shop = Callable[..., Graph]
 
 
 def faults(graph: Graph) -> list[str]:
-    """What is wrong, in words."""
+    """The problems of a graph as text."""
     return [f"[{problem.node}] {problem.text}" for problem in graph.errors]
 
 
@@ -25,26 +25,26 @@ def test_a_dependency_cycle_is_reported_node_by_node(shop: Shop) -> None:
 
 
 def test_a_node_can_not_need_itself(shop: Shop) -> None:
-    """The smallest circle is found too."""
+    """A node with an edge to itself is a dependency cycle."""
     graph = shop('[page]\nfallback = "@page"')
     assert faults(graph) == ["[page] dependency cycle: page -> page"]
 
 
 def test_constraints_see_settings_of_neighbours(shop: Shop) -> None:
-    """A component's own constraints run on settings, with defaults filled in, before anything is built."""
+    """Constraints of a component see settings with defaults before anything is built."""
     assert faults(shop("[trainer]\nworkers = 11")) == ["[trainer] 11 workers can't share 10 values"]
     assert faults(shop("[trainer]\nworkers = 11\n[store]\nsize = 11")) == []
 
 
 def test_constraints_are_skipped_while_settings_are_invalid(shop: Shop) -> None:
-    """A fault of a node or neighbour is reported without constraints that would trip over it."""
+    """While a node or neighbour has a problem, constraints that would fail because of it are not run."""
     assert faults(shop('[trainer]\nworkers = 11\n[store]\nsize = "ten"')) == [
         '[store] size: expected an integer, got the string "ten"'
     ]
 
 
 def test_closure_puts_needs_first(shop: Shop) -> None:
-    """Everything that a node needs stands before it, once."""
+    """Everything that a node needs comes before it, once."""
     graph = shop()
     assert (
         graph.topological_order(["trainer"]) == ["page", "store", "trainer"]
@@ -74,7 +74,7 @@ def chain(length: int) -> dict[str, Any]:
 
 
 def test_many_paths_cost_no_more_than_many_nodes(project: Project) -> None:
-    """A ladder of diamonds, with 2^200 paths, is ordered and checked for circles at once."""
+    """A ladder of diamonds, with 2^200 paths, is ordered and checked for cycles in linear time."""
     pages: dict[str, Any] = {}
     for number in range(200):
         below = {"fallback": f"@left{number - 1}"} if number else {}
@@ -88,7 +88,7 @@ def test_many_paths_cost_no_more_than_many_nodes(project: Project) -> None:
 
 
 def test_a_node_that_nothing_needs_is_a_warning(shop: Shop) -> None:
-    """An unused node is no fault, but is told."""
+    """An unused node is a warning and not an error."""
     graph = shop('[spare]\nuse = "pages.plain"\ntitle = "Spare"')
     assert graph.errors == []
     assert [problem.node for problem in graph.problems if problem.warning] == ["spare"]
@@ -195,5 +195,5 @@ def test_valid_orders_of_a_sequence_have_no_problems(shop: Callable[..., Graph],
 def test_an_invalid_order_of_a_sequence_is_a_problem_with_a_remedy(
     shop: Callable[..., Graph], names: tuple[str, ...], expected: str
 ) -> None:
-    """Reading too early, changing too late and reading what nobody writes are problems with the line to move."""
+    """Reading too early, changing too late and reading an unwritten value are problems with the line to move or add."""
     assert texts(shop, *names) == [expected]

@@ -94,7 +94,7 @@ def test_of_several_processes_one_prints_a_failure(
 def test_of_several_processes_one_prints_warnings(
     project: Project, warns: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What all of them know alike is told by the one that is to tell it."""
+    """A warning that every process finds is printed by one of them."""
     assert main(["check", "small", 'spare.use="pages.plain"', "spare.title=A"], project, Console(warns)) == 0
     assert ("warning" in capsys.readouterr().err) == warns
 
@@ -120,7 +120,7 @@ def test_explain_takes_nodes_keys_and_nothing(project: Project, capsys: pytest.C
 
 
 def test_diff_lays_values_over_the_second(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """A recipe is compared with itself and what the command line says."""
+    """A recipe is compared with itself plus the values of the command line."""
     assert main(["diff", "small", "small", "store.size=11"], project) == 0
     assert capsys.readouterr().out == "[store] size: 10 -> 11 (safe)\n"
     main(["diff", "small", "small"], project)
@@ -128,7 +128,7 @@ def test_diff_lays_values_over_the_second(project: Project, capsys: pytest.Captu
 
 
 def test_diff_takes_run_folders(project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The folder of a run stands for its resolved recipe."""
+    """A run folder is read as the resolved recipe in it."""
     main(["show", "small"], project)
     (tmp_path / "recipe.lock.toml").write_text(capsys.readouterr().out, "utf-8")
     main(["diff", str(tmp_path), "small", 'page.title="Kiosk"'], project)

@@ -1,4 +1,4 @@
-"""From text to a checked graph, whatever the text."""
+"""Robustness: any text ends in a checked graph or in problems."""
 
 import contextlib
 import io

@@ -79,7 +79,7 @@ filters = ["@parse", "@translate", "@look_up"]
 
 
 def test_each_value_lists_what_members_do_to_it(shop: Callable[..., Graph]) -> None:
-    """A value that nothing writes is a thread of its own, which says so."""
+    """A value that no member writes has a row, which says so."""
     step = step_of(shop(FILTERS), "shop", "page")
     assert [box.name for box in step.members] == ["parse", "translate", "look_up"]
     assert step.threads == (
@@ -96,7 +96,7 @@ def test_arrows_start_at_the_last_member_that_wrote_or_changed_a_value(shop: Cal
 
 
 def test_a_large_step_has_every_value(first_run: Graph) -> None:
-    """As many touches as the components declare."""
+    """A step of hundreds of members has every value that they declare."""
     step = step_of(first_run, "first_run", "trainer")
     flows = [first_run.nodes[box.name].spec.traits.flow for box in step.members]
     declared = sum(len(flow.reads) + len(flow.writes) + len(flow.changes) for flow in flows)
@@ -105,7 +105,7 @@ def test_a_large_step_has_every_value(first_run: Graph) -> None:
 
 
 def test_a_step_of_a_node_without_a_sequence_is_a_user_error(shop: Callable[..., Graph]) -> None:
-    """Neither a field that takes no sequence, nor an empty one, is a step."""
+    """A node without a sequence edge, or with an empty one, is a user error."""
     for name in ("trainer", "page"):
         with pytest.raises(UserError, match="no sequence"):
             step_of(shop(), "shop", name)

@@ -24,7 +24,7 @@ filters = ["@cut", "@find"]
 
 
 def test_a_focused_tree_lists_the_users_of_the_node(shop: Callable[..., Graph]) -> None:
-    """Users first, then what it needs."""
+    """The users come first, then what the node needs."""
     assert draw(shop(FILTERS), "shop", "trainer", focus="page").splitlines() == [
         "used by [trainer] pages",
         "[page] pages.plain",
@@ -35,7 +35,7 @@ def test_a_focused_tree_lists_the_users_of_the_node(shop: Callable[..., Graph]) 
 
 
 def test_a_step_as_text_lists_reads_changes_and_writes(shop: Callable[..., Graph]) -> None:
-    """Members are numbered, values stand below."""
+    """Members are numbered, with their values on the lines below."""
     assert draw(shop(FILTERS), "shop", "trainer", focus="page", step=True).splitlines() == [
         "shop: [page] filters",
         "  1. [cut] pages.parse",
@@ -56,7 +56,7 @@ def test_every_format_names_all_and_ends_with_a_line(shop: Callable[..., Graph],
 
 
 def test_an_unknown_focus_is_a_user_error(shop: Callable[..., Graph]) -> None:
-    """With a hint at the nearest name."""
+    """The error suggests the nearest name."""
     with pytest.raises(UserError, match=r"no node \[pag\] to draw; did you mean 'page'") as caught:
         draw(shop(), "shop", "trainer", focus="pag")
     assert caught.value.exit_code == 2
@@ -75,7 +75,7 @@ PICTURE = Diagram("t", (Box("end", "a.b"), Box('x"<y>', "a.c")), (Arrow("end", '
 
 
 def test_names_are_escaped_in_every_format() -> None:
-    """Keywords, quotes and angles stand in quoted labels, as entities."""
+    """Keywords are quoted; quotes and angle brackets become entities."""
     assert draw_mermaid(PICTURE).splitlines() == [
         "flowchart LR",
         '  n0["end<br><i>a.b</i>"]',

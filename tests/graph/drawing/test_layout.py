@@ -14,7 +14,7 @@ PAIRS = st.lists(st.sampled_from(list(combinations(NAMES, 2))), unique=True, max
 @settings(max_examples=60, deadline=None)
 @given(PAIRS)
 def test_every_arrow_leads_to_the_right_by_steps_of_a_column(arrows: list[tuple[str, str]]) -> None:
-    """A way begins and ends at its boxes and passes each column between, and each stop stands in a column once."""
+    """A path starts and ends at its boxes with one stop in each column between; each stop is in one column."""
     layering = layer(NAMES, arrows)
     for (source, target), way in layering.ways.items():
         assert way[0].box == source and way[-1].box == target and not way[0].bend and not way[-1].bend
@@ -56,7 +56,7 @@ def test_arrows_that_need_not_cross_do_not() -> None:
 
 
 def test_a_sequence_keeps_its_order_though_arrows_cross() -> None:
-    """Members stand from top to bottom as they follow one another."""
+    """Members are drawn from top to bottom in the order of the sequence."""
     arrows = [("root", "a"), ("root", "b"), ("root", "c"), ("c", "z"), ("z", "y"), ("b", "y"), ("a", "x")]
     layering = layer(["root", "c", "b", "a", "x", "y", "z"], arrows, [("b", "c", "a")])
     column = [stop.box for stop in layering.columns[1] if not stop.bend]
@@ -75,5 +75,5 @@ def test_spread_boxes_do_not_overlap_and_stay_at_their_wishes_if_free(both: list
 
 
 def test_boxes_that_collide_move_by_the_same_amount() -> None:
-    """Two that wish for the same place stand on either side of it."""
+    """Two boxes that wish for the same position end on either side of it."""
     assert spread([10.0, 10.0, 90.0], [20.0, 20.0, 20.0]) == [0.0, 20.0, 90.0]

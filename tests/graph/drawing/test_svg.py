@@ -41,7 +41,7 @@ FOCI = ["", "trainer", "stages", "device", "mesh", "checkpoint"]
 
 @pytest.mark.parametrize("focus", FOCI)
 def test_every_node_is_there_and_all_words_are_in_the_picture(first_run: Graph, focus: str) -> None:
-    """Each box has its name and component; nothing stands outside."""
+    """Each box has its name and component, and all text is inside the picture."""
     picture = wiring(first_run, "first_run", "trainer", focus)
     drawn = draw_wiring(picture)
     shown = [one.text for one in svg.words(drawn)]
@@ -66,7 +66,7 @@ def test_boxes_and_field_labels_do_not_overlap(first_run: Graph, focus: str) -> 
 @settings(max_examples=80, deadline=None)
 @given(st.dictionaries(st.sampled_from(list(combinations("abcdefgh", 2))), st.text("xy", min_size=9, max_size=15)))
 def test_labels_at_arrows_do_not_overlap(labels: dict[tuple[str, str], str]) -> None:
-    """Whatever leads where: no words on other words, none on a box, none outside."""
+    """In any graph, labels overlap neither labels nor boxes, and are inside the picture."""
     boxes = tuple(Box(name, "some.component") for name in "abcdefgh")
     arrows = tuple(Arrow(source, target, (label,)) for (source, target), label in labels.items())
     drawn = draw_wiring(Diagram("t", boxes, arrows))
@@ -91,7 +91,7 @@ def test_a_field_is_named_where_it_says_more_than_its_box(shop: Callable[..., Gr
 
 
 def test_a_name_at_a_meeting_point_holds_for_all_that_meet() -> None:
-    """Where arrows with several names come in, none of these stands at the point; each stands at its beginning."""
+    """Where arrows of several fields meet, the fields are named at the starts of the arrows."""
     boxes = tuple(Box(name, f"x.{name}") for name in ("a", "b", "c"))
     one = Diagram("t", boxes, (Arrow("a", "c", ("left",)), Arrow("b", "c", ("left",))))
     two = Diagram("t", boxes, (Arrow("a", "c", ("left",)), Arrow("b", "c", ("right",))))
@@ -129,7 +129,7 @@ def test_one_box_alone_is_a_picture() -> None:
 
 
 def test_members_are_columns_and_values_are_rows(first_run: Graph) -> None:
-    """Headers in order and without overlap; a thread's name stands left of the member that begins it."""
+    """Headers are in order and do not overlap; a value's name is left of its first member."""
     step = step_of(first_run, "first_run", "trainer")
     drawn = draw_step(step)
     boxes = svg.areas(drawn)
@@ -154,7 +154,7 @@ def test_every_access_to_a_value_has_its_mark(first_run: Graph) -> None:
 
 
 def test_all_words_are_in_the_picture(first_run: Graph) -> None:
-    """Also with long names for short steps, and whatever letters they have."""
+    """All text is inside the picture, also for long names in short steps."""
     long = Step("a title <&> " * 5, (Box("a", "b"),), (Thread("value & \x00" * 9, {0: "reads"}),))
     for step in (step_of(first_run, "first_run", "trainer"), long):
         assert not svg.outside(draw_step(step))

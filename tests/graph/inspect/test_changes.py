@@ -37,7 +37,7 @@ Shop = Callable[..., Graph]
     ],
 )
 def test_a_difference_names_node_key_and_impact(shop: Shop, project: Project, text: str, expected: list[str]) -> None:
-    """Each difference from an older recipe is told once, with what it means to resume with it."""
+    """Each difference from an older recipe is listed once, with its impact on a resume."""
     older = resolve(shop()).text
     assert [str(change) for change in resolve(shop(text)).changes(older)] == expected
 
@@ -61,12 +61,12 @@ workers = 1
 
 
 def lines(project: Project, old: Recipe, new: Graph) -> list[str]:
-    """The differences in words."""
+    """The differences as text."""
     return [str(change) for change in diff(old, new)]
 
 
 def test_what_is_only_written_otherwise_is_cosmetic(shop: Shop, project: Project) -> None:
-    """A default written out, an edge found by type and a variable make no other run."""
+    """Writing out a default or an edge, and using a variable, are cosmetic."""
     old = project.load("small")
     text = '[store]\nsize = 10\n[page]\nstore = "@store"'
     assert lines(project, old, shop(text)) == [
@@ -84,7 +84,7 @@ def test_the_order_of_tables_is_cosmetic(project: Project) -> None:
 
 
 def test_an_old_run_is_compared_as_it_was_written(shop: Shop, project: Project) -> None:
-    """Components and settings that are no more are told like others; what is only filled in is not cosmetic."""
+    """Removed components and settings are listed like others; values that defaults fill in are not cosmetic."""
     assert lines(project, Recipe.of(tomli.loads(RENAMED)), shop()) == [
         "[store] swapped: stores.of_yesterday -> stores.memory (changes_training)",
         '[page] headline: "gone since" -> absent (changes_training)',
@@ -92,7 +92,7 @@ def test_an_old_run_is_compared_as_it_was_written(shop: Shop, project: Project) 
 
 
 def test_inline_nodes_are_compared_key_by_key(shop: Shop, project: Project) -> None:
-    """A setting deep inside an edge is told as the setting that it is."""
+    """A changed setting of an inline node is listed under that node."""
     old, new = (f'[trainer]\nstore = "@store"\n[page]\nstore = {{ use = "stores.memory", size = {n} }}' for n in (3, 4))
     assert lines(project, shop(old).recipe, shop(new)) == ["[page.store] size: 3 -> 4 (safe)"]
 
@@ -119,7 +119,7 @@ def test_true_is_not_one(project: Project) -> None:
 @given(recipes(), recipes())
 @settings(max_examples=50, deadline=None)
 def test_diff_and_a_resuming_run_list_the_same_changes(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """What `diff` says of two recipes, but for the cosmetic, is what a run that resumes says of them."""
+    """`diff` without cosmetic changes equals the changes that a resuming run finds."""
     project = Project.of("support.shop")
     graphs = [project.graph(Recipe.of(data), root="") for data in (one, other)]
     resolved = [resolve(graph) for graph in graphs]

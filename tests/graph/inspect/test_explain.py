@@ -1,4 +1,4 @@
-"""What `explain` says."""
+"""The output of `explain`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +51,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: Project) -> T
 
 
 def test_a_key_lists_every_layer_that_set_it(told: Told) -> None:
-    """From the command line down through overlays to the default, newest first, each with its place."""
+    """Values from the command line, overlays, recipe and default are listed newest first, each with its place."""
     assert told("room.whole") == [
         "[room] whole = 8  (integer; command line)",
         "  an integer",
@@ -80,7 +80,7 @@ def test_an_edited_list_shows_what_was_removed_and_inserted(told: Told, project:
 
 
 def test_a_variable_lists_the_layers_that_set_it(told: Told) -> None:
-    """A variable has a stack of its own."""
+    """Below a variable are the layers that set it."""
     assert told("page.title")[3:] == [
         '  "$vars.title"  SMALL:11:1',
         '    "Kiosk"  top.toml:5:1',
@@ -119,7 +119,7 @@ def test_a_node_lists_settings_edges_users_and_order(told: Told) -> None:
 
 
 def test_a_member_of_a_sequence_lists_its_dataflow(told: Told) -> None:
-    """What it reads, changes and writes, with who wrote it before and who takes it after."""
+    """Each value that a member reads, changes or writes is listed with its writers and readers."""
     assert told("page.filters[1]")[-4:] == [
         "  place",
         "    built 3rd of 6",
@@ -130,7 +130,7 @@ def test_a_member_of_a_sequence_lists_its_dataflow(told: Told) -> None:
 
 
 def test_filled_fields_and_unbuilt_nodes_are_explained(told: Told) -> None:
-    """A field that takes every node of a kind lists them; a node that nothing leads to says so."""
+    """A field that collects all nodes of a port lists them; a node without users is marked as not built."""
     assert "    counted: every Counted: [page]" in told("trainer")
     assert told("trainer.counted") == ["[trainer] counted is filled in by the container"]
     assert told("room")[-1] == "    not built: nothing that [trainer] needs leads to it"
@@ -169,5 +169,5 @@ def test_an_unknown_target_is_a_user_error(told: Told, target: str) -> None:
     ],
 )
 def test_ordinals_have_english_endings(number: int, text: str) -> None:
-    """The teens are no exception to the th."""
+    """11, 12 and 13 end in th."""
     assert ordinal(number) == text

@@ -40,7 +40,7 @@ def test_inline_nodes_are_serialized_in_their_owner(shop: Shop) -> None:
 
 
 def test_flat_names_are_those_of_the_graph(shop: Shop) -> None:
-    """Flattening gives nodes in place the names that the graph gives them, and leads edges to them."""
+    """Flattened inline nodes have the names that the graph gives them, and edges refer to those."""
     graph = shop(IN_PLACE)
     flat = flatten(serialize_graph(graph))
     assert sorted(flat) == sorted(graph.nodes)
@@ -50,7 +50,7 @@ def test_flat_names_are_those_of_the_graph(shop: Shop) -> None:
 
 @pytest.mark.parametrize("text", ["@x", "$x", "@@x", "x", "", "a@"])
 def test_escaping_doubles_a_sigil_at_the_front(text: str) -> None:
-    """Text that begins like a reference reads back as text, wherever it stands."""
+    """Text that begins like a reference reads back as text, at any depth."""
     escaped = text[0] + text if text[:1] in ("@", "$") else text
     assert serialize_value({"k": [text]}) == {"k": [escaped]}
 
@@ -74,7 +74,7 @@ def again(project: Project, resolved: ResolvedRecipe) -> Graph:
 
 
 def test_reading_it_again_gives_the_same(shop: Shop, project: Project) -> None:
-    """The resolved text has the same graph and hash when it is resolved again, whatever stands in it."""
+    """Resolving the resolved text again gives the same graph and hash."""
     once = resolve(shop(AWKWARD))
     twice = resolve(again(project, once))
     assert (tomli.loads(twice.text), twice.hash) == (tomli.loads(once.text), once.hash)
@@ -83,7 +83,7 @@ def test_reading_it_again_gives_the_same(shop: Shop, project: Project) -> None:
 @given(recipes())
 @settings(max_examples=150, deadline=None)
 def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
-    """Whatever settings, nodes in place and groups a recipe has, its resolved text means the same graph and hash."""
+    """For any settings, inline nodes and groups, the resolved text gives the same graph and hash."""
     project = Project.of("support.shop")
     graph = project.graph(Recipe.of(data), root="")
     assert graph.errors == []
@@ -96,7 +96,7 @@ def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith("with_")])
 def test_shipped_recipes_come_back_the_same(name: str) -> None:
-    """So do the recipes that ship, with every overlay that ships laid over those that stand on their own."""
+    """The same for shipped recipes, with every shipped overlay merged over the complete ones."""
     project = Project.of("drawloom")
     overlays = [overlay for overlay in SHIPPED if overlay.startswith("with_")]
     graph = project.graph(project.load(name, overlays), root="")
@@ -110,13 +110,13 @@ def test_shipped_recipes_come_back_the_same(name: str) -> None:
 
 
 def test_defaults_and_found_edges_are_written_out(shop: Shop, project: Project) -> None:
-    """A later change of a default, or another node that fits, can't change a run that was resolved before."""
+    """Defaults and autowired edges are written, so that later changes of them do not change an old run."""
     text = resolve(shop()).text
     assert "size = 10" in text and 'store = "@store"' in text
 
 
 def test_each_line_has_its_provenance(project: Project) -> None:
-    """Behind every key stands a file, a variable with its own place, the command line, a type, or a default."""
+    """The provenance is a file, a variable and its position, the command line, a type, or a default."""
     graph = project.graph(project.load("small", words=["store.size=12"]))
     lines = dict(re.findall(r"^(\w+ = .*?) +# (.*)$", resolve(graph).text, re.MULTILINE))
     assert lines == {
@@ -151,12 +151,12 @@ def test_a_file_name_can_not_end_a_comment(project: Project, tmp_path: Path, mon
 
 
 def test_the_first_line_is_the_format(shop: Shop, project: Project) -> None:
-    """Whoever reads a resolved recipe knows first of all whether he can."""
+    """The format comes first, so that a reader knows at once whether it can read the rest."""
     assert resolve(shop()).text.startswith("format = 1\n")
 
 
 def test_the_hash_does_not_depend_on_formatting(shop: Shop, project: Project) -> None:
-    """Writing a default out changes nothing; another value does."""
+    """Writing out a default keeps the hash; another value changes it."""
     same = [resolve(shop(text)).hash for text in ("", "[store]\nsize = 10")]
     assert same[0] == same[1] != resolve(shop("[store]\nsize = 11")).hash
 

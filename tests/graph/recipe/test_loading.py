@@ -96,7 +96,7 @@ def test_extends_outside_of_the_allowed_folders_is_refused(here: Path, extends: 
 
 
 def test_a_base_above_is_fine_inside_the_current_directory(here: Path) -> None:
-    """`../base.toml` may be extended from a folder below where one stands."""
+    """`../base.toml` may be extended from a subfolder of the current directory."""
     (here / "folder").mkdir()
     written(base="")
     Path("folder/top.toml").write_text('extends = "../base.toml"', "utf-8")
@@ -105,7 +105,7 @@ def test_a_base_above_is_fine_inside_the_current_directory(here: Path) -> None:
 
 @pytest.mark.parametrize("name", ["x" * 5000, "no/such/place", "folder", ""])
 def test_a_path_that_is_not_a_recipe_is_a_problem(here: Path, name: str) -> None:
-    """Whatever is given as a name ends in a problem."""
+    """Any string that is not the name of a recipe gives a problem, and no traceback."""
     (here / "folder").mkdir()
     with pytest.raises(RecipeError, match="there is no recipe"):
         sources(name)

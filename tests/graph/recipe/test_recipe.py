@@ -34,7 +34,7 @@ def plain(recipe: Recipe, node: str) -> dict[str, object]:
 
 
 def test_bases_merge_left_to_right_and_overlays_last(here: Path) -> None:
-    """What stands further right, in the file itself, in an overlay or on the command line wins over what is below."""
+    """Later bases override earlier ones, the file its bases, overlays the file, and the command line all of them."""
     written(
         here,
         one='[a]\nuse = "x.y"\nk = 1\nl = 1\nm = 1\nn = 1',

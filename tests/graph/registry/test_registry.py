@@ -12,7 +12,7 @@ from drawloom.graph.recipe.recipe import Recipe
 from drawloom.graph.registry.registry import NAME, EntryPointSource, PackageSource
 
 SECRET = '''
-"""A module that nobody may import."""
+"""A module that no test may import."""
 
 raise SystemExit("imported")
 '''
@@ -112,7 +112,7 @@ def everywhere(text: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text)[:40])
 def test_a_recipe_imports_nothing_but_components(text: str, watched: list[str]) -> None:
-    """Whatever a recipe says, and wherever, nothing is imported or run that is not a shipped component."""
+    """No string in any part of a recipe imports or runs anything but a shipped component."""
     project = Project.of("support.shop")
     for data in everywhere(text):
         project.graph(Recipe.of(data), root="")
@@ -180,7 +180,7 @@ def problems(data: dict[str, Any]) -> list[str]:
 
 
 def test_an_entry_point_is_a_component(elsewhere: Path) -> None:
-    """What an installed distribution declares can be used by its name, and says whom it is from."""
+    """A component of an installed distribution is used by its name, and shows its distribution."""
     declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed")
     project = Project.of("support.shop")
     graph = project.graph(Recipe.of({"store": {"use": "garden.shed"}}), root="")
@@ -198,7 +198,7 @@ def test_an_entry_point_is_imported_only_when_it_is_used(elsewhere: Path) -> Non
 
 
 def test_a_name_in_two_distributions_is_a_problem_that_names_both(elsewhere: Path) -> None:
-    """Neither two distributions nor one and what ships can have the same name, and nobody wins by order."""
+    """A name of two distributions, or of one and a shipped component, is a problem whatever their order."""
     declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed", stores__memory="third_party:Shed")
     declare(elsewhere, "other-sheds", garden__shed="third_party:Shed")
     (clash,) = problems({"store": {"use": "garden.shed"}})
@@ -217,7 +217,7 @@ def test_a_name_in_two_distributions_is_a_problem_that_names_both(elsewhere: Pat
     ],
 )
 def test_a_bad_entry_point_is_a_problem(elsewhere: Path, value: str, text: str) -> None:
-    """What does not lead to a component says so."""
+    """An entry point that does not lead to a component is a problem."""
     declare(elsewhere, "acme-sheds", garden__shed=value)
     (problem,) = problems({"store": {"use": "garden.shed"}})
     assert problem.startswith(text)

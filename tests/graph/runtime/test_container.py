@@ -140,7 +140,7 @@ def deaf() -> Iterator[None]:
 
 
 def test_failure_handlers_run_before_anything_is_closed(deaf: None, shop: Shop, project: Project) -> None:
-    """Last opened first; what one of them gives is raised in place of the error, which is its cause."""
+    """Handlers run last opened first; an exception that one returns is raised instead, with the error as its cause."""
     container = project.container(shop(disks()))
     happened = _watching(container, SystemExit(3))
     with pytest.raises(SystemExit) as caught, container:
@@ -150,7 +150,7 @@ def test_failure_handlers_run_before_anything_is_closed(deaf: None, shop: Shop, 
 
 
 def test_a_failure_while_opening_calls_the_handlers_of_open_objects(deaf: None, shop: Shop, project: Project) -> None:
-    """Also by the one that can't open, and its error comes out if nobody gives another."""
+    """Also the handler of the object that fails to open; its error is raised unless a handler returns another."""
     container = project.container(shop(disks(second="open")))
     happened = _watching(container)
     with pytest.raises(RuntimeError, match="second can't open"), container:
@@ -164,7 +164,7 @@ def test_a_failure_while_opening_calls_the_handlers_of_open_objects(deaf: None, 
 
 
 def test_without_a_failure_no_handler_is_called(deaf: None, shop: Shop, project: Project) -> None:
-    """An orderly end is none."""
+    """An orderly end calls no failure handler."""
     container = project.container(shop(disks()))
     happened = _watching(container)
     with container:
@@ -192,7 +192,7 @@ def test_closing_that_fails_after_a_clean_body_is_a_group(shop: Shop, project: P
 
 
 def test_a_constructor_that_fails_names_its_node(shop: Shop, project: Project, monkeypatch: Any) -> None:
-    """An exception from a constructor says which node was being built, and where it stands."""
+    """A note on an exception from a constructor has the node that was being built, and its place."""
     graph = shop()
     monkeypatch.setattr(graph.nodes["page"].spec.cls, "__attrs_post_init__", _fail, raising=False)
     cls = graph.nodes["page"].spec.cls
@@ -224,7 +224,7 @@ def test_two_containers_of_one_graph_share_no_setting(shop: Shop, project: Proje
 
 
 def test_a_graph_does_not_change(shop: Shop) -> None:
-    """Nodes, settings and edges are fixed; other values make another graph and leave this one as it is."""
+    """Nodes, settings and edges are read-only; other values make another graph."""
     graph = shop()
     for change in (
         lambda: setattr(graph, "nodes", {}),
@@ -270,7 +270,7 @@ def test_a_given_object_must_implement_the_ports(shop: Shop, project: Project) -
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_an_interruption_is_raised_as_itself(shop: Shop, project: Project, stop: type[BaseException]) -> None:
-    """Who interrupts a run is not told of a group of exceptions, also when closing fails."""
+    """KeyboardInterrupt is not wrapped in an ExceptionGroup, also if closing fails."""
     with pytest.raises(stop), project.container(shop(disks(second="close"))):
         raise stop
 
@@ -289,7 +289,7 @@ FAILURES: list[type[BaseException] | None] = [None, ValueError, KeyboardInterrup
 
 
 def opened(failures: list[type[BaseException] | None], closed: list[int]) -> NamedExitStack:
-    """Things that tell when they are closed, and then fail as said."""
+    """Closers that record when they are called, and then raise."""
     stack = NamedExitStack()
     for number, failure in enumerate(failures):
 
@@ -306,7 +306,7 @@ def opened(failures: list[type[BaseException] | None], closed: list[int]) -> Nam
 def test_every_closer_runs_and_nothing_is_lost(
     failures: list[type[BaseException] | None], cause: type[BaseException] | None
 ) -> None:
-    """Last opened is first closed, whatever fails; every failure comes out, or stands on what does."""
+    """Closing is last in, first out whatever fails; every failure is raised or is a note on what is raised."""
     closed: list[int] = []
     body = cause("body") if cause else None
     stack = opened(failures, closed)
@@ -332,7 +332,7 @@ def test_every_closer_runs_and_nothing_is_lost(
 
 
 def told(error: BaseException | None) -> list[str]:
-    """What the notes on an exception tell of other failures."""
+    """The other failures in the notes of an exception."""
     notes = getattr(error, "__notes__", [])
     return [note.split(": ")[2].split(" (")[0] for note in notes if note.startswith("then: ")]
 
@@ -363,7 +363,7 @@ def test_the_timing_table_sums_fast_nodes_in_one_line() -> None:
 
 
 def test_a_stage_that_fails_is_timed() -> None:
-    """The time until a failure counts."""
+    """The time until a failure is recorded."""
     timings: list[Timing] = []
     with pytest.raises(ValueError, match="no"), timed(timings, "x", "open"):
         raise ValueError("no")

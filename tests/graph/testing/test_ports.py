@@ -48,7 +48,7 @@ def test_a_fake_fits_several_ports() -> None:
 
 
 def test_calls_are_remembered_by_name() -> None:
-    """However arguments are given, they are told by the names that the port gives them."""
+    """Recorded arguments have the parameter names of the port, whether passed by position or by keyword."""
     store = fake(Store)
     store.put("a", value=1)
     store.get(key="a")
@@ -57,7 +57,7 @@ def test_calls_are_remembered_by_name() -> None:
 
 
 def test_answers_are_values_or_functions() -> None:
-    """A method gives what it is told to, or what a function of its arguments gives."""
+    """A method returns its answer, or the result of the answer called with the arguments."""
     store = fake(Store, get=lambda key: key * 2)
     assert store.get("ab") == "abab" and fake(Store, get=3).get("x") == 3
 
@@ -121,7 +121,7 @@ def test_a_good_implementation_passes(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_implementation_fails_with_the_property_named(implementation: Any, text: str, note: str) -> None:
-    """The message says what was seen, the note what was promised."""
+    """The message states what was observed, the note names the property."""
     with pytest.raises(BrokenContract, match=text.replace("(", r"\(").replace(")", r"\)")) as caught:
         check_port(implementation, Store)
     assert not note or caught.value.__notes__ == [f"Store: {note}"]
@@ -155,7 +155,7 @@ def test_an_instance_may_come_from_a_context_manager() -> None:
 
 
 def test_a_port_without_a_contract_is_a_lookup_error() -> None:
-    """Nobody is told that all is well where nothing was looked at."""
+    """A port without properties must not pass."""
     with pytest.raises(LookupError, match=r"Page has no contract: support\.shop\.contracts has no"):
         check_port("pages.plain", Page, package="support.shop")
     assert [holds.__name__ for holds in contract(Store)] == ["what_is_put_is_there", "stores_share_nothing"]

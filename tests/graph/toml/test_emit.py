@@ -70,13 +70,13 @@ def test_values_look_as_a_person_would_write_them(value: Any, text: str) -> None
 
 @pytest.mark.parametrize("name", ["a", "A-b_9", "1"])
 def test_a_plain_key_has_no_quotes(name: str) -> None:
-    """Letters, digits, dashes and underscores stand bare."""
+    """A key of letters, digits, dashes and underscores is written without quotes."""
     assert emit.dump_key(name) == name
 
 
 @pytest.mark.parametrize("value", [None, [None], {"a": {1}}, b"x", Path("x"), 1j])
 def test_a_type_that_toml_lacks_is_a_type_error(value: Any) -> None:
-    """Also deep inside."""
+    """A type that TOML lacks raises TypeError at any depth."""
     with pytest.raises(TypeError, match="TOML can't express"):
         emit.dumps(value)
 

@@ -141,7 +141,7 @@ class Writer:
         return text.replace("\n", "\r\n") if self.pick(True, False, False) else text
 
     def section(self, path: KeyPath, table: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """What stands below one header: its pairs, and the sections of tables inside it."""
+        """The lines below one header: its pairs, and the sections of tables inside it."""
         headed = [name for name, value in table.items() if has_headers(value) and self.pick(True, True, False)]
         pairs = self.pairs((), {name: value for name, value in table.items() if name not in headed})
         below = [line for name in headed for line in self.sections((*path, name), table[name])]
@@ -210,7 +210,7 @@ def cut(text: str, span: SourceRange | None) -> str:
 @settings(max_examples=60, deadline=None)
 @given(documents())
 def test_the_text_of_each_value_range_parses_to_the_value(text: str) -> None:
-    """The span of a value is that value; of a table without braces its header, or the key that implies it."""
+    """The range of a value is its text; for a table without braces its header, or the key that implies it."""
     places = SourceMap(text)
     for path, value in everything(tomli.loads(text))[1:]:
         piece = cut(text, places.value(path))
@@ -226,7 +226,7 @@ def test_the_text_of_each_value_range_parses_to_the_value(text: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(documents())
 def test_the_text_of_each_key_range_parses_to_the_key(text: str) -> None:
-    """The span of a key is that key, and between it and its value is nothing but `=`; items of arrays have no key."""
+    """The range of a key is its text, followed only by `=` and the value; items of arrays have no key."""
     places = SourceMap(text)
     for path, value in everything(tomli.loads(text))[1:]:
         key, end = places.key(path), places.value(path)
@@ -243,7 +243,7 @@ def test_the_text_of_each_key_range_parses_to_the_key(text: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(documents())
 def test_value_ranges_do_not_overlap_and_items_are_in_order(text: str) -> None:
-    """Spans of scalars never overlap; what is inside an item of an array stands between it and the next item."""
+    """Ranges of scalars never overlap; the content of an array item is between it and the next item."""
     places, pairs = SourceMap(text), everything(tomli.loads(text))[1:]
     starts = {path: span.start for path, _ in pairs if (span := places.value(path))}
     scalars = sorted(

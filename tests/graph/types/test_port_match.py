@@ -64,7 +64,7 @@ class WithField:
 
 
 class Looser(Good):
-    """Takes more and gives less than is asked."""
+    """Its parameters are wider and its return type is narrower than the port's."""
 
     def read(self, key: str | int, **rest: Any) -> bytes:
         return b""
@@ -273,7 +273,7 @@ def _differs_by_place(given: Callable[..., Any], promised: Callable[..., Any]) -
 
 
 def test_a_coroutine_does_not_implement_a_plain_method() -> None:
-    """What is awaited can't stand for what is called, nor the other way."""
+    """A coroutine can't replace a plain method, nor the other way round."""
 
     async def later(self: Any) -> None: ...
 

@@ -196,7 +196,7 @@ def test_a_value_of_the_right_type_is_taken(value: Any, kind: Any, result: Any) 
     ],
 )
 def test_a_message_names_the_expected_type_and_the_value(value: Any, kind: Any, text: str, hint: str) -> None:
-    """In the words of TOML, with what to write instead where that can be known."""
+    """The message uses TOML's names of types, and suggests a correction if one is likely."""
     assert faults(value, kind) == [problem((), text, hint)]
 
 
@@ -237,7 +237,7 @@ def test_the_path_of_a_problem_leads_to_the_wrong_part(value: Any, kind: Any, pa
 
 
 def test_a_check_of_several_fields_is_a_problem_of_the_table() -> None:
-    """An error that a constructor raises is the user's mistake, too."""
+    """An error that the constructor of an attrs class raises is a problem of the recipe."""
     assert faults({"first": {"rate": 9.0}}, Plan) == [problem((), "a plan must not begin so fast")]
 
 
@@ -251,7 +251,7 @@ def test_a_check_comes_after_the_type_and_may_refuse() -> None:
 
 @pytest.mark.parametrize("mistake", [TypeError, KeyError, ValueError, RuntimeError])
 def test_a_bug_in_a_check_is_raised_and_not_reported_as_a_problem(mistake: type[Exception]) -> None:
-    """It is raised as it is, wherever the check stands."""
+    """The exception of a buggy check is raised unchanged, at any depth."""
 
     def check(value: Any) -> str:
         raise mistake("of mine")
@@ -274,7 +274,7 @@ def test_a_setting_type_that_toml_lacks_is_a_type_error(kind: Any) -> None:
 
 
 def test_classes_may_hold_themselves() -> None:
-    """To any depth, with faults found at the bottom."""
+    """Recursive attrs classes are converted at any depth, and problems are found at the bottom."""
     value: dict[str, Any] = {"first": {"rate": 1}, "deeper": {"first": {"rate": 2}, "deeper": {"first": {"rate": "3"}}}}
     assert [fault.path for fault in faults(value, Plan)] == [("deeper", "deeper", "first", "rate")]
     value["deeper"]["deeper"] = {"first": {"rate": 3}}
@@ -411,7 +411,7 @@ def test_what_is_unstructured_and_structured_again_is_equal(data: st.DataObject,
 @settings(max_examples=100, deadline=None)
 @given(KINDS, VALUES)
 def test_every_problem_has_a_path_inside_the_value(kind: Any, value: Any) -> None:
-    """Only a missing key is one step beyond it."""
+    """Each path leads to a part of the value; that of a missing key is one step longer."""
     for fault in faults(value, kind):
         missing = fault.text.startswith("missing")
         here = functools.reduce(operator.getitem, fault.path[:-1] if missing else fault.path, value)

@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize(("file", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_malformed_headers_are_refused(file: bytes, message: str) -> None:
-    """What can't be believed is refused, with the tensor where it is one's fault."""
+    """An invalid header is refused, with the name of the tensor if it is invalid because of one."""
     with pytest.raises(BadHeader) as caught:
         entries_of(file)
     assert message in str(caught.value)
@@ -185,7 +185,7 @@ GOOD = save(
 
 
 def test_a_good_file_is_accepted() -> None:
-    """The file that the tests below change is fine as it is."""
+    """The file that the other tests corrupt is valid."""
     assert agrees(GOOD)
 
 
@@ -234,7 +234,7 @@ def test_never_laxer_on_made_up_headers(header: dict[str, Any], body: int) -> No
 
 @given(st.lists(st.tuples(st.sampled_from([*DTYPES]), st.lists(st.integers(0, 3), max_size=4)), max_size=5))
 def test_every_header_that_the_writer_makes_is_accepted(kinds: list[tuple[str, list[int]]]) -> None:
-    """Whatever we lay out ourselves, we and the library accept; being strict does not refuse good files."""
+    """Our parser and the safetensors library accept every header that the writer makes."""
     head, entries = layout({f"t{n}": TensorSpec(tuple(s), DTYPES[code]) for n, (code, s) in enumerate(kinds)})
     assert agrees(head + bytes(max((entry.end for entry in entries.values()), default=0)))
 

@@ -57,7 +57,7 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_differences_of_index_and_files_are_listed_together(tmp_path: Path) -> None:
-    """What the index and the files say differently is one message: missing, unexpected and duplicate tensors."""
+    """Missing, unexpected and duplicate tensors of index and files are listed in one message."""
     weight_map = {"a": "x.safetensors", "b": "x.safetensors", "c": "y.safetensors"}
     folder = sharded(tmp_path, weight_map, x=["a", "c", "stray"], y=["c"])
     with pytest.raises(UserError) as caught:
@@ -114,7 +114,7 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str, name: str) -> No
 
 
 def test_nothing_else_is_opened(tmp_path: Path) -> None:
-    """Whatever an index says, no file outside of the folder is opened: the system's own record shows it."""
+    """For any index, no file outside of the folder is opened, as an audit hook shows."""
     opened: list[str] = []
     watching = False
     sys.addaudithook(lambda event, args: opened.append(str(args[0])) if watching and event == "open" else None)
@@ -234,7 +234,7 @@ def test_a_file_swapped_for_another_is_noticed(tmp_path: Path) -> None:
 
 
 def test_no_model(tmp_path: Path) -> None:
-    """A folder without a model says what was looked for; so does what is no folder."""
+    """A folder without a model, and a path that is not a folder, are errors that name the expected files."""
     with pytest.raises(UserError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         open_safetensors_folder(tmp_path)
     with pytest.raises(UserError, match="is not a folder"):
