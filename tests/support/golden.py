@@ -23,13 +23,13 @@ def printed(recipe: Path) -> str:
     First lines such as `# project: shop` and `# arguments: clip.max_norm=0` name another project than drawloom's
     and give the rest of the command line.
     """
-    said, told = io.StringIO(), io.StringIO()
-    with _beside(recipe), contextlib.redirect_stderr(told), contextlib.redirect_stdout(said):
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with _beside(recipe), contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
         try:
             code = main(["check", recipe.name, *_directive(recipe, "arguments").split()], project_of(recipe))
         except SystemExit as error:  # words that are no arguments
             code = int(error.code or 0)
-    return f"exit {code}\n{told.getvalue()}{said.getvalue()}"
+    return f"exit {code}\n{stderr.getvalue()}{stdout.getvalue()}"
 
 
 def resolved(recipe: Path) -> str:

@@ -150,10 +150,10 @@ def test_other_causes_than_resuming_are_reported(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: varies)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert main(["verify-resume", "first_run"]) == 1
-    first, *told, _place = capsys.readouterr().out.splitlines()[1:]
+    first, *reasons, _place = capsys.readouterr().out.splitlines()[1:]
     assert first == f"step {step} differs: loss is 1.0 uninterrupted, 2.0 resumed"
-    assert len(told) == len(words) and all(text.startswith(word) for text, word in zip(told, words, strict=True))
-    assert varies == any("randomness.deterministic=true" in text for text in told)
+    assert len(reasons) == len(words) and all(text.startswith(word) for text, word in zip(reasons, words, strict=True))
+    assert varies == any("randomness.deterministic=true" in text for text in reasons)
     settled = ["randomness.deterministic=true"]
     assert main(["verify-resume", "first_run", *settled]) == 1
     assert "GPU" not in capsys.readouterr().out

@@ -40,13 +40,13 @@ def _config(rank: int, tensors: int) -> dict[str, Any]:
     return {"rank": rank, "layers": [{"sizes": (rank, 1.5)}], "weights": made}
 
 
-def _told(config: Any) -> Any:
+def _comparable(config: Any) -> Any:
     """A configuration with its tensors as lists."""
     if isinstance(config, torch.Tensor):
         return [str(config.dtype), config.tolist()]
     if isinstance(config, dict):
-        return {key: _told(part) for key, part in config.items()}
-    return [_told(part) for part in config] if isinstance(config, list | tuple) else config
+        return {key: _comparable(part) for key, part in config.items()}
+    return [_comparable(part) for part in config] if isinstance(config, list | tuple) else config
 
 
 class _Trouble(Exception):
@@ -74,8 +74,8 @@ def _scenarios(folder: str | None) -> dict[str, Any]:
     for count in (0, 1, 40, 1000):
         with get_configs_parallel(_config(world.rank, count), [0, 1, 2, 3], world, folder) as configs:
             kept = configs
-            expected = [_told(_config(rank, count)) for rank in range(4)] if world.rank == 0 else []
-            found[f"{count} tensors"] = _told(configs) == expected
+            expected = [_comparable(_config(rank, count)) for rank in range(4)] if world.rank == 0 else []
+            found[f"{count} tensors"] = _comparable(configs) == expected
         found[f"{count} emptied"] = kept == []
     with get_configs_parallel({"rank": world.rank}, [3, 1], world, folder) as configs:
         found["order"] = [*configs]

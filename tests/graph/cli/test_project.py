@@ -75,22 +75,22 @@ def mutilated(draw: st.DrawFn) -> str:
 
 
 def checked(folder: Path, content: bytes) -> tuple[int, str]:
-    """The exit code of `check`, and what it said."""
+    """The exit code of `check`, and its stderr."""
     recipe = folder / "recipe.toml"
     recipe.write_bytes(content)
-    told, said = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stderr(told), contextlib.redirect_stdout(said):
+    stderr, stdout = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
         code = main(["check", str(recipe)], PROJECT)
-    return code, told.getvalue()
+    return code, stderr.getvalue()
 
 
 def assert_success_or_problems(folder: Path, content: bytes) -> None:
     """Success, or problems each with a place and a code, soon."""
     began = time.process_time()
-    code, told = checked(folder, content)
+    code, stderr = checked(folder, content)
     assert time.process_time() - began < 3
     assert code in (0, 2)
-    lines = [line for line in told.splitlines() if line]
+    lines = [line for line in stderr.splitlines() if line]
     assert bool(lines) or code == 0
     for line in lines:
         assert line.startswith(str(folder)) or "shop/recipes" in line or line.startswith(("and ", "command line"))
@@ -132,5 +132,5 @@ def test_line_ends_and_marks_change_nothing(
 ) -> None:
     """A good recipe stays good with other line ends and with a mark of byte order."""
     text = as_toml(data).replace("\n", end)
-    code, told = checked(tmp_path_factory.getbasetemp(), (b"\xef\xbb\xbf" if mark else b"") + text.encode())
-    assert code == 0, told
+    code, stderr = checked(tmp_path_factory.getbasetemp(), (b"\xef\xbb\xbf" if mark else b"") + text.encode())
+    assert code == 0, stderr

@@ -67,7 +67,7 @@ def test_elements_are_removed_and_inserted_at_their_anchors(edit: str, result: s
         ('after."2.0" = 3', [1, 2.0, 3, True]),
     ],
 )
-def test_elements_that_equal_one_another_only_in_python_are_told_apart(edit: str, result: list[object]) -> None:
+def test_elements_that_equal_one_another_only_in_python_are_distinct(edit: str, result: list[object]) -> None:
     """1, 1.0 and true are different elements; an anchor that is no string is named by its TOML text."""
     assert edited(f"[edit.a.numbers]\n{edit}", key="numbers") == result
     assert load("[edit.a.numbers]\nremove = 2").problems[0].code == "DL119"

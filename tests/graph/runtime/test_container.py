@@ -319,10 +319,10 @@ def test_every_closer_runs_and_nothing_is_lost(
     failed = [f"number {number}" for number in closed if failures[number]]
     stops = [number for number in closed if failures[number] in (KeyboardInterrupt, SystemExit)]
     if body is not None:
-        assert raised is None and told(body) == failed
+        assert raised is None and other_failures(body) == failed
     elif stops:
         assert type(raised) is failures[stops[0]] and str(raised) == f"number {stops[0]}"
-        assert told(raised) == [text for text in failed if text != str(raised)]
+        assert other_failures(raised) == [text for text in failed if text != str(raised)]
     elif failed:
         assert isinstance(raised, ExceptionGroup) and [str(error) for error in raised.exceptions] == failed
     else:
@@ -331,7 +331,7 @@ def test_every_closer_runs_and_nothing_is_lost(
     assert len(closed) == len(failures)
 
 
-def told(error: BaseException | None) -> list[str]:
+def other_failures(error: BaseException | None) -> list[str]:
     """The other failures in the notes of an exception."""
     notes = getattr(error, "__notes__", [])
     return [note.split(": ")[2].split(" (")[0] for note in notes if note.startswith("then: ")]
