@@ -40,6 +40,7 @@ class HuggingFaceExport:
         """Write the folder, each rank the tensors that it owns. A collective: all ranks call it."""
         if self.is_finished():
             return
+        # In the run folder, which all ranks see also across machines.
         workspace = self.folder.folder / "export.workspace" if self.mesh.world.size > 1 else None
         write_folder(
             self._target,

@@ -121,6 +121,7 @@ class EdgeResolver:
             targets += found
             items += [(field.name, number)] * len(found)
         self._report_duplicates(node, field, targets, items)
+        # A group "@group.*" adds several targets for one element, so elements are counted, not targets.
         incomplete = len({path[1] for path in items}) < len(values)
         node.connect(field.name, Edge(tuple(targets), items=tuple(items), incomplete=incomplete))
 
@@ -212,6 +213,7 @@ class EdgeResolver:
             return node.add_problem(
                 "DL315", f"{node.spec.use!r} needs the edge {field.name!r}", f"write {field.name} = {shape}"
             )
+        # A node can't depend on itself.
         fitting = [name for name in self._candidates(field) if name != node.name]
         if len(fitting) == 1:
             node.connect(field.name, Edge((fitting[0],), written=False))
@@ -220,6 +222,7 @@ class EdgeResolver:
 
     def _candidates(self, field: Field) -> list[str]:
         """The nodes with tables of their own that implement a field's port."""
+        # Cached, since many nodes have an edge of the same port, and matching is slow.
         if field.ports not in self._fitting:
             nodes = [node for node in self.nodes.values() if not node.owner]
             self._fitting[field.ports] = [node.name for node in nodes if self.fits(node.spec, field)]

@@ -103,6 +103,7 @@ class Graph:
         """A dependency cycle, with its first node repeated at the end; empty if there is none."""
         done: set[str] = set()
         for start in self.nodes:
+            # The path from `start` in order, each node with its unvisited needs; not recursive, as a chain may be long.
             trail: dict[str, Iterator[str]] = {}
             name: str | None = start
             while name is not None and name not in done:
@@ -153,7 +154,7 @@ class Graph:
 
     @property
     def _removed(self) -> set[Any]:
-        """What list edits removed: such a node is unused on purpose."""
+        """References that list edits removed: these nodes are unused on purpose."""
         edited = (old for table in self.recipe.nodes.values() for leaf in leaves(table) for old in leaf.history())
         return {element for leaf in edited for element in leaf.removed if isinstance(element, str)}
 
@@ -172,6 +173,7 @@ class Graph:
 
 def _constraints(node: Node, view: NodeView) -> Iterator[Problem]:
     constraints = getattr(view.component, "constraints", None)
+    # A bug of one component must not hide the problems of others.
     try:
         yield from constraints(view) if constraints else ()
     except Exception as error:

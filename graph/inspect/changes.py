@@ -51,6 +51,7 @@ def recipe_text(graph: Graph) -> str:
         width = max(len(line) for key, line in written.items() if len(line) <= WIDTH or key == "use")
         lines += ["", f"[{'.'.join(map(dump_key, name.split('.')))}]"]
         lines += [f"{line:{width}}  # {_comment(graph, graph.nodes[name], key)}" for key, line in written.items()]
+    # Groups without members are written, so that "@group.*" still refers to something.
     empty = [name for name, members in graph.recipe.groups.items() if not members]
     lines += [line for name in empty for line in ("", f"[{dump_key(name)}]")]
     return "\n".join(lines) + "\n"

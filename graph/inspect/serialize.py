@@ -22,7 +22,7 @@ def serialize_graph(graph: Graph) -> Plain:
 
 
 def serialize_recipe(recipe: Recipe) -> Plain:
-    """What a recipe says explicitly; if it is resolved, that is the same as its graph."""
+    """The values that a recipe writes explicitly; for a resolved recipe, all values of its graph."""
     return {name: _merged(table) for name, table in recipe.nodes.items()}
 
 

@@ -131,7 +131,7 @@ class Table:
         for key, value in data.items():
             below = self.items.get(key)
             if isinstance(value, dict):
-                if not isinstance(below, Table):
+                if not isinstance(below, Table):  # a table replaces a value, whose history ends here
                     below = self.items[key] = Table(layer, (*path, key))
                 below.merge(value, layer, (*path, key))
             else:
@@ -139,6 +139,7 @@ class Table:
 
     def _clear_for(self, use: object) -> None:
         old = self.use
+        # The settings of one component mean nothing to another.
         if use is None or old is None or old.value == use:
             return
         self.discarded |= {key: str(old.value) for key in self.items if key != "use"}

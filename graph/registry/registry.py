@@ -178,6 +178,7 @@ class Registry:
 
     def find(self, use: str) -> Spec | Problem:
         """The component of a name, or the problem with that name."""
+        # Problems are cached, too: a module that fails to import is not imported again for every node.
         if use not in self._specs:
             self._specs[use] = self._find(use)
         return self._specs[use]

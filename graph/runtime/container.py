@@ -92,7 +92,7 @@ class NamedExitStack:
             name, close = self._stack.pop()
             try:
                 close()
-            except BaseException as error:
+            except BaseException as error:  # an interruption, too, must not skip the other callbacks
                 error.add_note(f"while closing [{name}]")
                 failures.append(error)
         if cause is not None:
@@ -211,7 +211,7 @@ class Container(Mapping[str, Any]):
             try:
                 with timed(self.timings, name, "open"):
                     item.open()
-            except UserError as error:
+            except UserError as error:  # printed without traceback, so the message must name the node
                 error.set_node(self.graph.nodes[name].place, name)
                 raise
 

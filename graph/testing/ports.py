@@ -53,6 +53,7 @@ def fake(*ports: type, **answers: Any) -> Any:
         else:
             space["__annotations__"][name] = kind = _value_type(port, name, promised)
             space[name] = answers[name] if name in answers else _empty(kind)
+    # A class of its own, since ports are matched by class.
     return type(f"Fake{''.join(port.__name__ for port in ports)}", (), space)()
 
 

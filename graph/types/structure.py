@@ -60,6 +60,7 @@ class Values:
         """A hook for each type. cattrs takes registered classes first, then the last predicate that holds."""
         # Detailed validation collects the errors of all items of a value instead of raising the first.
         converter = Converter(detailed_validation=True)
+        # First, so that it is tried last: cattrs would otherwise guess for types that it does not know.
         converter.register_structure_hook_factory(lambda kind: True, _refuse)
         converter.register_structure_hook_func(lambda kind: kind in (Any, object), lambda value, kind: value)
         converter.register_structure_hook_func(_is_literal, _choose)
