@@ -13,7 +13,7 @@ import attrs
 T = TypeVar("T")
 P = TypeVar("P")
 
-Change = Literal["free", "semantic", "structural"]
+Impact = Literal["safe", "changes_training", "incompatible"]
 Check = Callable[[Any], str | None]
 
 
@@ -21,7 +21,7 @@ def setting(
     *,
     default: Any = attrs.NOTHING,
     factory: Callable[[], Any] | None = None,
-    change: Change | None = None,
+    impact: Impact | None = None,
     check: Check | None = None,
     doc: str = "",
     alias: str | None = None,
@@ -29,13 +29,13 @@ def setting(
     """
     A field that a recipe sets.
 
-    `change` says what it means to resume with another value: free (training computes the same), semantic (training
-    continues, but computes something else), structural (the saved state no longer fits); the component's own if left
+    `impact` says what it means to resume with another value: safe (training computes the same), changes_training (it
+    continues, but computes something else), incompatible (the saved state no longer fits); the component's own if left
     out. `check` takes the value and returns why it is invalid, or None. `alias` is the name in recipes and in the
     constructor, for a field whose own name is taken by a method or property of the component.
     """
     default = attrs.Factory(factory) if factory is not None else default
-    meta = {"change": change, "check": check, "doc": doc}
+    meta = {"impact": impact, "check": check, "doc": doc}
     return attrs.field(default=default, validator=check and _as_validator(check), metadata=meta, alias=alias)
 
 
@@ -161,7 +161,7 @@ class Flow:
 class Traits:
     """The arguments of `@component`, kept on the class as `__component__`."""
 
-    change: Change
+    impact: Impact
     flow: Flow
     needs: Mapping[str, str] = attrs.field(factory=dict)
 
@@ -174,7 +174,7 @@ def component(
     reads: Sequence[str] = (),
     writes: Sequence[str] = (),
     changes: Sequence[str] = (),
-    change: Change = "semantic",
+    impact: Impact = "changes_training",
     needs: Mapping[str, str] | None = None,
 ) -> Callable[[type[T]], type[T]]: ...
 @dataclass_transform(kw_only_default=True, field_specifiers=(setting, attrs.field))
@@ -185,14 +185,14 @@ def component(
     reads: Sequence[str] = (),
     writes: Sequence[str] = (),
     changes: Sequence[str] = (),
-    change: Change = "semantic",
+    impact: Impact = "changes_training",
     needs: Mapping[str, str] | None = None,
 ) -> Any:
     """
     Make a class a component: an attrs class with keyword arguments, named in recipes by the path of its file.
 
     Members of a sequence edge declare which values they read, write and change in place; a value whose name ends in
-    "?" is read only if some member writes it. `change` is what it means to resume with this node added, removed,
+    "?" is read only if some member writes it. `impact` is what it means to resume with this node added, removed,
     swapped or with other settings: see `setting`. `needs` maps modules that the component imports when it opens to
     what `pip install` takes: {"aim": "drawloom[aim]"}.
 
@@ -200,14 +200,14 @@ def component(
 
     - `constraints(node)` yields problems that involve several settings, or settings of neighbours;
     - `notes(node)` yields lines that `explain` shows for the node;
-    - `weigh_change(node, key)` returns what it means to resume with another value of a key, or None.
+    - `resume_impact(node, key)` returns what it means to resume with another value of a key, or None.
     """
 
     def make(cls: type[T]) -> type[T]:
         # No slots, so that components may use cached_property; equality by identity, since fields hold tensors.
         made = attrs.define(cls, slots=False, eq=False, kw_only=True)
         flow = Flow(tuple(reads), tuple(writes), tuple(changes))
-        made.__component__ = Traits(change, flow, dict(needs or {}))  # type: ignore[attr-defined]
+        made.__component__ = Traits(impact, flow, dict(needs or {}))  # type: ignore[attr-defined]
         return made
 
     return make if cls is None else make(cls)

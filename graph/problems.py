@@ -117,8 +117,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is most similar to `name`, ignoring case; None if none is similar."""
     known = list(known)
+    if len(known) >= TOO_MANY:
+        return None
     name = name.casefold()[:LONGEST]
-    folded = {candidate.casefold(): candidate for candidate in sorted(known)} if len(known) < TOO_MANY else {}
+    # Sorted, so that of equally similar names the same is suggested on every machine.
+    folded = {candidate.casefold(): candidate for candidate in sorted(known)}
     near = difflib.get_close_matches(name, folded, n=1, cutoff=0.6) if len(folded) < MANY else _one_edit(name, folded)
     return folded[near[0]] if near else None
 
@@ -128,5 +131,6 @@ def _one_edit(name: str, known: Iterable[str]) -> list[str]:
     cuts = [(name[:at], name[at:]) for at in range(len(name) + 1)]
     near = {name, *(head + tail[1:] for head, tail in cuts)}
     near |= {head + tail[1] + tail[0] + tail[2:] for head, tail in cuts if len(tail) > 1}
+    # With `skipped` the letter replaces one, without it is inserted.
     near |= {head + letter + tail[skipped:] for head, tail in cuts for letter in LETTERS for skipped in (0, 1)}
     return sorted(near.intersection(known))

@@ -1,4 +1,4 @@
-"""The JSON Schema of what a recipe may write for a setting of a type."""
+"""The JSON Schema of recipes, for editors and validators."""
 
 import inspect
 import json
@@ -23,10 +23,10 @@ from drawloom.graph.types.port_match import implements
 Schema = dict[str, Any]
 
 VARIABLE: Schema = {"type": "string", "pattern": r"^\$vars\."}
-"""A variable may stand for any value as a whole."""
+"""A variable may replace any whole value."""
 
 TEXT = r"^([^@$]|@@|\$\$|$)"
-"""A string that is meant as such: not the name of a node, nor of a variable."""
+"""A literal string: neither a reference to a node nor a variable; a leading @ or $ is doubled."""
 
 SIMPLE: dict[Any, Schema] = {
     str: {"type": "string", "pattern": TEXT},
@@ -36,7 +36,7 @@ SIMPLE: dict[Any, Schema] = {
     float: {"type": "number"},
     Any: {},
     object: {},
-    # TOML has types of its own for these; who turns TOML into JSON writes them as strings.
+    # TOML has types for these; tools that convert TOML to JSON write them as strings.
     datetime: {"type": "string", "format": "date-time"},
     date: {"type": "string", "format": "date"},
     time: {"type": "string", "format": "time"},
@@ -44,12 +44,12 @@ SIMPLE: dict[Any, Schema] = {
 
 
 def setting_schema(kind: Any, check: Any = None) -> Schema:
-    """What may stand for a setting: a value of its type, or a variable."""
+    """The schema of a setting: a value of its type, or a variable."""
     return {"anyOf": [type_schema(kind) | _bounds(check), VARIABLE]}
 
 
 def type_schema(kind: Any) -> Schema:
-    """What may be written for a type; where a part of it may be a variable, too."""
+    """The schema of the values of a type, of which parts may be variables."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind in SIMPLE:
         return dict(SIMPLE[kind])
@@ -86,14 +86,14 @@ def _field(field: "attrs.Attribute[Any]") -> Schema:
 
 
 def described(doc: str, default: Any) -> Schema:
-    """What an editor shows of a key: its line of documentation, and its default."""
+    """The description and default of a key, which editors show."""
     made = default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
     known = default is not attrs.NOTHING and made is not None
     return ({"description": doc} if doc else {}) | ({"default": _as_json(made)} if known else {})
 
 
 def _as_json(value: Any) -> Any:
-    """A default as JSON; what that has no form for as text."""
+    """A default as JSON; values that JSON does not have become strings."""
     return json.loads(json.dumps(serialize_value(value), default=str))
 
 
@@ -105,7 +105,7 @@ def _bounds(check: Any) -> Schema:
 
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
-"""The newest that editors' TOML plugins read."""
+"""The newest draft that TOML plugins of editors read."""
 
 NODE_NAME = f"^{NAME.pattern}$"
 
@@ -115,10 +115,21 @@ _OTHER: Schema = {
     "properties": {"use": False},
     "additionalProperties": {"if": {"type": "object", "required": ["use"]}, "then": NODE},
 }
-"""What is laid over a node of another file, or a group of nodes."""
+"""A table that is merged over a node of another file, or a group of nodes."""
 
 TABLE: Schema = {"type": "object", "if": {"required": ["use"]}, "then": NODE, "else": _OTHER, "anyOf": [NODE, True]}
-"""A table at the top. Validators read `if`, and so name the key that is wrong; editors read `anyOf` to complete."""
+"""A top-level table. `if` lets validators name the wrong key; editors read `anyOf` for completion."""
+
+EDITS: Schema = {
+    "type": "object",
+    "properties": {
+        "remove": {"not": {"type": "object"}, "description": "elements of the list to remove"},
+        "before": {"type": "object", "description": "elements to insert, by the element before which they go"},
+        "after": {"type": "object", "description": "elements to insert, by the element after which they go"},
+    },
+    "additionalProperties": {"$ref": "#/definitions/edits"},
+}
+"""The edits of a list, or of the lists in a node of a group, whose names can't be told apart without the recipe."""
 
 REFERENCE: Schema = {"type": "string", "pattern": r"^@[A-Za-z]"}
 
@@ -127,9 +138,9 @@ def recipe_schema(registry: Registry, usual: Mapping[str, Iterable[str]] | None 
     """
     The schema of a recipe file.
 
-    What is missing in a file may stand in another, so no setting is required. A table without `use` may lie over any
-    node of another file, so all keys pass; those are offered that it can have by `usual`, names of nodes with the
-    components that they use most often.
+    No setting is required, since another file may have it. A table without `use` may be merged over any node of another
+    file, so that all its keys are valid; editors offer those of `usual`, the components that nodes of a name use most
+    often.
     """
     found = [registry.find(use) for use in registry.names()]
     specs = [spec for spec in found if not isinstance(spec, Problem)]
@@ -148,12 +159,12 @@ def recipe_schema(registry: Registry, usual: Mapping[str, Iterable[str]] | None 
         "properties": _directives() | {name: _usual(components, uses) for name, uses in (usual or {}).items()},
         "propertyNames": {"pattern": NODE_NAME},
         "additionalProperties": TABLE,
-        "definitions": {"node": node} | components,
+        "definitions": {"node": node, "edits": EDITS} | components,
     }
 
 
 def _usual(components: Mapping[str, Schema], uses: Iterable[str]) -> Schema:
-    """A table that is most often one of these, but may be any."""
+    """A table with any keys, for which editors offer those of the usual components."""
     known = [components[use] for use in uses if use in components]
     offered = [{"description": table["description"], "properties": table["properties"]} for table in known]
     return TABLE | {"anyOf": [*offered, *TABLE["anyOf"]]}
@@ -163,12 +174,20 @@ def _directives() -> Schema:
     names = {"type": "array", "items": {"type": "string"}}
     return {
         "format": {"const": FORMAT, "description": "the number of the recipe format; resolved recipes carry it"},
-        "extends": {"anyOf": [{"type": "string"}, names], "description": "what this one is laid over, left to right"},
-        "unset": names | {"description": "nodes and keys of the recipes below that are taken away"},
+        "extends": {
+            "anyOf": [{"type": "string"}, names],
+            "description": "recipes that this one is merged over, left to right",
+        },
+        "unset": names | {"description": "nodes and keys of the recipes below to remove"},
+        "edit": {
+            "type": "object",
+            "additionalProperties": {"type": "object", "additionalProperties": {"$ref": "#/definitions/edits"}},
+            "description": "edits of lists of the recipes below, as in [edit.trainer.phases]",
+        },
         "vars": {
             "type": "object",
             "additionalProperties": {"not": {"type": "object"}},
-            "description": 'values that may stand more than once, as "$vars.name"',
+            "description": 'values to use in several places, as "$vars.name"',
         },
     }
 
@@ -178,7 +197,7 @@ def _ref(spec: Spec) -> Schema:
 
 
 def _component(spec: Spec, specs: list[Spec]) -> Schema:
-    """A table that uses a component, with the keys that it has and no others."""
+    """A node of a component, with the keys of the component and no others."""
     doc = inspect.cleandoc(spec.cls.__doc__ or "")
     written = [field for field in spec.fields.values() if field.kind == "setting" or field.is_edge]
     keys = {field.name: _key(field, specs) for field in written}
@@ -195,13 +214,15 @@ def _component(spec: Spec, specs: list[Spec]) -> Schema:
 def _key(field: Field, specs: list[Spec]) -> Schema:
     if field.kind == "setting":
         return setting_schema(field.type, field.check) | described(field.doc, field.default)
-    words = {"description": f"leads to {field.target}"}
+    description = {"description": f"leads to {field.target}"}
     fitting = [spec for spec in specs if any(implements(spec.cls, port) for port in field.ports)]
     if field.kind not in ("list", "ordered", "mapping"):
-        # Editors follow `properties` as deep as they lead, so here only the names are given of what may stand in place.
+        # Editors expand nested `properties` without limit, so inline nodes only list the names of components.
         names = {"use": {"enum": [spec.use for spec in fitting]}}
-        return {"anyOf": [REFERENCE, VARIABLE, {"type": "object", "required": ["use"], "properties": names}]} | words
+        return {
+            "anyOf": [REFERENCE, VARIABLE, {"type": "object", "required": ["use"], "properties": names}]
+        } | description
     target = {"anyOf": [REFERENCE, VARIABLE, *map(_ref, fitting)]}
     if field.kind == "mapping":
-        return {"type": "object", "additionalProperties": target} | words
-    return {"anyOf": [{"type": "array", "items": target}, VARIABLE]} | words
+        return {"type": "object", "additionalProperties": target} | description
+    return {"anyOf": [{"type": "array", "items": target}, VARIABLE]} | description

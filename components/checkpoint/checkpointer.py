@@ -41,7 +41,7 @@ class PendingSave:
     staged: bool
 
 
-@component(reads=("weights", "loss?", "validation_loss?"), change="free")
+@component(reads=("weights", "loss?", "validation_loss?"), impact="safe")
 class Checkpointer:
     """
     Saves every stateful node after some steps and after the last, and restores the newest valid checkpoint.

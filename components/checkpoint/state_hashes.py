@@ -16,7 +16,7 @@ from drawloom.graph import Every, component
 SHORT = 16  # hexadecimal digits of a SHA-256: enough to distinguish tensors
 
 
-@component(reads=("weights",), change="free")
+@component(reads=("weights",), impact="safe")
 class StateHashes:
     """
     Writes `digests/rank-N.jsonl` in the run folder: an object for each step, with `step` and `digests`.

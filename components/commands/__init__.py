@@ -1,1 +1,1 @@
-"""Commands that know training; each is imported only when it is called."""
+"""Commands of training runs; each is imported only when it is called."""

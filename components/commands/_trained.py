@@ -1,4 +1,4 @@
-"""The model of a run folder, with the weights of its newest checkpoint, for commands that only look."""
+"""Opens the model of a run folder with the weights of its newest checkpoint, for read-only commands."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from drawloom.graph.recipe.recipe import Recipe
 
 @attrs.frozen
 class Trained:
-    """The parts of a run that commands use, open."""
+    """The open components of a run that commands use."""
 
     model: Model
     stages: Stages
@@ -32,33 +32,36 @@ class Trained:
 
 
 @contextmanager
-def trained(workshop: Project, folder: Path) -> Iterator[Trained]:
-    """A run's newest weights, whole in this process. The run itself is not touched, and may go on meanwhile."""
+def trained(project: Project, folder: Path) -> Iterator[Trained]:
+    """A run's newest weights, in this process alone. The run is only read, and may continue meanwhile."""
     checkpoint = newest(folder)
     if checkpoint is None:
         raise UserError(f"{folder} holds no finished checkpoint; give the folder of a run, such as runs/first_run", 2)
-    graph = _graph(workshop, checkpoint / LOCK)
+    graph = _graph(project, checkpoint / LOCK)
     ports = {"model": Model, "stages": Stages, "tokenizer": Tokenizer, "predictor": Predictor, "mesh": Mesh}
     names = {name: _only(graph, port, checkpoint) for name, port in ports.items()}
-    with workshop.container(graph, *names.values()) as objects:
+    with project.container(graph, *names.values()) as objects:
         objects[names["stages"]].load_state_dict(load_node(checkpoint, names["stages"]))
         yield Trained(**{field: objects[name] for field, name in names.items()})
 
 
-def _graph(workshop: Project, lock: Path) -> Graph:
+def _graph(project: Project, lock: Path) -> Graph:
     data: dict[str, Any] = tomli.loads(lock.read_text("utf-8"))
     for name, node in data.items():
         if isinstance(node, dict) and node.get("use") == "pipeline.stages":
-            node.pop("weights", None)  # what the run started from may be gone, and is not needed
+            node.pop("weights", None)  # the initial weights are not needed, and may be gone
         if isinstance(node, dict) and node.get("use") == "distributed.mesh":
-            data[name] = {"use": "distributed.mesh", "processes": node["processes"]}  # one process holds all
+            data[name] = {
+                "use": "distributed.mesh",
+                "processes": node["processes"],
+            }  # a single process holds the whole model
         if isinstance(node, dict) and str(node.get("use")).startswith("pipeline.schedules."):
-            data[name] = {"use": "pipeline.schedules.one_f_one_b"}
-    return workshop.graph(Recipe.of(data, str(lock)), root="").or_error()
+            data[name] = {"use": "pipeline.schedules.one_f_one_b"}  # others may need more than one rank
+    return project.graph(Recipe.of(data, str(lock)), root="").or_error()
 
 
 def _only(graph: Graph, port: type, checkpoint: Path) -> str:
     names = graph.implementers(port)
     if len(names) != 1:
-        raise UserError(f"{checkpoint} has {len(names)} nodes that are a {port.__name__}; it takes one", 2)
+        raise UserError(f"{checkpoint} has {len(names)} nodes that are a {port.__name__}; one is required", 2)
     return names[0]

@@ -9,14 +9,14 @@ from drawloom.graph.cli.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
     parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="the folder to write; it must not exist")
 
 
-def main(options: argparse.Namespace, workshop: Project) -> int:
-    """Export, and say where to."""
-    with trained(workshop, options.run_folder) as run:
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Export the weights and print the folder."""
+    with trained(project, options.run_folder) as run:
         write_folder(options.to, run.model, run.stages, run.tokenizer)
     print(f"exported to {options.to}")
     return 0

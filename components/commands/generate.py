@@ -10,19 +10,21 @@ from drawloom.graph.cli.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
-    parser.add_argument("--prompt", metavar="TEXT", required=True, help="what the text begins with")
-    parser.add_argument("--tokens", type=int, default=200, help="how many tokens to draw at most (default 200)")
-    parser.add_argument("--context", type=int, default=256, help="how many tokens back the model looks (default 256)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest each time (default 0.8)")
-    parser.add_argument("--top-k", type=int, default=None, help="draw from this many likeliest tokens only")
-    parser.add_argument("--seed", type=int, default=0, help="another seed, another text (default 0)")
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the beginning of the text")
+    parser.add_argument("--tokens", type=int, default=200, help="most tokens to sample (default 200)")
+    parser.add_argument("--context", type=int, default=256, help="tokens of context for the model (default 256)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="sampling temperature; 0 is greedy (default 0.8)"
+    )
+    parser.add_argument("--top-k", type=int, default=None, help="sample from the K most likely tokens only")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
 
 
-def main(options: argparse.Namespace, workshop: Project) -> int:
+def main(options: argparse.Namespace, project: Project) -> int:
     """Print the prompt and its continuation."""
-    with trained(workshop, options.run_folder) as run:
+    with trained(project, options.run_folder) as run:
         sampler = Sampler(
             model=run.predictor,
             pipeline=run.mesh.group("pipeline"),
@@ -32,6 +34,7 @@ def main(options: argparse.Namespace, workshop: Project) -> int:
             temperature=options.temperature,
             top_k=options.top_k,
         )
+        # An empty prompt starts like a document: after the end of the previous one.
         prompt = [int(token) for token in run.tokenizer.encode(options.prompt)] or [run.tokenizer.eos_id]
         print(options.prompt + run.tokenizer.decode(list(sampler.continued(prompt, options.tokens))))
     return 0

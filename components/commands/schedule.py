@@ -1,4 +1,4 @@
-"""draw a pipeline schedule, with its bubble and what it holds, before any device is touched"""
+"""simulate and draw a pipeline schedule with its bubble and activation memory, without a device"""
 
 import argparse
 import json
@@ -26,25 +26,27 @@ FOLDER = "pipeline.schedules."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("recipe", nargs="?", metavar="RECIPE|NAME", help="a recipe, or with --ranks a schedule")
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to lay over it")
+    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
     parser.add_argument("--ranks", type=_count, metavar="N", help="pipeline ranks; the recipe's mesh if left out")
     parser.add_argument("--microbatches", type=_count, metavar="N", help="in a step; the recipe's batch if left out")
     parser.add_argument("--stages-per-rank", type=_count, metavar="N", help="the schedule's own number if left out")
     parser.add_argument("--costs", type=_costs, default={}, metavar="F=1,I=1,W=1,comm=0", help="B is I + W if left out")
-    parser.add_argument("--channels", choices=get_args(Channels), default="free", help="which messages hinder another")
+    parser.add_argument(
+        "--channels", choices=get_args(Channels), default="free", help="which messages contend for a channel"
+    )
     parser.add_argument("--format", choices=("text", "svg", "json"), default="text", help="text if left out")
     parser.add_argument("--compare", action="store_true", help="a table of all schedules")
     parser.epilog = "Single values are set by node.key=value; in a schedule by its name, the node is called schedule."
 
 
-def main(options: argparse.Namespace, workshop: Project) -> int:
-    """Print what was asked for."""
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Print one schedule, or a comparison of all."""
     if options.compare:
-        print(_comparison(options, workshop))
+        print(_comparison(options, project))
         return 0
-    summary = _summary(options, workshop)
+    summary = _summary(options, project)
     if options.format == "json":
         print(json.dumps(summary.as_data(), indent=1))
     elif options.format == "svg":
@@ -55,58 +57,61 @@ def main(options: argparse.Namespace, workshop: Project) -> int:
     return 0
 
 
-def _summary(options: argparse.Namespace, workshop: Project) -> Summary:
-    """The one schedule that was asked for, simulated."""
+def _summary(options: argparse.Namespace, project: Project) -> Summary:
+    """The simulation of the schedule of a recipe, or of a schedule by name."""
     if not options.recipe:
         raise UserError("schedule takes a recipe, or the name of a schedule and --ranks, or --compare", 2)
     if options.ranks:
         name = options.recipe.removeprefix(FOLDER)
-        schedule = _by_name(options, workshop, name)
+        schedule = _by_name(options, project, name)
         return _simulated(options, name, schedule, options.ranks, _needed(options.microbatches))
-    graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words)).or_error()
+    graph = project.graph(project.load(options.recipe, options.overlay, options.words)).or_error()
     name = _only(graph, Schedule)
     ranks = graph.nodes[_only(graph, Mesh)].settings.get("pipeline", 1)
-    with workshop.container(graph, name) as objects:
+    with project.container(graph, name) as objects:
         schedule = objects[name]
     _check_stages(options, name, schedule)
     use = graph.nodes[name].spec.use.removeprefix(FOLDER)
     return _simulated(options, use, schedule, ranks, options.microbatches or _microbatches(graph))
 
 
-def _comparison(options: argparse.Namespace, workshop: Project) -> str:
-    """Every schedule that needs nothing but its name."""
+def _comparison(options: argparse.Namespace, project: Project) -> str:
+    """A table of all schedules without required settings."""
     if options.recipe or not options.ranks:
         raise UserError("--compare takes --ranks and --microbatches, and no recipe", 2)
     summaries = [
         _simulated(options, name, schedule, options.ranks, _needed(options.microbatches))
-        for name in _complete(workshop)
-        for schedule in [_by_name(options, workshop, name, anyway=True)]
+        for name in _complete(project)
+        for schedule in [_by_name(options, project, name, anyway=True)]
     ]
     if options.format == "json":
         return json.dumps([summary.as_data() for summary in summaries], indent=1)
     return compare(summaries)
 
 
-def _complete(workshop: Project) -> Iterator[str]:
-    for name in workshop.registry.names():
-        spec = workshop.registry.find(name) if name.startswith(FOLDER) else None
+def _complete(project: Project) -> Iterator[str]:
+    for name in project.registry.names():
+        spec = project.registry.find(name) if name.startswith(FOLDER) else None
         if isinstance(spec, Spec) and not any(field.required for field in spec.fields.values()):
             yield name.removeprefix(FOLDER)
 
 
-def _by_name(options: argparse.Namespace, workshop: Project, name: str, *, anyway: bool = False) -> Schedule:
-    """A schedule of this name; costs and stages go into it as far as it knows of them, `anyway` or else a UserError."""
+def _by_name(options: argparse.Namespace, project: Project, name: str, *, anyway: bool = False) -> Schedule:
+    """A schedule by name, with the costs and stages per rank that it has settings for.
+
+    Raises UserError if it has another number of stages per rank, unless `anyway`.
+    """
     use = name if "." in name else FOLDER + name
-    spec = workshop.registry.find(use)
+    spec = project.registry.find(use)
     fields = spec.fields if isinstance(spec, Spec) else {}
     given = {"stages_per_rank": options.stages_per_rank, **options.costs}
     data = {"use": use, **{key: value for key, value in given.items() if key in fields and value is not None}}
     words = read_overrides(options.words)
     nodes = {**words, "schedule": {**data, **words.get("schedule", {})}}
-    graph = workshop.graph(Recipe.of(nodes, "command line"), root="").or_error()
+    graph = project.graph(Recipe.of(nodes, "command line"), root="").or_error()
     if "schedule" not in graph.implementers(Schedule):
-        raise UserError(f"{use} is no schedule; `drawloom list pipeline.schedules` shows all that there are", 2)
-    with workshop.container(graph, "schedule") as objects:
+        raise UserError(f"{use} is not a schedule; `drawloom list pipeline.schedules` shows all", 2)
+    with project.container(graph, "schedule") as objects:
         schedule: Schedule = objects["schedule"]
     if not anyway:
         _check_stages(options, name, schedule)
@@ -123,19 +128,19 @@ def _simulated(options: argparse.Namespace, name: str, schedule: Schedule, ranks
     try:
         program = schedule.program(ranks, microbatches)
         return Summary(name, simulate(program, Costs(**options.costs), options.channels))
-    except Deadlock as stuck:
-        raise UserError(f"{name} can't be carried out: {stuck}") from stuck
+    except Deadlock as deadlock:
+        raise UserError(f"{name} can't be executed: {deadlock}") from deadlock
 
 
 def _only(graph: Graph, port: type) -> str:
     names = graph.implementers(port)
     if len(names) != 1:
-        raise UserError(f"the recipe has {len(names)} nodes that are a {port.__name__}; it takes one", 2)
+        raise UserError(f"the recipe has {len(names)} nodes that are a {port.__name__}; one is required", 2)
     return names[0]
 
 
 def _microbatches(graph: Graph) -> int:
-    """Microbatches in a step, on one replica where the mesh takes as many as there are."""
+    """Microbatches per step and replica; a mesh dimension of "auto" size counts as one replica."""
     mesh = graph.nodes[_only(graph, Mesh)].settings
     replicas = math.prod(size for key in ("data_replicate", "data_shard") if isinstance(size := mesh.get(key), int))
     for node in graph.nodes.values():
@@ -152,7 +157,7 @@ def _needed(microbatches: int | None) -> int:
 
 def _count(text: str) -> int:
     if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
@@ -160,7 +165,7 @@ COSTS = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "ba
 
 
 def _costs(text: str) -> dict[str, float]:
-    """Costs by their names in settings."""
+    """Parse F=1,I=1 into costs by setting."""
     costs: dict[str, float] = {}
     for part in text.split(","):
         key, _, value = part.partition("=")
@@ -168,7 +173,7 @@ def _costs(text: str) -> dict[str, float]:
             costs[COSTS[key.strip()]] = number = float(value)
         except (KeyError, ValueError):
             known = ", ".join(COSTS)
-            raise argparse.ArgumentTypeError(f"{part!r} is no cost; write such as F=1 ({known})") from None
+            raise argparse.ArgumentTypeError(f"{part!r} is not a cost; write for example F=1 ({known})") from None
         if not (0 <= number < math.inf and (number or key.strip() == "comm")):
-            raise argparse.ArgumentTypeError(f"{part!r}: work costs more than 0, and a message 0 or more")
+            raise argparse.ArgumentTypeError(f"{part!r}: an action costs more than 0, a message 0 or more")
     return costs

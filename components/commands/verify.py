@@ -1,4 +1,4 @@
-"""read every checkpoint of a run, and say which are as they were committed"""
+"""verify the checksums of every checkpoint of a run"""
 
 import argparse
 from pathlib import Path
@@ -10,12 +10,12 @@ from drawloom.graph.cli.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
 
 
-def main(options: argparse.Namespace, _workshop: Project) -> int:
-    """A line for each; 1 if any is damaged. The run itself is not touched, and may go on meanwhile."""
+def main(options: argparse.Namespace, _project: Project) -> int:
+    """Print a line for each checkpoint; return 1 if any is corrupt. The run may continue meanwhile."""
     checkpoints = committed(options.run_folder / FOLDER)
     if not checkpoints:
         raise UserError(
@@ -23,13 +23,13 @@ def main(options: argparse.Namespace, _workshop: Project) -> int:
         )
     lines = [line for checkpoint in checkpoints if (line := _line(checkpoint))]
     print("\n".join(lines))
-    return int(any("damaged" in line for line in lines))
+    return int(any("corrupt" in line for line in lines))
 
 
 def _line(checkpoint: Path) -> str:
-    """What is to be said of a checkpoint; nothing if the run has removed it meanwhile."""
+    """The line of a checkpoint; empty if the run has removed it meanwhile."""
     try:
         manifest = verify(checkpoint)
     except CorruptCheckpoint as error:
-        return f"{checkpoint}: damaged: {error}" if checkpoint.exists() else ""
-    return f"{checkpoint}: whole, {len(manifest.files)} files, {size(manifest.bytes)}"
+        return f"{checkpoint}: corrupt: {error}" if checkpoint.exists() else ""
+    return f"{checkpoint}: valid, {len(manifest.files)} files, {size(manifest.bytes)}"

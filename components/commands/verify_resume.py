@@ -1,4 +1,4 @@
-"""run a recipe straight, and again with a kill in the middle, and compare the two to the last bit"""
+"""run a recipe twice, once killed half-way and resumed, and compare the two runs bit by bit"""
 
 import argparse
 import json
@@ -27,25 +27,25 @@ from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.project import Project
 
 DIGESTS = "digests_of_verify_resume"
-NEVER_THE_SAME = {"tokens_per_second", "memory"}  # metrics that tell of the machine, and not of the learning
-OF_TORCHRUN = re.compile(r"[WE]\d{4} \S+ \d+ torch/")  # its warnings; after an error comes nothing but its report
+MACHINE_METRICS = {"tokens_per_second", "memory"}  # metrics of the machine, not of the training
+TORCHRUN_LOG = re.compile(r"[WE]\d{4} \S+ \d+ torch/")  # its log lines; after its first error only its report follows
 TRIES = 3  # a short run may be over before it can be killed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to lay over it")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="how many steps to run (default 20)")
+    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps to run (default 20)")
     parser.add_argument("--ranks", type=int, default=1, metavar="R", help="processes to run it in (default 1)")
     parser.epilog = "Single values are set by node.key=value."
 
 
-def main(options: argparse.Namespace, workshop: Project) -> int:
-    """Say that the runs are the same, or the first step and the tensor that differ; 1 then."""
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Print that the runs are equal, or the first step and tensor that differ; return 1 then."""
     if options.steps < 4:
-        raise UserError(f"{options.steps} steps are too few to kill a run in the middle; take 4 at least", 2)
-    graph = workshop.graph(workshop.load(options.recipe, options.overlay, options.words)).or_error()
+        raise UserError(f"{options.steps} steps are too few to kill a run half-way; take at least 4", 2)
+    graph = project.graph(project.load(options.recipe, options.overlay, options.words)).or_error()
     place = Path(tempfile.mkdtemp(prefix="verify-resume-"))
     try:
         runs = Runs(place, _command(options, graph), options.steps)
@@ -55,49 +55,47 @@ def main(options: argparse.Namespace, workshop: Project) -> int:
         shutil.rmtree(place)
         raise
     half = options.steps // 2
-    print(
-        f"{options.steps} steps straight, and {half} steps, a kill after step {killed}, and the rest from step {half}:"
-    )
-    own = graph.implementers(Tracker)  # each run has a series of its own
+    print(f"{options.steps} steps without interruption, and {half} steps, a kill after step {killed}, and the rest:")
+    own = graph.implementers(Tracker)  # trackers keep a series per run
     difference = next(differences(place / "straight", place / "resumed", own), None)
     if difference is not None:
         print("\n".join([str(difference), *_reasons(difference.step <= half, _device_varies(graph))]))
         print(f"both runs are in {place}")
         return 1
-    print(f"the same, to the last bit: {_compared(place / 'straight')}")
+    print(f"bit-identical: {_compared(place / 'straight')}")
     shutil.rmtree(place)
     return 0
 
 
 @attrs.frozen
 class Runs:
-    """Two runs of a command in a folder."""
+    """Two runs of a command, in the subfolders `straight` and `resumed` of `place`."""
 
     place: Path
     command: list[str]
     steps: int
 
     def straight(self) -> None:
-        """Run from the beginning to the end."""
+        """Run without interruption."""
         self._finish("straight")
 
     def killed_and_resumed(self) -> int:
-        """Run, kill it when half is committed, and run the rest; the step that had been written down last."""
+        """Run, kill the run when half of its steps are committed, and resume it; the last step logged before."""
         for _ in range(TRIES):
             step = self._kill()
             if step < self.steps:
                 self._finish("resumed")
                 return step
             shutil.rmtree(self.place / "resumed")
-        raise UserError(f"the run is over before it can be killed; take more steps than {self.steps} (--steps)")
+        raise UserError(f"the run ends before it can be killed; take more steps than {self.steps} (--steps)")
 
     def _kill(self) -> int:
-        """Start it, and kill all of its processes when half of the steps are committed."""
+        """Start the run, and kill all of its processes when half of the steps are committed."""
         checkpoints = self.place / "resumed" / "checkpoints"
         with self._start("resumed") as process:
             try:
                 while not (checkpoints / f"step-{self.steps // 2}").exists() and process.poll() is None:
-                    time.sleep(0.001)
+                    time.sleep(0.001)  # short, since a step may take a few milliseconds
             finally:
                 _kill_all(process.pid)
         if not (checkpoints / f"step-{self.steps // 2}").exists():
@@ -123,20 +121,20 @@ class Runs:
 
     def _failed(self, name: str) -> UserError:
         lines = (self.place / f"{name}.txt").read_text("utf-8", "replace").splitlines()
-        told = takewhile(lambda line: not OF_TORCHRUN.match(line) or line.startswith("W"), lines)
-        own = [line for line in told if not OF_TORCHRUN.match(line)] or lines
-        return UserError("the run failed, which has nothing to do with resuming:\n" + "\n".join(own[-20:]))
+        before_report = takewhile(lambda line: not TORCHRUN_LOG.match(line) or line.startswith("W"), lines)
+        own = [line for line in before_report if not TORCHRUN_LOG.match(line)] or lines
+        return UserError("the run failed for a reason other than resuming:\n" + "\n".join(own[-20:]))
 
 
 def _kill_all(group: int) -> None:
-    """Kill a process and all that it started, if there is one left."""
+    """Kill the processes of a group, if any is left."""
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
 @attrs.frozen
 class Difference:
-    """What is not the same after a step."""
+    """A value that differs between the runs after a step."""
 
     step: int
     what: str
@@ -146,7 +144,7 @@ class Difference:
 
 
 def differences(one: Path, other: Path, own: Collection[str] = ()) -> Iterator[Difference]:
-    """Where two runs part: step after step, numbers first, then tensors but those of `own` nodes."""
+    """The differences of two runs in order of steps: metrics, then tensors, without those of the nodes `own`."""
     tensors = sorted(path.name for path in (one / "digests").glob("rank-*.jsonl"))
     ours, theirs = ({row["step"]: row for row in _rows(run / "metrics.jsonl")} for run in (one, other))
     digests = [[_digests(run / "digests" / name, own) for run in (one, other)] for name in tensors]
@@ -157,9 +155,9 @@ def differences(one: Path, other: Path, own: Collection[str] = ()) -> Iterator[D
 
 
 def _numbers(step: int, mine: Mapping[str, Any], yours: Mapping[str, Any]) -> Iterator[Difference]:
-    for name in (key for key in {**mine, **yours} if key not in NEVER_THE_SAME):
+    for name in (key for key in {**mine, **yours} if key not in MACHINE_METRICS):
         if mine.get(name, "missing") != yours.get(name, "missing"):
-            values = f"{mine.get(name, 'missing')} straight, {yours.get(name, 'missing')} resumed"
+            values = f"{mine.get(name, 'missing')} uninterrupted, {yours.get(name, 'missing')} resumed"
             yield Difference(step, f"{name} is {values}")
 
 
@@ -170,23 +168,23 @@ def _tensors(step: int, rank: str, mine: Mapping[str, str], yours: Mapping[str, 
 
 
 def _device_varies(graph: Graph) -> bool:
-    """Whether the runs were on a GPU, where some operations add in another order each time unless told not to."""
+    """Whether the runs were on a GPU without deterministic algorithms: some operations then add in varying order."""
     kinds = {graph.nodes[name].settings.get("kind") for name in graph.implementers(Device)}
-    told = (graph.nodes[name].settings.get("deterministic") for name in graph.implementers(Randomness))
-    return ("cuda" in kinds or ("auto" in kinds and torch.cuda.is_available())) and not any(told)
+    deterministic = (graph.nodes[name].settings.get("deterministic") for name in graph.implementers(Randomness))
+    return ("cuda" in kinds or ("auto" in kinds and torch.cuda.is_available())) and not any(deterministic)
 
 
 def _reasons(before_the_kill: bool, device_varies: bool) -> Iterator[str]:
-    """What else than resuming may be the cause; steps before the kill are those of two runs alike."""
+    """Other possible causes than resuming: before the kill, both runs did the same."""
     if before_the_kill:
-        yield "neither run had been killed by then, so resuming is not the cause: two runs of this recipe differ"
+        yield "neither run was killed before this step, so resuming is not the cause: two runs of this recipe differ"
     if device_varies:
         cause = "the cause may be" if before_the_kill else "resuming need not be the cause, it may be"
         yield f"{cause} the GPU, with randomness.deterministic off; try again with randomness.deterministic=true"
 
 
 def _command(options: argparse.Namespace, graph: Graph) -> list[str]:
-    """What both runs are started with; where they write is left open."""
+    """The command of both runs, without the folder that they write to."""
     phases = ", ".join(f'"@{name}"' for name in (*graph.nodes["trainer"].edges["phases"].targets, DIGESTS))
     words = [
         *(f"trainer.steps={options.steps}", f"trainer.phases=[{phases}]", "trainer.on_finish=[]"),
@@ -205,7 +203,7 @@ def _compared(run: Path) -> str:
 
 
 def _digests(path: Path, own: Collection[str] = ()) -> dict[int, dict[str, str]]:
-    """Step to digest by name."""
+    """The hashes by step and name, without those of the nodes `own`."""
     rows = {row["step"]: row["digests"].items() for row in _rows(path)}
     return {step: {name: digest for name, digest in row if name.split("/")[0] not in own} for step, row in rows.items()}
 

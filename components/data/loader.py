@@ -30,15 +30,15 @@ class Loader:
     mesh: Mesh
     workers: int = setting(
         default=0,
-        change="free",
+        impact="safe",
         check=at_least(0),
         doc="processes that make batches ahead of time; 0: batches are made in this process",
     )
     prefetch: int = setting(
-        default=2, change="free", check=at_least(1), doc="microbatches that each worker makes ahead of time"
+        default=2, impact="safe", check=at_least(1), doc="microbatches that each worker makes ahead of time"
     )
     timeout: float = setting(
-        default=120.0, change="free", check=above(0), doc="seconds to wait for a worker's batch before it is an error"
+        default=120.0, impact="safe", check=above(0), doc="seconds to wait for a worker's batch before it is an error"
     )
     shuffle: bool = setting(default=True, doc="shuffle each epoch; if false, rows come in the order of packing")
     _step: int = attrs.field(init=False, default=0)

@@ -7,14 +7,14 @@ from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError, at_least, component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class Validation:
     """Some validation rows, evenly spread over the split, the same for every mesh."""
 
     rows: PackedDataset
     batching: Batching
     rows_used: int = setting(
-        default=64, change="free", check=at_least(1), doc="validation rows to evaluate; all, if there are fewer"
+        default=64, impact="safe", check=at_least(1), doc="validation rows to evaluate; all, if there are fewer"
     )
 
     def open(self) -> None:

@@ -15,7 +15,7 @@ from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
 
-@component(change="free")
+@component(impact="safe")
 class ComputeDevice:
     """The CPU, or one GPU per process, chosen by LOCAL_RANK."""
 
@@ -32,7 +32,7 @@ class ComputeDevice:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """NCCL connects GPUs only."""
         if node.settings["kind"] == "cpu" and node.settings["backend"] == "nccl":
-            yield node.fault("backend", "'nccl' connects GPUs, and kind is 'cpu'", "write 'gloo' or 'auto'")
+            yield node.problem("backend", "'nccl' connects GPUs, and kind is 'cpu'", "write 'gloo' or 'auto'")
 
     @cached_property
     def device(self) -> torch.device:

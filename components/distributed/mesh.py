@@ -18,7 +18,7 @@ def _replicas(value: Any) -> str | None:
     return None if value == "auto" else at_least(1)(value)
 
 
-@component(change="free")
+@component(impact="safe")
 class RankMesh:
     """All processes as a grid of five dimensions, the product of which is the world size."""
 
@@ -39,12 +39,12 @@ class RankMesh:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Problems that do not depend on the number of processes."""
         for name in _not_built(node.settings):
-            yield node.fault(name, f"{node.settings[name]} ranks along {name!r} are not built yet", "write 1")
+            yield node.problem(name, f"{node.settings[name]} ranks along {name!r} are not built yet", "write 1")
         stage = [node.settings[name] for name in DIMENSIONS if name != "pipeline"]
         expert = node.settings["expert"]
         if "auto" not in stage and math.prod(stage) % expert:
             text = f"{expert} does not divide data_replicate × data_shard × context × tensor = {math.prod(stage)}"
-            yield node.fault("expert", text)
+            yield node.problem("expert", text)
 
     def open(self) -> None:
         """Make the groups of all dimensions; a UserError, before any communication, if the world size does not fit."""

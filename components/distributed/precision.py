@@ -68,7 +68,7 @@ class DtypePolicy:
         """Dtypes that go together."""
         values = node.settings
         for key, text, hint in misfits(values["parameter"], values["compute"], values["gradient"], values["uncast"]):
-            yield node.fault(key, text, hint)
+            yield node.problem(key, text, hint)
 
     @property
     def parameter(self) -> torch.dtype:

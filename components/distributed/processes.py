@@ -29,7 +29,7 @@ NO_TIMEOUT = timedelta(days=30)  # torch has no unlimited timeout
 NCCL_MARGIN = timedelta(seconds=30)  # on top of ours, before torch's NCCL watchdog kills the process
 
 
-@component(change="free")
+@component(impact="safe")
 class TorchProcesses:
     """The processes that torchrun's variables describe, or a single process if they are unset."""
 

@@ -9,7 +9,7 @@ SPLITTING = ("pipeline",)
 """Mesh dimensions along which ranks hold different parameters."""
 
 
-@component(change="free")
+@component(impact="safe")
 class SumOverParameters:
     """All-reduces over every mesh dimension that splits the parameters."""
 

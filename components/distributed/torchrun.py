@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph import UserError
-from drawloom.graph.cli.exit_codes import Voice
+from drawloom.graph.cli.exit_codes import Console
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -109,15 +109,15 @@ STORE_TIMEOUT = 3.0  # seconds for the store of torchrun to answer
 HEAD_START = 2.0  # seconds; if all ranks find the same problem, rank 0 prints it, whose log people read first
 
 
-def rank_console() -> Voice:
+def rank_console() -> Console:
     """What this rank prints: rank 0 prints warnings; a failure is printed by rank 0 or, without it, by the first."""
     try:
         launch = read_launch()
     except UserError:  # raised again, and printed, when the run opens its processes
-        return Voice()
+        return Console()
     if launch.rank > 0:
         warnings.showwarning = _ignore  # a run replaces it, once open, by one that logs
-    return Voice(launch.rank == 0, partial(_is_first, launch))
+    return Console(launch.rank == 0, partial(_is_first, launch))
 
 
 def _is_first(launch: Launch, text: str) -> bool:

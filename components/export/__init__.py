@@ -1,1 +1,1 @@
-"""A trained model for other programs."""
+"""Exports a trained model as a Hugging Face folder."""

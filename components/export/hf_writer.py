@@ -1,4 +1,4 @@
-"""A model into a folder that `transformers` loads as is."""
+"""Writes a model as a folder that `transformers` loads."""
 
 import json
 from pathlib import Path
@@ -27,11 +27,11 @@ def write_folder(
     dtype: torch.dtype | None = None,
 ) -> None:
     """
-    Write safetensors, the tokenizer's files and, last, `config.json`; the folder is whole or absent.
+    Write safetensors, the tokenizer's files and, last, `config.json`; the folder appears complete or not at all.
 
-    The stages of all ranks of the group are the model; all of them call this, and tell each other through `workspace`,
-    a folder that all see, or through memory of their machine, what they hold. `max_shard` is in bytes; without `dtype`
-    the numbers stay as they are. UserError if the stages are not the whole model, or if the target is there already.
+    The stages of all ranks of the group make up the model. All ranks call this, and exchange what they hold through
+    `workspace`, a folder that all ranks see, or through shared memory of their machine. `max_shard` is in bytes;
+    without `dtype` tensors keep theirs. Raises UserError if the stages are not the whole model or the target exists.
     """
     group = SingleProcess() if group is None else group
     mapper = model.hugging_face_mapper()
@@ -49,6 +49,6 @@ def write_folder(
 
 
 def _write_config(folder: Path, model: Model, files: list[PlannedFile]) -> None:
-    dtypes = {str(kind.dtype).removeprefix("torch.") for file in files for kind in file.kinds.values()}
+    dtypes = {str(spec.dtype).removeprefix("torch.") for file in files for spec in file.specs.values()}
     config = model.hugging_face_config() | ({"torch_dtype": dtypes.pop()} if len(dtypes) == 1 else {})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

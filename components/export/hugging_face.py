@@ -1,4 +1,4 @@
-"""The trained model as a folder that Hugging Face's libraries load."""
+"""Exports the trained model as a folder that Hugging Face's libraries load."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +18,7 @@ from drawloom.graph import at_least, component, setting
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@component(change="free")
+@component(impact="safe")
 class HuggingFaceExport:
     """Writes `<run folder>/export/`: config.json, safetensors and the tokenizer's files."""
 
@@ -27,19 +27,20 @@ class HuggingFaceExport:
     folder: RunFolder
     mesh: Mesh
     tokenizer: Tokenizer | None = None
-    max_shard: int = setting(default=MAX_SHARD, check=at_least(1), doc="bytes of tensors in a file, at most")
+    max_shard: int = setting(default=MAX_SHARD, check=at_least(1), doc="most bytes of tensors in a file")
     dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
-        default=None, doc="of what is written; as trained if left out"
+        default=None, doc="dtype of the exported tensors; as trained if left out"
     )
 
     def is_finished(self) -> bool:
-        """Whether the folder is there; it is never there in part. All ranks call it, and learn the same."""
+        """Whether the folder exists; it is never incomplete. A collective, with the same result on all ranks."""
         return bool(run_on_rank0(self.mesh.world, (self._target / "config.json").is_file))
 
     def finish(self) -> None:
-        """Write the folder, each rank what it holds; all ranks call it."""
+        """Write the folder, each rank the tensors that it owns. A collective: all ranks call it."""
         if self.is_finished():
             return
+        # In the run folder, which all ranks see also across machines.
         workspace = self.folder.folder / "export.workspace" if self.mesh.world.size > 1 else None
         write_folder(
             self._target,

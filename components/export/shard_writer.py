@@ -1,4 +1,4 @@
-"""Which rank writes what, from what each of them holds."""
+"""Assigns the tensors of a model to ranks, and writes each rank's share of a safetensors folder."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,8 +20,8 @@ from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import gather, is_sharded
 from drawloom.components.weights.save import (
     PlannedFile,
-    all_kinds,
     check_names,
+    output_specs,
     plan_files,
     write_files,
     write_index,
@@ -30,7 +30,7 @@ from drawloom.graph import UserError
 
 
 def holding(stages: Stages) -> dict[str, Any]:
-    """What this rank holds, as JSON: its stages, each with shape and dtype of its parameters by name."""
+    """The stages of this rank as JSON, each with shape and dtype of its parameters by name."""
     return {
         "stages": [
             {
@@ -46,13 +46,14 @@ def choose_owners(mapper: Mapper, holdings: Sequence[Mapping[str, Any]]) -> list
     """
     For each group of a mapper the first rank that holds all of its inputs.
 
-    So of copies, replicas' or a tied head's, one is written. UserError lists what is missing and what has no place in
-    the mapper, and names tensors of which ranks hold different ones.
+    Replicated tensors, and those of a tied head, are so written once. Raises UserError with the missing parameters,
+    those without a Hugging Face name, and those whose shape or dtype differs between ranks.
     """
     held = [_tensors(each) for each in holdings]
     _compare(mapper, held)
     owners = []
     for group in mapper.groups:
+        # The first, so that every rank and every run chooses the same.
         able = [rank for rank, tensors in enumerate(held) if tensors.keys() >= set(group.inputs)]
         if not able:
             names = f"{format_names(group.inputs)} become {format_names(group.outputs)} together"
@@ -62,32 +63,34 @@ def choose_owners(mapper: Mapper, holdings: Sequence[Mapping[str, Any]]) -> list
 
 
 def _tensors(rank: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: kind for stage in rank["stages"] for name, kind in stage["tensors"].items()}
+    return {name: spec for stage in rank["stages"] for name, spec in stage["tensors"].items()}
 
 
 def _compare(mapper: Mapper, held: Sequence[Mapping[str, Any]]) -> None:
-    """UserError unless the ranks hold the mapper's inputs, no others, and the same where they hold one twice."""
+    """UserError unless the ranks hold exactly the inputs of the mapper, replicated ones with the same spec."""
     wanted = dict.fromkeys(mapper.inputs)
-    kinds: dict[str, Any] = {}
+    specs: dict[str, Any] = {}
     for tensors in held:
-        for name, kind in tensors.items():
-            if kinds.setdefault(name, kind) != kind:
-                raise UserError(f"{name} is {kinds[name]} on one rank and {kind} on another; give all the same model")
+        for name, spec in tensors.items():
+            if specs.setdefault(name, spec) != spec:
+                raise UserError(
+                    f"{name} is {specs[name]} on one rank and {spec} on another; all ranks must hold the same model"
+                )
     lists = [
-        ("missing", [name for name in wanted if name not in kinds]),
-        ("no name there for", [name for name in kinds if name not in wanted]),
+        ("missing parameters", [name for name in wanted if name not in specs]),
+        ("parameters without a Hugging Face name", [name for name in specs if name not in wanted]),
     ]
-    if told := "; ".join(f"{what} {format_names(names)}" for what, names in lists if names):
-        raise UserError(f"the tensors to write are not those of the model: {told}; export where all of it is held")
+    if reasons := "; ".join(f"{what} {format_names(names)}" for what, names in lists if names):
+        raise UserError(f"cannot export: {reasons}; export from ranks that hold the whole model")
 
 
 Finish = Callable[[Path, list[PlannedFile]], None]
-"""Writes what belongs beside the tensors into a folder, last of all."""
+"""Writes the other files of the folder, after the tensors."""
 
 
 @attrs.frozen
 class Share:
-    """One rank's part: what it converts, and of what that gives, what it writes."""
+    """One rank's part: the source and mapper of its groups, and the names of the outputs that it writes."""
 
     source: TensorSource
     mapper: Mapper
@@ -96,9 +99,9 @@ class Share:
 
 def share(tensors: Mapping[str, Tensor], mapper: Mapper, mine: Collection[int], dtype: torch.dtype | None) -> Share:
     """
-    A rank's share, of the groups with these numbers.
+    The share of a rank that owns the groups `mine`; `tensors` are the parameters that it holds, of any shape.
 
-    Of a DTensor's groups it takes part in all: the others can't gather them without it.
+    The rank converts all groups of DTensors, also those that it does not write: gathering is a collective.
     """
     sharded = {name for name, tensor in tensors.items() if is_sharded(tensor)}
     groups = [g for n, g in enumerate(mapper.groups) if n in mine or not sharded.isdisjoint(g.inputs)]
@@ -110,14 +113,15 @@ def share(tensors: Mapping[str, Tensor], mapper: Mapper, mine: Collection[int], 
 
 def write_shares(target: Path, mine: Share, group: Group, max_shard: int, finish: Finish) -> None:
     """
-    Write a folder of safetensors files, each rank its share; all of the group call it.
+    Write a folder of safetensors files, each rank its share. A collective of the group.
 
-    The main rank plans, and at the end writes the index, lets `finish` add what belongs beside it, and puts the folder
-    in its place. UserError on every rank if any fails, if two would write a tensor of one name, or if the target is
-    there already; it is untouched then.
+    Rank 0 creates the temporary folder and, after all ranks have written, writes the index, calls `finish` for other
+    files, and renames the folder to the target. Raises UserError on every rank if any rank fails, if two would write a
+    tensor of the same name, or if the target exists; it is untouched then.
     """
-    _, kinds = run_on_all(group, lambda: _specs_json(mine), share=lambda specs: specs)
-    files = plan_files([_kinds(each) for each in kinds], max_shard)  # the same on every rank
+    _, specs = run_on_all(group, lambda: _specs_json(mine), share=lambda specs: specs)
+    files = plan_files([_parse_specs(each) for each in specs], max_shard)  # the same on every rank
+    # One rank creates the folder, and the others learn its random name.
     temporary, folders = run_on_all(group, lambda: begin(target) if group.rank == 0 else None, share=_path)
     try:
         folder = Path(folders[0])
@@ -130,12 +134,12 @@ def write_shares(target: Path, mine: Share, group: Group, max_shard: int, finish
 
 def _specs_json(mine: Share) -> dict[str, Any]:
     """Shape and dtype of each tensor that a rank will write, as JSON."""
-    kinds = {name: kind for name, kind in all_kinds(mine.source, mine.mapper).items() if name in mine.writes}
-    check_names(kinds)
-    return {name: [kind.shape, CODES[kind.dtype]] for name, kind in kinds.items()}
+    specs = {name: spec for name, spec in output_specs(mine.source, mine.mapper).items() if name in mine.writes}
+    check_names(specs)
+    return {name: [spec.shape, CODES[spec.dtype]] for name, spec in specs.items()}
 
 
-def _kinds(specs: Mapping[str, Any]) -> dict[str, TensorSpec]:
+def _parse_specs(specs: Mapping[str, Any]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(tuple(shape), DTYPES[code]) for name, (shape, code) in specs.items()}
 
 
@@ -148,7 +152,7 @@ def _write(folder: Path, files: list[PlannedFile], mine: Share) -> None:
     try:
         write_files(folder, files, ((name, tensor) for name, tensor in tensors if name in mine.writes))
     finally:
-        for _ in tensors:  # also after an error: others wait for this rank's part of DTensors
+        for _ in tensors:  # also after an error: other ranks wait for this one to gather DTensors
             pass
 
 

@@ -19,7 +19,7 @@ from drawloom.components.ports.run import Step
 from drawloom.graph import above, component, setting
 
 
-@component(reads=("losses",), changes=("gradients",), writes=("loss", "grad_norm"))
+@component(reads=("losses", "local_gradients"), writes=("gradients", "loss", "grad_norm"))
 class Synchronize:
     """Sums gradients and losses over data-parallel replicas, divides by the total weight, skips non-finite steps."""
 
@@ -28,7 +28,7 @@ class Synchronize:
     precision: Precision
     reduce: Reduce
     bucket_bytes: int = setting(
-        default=32 * 2**20, change="free", check=above(0), doc="bytes of gradients that are sent together"
+        default=32 * 2**20, impact="safe", check=above(0), doc="bytes of gradients that are sent together"
     )
 
     def run_phase(self, step: Step) -> None:

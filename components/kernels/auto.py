@@ -63,7 +63,7 @@ class AutoKernels:
             for operation in OPERATIONS:
                 if node.settings[operation] in TRITON | GPU:
                     text = f"{node.settings[operation]!r} runs on GPUs, and the device is the CPU"
-                    yield node.fault(operation, text, "write 'auto' or 'eager'")
+                    yield node.problem(operation, text, "write 'auto' or 'eager'")
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:

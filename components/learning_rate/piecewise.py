@@ -79,11 +79,11 @@ class Piecewise:
         """Percentages of the phases rise, and no phase follows one that takes the rest."""
         phases: list[Piece] = node.settings["phases"]
         if not phases:
-            yield node.fault("phases", "phases is empty", "write at least one phase, such as { to = 1.0 }")
+            yield node.problem("phases", "phases is empty", "write at least one phase, such as { to = 1.0 }")
         reached = 0.0
         for number, phase in enumerate(phases):
             for text, hint in _faults(phase, reached, last=number == len(phases) - 1):
-                yield node.fault(("phases", number), f"phases[{number}] {text}", hint)
+                yield node.problem(("phases", number), f"phases[{number}] {text}", hint)
             reached = reached if phase.until_percent is None else phase.until_percent
 
 

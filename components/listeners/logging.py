@@ -16,7 +16,7 @@ from drawloom.graph import component, setting
 FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-@component(change="free")
+@component(impact="safe")
 class RunLogging:
     """
     Configures the loggers `drawloom` and `drawloom.run` and Python's warnings while the run is open.

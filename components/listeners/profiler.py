@@ -18,7 +18,7 @@ def _are_steps(steps: list[int]) -> str | None:
     return f"there is no step {low[0]}; the first is 1" if low else None
 
 
-@component(change="free")
+@component(impact="safe")
 class Profiler:
     """
     `traces/step-N-rank-R.json.gz` in the run folder, for chrome://tracing or ui.perfetto.dev.

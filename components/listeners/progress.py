@@ -17,7 +17,7 @@ COLUMNS = "step {task.completed:.0f}/{task.total:.0f}", "loss {task.fields[loss]
 REFRESH = 0.1  # seconds between two refreshes: one takes milliseconds, as long as a small step
 
 
-@component(change="free")
+@component(impact="safe")
 class ProgressBar:
     """
     Step, loss, tokens per second and time remaining, on rank 0 if standard output is a terminal.

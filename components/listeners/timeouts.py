@@ -20,7 +20,7 @@ WATCHDOG_MARGIN = 2.0  # seconds after the collective timeout, so that a blocked
 REPORT_TIMEOUT = 5.0  # seconds for the message and the stacks, which may hang on the same disk as the run
 
 
-@component(change="free")
+@component(impact="safe")
 class Timeouts:
     """
     Sets the timeout of collectives and of a whole step, by what the run is doing.

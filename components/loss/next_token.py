@@ -24,7 +24,7 @@ class NextToken:
     )
     accuracy: bool = setting(
         default=False,
-        change="free",
+        impact="safe",
         doc="whether to count the targets that are likeliest, for one more product with the head",
     )
 

@@ -9,7 +9,7 @@ from drawloom.components.ports.run import Accumulator, Metric, Step, Value
 from drawloom.graph import component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class MetricGroup:
     """Its members' values, all of them with `prefix` before their names."""
 

@@ -16,7 +16,7 @@ from drawloom.graph import component
 LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
 
 
-@component(reads=("gradients",), change="free")
+@component(reads=("gradients",), impact="safe")
 class LayerNorms:
     """
     `grad_norm/<layer>` and `weight_norm/<layer>`: 2-norms over the parameters of each layer, on all stages.

@@ -11,7 +11,7 @@ from drawloom.graph import component
 NAMES = ("loss", "grad_norm", "lr", "validation_loss")
 
 
-@component(change="free")
+@component(impact="safe")
 class Learning:
     """`loss`, `grad_norm`, `lr` and `validation_loss`, as far as the step has them."""
 

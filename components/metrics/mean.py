@@ -11,7 +11,7 @@ from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class Mean:
     """
     `of`, a named sum of the loss such as `accuracy` or `z_loss`, divided by how much there was to sum.

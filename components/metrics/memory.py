@@ -11,7 +11,7 @@ from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component
 
 
-@component(change="free")
+@component(impact="safe")
 class Memory:
     """`memory`: the most bytes in use so far on any rank."""
 

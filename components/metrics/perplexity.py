@@ -13,7 +13,7 @@ from drawloom.graph import component, setting
 LARGEST = 700.0  # nats; exp of more is no float64
 
 
-@component(change="free")
+@component(impact="safe")
 class Perplexity:
     """`perplexity`, exp of the mean cross entropy by token; and `validation_perplexity` where a step evaluates."""
 

@@ -12,7 +12,7 @@ from drawloom.graph import Problem, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 
 
-@component(change="free")
+@component(impact="safe")
 class Spread:
     """
     Least, greatest and `quantiles` over all microbatches and replicas of a named sum's mean by token.
@@ -34,9 +34,9 @@ class Spread:
         values: Mapping[str, Any] = node.settings
         for place, part in enumerate(values["quantiles"]):
             if not 0 <= part <= 1:
-                yield node.fault(("quantiles", place), f"{part} is no part of 1", "write 0.9 for 90 percent")
+                yield node.problem(("quantiles", place), f"{part} is no part of 1", "write 0.9 for 90 percent")
         if not values["low"] < values["high"]:
-            yield node.fault("high", f"the histogram ends at {values['high']} and begins at {values['low']}")
+            yield node.problem("high", f"the histogram ends at {values['high']} and begins at {values['low']}")
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:

@@ -13,7 +13,7 @@ from drawloom.graph import component
 SHORTEST = 1e-9  # seconds; a clock may stand still between two readings
 
 
-@component(change="free")
+@component(impact="safe")
 class Throughput:
     """
     `tokens` since the beginning of the run, those of refused steps included, and `tokens_per_second` of the step.

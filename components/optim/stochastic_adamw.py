@@ -37,11 +37,11 @@ class StochasticAdamW:
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="fraction of a weight lost each step, times lr")
     state_dtype: Literal["bfloat16", "float32"] = setting(
         default="bfloat16",
-        change="structural",
+        impact="incompatible",
         doc="dtype of the running means; bfloat16 is rounded stochastically too",
     )
     implementation: Literal["auto", "triton", "eager"] = setting(
-        default="auto", change="free", doc="auto is triton on a GPU, else eager; both give the same bits"
+        default="auto", impact="safe", doc="auto is triton on a GPU, else eager; both give the same bits"
     )
     _params: dict[str, ParamState] = attrs.field(init=False, factory=dict)
     _stepper: Any = attrs.field(init=False, default=None)
@@ -52,7 +52,7 @@ class StochasticAdamW:
         """Triton needs a GPU."""
         devices = node.neighbours("device")
         if node.settings["implementation"] == "triton" and devices and devices[0].settings.get("kind") == "cpu":
-            yield node.fault("implementation", "'triton' runs on GPUs, and the device is the CPU", "write 'auto'")
+            yield node.problem("implementation", "'triton' runs on GPUs, and the device is the CPU", "write 'auto'")
 
     def open(self) -> None:
         """Create the optimizer state of all parameters, filled with zeros."""

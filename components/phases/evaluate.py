@@ -11,7 +11,7 @@ from drawloom.components.ports.run import Cadence, Step, check_cadence, due
 from drawloom.graph import component, setting
 
 
-@component(reads=("weights",), writes=("validation_loss",), change="free")
+@component(reads=("weights",), writes=("validation_loss",), impact="safe")
 class Evaluate:
     """Measures the mean loss per token over the validation split, equal on every rank and for every mesh."""
 

@@ -10,7 +10,7 @@ from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
 
-@component(writes=("gradients", "losses"))
+@component(writes=("local_gradients", "losses"))
 class ForwardBackward:
     """Accumulates the gradients of a step's microbatches, and writes this rank's `losses`."""
 
@@ -24,7 +24,7 @@ class ForwardBackward:
             for schedule in executor.neighbours("schedule"):
                 if not getattr(schedule.component, "trains", True):
                     text = f"{schedule.use!r} is forward-only and computes no gradients"
-                    yield schedule.fault("use", text, 'write use = "pipeline.schedules.gpipe"')
+                    yield schedule.problem("use", text, 'write use = "pipeline.schedules.gpipe"')
 
     def run_phase(self, step: Step) -> None:
         """Load the step's microbatches, and run the pipeline program on them."""

@@ -8,7 +8,7 @@ from drawloom.components.ports.run import Cadence, Step, check_cadence, due
 from drawloom.graph import component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class CollectGarbage:
     """Turns automatic collection off while the run is open, and collects the young generations every few steps."""
 

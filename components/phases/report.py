@@ -14,7 +14,7 @@ from drawloom.graph import component, setting
 log = logging.getLogger("drawloom.run")
 
 
-@component(reads=("loss", "grad_norm?", "lr?", "validation_loss?"), change="free")
+@component(reads=("loss", "grad_norm?", "lr?", "validation_loss?"), impact="safe")
 class Report:
     """
     Collects every metric of a step, hands them to every tracker, and logs the step line.

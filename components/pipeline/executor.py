@@ -50,7 +50,7 @@ class Executor:
             for other in stages.neighbours("loss"):
                 if other.name != loss.name:
                     text = f"the stages hold the parameters of [{other.name}], and [{loss.name}] is computed"
-                    yield node.fault("objective", text, f'write objective = "@{other.name}"')
+                    yield node.problem("objective", text, f'write objective = "@{other.name}"')
 
     def open(self) -> None:
         """Connect this rank to those that its stages send to or receive from."""

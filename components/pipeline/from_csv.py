@@ -18,7 +18,7 @@ from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
 
-@component(change="free")
+@component(impact="safe")
 class FromCsv:
     """The program in a CSV file, in the format of torch.distributed.pipelining."""
 
@@ -31,7 +31,7 @@ class FromCsv:
         try:
             _read(node.settings["path"])
         except UserError as error:
-            yield node.fault("path", str(error))
+            yield node.problem("path", str(error))
 
     @property
     def stages_per_rank(self) -> int:

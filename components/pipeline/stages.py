@@ -38,10 +38,10 @@ class MaterializedStages:
     job: RunInfo
     transforms: list[Transform] = attrs.field(factory=list)
     embedding_layer_cost: int = setting(
-        default=0, check=at_least(0), change="free", doc="layers that the first stage holds fewer of, for its embedding"
+        default=0, check=at_least(0), impact="safe", doc="layers that the first stage holds fewer of, for its embedding"
     )
     head_layer_cost: int = setting(
-        default=0, check=at_least(0), change="free", doc="layers that the last stage holds fewer of, for its head"
+        default=0, check=at_least(0), impact="safe", doc="layers that the last stage holds fewer of, for its head"
     )
     weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
     _local: list[Stage] = attrs.field(init=False, factory=list)
@@ -57,7 +57,7 @@ class MaterializedStages:
             if issubclass(loss.component, nn.Module):
                 where = f"under [{loss.name}] and [{node.name}]"
                 text = f"{loss.use!r} is an nn.Module, which a checkpoint would save {where}"
-                yield loss.fault("use", text, "let the component hold an nn.Module as its attribute `module`")
+                yield loss.problem("use", text, "let the component hold an nn.Module as its attribute `module`")
 
     def open(self) -> None:
         """Make the modules real."""

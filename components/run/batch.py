@@ -20,7 +20,7 @@ class GlobalBatch:
 
     mesh: Mesh
     global_size: int = setting(check=at_least(1), doc="rows in a step, over all data-parallel ranks")
-    micro_size: int = setting(check=at_least(1), change="free", doc="rows in a microbatch")
+    micro_size: int = setting(check=at_least(1), impact="safe", doc="rows in a microbatch")
 
     def open(self) -> None:
         """Check the sizes against the mesh; a UserError if the rows of a step can't be divided evenly."""
@@ -57,7 +57,7 @@ class GlobalBatch:
             sizes = [mesh.settings.get(name) for name in ("data_replicate", "data_shard")]
             replicas = prod(size for size in sizes if isinstance(size, int))
             if fault := uneven(node.settings["global_size"], node.settings["micro_size"], replicas):
-                yield node.fault("global_size", *fault)
+                yield node.problem("global_size", *fault)
 
 
 def uneven(global_size: int, micro_size: int, replicas: int) -> tuple[str, str] | None:

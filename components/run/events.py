@@ -10,7 +10,7 @@ from drawloom.graph import Every, component
 log = logging.getLogger("drawloom.run")
 
 
-@component(change="free")
+@component(impact="safe")
 class Dispatcher:
     """Sends events to every listener of the graph; a listener that raises gets no further events."""
 

@@ -11,7 +11,7 @@ from drawloom.components.run.locks import FolderLock, claim_recipe
 from drawloom.graph import ResolvedRecipe, UserError, component
 
 
-@component(change="free")
+@component(impact="safe")
 class LockedFolder:
     """A folder that rank 0 locks while the run is open."""
 

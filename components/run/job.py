@@ -15,8 +15,8 @@ def _plain_name(name: str) -> str | None:
 class NamedRun:
     """A name, a folder and a seed."""
 
-    name: str = setting(change="free", check=_plain_name, doc="name of the run, and of its folder")
-    folder: Path | None = setting(default=None, change="free", doc="the run folder; by default runs/ and the name")
+    name: str = setting(impact="safe", check=_plain_name, doc="name of the run, and of its folder")
+    folder: Path | None = setting(default=None, impact="safe", doc="the run folder; by default runs/ and the name")
     seed: int = setting(default=0, check=between(0, 2**63), doc="seed of all random numbers of the run")
 
     @property

@@ -96,7 +96,7 @@ def claim_recipe(folder: Path, recipe: ResolvedRecipe) -> None:
     if not path.exists():
         return replace_file(path, recipe.text.encode())
     changes = _changes(path, recipe)
-    if not recipe.accept_changes and any(change.kind != "free" for change in changes):
+    if not recipe.accept_changes and any(change.impact != "safe" for change in changes):
         raise UserError(_refusal(folder, changes), exit_code=2)
     for change in changes:
         log.info("%s: the recipe changed: %s", folder, change)

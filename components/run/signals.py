@@ -79,7 +79,7 @@ class _SignalReader:
                 end = end if grace is None else time.monotonic() + grace
 
 
-@component(change="free")
+@component(impact="safe")
 class Signals:
     """
     Handles SIGINT and SIGTERM while the run is open: the first stops the run after its step, a later one at once.

@@ -26,7 +26,7 @@ class Trainer:
     on_finish: list[FinalTask] = attrs.field(factory=list)
     steps: int = setting(check=at_least(1), doc="optimizer steps in the whole run")
     max_skipped_steps: int = setting(
-        default=100, change="free", check=at_least(1), doc="steps skipped in a row after which the run stops"
+        default=100, impact="safe", check=at_least(1), doc="steps skipped in a row after which the run stops"
     )
 
     _skipped: int = attrs.field(init=False, default=0)
@@ -76,12 +76,12 @@ class Trainer:
         raise SystemExit(128 + signal)
 
     @classmethod
-    def weigh_change(cls, node: Any, key: str) -> str | None:
+    def resume_impact(cls, node: Any, key: str) -> str | None:
         """A change of `steps` is free unless a phase derives something from it, such as a learning rate schedule."""
         if key != "steps":
             return None
         derived = [phase for phase in node.neighbours("phases") if _derives(phase)]
-        return "semantic" if derived else "free"
+        return "changes_training" if derived else "safe"
 
 
 def changes_weights(phase: Phase) -> bool:

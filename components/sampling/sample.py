@@ -14,7 +14,7 @@ from drawloom.graph import above, at_least, component, setting
 log = logging.getLogger("drawloom.run")
 
 
-@component(change="free")
+@component(impact="safe")
 class Sample:
     """Continues a prompt, prints the text and writes it to `sample.txt` in the run folder."""
 

@@ -1,1 +1,1 @@
-"""Files and folders that are whole or absent, hashed, and read with suspicion."""
+"""Atomic, durable and hashed files and folders, and readers that validate untrusted ones."""

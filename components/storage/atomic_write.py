@@ -1,7 +1,7 @@
 """
-Files and folders that are whole or absent, also after a power cut.
+Atomic writes: a file or folder has all of its new content or none, also after a power cut.
 
-New content is written under a temporary name, flushed, and renamed: the one place in the house that renames.
+New content is written under a temporary name, flushed to disk, and renamed. No other module renames files.
 """
 
 import os
@@ -23,7 +23,7 @@ def rename(old: Path, new: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Give a file new content; a crash leaves all of the old or all of the new. One process at a time."""
+    """Replace the content of a file atomically. Two processes must not replace the same file at once."""
     temporary = temporary_name(path)
     temporary.unlink(missing_ok=True)  # a killed process may have left it
     try:
@@ -36,13 +36,13 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Where the new content of a file is written."""
+    """The temporary path of the new content of a file: hidden, in the same folder, so that the rename is atomic."""
     return path.with_name(f".{path.name}.tmp")
 
 
 @attrs.frozen
 class TempFolder:
-    """A folder beside the target, in which everything is written before it takes the target's name."""
+    """A temporary folder beside the target; `commit` renames it to the target."""
 
     target: Path
     folder: Path
@@ -53,7 +53,7 @@ class TempFolder:
         rename(self.folder, self.target)
 
     def discard(self) -> None:
-        """Remove it, if it was not committed."""
+        """Remove the temporary folder, if it was not committed."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -61,8 +61,8 @@ def begin(target: Path) -> TempFolder:
     """
     A new folder to write into, on the file system of the target, so that the rename is atomic.
 
-    Folders of earlier attempts are removed: of two attempts at once the first fails, and files are never mixed.
-    UserError if the target exists and is not an empty folder.
+    Temporary folders of earlier attempts are removed, so that of two concurrent attempts the first fails, and files of
+    two attempts are never mixed. Raises UserError if the target exists and is not an empty folder.
     """
     _refuse_if_taken(target)
     target = target.absolute()

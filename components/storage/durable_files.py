@@ -1,4 +1,4 @@
-"""New files that are flushed to disk, and folders: the effects on the file system that a save is made of."""
+"""File system operations of a save: new files flushed to disk, folders flushed and removed."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ class FileWriter:
     An open file that is written at any offset; `name` is for errors.
 
     A `sha256` stream hashes what is written in order from the start of the file. Those bytes must not change until the
-    file is complete, because a thread hashes them.
+    file is complete, because a thread hashes them later.
     """
 
     name: str
@@ -31,7 +31,7 @@ class FileWriter:
             piece, place = data[start : start + CHUNK], offset + start
             if self.sha256 is not None and place == self.sha256.size:
                 self.sha256.update(piece)
-            while piece:
+            while piece:  # pwrite may write less than it is given
                 with _naming(self.name):
                     count = os.pwrite(self.descriptor, piece, place)
                 piece, place = piece[count:], place + count
@@ -45,7 +45,7 @@ class FileWriter:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[FileWriter]:
-    """Create a file, which is on disk at the end of the block; OSError if it exists."""
+    """Create a file, which is flushed to disk at the end of the block; OSError if it exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     sha256 = Sha256Stream()
     try:
@@ -57,14 +57,14 @@ def new_file(path: Path) -> Iterator[FileWriter]:
 
 
 def write_file(path: Path, data: bytes) -> Content:
-    """Create a file of these bytes, on disk when this returns."""
+    """Create a file of these bytes and flush it to disk; OSError if it exists."""
     with new_file(path) as file:
         file.put(memoryview(data), 0)
     return file.content()
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder: without that a new file may be gone after a power cut, name and all."""
+    """Flush a file or a folder. A new or renamed file survives a power cut only if its folder is flushed, too."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         _sync(descriptor, path)
@@ -80,19 +80,19 @@ def sync_tree(folder: Path) -> None:
 
 
 def free(folder: Path) -> int:
-    """How many bytes can still be written there."""
+    """The free bytes of the file system of a folder, for a process without privileges."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with everything in it; nothing happens if it is missing."""
+    """Remove a folder with everything in it, if it exists."""
     if path.exists():
         shutil.rmtree(path)
 
 
 def names(folder: Path) -> list[str]:
-    """The sorted names in a folder; none if it is missing."""
+    """The sorted names in a folder; empty if it is missing."""
     try:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -101,7 +101,7 @@ def names(folder: Path) -> list[str]:
 
 def _sync(descriptor: int, path: Path) -> None:
     """
-    fsync, once: after a failed one the kernel may have dropped the data, and a second one would succeed without it.
+    fsync without a retry: after a failed one the kernel may have dropped the data, and a second one would succeed.
 
     https://lwn.net/Articles/752063/
     """
@@ -111,7 +111,7 @@ def _sync(descriptor: int, path: Path) -> None:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Errors of system calls on descriptors, with the name of the file."""
+    """Add the name of the file to errors of system calls on its descriptor."""
     try:
         yield
     except OSError as error:

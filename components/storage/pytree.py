@@ -2,8 +2,8 @@
 Trees of values (pytrees): dicts, lists, tuples, named tuples, dataclasses and attrs classes; anything else is a leaf.
 
 Unlike torch.utils._pytree it walks dataclasses and attrs classes without registration, and rebuilds a node without
-calling its constructor: fields that no constructor takes, and values that one would refuse (a shape in place of a
-tensor), pass through.
+calling its constructor, so that fields that the constructor does not take, and values that it would refuse (a shape
+instead of a tensor), are kept.
 """
 
 import copy
@@ -18,7 +18,7 @@ from torch import Tensor
 def children(node: Any) -> list[tuple[Any, Any]] | None:
     """The children of a node in their order, each with its key, index or field name; None if it is a leaf."""
     if isinstance(node, Tensor):
-        return None  # first: most leaves are tensors, and pipelines walk trees for every action
+        return None  # checked first: most leaves are tensors, and pipelines walk a tree for every action
     if isinstance(node, dict):
         return list(node.items())
     if type(node) in (list, tuple) or _is_named_tuple(node):
@@ -29,7 +29,7 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
 
 
 def branches(node: Any) -> list[tuple[str, Any]] | None:
-    """The children of a node, each with the code that leads to it: `['x']`, `[0]` or `.x`; None if it is a leaf."""
+    """The children of a node, each with its access expression: `['x']`, `[0]` or `.x`; None if it is a leaf."""
     found = children(node)
     if found is None:
         return None
@@ -48,7 +48,7 @@ def rebuild(node: Any, children: Sequence[Any]) -> Any:
         new.update(zip(node, children, strict=True))
     else:
         for name, child in zip(_fields(node), children, strict=True):
-            object.__setattr__(new, name, child)  # frozen classes too
+            object.__setattr__(new, name, child)  # setattr would fail for frozen classes
     return new
 
 

@@ -1,4 +1,4 @@
-"""Regular files, opened for reading: links are not followed, and pipes and devices are refused before they block."""
+"""Opens regular files for reading: links are not followed, and pipes and devices are refused before they block."""
 
 import errno
 import os
@@ -20,8 +20,8 @@ class RegularFile:
     """
     An open regular file; `identity` is its device, inode, size and time of modification.
 
-    With a `sha256` stream it is read from start to end, and every byte is hashed, those that are passed over as well:
-    what was used is what was verified, and the disk is read once.
+    With a `sha256` stream the file is read from start to end and every byte is hashed, also those that are skipped, so
+    that the bytes in use are those that were verified, and the disk is read once.
     """
 
     path: Path
@@ -74,11 +74,12 @@ class RegularFile:
 
 @contextmanager
 def regular_file(path: Path, *, hashed: bool = False) -> Iterator[RegularFile]:
-    """A file, open for reading; OSError if it is missing, a link, or no regular file."""
+    """A file, open for reading; OSError if it is missing, a link, or not a regular file."""
     try:
         _check_kind(path, os.lstat(path))  # before it is opened: opening alone has effects on some devices
     except ValueError as error:  # a NUL in the name
         raise OSError(errno.EINVAL, str(error), str(path)) from error
+    # O_NONBLOCK: opening a pipe would wait for a writer. It has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     sha256 = Sha256Stream() if hashed else None
     try:
@@ -96,7 +97,7 @@ def regular_file(path: Path, *, hashed: bool = False) -> Iterator[RegularFile]:
 def open_regular_file(
     path: Path, remedy: str = "copy the folder again", *, hashed: bool = False
 ) -> Iterator[RegularFile]:
-    """A file from somebody else; UserError with the remedy (and the OSError as its cause) if it can't be read."""
+    """An untrusted file; UserError with the remedy (and the OSError as its cause) if it can't be read."""
     try:
         with regular_file(path, hashed=hashed) as file:
             yield file
@@ -122,4 +123,4 @@ def _check_kind(path: Path, found: os.stat_result) -> None:
     if stat.S_ISLNK(found.st_mode):
         raise OSError(0, "it is a symbolic link, which may lead anywhere; `cp -rL` copies what it leads to", str(path))
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(0, "it is no regular file", str(path))
+        raise OSError(0, "it is not a regular file", str(path))

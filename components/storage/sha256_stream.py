@@ -1,4 +1,4 @@
-"""SHA-256 of a stream of bytes, computed in a thread beside the reading or writing of the stream."""
+"""SHA-256 of a stream of bytes, computed in a thread while the stream is read or written."""
 
 import hashlib
 import queue
@@ -7,7 +7,7 @@ import threading
 import attrs
 
 LARGE = 2**18  # bytes; hashing a smaller piece takes less time than starting a thread
-AHEAD = 4  # pieces that may wait to be hashed
+AHEAD = 4  # queued pieces; more would only hold memory, since hashing is about as fast as the disk
 
 
 @attrs.frozen
@@ -20,9 +20,9 @@ class Content:
 
 class Sha256Stream:
     """
-    Hashes pieces in the order in which they come; from the first large one on, a thread does it while the disk is busy.
+    Hashes pieces in order; from the first large piece on in a thread, while the disk is busy.
 
-    A piece must not change before `finish`, which also ends the thread. `size` counts the bytes taken so far.
+    A piece must not change before `finish`, which also ends the thread. `size` is the number of bytes so far.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Sha256Stream:
         self._thread: threading.Thread | None = None
 
     def update(self, piece: memoryview) -> None:
-        """Take the next piece."""
+        """Append a piece."""
         self.size += len(piece)
         if self._thread is None and len(piece) >= LARGE:
             self._thread = threading.Thread(target=self._work, name="sha256", daemon=True)

@@ -1,9 +1,9 @@
 """
-State dicts as files hold them: a JSON tree, and tensors by name.
+The file format of state dicts: a JSON tree, and tensors by name.
 
 In the tree a dict is {"dict": {...}}, a tuple {"tuple": [...]}, a tensor {"tensor": its name}, and a float that JSON
-can't hold {"float": "nan"}; all other values are themselves. A tensor's name is its path joined by slashes, or a slash
-and a number if the path holds characters that are not allowed in names of tensors.
+can't hold {"float": "nan"}; all other values are unchanged. A tensor's name is its path joined by slashes, or a slash
+and a number if the path has characters that are not allowed in names of tensors.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 Tree = Any
-"""Anything that JSON can hold."""
+"""A JSON value."""
 
 PART = re.compile(r"[A-Za-z0-9_.\-]+")
 LONGEST = 256  # characters of a name
@@ -29,9 +29,9 @@ class Packed(NamedTuple):
 
 def pack(state: Any) -> Packed:
     """
-    The tree of a state, and its tensors: not copied, and a tensor that occurs twice only once.
+    The tree of a state, and its tensors, which are not copied; a tensor that occurs twice is stored once.
 
-    Raises TypeError, with the path, for a value that would not come back as it is.
+    Raises TypeError, with the path, for a value that `unpack` would not restore exactly.
     """
     packer = _Packer()
     return Packed(packer.pack(state, ()), packer.tensors)
@@ -39,9 +39,9 @@ def pack(state: Any) -> Packed:
 
 def unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     """
-    The state of a tree and its tensors.
+    The state of a tree and its tensors, of any shape, which are not copied.
 
-    Raises ValueError, with all that are missing and unexpected, if the tensors are not those that the tree names.
+    Raises ValueError, with all missing and unexpected names, if the tensors are not those that the tree names.
     """
     wanted = named(tree)
     missing, extra = wanted - tensors.keys(), tensors.keys() - wanted
@@ -60,7 +60,7 @@ def entries(tree: Tree) -> dict[str, Tree]:
     """The entries of the tree of a dict; ValueError if it is the tree of something else."""
     content = tree.get("dict") if isinstance(tree, dict) else None
     if not isinstance(content, dict):
-        raise ValueError("a state is no dict")
+        raise ValueError("a state is not a dict")
     return content
 
 
@@ -75,6 +75,7 @@ class _Packer:
         if isinstance(value, Tensor):
             return {"tensor": self._name(value.detach(), path)}
         if isinstance(value, dict):
+            # JSON would turn other keys into strings.
             if wrong := [key for key in value if type(key) is not str]:
                 raise TypeError(f"{_text(path)} has the key {wrong[0]!r}; keys of a state are strings")
             return {"dict": {key: self.pack(part, (*path, key)) for key, part in value.items()}}
@@ -88,10 +89,11 @@ class _Packer:
         raise TypeError(f"{_text(path)} is a {type(value).__name__}, which can't be saved")
 
     def _name(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
-        """The name of a tensor; the first one, if the same memory has one already."""
+        """The name of a tensor; the earlier one, if the same memory with the same layout has a name."""
         name = _text(path)
         if not path or not all(PART.fullmatch(str(part)) for part in path) or ".." in name or len(name) > LONGEST:
             name = f"/{len(self.tensors)}"
+        # Empty tensors share the null pointer without being the same tensor.
         memory = name if not tensor.numel() else (tensor.device, tensor.data_ptr())
         key = memory, tensor.shape, tensor.stride(), tensor.dtype
         if key not in self._names:
@@ -129,5 +131,5 @@ def _unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "tuple":
         return tuple(_unpack(content, tensors))
     if kind != "dict":
-        raise ValueError(f"{kind!r} is no kind of value")
+        raise ValueError(f"{kind!r} is not a kind of value")
     return {key: _unpack(part, tensors) for key, part in content.items()}

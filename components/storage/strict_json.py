@@ -1,4 +1,4 @@
-"""JSON from files of anybody, read at a bounded cost and without ambiguity; and JSON in one canonical form."""
+"""Strict JSON: parsing of untrusted files at a bounded cost and without ambiguity, and a canonical form."""
 
 import hashlib
 import json
@@ -11,8 +11,8 @@ def parse(text: bytes, *, most: int, integer: Callable[[str], int] = int) -> Any
     """
     The value of a JSON text.
 
-    Raises ValueError, with the reason, for what is no JSON, for names that an object holds twice, for NaN and
-    infinities, and for texts with more than `most` of the characters that begin and part values: each may cost some
+    Raises ValueError, with the reason, for invalid JSON, for names that an object has twice, for NaN and infinities,
+    and for texts with more than `most` of the characters that begin or separate values: each value may take some
     hundred bytes of memory.
     """
     if (parts := sum(text.count(sign) for sign in b"{[,:")) > most:
@@ -26,17 +26,17 @@ def parse(text: bytes, *, most: int, integer: Callable[[str], int] = int) -> Any
 
 
 def dumps(value: Any) -> bytes:
-    """A value in the one canonical form: sorted keys, no spaces; ValueError for NaN and infinities."""
+    """A value in canonical form: sorted keys, no spaces; ValueError for NaN and infinities."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"), sort_keys=True).encode()
 
 
 def checksum(value: Any) -> str:
-    """The SHA-256 of the canonical form, however a file formats it."""
+    """The SHA-256 of the canonical form in hexadecimal; formatting and the order of keys do not matter."""
     return hashlib.sha256(dumps(value)).hexdigest()
 
 
 def natural(digits: str) -> int:
-    """An integer without a sign; ValueError for -0 too, which other readers take for a fraction."""
+    """An integer without a sign; ValueError also for -0, which other parsers read as a float."""
     if digits.startswith("-"):
         raise ValueError(f"{digits[:20]} is negative")
     return int(digits)
@@ -51,4 +51,4 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(word: str) -> Any:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")

@@ -1,4 +1,4 @@
-"""Sources of named tensors (a folder, memory, another source in another dtype), and tensors as bytes of files."""
+"""Sources of named tensors (memory, another source in another dtype), and the bytes of tensors."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @attrs.frozen
 class TensorSpec:
-    """What is known of a tensor before it is read."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -22,39 +22,40 @@ class TensorSpec:
 
 
 class TensorSource(Protocol):
-    """Named tensors, each read when it is asked for. A source may stand on another, and change what it gives."""
+    """Named tensors, each read on request. A source may wrap another and convert its tensors."""
 
     @property
     def owns_memory(self) -> bool:
-        """Whether nobody else holds what `tensor` gives, so that it may be kept and changed."""
+        """Whether the caller of `tensor` owns the memory of the result, and may keep and change it."""
         ...
 
-    def kinds(self) -> Mapping[str, TensorSpec]:
+    def specs(self) -> Mapping[str, TensorSpec]:
         """Every tensor's shape and dtype, in a stable order."""
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, on the CPU or where it lives."""
+        """One tensor, any shape, as stated in `specs`; on the CPU or on the device that holds it."""
         ...
 
 
 @attrs.frozen
 class InMemory:
-    """Tensors that are there already."""
+    """A source of tensors in memory, which are not copied."""
 
     tensors: Mapping[str, Tensor]
     owns_memory: bool = attrs.field(init=False, default=False)
 
-    def kinds(self) -> Mapping[str, TensorSpec]:
+    def specs(self) -> Mapping[str, TensorSpec]:
         return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
+        """One tensor, any shape, detached and not copied."""
         return self.tensors[name].detach()
 
 
 @attrs.frozen
 class AsType:
-    """A source with every floating-point tensor in one dtype."""
+    """A source that converts every floating-point tensor to one dtype; other tensors keep theirs."""
 
     source: TensorSource
     dtype: torch.dtype
@@ -63,10 +64,11 @@ class AsType:
     def owns_memory(self) -> bool:
         return self.source.owns_memory
 
-    def kinds(self) -> Mapping[str, TensorSpec]:
-        return {name: attrs.evolve(kind, dtype=self._to(kind.dtype)) for name, kind in self.source.kinds().items()}
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {name: attrs.evolve(spec, dtype=self._to(spec.dtype)) for name, spec in self.source.specs().items()}
 
     def tensor(self, name: str) -> Tensor:
+        """One tensor, any shape, converted to `dtype` if it is floating-point."""
         tensor = self.source.tensor(name)
         return tensor.to(self._to(tensor.dtype))
 
@@ -74,24 +76,25 @@ class AsType:
         return self.dtype if dtype.is_floating_point else dtype
 
 
-def empty(kind: TensorSpec) -> tuple[Tensor, memoryview]:
-    """An uninitialised tensor on the CPU, and its bytes."""
-    memory = torch.empty(kind.bytes, dtype=torch.uint8)
-    return from_memory(memory, kind), view(memory)
+def empty(spec: TensorSpec) -> tuple[Tensor, memoryview]:
+    """An uninitialized tensor, any shape (the spec's), on the CPU, and a writable view of its bytes."""
+    memory = torch.empty(spec.bytes, dtype=torch.uint8)
+    return from_memory(memory, spec), view(memory)
 
 
-def from_memory(memory: Tensor, kind: TensorSpec) -> Tensor:
-    """uint8 memory as a tensor of this shape and dtype, without a copy."""
-    return memory.view(kind.dtype).view(kind.shape)
+def from_memory(memory: Tensor, spec: TensorSpec) -> Tensor:
+    """memory: (bytes,), uint8; the result is a view of spec.shape and spec.dtype, without a copy."""
+    return memory.view(spec.dtype).view(spec.shape)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, row by row and little-endian; copied only if it is not on the CPU, or not contiguous."""
+    """tensor: any shape, any dtype; its bytes in row-major order, copied only if not on the CPU or not contiguous."""
+    # Lazily negated and conjugated tensors have other bytes than values.
     dense = tensor.detach().cpu().contiguous().resolve_neg().resolve_conj()
     return view(dense.view(-1).view(torch.uint8))
 
 
 def view(memory: Tensor) -> memoryview:
-    """The bytes of a uint8 tensor on the CPU, to be read and written in place."""
+    """memory: (bytes,), uint8, on the CPU; a writable view of its bytes."""
     array: Any = memory.numpy()
     return memoryview(array)

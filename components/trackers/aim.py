@@ -20,7 +20,7 @@ from drawloom.graph import ResolvedRecipe, UserError, above, at_least, component
 log = logging.getLogger("drawloom.trackers")
 
 
-@component(change="free", needs={"aim": "drawloom[aim]"})
+@component(impact="safe", needs={"aim": "drawloom[aim]"})
 class AimTracker:
     """
     Writes `.aim` in the run folder, which `aim up --repo RUN_FOLDER` shows.

@@ -21,7 +21,7 @@ BUFFER_SIZE = 2**24  # bytes of lines that the disk has not accepted yet; furthe
 log = logging.getLogger("drawloom.trackers")
 
 
-@component(change="free")
+@component(impact="safe")
 class JsonlTracker:
     """
     Writes `metrics.jsonl` in the run folder on rank 0: an object for each step.

@@ -1,1 +1,1 @@
-"""Tensors of a model between files and modules. A library: it holds no components."""
+"""Mappers between state dicts, and weights loaded and saved through them. A library without components."""

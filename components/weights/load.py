@@ -1,4 +1,4 @@
-"""Weights from files into modules, through a mapper, one group of tensors at a time."""
+"""Loads weights from files into modules through a mapper, one group of tensors at a time."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,14 +17,14 @@ from drawloom.graph import UserError
 
 
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their names, each tensor once, as the module holds them."""
+    """The parameters and persistent buffers of a module, of any shape, by name: its own tensors, tied ones once."""
     saved = module.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
     return {**dict(module.named_parameters()), **buffers}
 
 
 def convert(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors at once; KeyError if one is missing, and what the mapper does not take is left out."""
+    """Convert tensors of any shape at once; KeyError if an input is missing. Tensors that are no inputs are dropped."""
     return {
         name: tensor
         for group in mapper.groups
@@ -33,16 +33,17 @@ def convert(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stream(source: TensorSource, mapper: Mapper) -> Iterator[tuple[str, Tensor]]:
-    """One tensor after another, group by group; no more than one group is in memory."""
+    """Yield converted tensors, of any shape, group by group; at most one group is in memory."""
     for group in mapper.groups:
+        # Popped, so that a tensor is freed as soon as the consumer drops it.
         given = _convert(group, [source.tensor(name) for name in group.inputs])[::-1]
         while given:
             yield given.pop()
 
 
-def kinds_given(group: TensorGroup, kinds: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """What a group will give, found without reading anything; ValueError if it can't be done with such tensors."""
-    meta = [torch.empty(kinds[name].shape, dtype=kinds[name].dtype, device="meta") for name in group.inputs]
+def group_specs(group: TensorGroup, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """The specs of a group's outputs, computed on the meta device; ValueError if the inputs can't be converted."""
+    meta = [torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta") for name in group.inputs]
     try:
         return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in _convert(group, meta)}
     except (ValueError, RuntimeError, IndexError) as error:
@@ -57,23 +58,23 @@ def _convert(group: TensorGroup, tensors: list[Tensor]) -> list[tuple[str, Tenso
 
 def load_folder(folder: Path, module: nn.Module, mapper: Mapper, device: torch.device | str = "cpu") -> None:
     """
-    Fill a module, which may be a part of the model, with what a mapper of the whole model makes of a folder.
+    Fill a module, which may be a part of the model, from a folder, through a mapper of the whole model.
 
-    Parameters on the meta device become real on `device`, others are filled in place; dtype and sharding stay theirs.
-    Persistent buffers are real by then; those that the mapper gives are filled, others stay as they are.
-    UserError lists all tensors that are missing, unexpected or of another shape. One tensor too many that equals a
-    wanted one bit for bit is a tied copy, and fine.
+    Parameters on the meta device are materialized on `device`, others filled in place; they keep dtype and sharding.
+    Persistent buffers must be materialized; those among the outputs of the mapper are filled. Raises UserError with all
+    tensors that are missing, unexpected or of another shape. One unexpected tensor is accepted if it equals an expected
+    one bit for bit: it is a tied copy.
     """
     source = open_safetensors_folder(folder)
-    if reasons := list(_misfits(source, mapper, _targets(module, mapper))):
+    if reasons := list(_mismatches(source, mapper, _targets(module, mapper))):
         raise UserError(f"{folder} does not fit the model: {'; '.join(reasons)}; compare its config.json with [model]")
     load(source, module, mapper, device)
 
 
 def load(source: TensorSource, module: nn.Module, mapper: Mapper, device: torch.device | str = "cpu") -> None:
     """
-    Fill those parameters and persistent buffers of a module that a mapper gives; parameters on the meta device become
-    real on `device`.
+    Fill the parameters and persistent buffers of a module that are outputs of a mapper; parameters on the meta device
+    are materialized on `device`.
     """
     parameters = _targets(module, mapper)
     needed = giving(mapper, parameters)
@@ -98,6 +99,7 @@ def _fill(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.de
         return
     moved = tensor.to(device, parameter.dtype)
     real = nn.Parameter(_own(moved, ours or moved is not tensor), parameter.requires_grad)
+    # Every place that holds the parameter, so that tied parameters stay tied.
     for part in module.modules():
         for name, other in list(part.named_parameters(recurse=False, remove_duplicate=False)):
             if other is parameter:
@@ -105,45 +107,45 @@ def _fill(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.de
 
 
 def _own(tensor: Tensor, ours: bool) -> Tensor:
-    """The tensor, row by row in memory that holds nothing else; a copy, if it is not ours or lies otherwise."""
+    """A contiguous tensor that fills its storage; a copy if the caller does not own it or it is a view of more."""
     if is_sharded(tensor):
         return tensor if ours else tensor.clone()
     fills = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if ours and fills else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _misfits(source: TensorSource, mapper: Mapper, parameters: Mapping[str, Tensor]) -> Iterator[str]:
-    kinds, taken = source.kinds(), set(mapper.inputs)
+def _mismatches(source: TensorSource, mapper: Mapper, parameters: Mapping[str, Tensor]) -> Iterator[str]:
+    specs, taken = source.specs(), set(mapper.inputs)
     outputs = set(mapper.outputs)
     if nameless := [name for name in parameters if name not in outputs]:
-        yield f"no name there for {format_names(nameless)}"
-    if missing := [name for name in mapper.inputs if name not in kinds]:
+        yield f"parameters without a tensor in the folder: {format_names(nameless)}"
+    if missing := [name for name in mapper.inputs if name not in specs]:
         yield f"missing {format_names(missing)}"
-    extra = [name for name in kinds if name not in taken]
+    extra = [name for name in specs if name not in taken]
     if extra and not _is_tied_copy(source, extra, taken):
         yield f"unexpected {format_names(extra)}"
-    yield from _wrong_shapes(giving(mapper, parameters), kinds, parameters)
+    yield from _wrong_shapes(giving(mapper, parameters), specs, parameters)
 
 
-def _wrong_shapes(mapper: Mapper, kinds: Mapping[str, TensorSpec], parameters: Mapping[str, Tensor]) -> Iterator[str]:
+def _wrong_shapes(mapper: Mapper, specs: Mapping[str, TensorSpec], parameters: Mapping[str, Tensor]) -> Iterator[str]:
     wrong: list[str] = []
     for group in mapper.groups:
-        if any(name not in kinds for name in group.inputs):
+        if any(name not in specs for name in group.inputs):
             continue
         try:
-            given = kinds_given(group, kinds)
+            given = group_specs(group, specs)
         except ValueError as error:
             yield str(error)
             continue
         origin = ", ".join(group.inputs)
-        pairs = [(kind.shape, tuple(parameters[name].shape)) for name, kind in given.items() if name in parameters]
+        pairs = [(spec.shape, tuple(parameters[name].shape)) for name, spec in given.items() if name in parameters]
         wrong += [f"{origin} {found} for {wanted}" for found, wanted in pairs if found != wanted]
     if wrong:
         yield f"wrong shape {format_names(wrong)}"
 
 
 def _is_tied_copy(source: TensorSource, extra: list[str], wanted: set[str]) -> bool:
-    """Whether the one tensor too many is another once more, bit for bit: some folders of tied models have a head."""
-    kinds = source.kinds()
-    alike = [name for name in kinds if name in wanted and kinds[name] == kinds[extra[0]]]
+    """Whether the one unexpected tensor equals an expected one bit for bit: some folders of tied models have a head."""
+    specs = source.specs()
+    alike = [name for name in specs if name in wanted and specs[name] == specs[extra[0]]]
     return len(extra) == 1 and any(torch.equal(source.tensor(extra[0]), source.tensor(name)) for name in alike)

@@ -1,4 +1,4 @@
-"""Mappers made of mappers: side by side, one behind the other, dealt out over workers, under other prefixes."""
+"""Combines mappers: in parallel, in sequence, sharded over workers, under other prefixes."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -10,26 +10,26 @@ from drawloom.components.ports.weights import Mapper, TensorGroup
 
 
 def same(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors as they are."""
+    """The identity: tensors of any shape, not copied."""
     return tensors
 
 
 def parallel(*mappers: Mapper) -> Mapper:
-    """All of them side by side; ValueError if two take or give a tensor of one name."""
+    """The groups of all mappers; ValueError if two mappers share an input or an output."""
     merged = Mapper(tuple(group for mapper in mappers for group in mapper.groups))
-    for what, names in (("taken", merged.inputs), ("given", merged.outputs)):
+    for what, names in (("an input", merged.inputs), ("an output", merged.outputs)):
         if double := [name for name, count in Counter(names).items() if count > 1]:
-            raise ValueError(f"{', '.join(double)} would be {what} by more than one of the mappers side by side")
+            raise ValueError(f"{', '.join(double)} would be {what} of more than one parallel mapper")
     return merged
 
 
 def sequential(*mappers: Mapper) -> Mapper:
     """
-    One behind the other; a tensor that one of them does not know passes it by.
+    Mappers applied one after another; a tensor that a mapper does not have as an input is passed on unchanged.
 
-    What a later one takes and no earlier one gives comes in from outside; what an earlier one gives and no later one
-    takes goes out. Groups that touch are one group of the whole. ValueError if passing by would meet a tensor that
-    is taken or given under that name already.
+    Inputs of a later mapper that no earlier one outputs are inputs of the whole; outputs of an earlier one that no
+    later one consumes are outputs of the whole. Groups that share tensors become one group. Raises ValueError if a
+    tensor that is passed on has the name of an input or output of the mapper.
     """
     stages = [mapper for mapper in mappers if mapper.groups]
     if not stages:
@@ -38,12 +38,12 @@ def sequential(*mappers: Mapper) -> Mapper:
 
 
 def shard(mapper: Mapper, count: int, index: int) -> Mapper:
-    """One of `count` workers' share: every count-th group from the index-th on."""
+    """The share of one of `count` workers: every count-th group from `index` on."""
     return Mapper(mapper.groups[index::count])
 
 
 def prefixed(mapper: Mapper, source: str = "", target: str = "") -> Mapper:
-    """The same with a prefix before every name that goes in, and one before every name that comes out."""
+    """The mapper with a prefix on all input names, and one on all output names."""
     return Mapper(
         tuple(
             attrs.evolve(
@@ -57,33 +57,33 @@ def prefixed(mapper: Mapper, source: str = "", target: str = "") -> Mapper:
 
 
 def giving(mapper: Mapper, names: Collection[str]) -> Mapper:
-    """The groups that give at least one of these names."""
+    """The groups with at least one of these names among their outputs."""
     wanted = frozenset(names)
     return Mapper(tuple(group for group in mapper.groups if not wanted.isdisjoint(group.outputs)))
 
 
 def _without_gaps(mappers: Sequence[Mapper]) -> list[Mapper]:
-    """Each takes exactly what the one before it gives."""
+    """The mappers, extended so that each has exactly the outputs of the one before it as inputs."""
     stages = list(mappers)
-    for place in range(len(stages) - 1, 0, -1):  # what is needed later is let through earlier
+    for place in range(len(stages) - 1, 0, -1):  # inputs of later mappers pass earlier ones
         given = set(stages[place - 1].outputs)
-        stages[place - 1] = _letting_through(stages[place - 1], [n for n in stages[place].inputs if n not in given])
-    for place in range(1, len(stages)):  # what was given earlier is let through later
+        stages[place - 1] = _passing_on(stages[place - 1], [n for n in stages[place].inputs if n not in given])
+    for place in range(1, len(stages)):  # outputs of earlier mappers pass later ones
         taken = set(stages[place].inputs)
-        stages[place] = _letting_through(stages[place], [n for n in stages[place - 1].outputs if n not in taken])
+        stages[place] = _passing_on(stages[place], [n for n in stages[place - 1].outputs if n not in taken])
     return stages
 
 
-def _letting_through(mapper: Mapper, names: Iterable[str]) -> Mapper:
+def _passing_on(mapper: Mapper, names: Iterable[str]) -> Mapper:
     passing = Mapper(tuple(TensorGroup((name,), (name,), same, same) for name in names))
     try:
         return parallel(mapper, passing)
     except ValueError as error:
-        raise ValueError(f"a tensor can't pass a mapper by: {error}") from error
+        raise ValueError(f"a tensor can't be passed on unchanged: {error}") from error
 
 
 def _connected(stages: Sequence[Mapper]) -> Iterator[list[list[TensorGroup]]]:
-    """The groups of all stages, parted into those that touch one another, in the order of the first stage's."""
+    """The connected components of the groups of all stages, in the order of their first groups."""
     places = [(place, group) for place, stage in enumerate(stages) for group in stage.groups]
     forest = _Forest(len(places))
     givers = {(place, name): number for number, (place, group) in enumerate(places) for name in group.outputs}
@@ -97,26 +97,27 @@ def _connected(stages: Sequence[Mapper]) -> Iterator[list[list[TensorGroup]]]:
 
 
 class _Forest:
-    """Which of so many numbers are joined to one another, directly or by way of others."""
+    """A disjoint-set forest (union-find) over the numbers from 0 to `count` - 1."""
 
     def __init__(self, count: int) -> None:
         self._parents = list(range(count))
 
     def root(self, number: int) -> int:
-        """The number that stands for all that are joined to this one."""
+        """The representative of the set of a number."""
         while (parent := self._parents[number]) != number:
-            self._parents[number] = self._parents[parent]
+            self._parents[number] = self._parents[parent]  # path halving
             number = parent
         return number
 
     def join(self, first: int, second: int) -> None:
-        """Join two numbers, and all that are joined to them."""
+        """Merge the sets of two numbers."""
+        # The lower root wins, so that the result does not depend on the order of joins.
         low, high = sorted((self.root(first), self.root(second)))
         self._parents[high] = low
 
 
 def _chain(stages: Sequence[Sequence[TensorGroup]]) -> TensorGroup:
-    """Groups that touch as one group."""
+    """Connected groups of several stages as one group."""
     forth = _Chain(tuple(tuple(stage) for stage in stages))
     if any(group.revert is None for stage in stages for group in stage):
         return TensorGroup(forth.inputs, forth.outputs, forth)
@@ -126,7 +127,7 @@ def _chain(stages: Sequence[Sequence[TensorGroup]]) -> TensorGroup:
 
 @attrs.frozen
 class _Chain:
-    """Converts in stages, each of groups side by side; what a group gave is let go of as soon as it is used."""
+    """Converts in stages of independent groups; an intermediate tensor is freed as soon as it is consumed."""
 
     stages: tuple[tuple[TensorGroup, ...], ...]
 

@@ -1,4 +1,4 @@
-"""The smallest mappers: one thing done to some tensors. Whatever is longer is composed of them."""
+"""Elementary mappers: rename, reshape, stack, concatenate, distribute. Others are composed of them."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,30 +12,30 @@ from drawloom.components.weights.mapper import parallel, same
 
 
 def identity(*names: str) -> Mapper:
-    """Each tensor under its own name."""
+    """Tensors of any shape under their own names."""
     return rename({name: name for name in names})
 
 
 def rename(table: Mapping[str, str]) -> Mapper:
-    """Each tensor under another name: old name to new name."""
+    """Tensors of any shape under other names: old name to new name."""
     return parallel(*(Mapper((TensorGroup((old,), (new,), same, same),)) for old, new in table.items()))
 
 
 def rename_by_pattern(names: Iterable[str], pattern: str, replacement: str) -> Mapper:
-    r"""Each name that matches a regular expression as a whole under another (`\1` is its first group), others as is."""
+    r"""Rename each name that a regular expression matches as a whole (`\1` is its first group); others are kept."""
     expression = re.compile(pattern)
     matches = {name: expression.fullmatch(name) for name in names}
     return rename({name: match.expand(replacement) if match else name for name, match in matches.items()})
 
 
 def select_child(names: Iterable[str], parent: str) -> Mapper:
-    """Of all names, those inside the child module `parent`, under the names that they have there."""
+    """The names inside the child module `parent`, without its prefix."""
     start = f"{parent}."
     return rename({name: name.removeprefix(start) for name in names if name.startswith(start)})
 
 
 def transpose(name: str, first: int, second: int) -> Mapper:
-    """A tensor with two dimensions swapped."""
+    """Swap two dimensions of a tensor: (..., first, ..., second, ...) to (..., second, ..., first, ...)."""
 
     def swap(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensor.transpose(first, second) for tensor in tensors]
@@ -44,12 +44,12 @@ def transpose(name: str, first: int, second: int) -> Mapper:
 
 
 def squeeze(name: str, dim: int) -> Mapper:
-    """A tensor without a dimension of size 1."""
+    """Remove dimension `dim` of size 1; ValueError for another size."""
     return unsqueeze(name, dim).inverse()
 
 
 def unsqueeze(name: str, dim: int) -> Mapper:
-    """A tensor with a new dimension of size 1, which is its `dim`-th then."""
+    """Insert a dimension of size 1 at `dim`."""
 
     def add(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensor.unsqueeze(dim) for tensor in tensors]
@@ -61,7 +61,7 @@ def unsqueeze(name: str, dim: int) -> Mapper:
 
 
 def stack(names: Sequence[str], target: str, dim: int = 0) -> Mapper:
-    """Tensors of one shape as one tensor, along a new dimension."""
+    """Stack tensors of one shape along a new dimension `dim`: n tensors (...) to one (n, ...) for dim 0."""
 
     def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [torch.stack(list(tensors), dim)]
@@ -75,12 +75,12 @@ def stack(names: Sequence[str], target: str, dim: int = 0) -> Mapper:
 
 
 def unstack(name: str, targets: Sequence[str], dim: int = 0) -> Mapper:
-    """A tensor's slices along a dimension, each under a name of its own."""
+    """Split a tensor into its slices along a dimension: one (n, ...) to n tensors (...) for dim 0."""
     return stack(targets, name, dim).inverse()
 
 
 def concatenate(names: Sequence[str], target: str, dim: int = 0, sizes: Sequence[int] | None = None) -> Mapper:
-    """Tensors laid end to end along a dimension, in which they have these sizes; all the same if left out."""
+    """Concatenate tensors along `dim`, in which they have these sizes; all the same if left out."""
 
     def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         joined = torch.cat(list(tensors), dim)
@@ -96,7 +96,7 @@ def concatenate(names: Sequence[str], target: str, dim: int = 0, sizes: Sequence
 
 
 def chunk(name: str, targets: Sequence[str], dim: int = 0, sizes: Sequence[int] | None = None) -> Mapper:
-    """A tensor cut along a dimension into pieces of these sizes, or of one size, each under a name of its own."""
+    """Split a tensor along `dim` into pieces of these sizes, or of equal size."""
     return concatenate(targets, name, dim, sizes).inverse()
 
 
@@ -107,7 +107,7 @@ def _one(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _sizes(whole: Tensor, dim: int, count: int, sizes: Sequence[int] | None) -> list[int]:
-    """The sizes of the pieces of a tensor."""
+    """The sizes of `count` pieces of a tensor (..., length, ...) along `dim`."""
     length = whole.size(dim)
     wanted = [length // count] * count if sizes is None else list(sizes)
     if sum(wanted) != length:
@@ -117,9 +117,10 @@ def _sizes(whole: Tensor, dim: int, count: int, sizes: Sequence[int] | None) -> 
 
 
 def distribute(name: str, mesh: Any, placements: Sequence[Any]) -> Mapper:
-    """A tensor that every rank holds whole, as a DTensor of each rank's part; no rank sends anything."""
+    """Turn a tensor that every rank holds whole into a DTensor; without communication."""
 
     def spread(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        # Imported here: torch.distributed.tensor takes a second, and most runs shard nothing.
         from torch.distributed.tensor import distribute_tensor
 
         return [distribute_tensor(tensor, mesh, list(placements), src_data_rank=None) for tensor in tensors]
@@ -128,19 +129,20 @@ def distribute(name: str, mesh: Any, placements: Sequence[Any]) -> Mapper:
 
 
 def gather(name: str) -> Mapper:
-    """A DTensor as a whole tensor, on every rank of its mesh, which all take part; one that is whole stays as it is."""
+    """All-gather a DTensor to its full tensor, a collective of its mesh; an ordinary tensor is unchanged."""
     return Mapper((TensorGroup((name,), (name,), _whole),))
 
 
 def like(name: str, tensor: Tensor) -> Mapper:
-    """A whole tensor spread as this one is, or left whole as this one is."""
+    """Distribute a full tensor with the mesh and placements of `tensor` (any shape), if that is a DTensor."""
     if is_sharded(tensor):
         return distribute(name, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
     return Mapper((TensorGroup((name,), (name,), same, same),))
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor."""
+    """tensor: any shape; whether it is a DTensor."""
+    # Without importing the class, which takes a second.
     return hasattr(tensor, "placements")
 
 

@@ -1,4 +1,4 @@
-"""Tensors into safetensors files, split by size as Hugging Face does, written one at a time."""
+"""Saves tensors as safetensors files, sharded by size as Hugging Face does, one group in memory at a time."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,20 +12,20 @@ from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import INDEX, SINGLE
 from drawloom.components.storage.safetensors.writer import check_writable, new_safetensors_file
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.load import kinds_given, stream
+from drawloom.components.weights.load import group_specs, stream
 from drawloom.graph import UserError
 
-MAX_SHARD = 4 * 2**30
+MAX_SHARD = 4 * 2**30  # bytes; files beyond 4 GiB are awkward to download and fail on some file systems
 MAX_NAMES = 30_000  # in a file: with names of any length, the header stays below what is read
 
 
 @attrs.frozen
 class PlannedFile:
-    """A file to write: which of the writers does it, and its tensors in the order in which they come."""
+    """A file to write: its name, the rank of its writer, and the specs of its tensors in order."""
 
     name: str
     writer: int
-    kinds: Mapping[str, TensorSpec]
+    specs: Mapping[str, TensorSpec]
 
 
 def write_safetensors(folder: Path, source: TensorSource, mapper: Mapper, max_shard: int = MAX_SHARD) -> None:
@@ -34,30 +34,30 @@ def write_safetensors(folder: Path, source: TensorSource, mapper: Mapper, max_sh
 
     A tensor larger than that has a file to itself. One group of the mapper is in memory at a time.
     """
-    files = plan_files([all_kinds(source, mapper)], max_shard)
+    files = plan_files([output_specs(source, mapper)], max_shard)
     write_files(folder, files, stream(source, mapper))
     write_index(folder, files)
 
 
-def all_kinds(source: TensorSource, mapper: Mapper) -> dict[str, TensorSpec]:
-    """What a mapper will give, group by group; UserError if it can't."""
-    kinds = source.kinds()
+def output_specs(source: TensorSource, mapper: Mapper) -> dict[str, TensorSpec]:
+    """The specs of the outputs of a mapper, group by group; UserError if the tensors don't fit it."""
+    specs = source.specs()
     try:
-        return {name: kind for group in mapper.groups for name, kind in kinds_given(group, kinds).items()}
+        return {name: spec for group in mapper.groups for name, spec in group_specs(group, specs).items()}
     except ValueError as error:
-        raise UserError(f"the tensors to write are not those of the model: {error}") from error
+        raise UserError(f"the tensors do not fit the model: {error}") from error
 
 
 def plan_files(shares: Sequence[Mapping[str, TensorSpec]], max_shard: int) -> list[PlannedFile]:
-    """The files for what each of several writers has; UserError if two have a tensor of one name."""
+    """The files for the tensors of several writers; UserError if two writers have a tensor of the same name."""
     writers: dict[str, int] = {}
-    for writer, kinds in enumerate(shares):
-        if double := [name for name in kinds if name in writers]:
+    for writer, specs in enumerate(shares):
+        if double := [name for name in specs if name in writers]:
             first = writers[double[0]]
             raise UserError(f"{format_names(double)} would be written twice, by rank {first} and by rank {writer}")
-        check_names(kinds)
-        writers |= dict.fromkeys(kinds, writer)
-    runs = [(writer, run) for writer, kinds in enumerate(shares) if kinds for run in split(kinds, max_shard)]
+        check_names(specs)
+        writers |= dict.fromkeys(specs, writer)
+    runs = [(writer, run) for writer, specs in enumerate(shares) if specs for run in split(specs, max_shard)]
     if len(runs) == 1:
         return [PlannedFile(SINGLE, writer, _some(shares[writer], run)) for writer, run in runs]
     count = len(runs)
@@ -65,46 +65,46 @@ def plan_files(shares: Sequence[Mapping[str, TensorSpec]], max_shard: int) -> li
     return [PlannedFile(name, w, _some(shares[w], run)) for name, (w, run) in zip(names, runs, strict=True)]
 
 
-def check_names(kinds: Mapping[str, TensorSpec]) -> None:
-    """UserError if a tensor can't be written so that it can be read again."""
+def check_names(specs: Mapping[str, TensorSpec]) -> None:
+    """UserError if a tensor has a name, dtype or shape that safetensors files can't hold."""
     try:
-        check_writable(kinds)
+        check_writable(specs)
     except ValueError as error:
         raise UserError(f"the tensors can't be written: {error}; give it another one") from error
 
 
 def write_files(folder: Path, files: Sequence[PlannedFile], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write some of the planned files, down to the disk; the tensors come in the order of the plan."""
+    """Write some of the planned files and flush them; `tensors` of any shape come in the order of the plan."""
     for file in files:
-        with new_safetensors_file(folder / file.name, file.kinds) as writer:
-            for wanted in file.kinds:
+        with new_safetensors_file(folder / file.name, file.specs) as writer:
+            for wanted in file.specs:
                 name, tensor = next(tensors)
                 if name != wanted:
-                    raise ValueError(f"{name} came where {wanted} was planned")
+                    raise ValueError(f"{name} was given where {wanted} was planned")
                 writer.write(name, tensor)
 
 
 def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
-    """Write which file holds which tensor, if there is more than one file."""
+    """Write the index (tensor name to file name), if there is more than one file."""
     if len(files) > 1:
-        places = {name: file.name for file in files for name in file.kinds}
-        total = sum(kind.bytes for file in files for kind in file.kinds.values())
+        places = {name: file.name for file in files for name in file.specs}
+        total = sum(spec.bytes for file in files for spec in file.specs.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
 
-def split(kinds: Mapping[str, TensorSpec], max_shard: int) -> list[list[str]]:
-    """Names in order, in as few runs as it takes for each to stay within so many bytes; at least one run."""
+def split(specs: Mapping[str, TensorSpec], max_shard: int) -> list[list[str]]:
+    """The names in order, in as few runs as possible of at most `max_shard` bytes each; at least one run."""
     shards: list[list[str]] = [[]]
     size = 0
-    for name, kind in kinds.items():
-        if shards[-1] and (size + kind.bytes > max_shard or len(shards[-1]) == MAX_NAMES):
+    for name, spec in specs.items():
+        if shards[-1] and (size + spec.bytes > max_shard or len(shards[-1]) == MAX_NAMES):
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += kind.bytes
+        size += spec.bytes
     return shards
 
 
-def _some(kinds: Mapping[str, TensorSpec], names: Sequence[str]) -> dict[str, TensorSpec]:
-    return {name: kinds[name] for name in names}
+def _some(specs: Mapping[str, TensorSpec], names: Sequence[str]) -> dict[str, TensorSpec]:
+    return {name: specs[name] for name in names}

@@ -1,5 +1,5 @@
 """
-What a rank publishes in a shared folder: `rank-3.json`, and the tensors it names, `rank-3-GENERATION.safetensors`.
+Records in a shared folder: `rank-3.json`, and the tensors that it names, `rank-3-GENERATION.safetensors`.
 
 The JSON is renamed into place when everything is on disk, and carries a checksum of itself and one of the tensors.
 Network storage may show a reader an older state for a while, or remove a file that was replaced while it is read; the
@@ -32,8 +32,8 @@ from drawloom.graph import UserError
 
 FORMAT = 1
 MAX_JSON = 256 * 2**20  # bytes
-MAX_PARTS = 4_000_000  # of JSON: more than the configuration of a model has, and less than a gigabyte of memory
-READ_TIMEOUT = 30.0  # seconds; network storage shows old names for three, mostly
+MAX_PARTS = 4_000_000  # of JSON: more than any configuration of a model, and less than 1 GB of memory
+READ_TIMEOUT = 30.0  # seconds; NFS clients cache attributes for 3 to 60 s (acregmin, acdirmax)
 PAUSE = 0.05  # seconds between two tries
 REMEDY = "remove the folder, and begin again"
 
@@ -44,9 +44,9 @@ class NotYet(UserError):
 
 def publish(folder: Path, rank: int, packed: Packed) -> str:
     """
-    Replace what a rank has published; the name of this generation.
+    Replace the record of a rank; returns the name of the new generation.
 
-    ValueError if a tensor can't be written so that it can be read again.
+    Raises ValueError for a tensor that a safetensors file can't hold.
     """
     generation = secrets.token_hex(8)
     tensors = attrs.asdict(write_tensors(folder / _tensors_name(rank, generation), packed.tensors))
@@ -60,9 +60,9 @@ def publish(folder: Path, rank: int, packed: Packed) -> str:
 
 def read(folder: Path, rank: int, generation: str | None = None) -> Packed | None:
     """
-    What a rank has published, None if nothing; with a generation that one, as soon as it is visible here.
+    The record of a rank, None if there is none; with a `generation`, waits until that one is visible.
 
-    UserError if it is damaged, or is not visible after the timeout.
+    Raises UserError if it is corrupt, or not visible after READ_TIMEOUT.
     """
     end = time.monotonic() + READ_TIMEOUT
     while True:
@@ -72,11 +72,11 @@ def read(folder: Path, rank: int, generation: str | None = None) -> Packed | Non
             if time.monotonic() > end:
                 raise
         time.sleep(PAUSE)
-        os.listdir(folder)  # makes network storage ask the server again
+        os.listdir(folder)  # makes an NFS client ask the server again
 
 
 def withdraw(folder: Path, rank: int) -> None:
-    """Remove what a rank has published; the JSON first, so that no reader looks for the tensors."""
+    """Remove the record of a rank; the JSON first, so that no reader looks for tensors that are gone."""
     for path in sorted(_own(folder, rank), key=lambda path: path.suffix == ".safetensors"):
         path.unlink(missing_ok=True)
 
@@ -112,7 +112,7 @@ def _record(path: Path, rank: int) -> dict[str, Any] | None:
         if not re.fullmatch("[0-9a-f]{16}", record["generation"]) or record["tensors"].keys() != {"size", "sha256"}:
             raise ValueError("it names no tensors")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not as it was written: {error}; {REMEDY}") from error
+        raise UserError(f"{path} is corrupt: {error}; {REMEDY}") from error
     return dict(record)
 
 
@@ -133,11 +133,11 @@ def _tensors(path: Path, expected: Content) -> dict[str, Tensor]:
             raise BadHeader("checksum mismatch")
         return tensors_in(memory)
     except BadHeader as error:
-        raise UserError(f"{path} is not as it was written: {error}; {REMEDY}") from error
+        raise UserError(f"{path} is corrupt: {error}; {REMEDY}") from error
 
 
 def _own(folder: Path, rank: int) -> Iterator[Path]:
-    """The files of a rank, also those that a killed process of that rank left."""
+    """The files of a rank, with leftovers of killed processes of that rank."""
     record = _record_path(folder, rank)
     names = {record.name, temporary_name(record).name}
     tensors = re.compile(rf"rank-{rank}-[0-9a-f]{{16}}\.safetensors")
@@ -154,4 +154,5 @@ def _tensors_name(rank: int, generation: str) -> str:
 
 def _is_gone(error: UserError) -> bool:
     cause = error.__cause__
+    # ESTALE: another client of NFS removed the file while it was open here.
     return isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ESTALE)

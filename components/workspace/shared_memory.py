@@ -1,5 +1,5 @@
 """
-Shared memory of one machine that can't leak.
+Shared memory between processes of one machine, which the kernel frees.
 
 A segment has no name in any folder (Linux's memfd): the kernel frees it with the last process that holds it, however
 that process ends. Another process of the same user opens it through /proc. Once sealed it can't change, so that what
@@ -37,12 +37,12 @@ Ticket = dict[str, Any]
 
 @contextmanager
 def shared(packed: Packed) -> Iterator[Ticket]:
-    """A packed state in shared memory until the block or this process ends; a process that has opened it keeps it."""
+    """A packed state in shared memory until the block or this process ends; processes that opened it keep it."""
     token = secrets.token_bytes(TOKEN)
     with _segment() as text, _segment() as tensors:
         with os.fdopen(os.dup(text), "wb") as file:
             file.write(token + dumps(packed.tree))
-        writer = writer_into(FileWriter("shared memory", tensors), InMemory(packed.tensors).kinds())
+        writer = writer_into(FileWriter("shared memory", tensors), InMemory(packed.tensors).specs())
         for name, tensor in packed.tensors.items():
             writer.write(name, tensor)
         writer.finish()
@@ -55,7 +55,7 @@ def open_shared(ticket: Ticket) -> Packed:
     """
     A packed state of another process. Its tensors are views of that memory, copied on write.
 
-    UserError if it is on another machine, or gone.
+    Raises UserError if it is on another machine, or gone.
     """
     if ticket["machine"] != machine():
         raise UserError("ranks share memory, but are not on one machine; give workspace_path, a folder that all see")
@@ -85,7 +85,7 @@ def _seal(descriptor: int) -> None:
 
 
 def _map(path: Path) -> Tensor:
-    """The bytes of a segment, without a copy."""
+    """The bytes of a segment as a tensor (bytes,), uint8, mapped without a copy."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -93,6 +93,7 @@ def _map(path: Path) -> Tensor:
             f"the memory behind {path} can't be opened ({error.strerror}); see that process's log"
         ) from error
     try:
+        # Private: torch needs writable memory, and the sealed segment allows no shared writable mapping.
         mapped = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(descriptor)

@@ -1,9 +1,9 @@
 """
-A workspace that ranks share: each lays down a configuration and tensors, and one of them reads what it needs.
+A workspace shared by ranks: each publishes a configuration and tensors, and one rank reads them.
 
-The workspace is a folder on storage that all ranks see, or, without a folder, memory of the one machine that they run
-on. In a folder nothing is locked, which network storage does badly: a file is written under a name of its own and is
-on disk before a rename publishes it; it carries its digest, so that a reader sees all of one generation or an error.
+The workspace is a folder that all ranks see or, without a folder, memory of the machine that they share. A folder
+needs no locks, which are unreliable on network storage: a file is written under a unique name and flushed before a
+rename publishes it; its record has a checksum, so that a reader gets one whole generation or an error.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,11 +27,11 @@ from drawloom.graph import UserError
 
 class NFSWorkspace:
     """
-    A folder in which every rank has one place, for a configuration and weights.
+    A folder in which every rank publishes one record: a configuration and weights.
 
-    Nothing here waits for other ranks: who reads must know that the writer is done, by a barrier or an agreement.
-    Made without a path it is not initialised, and its methods raise ValueError. `rank` is this process's among all
-    that use the folder; torch's or torchrun's if left out. What a dead process left in its place is removed.
+    No method waits for other ranks: readers must know that the writer is done, for example by a barrier. Without a path
+    it is not initialized, and its methods raise ValueError. `rank` is that of this process among all that use the
+    folder; torch's or torchrun's by default. Leftovers of a dead process with the same rank are removed.
     """
 
     def __init__(self, workspace_path: Path | str | None = None, rank: int | None = None) -> None:
@@ -48,22 +48,22 @@ class NFSWorkspace:
 
     def write_configs_and_weights(self, config_json: Mapping[str, Any] | None, weights: Mapping[str, Tensor]) -> str:
         """
-        Publish a configuration (what JSON can say) and weights in this rank's place, instead of what was there.
+        Replace this rank's record by a configuration (JSON values) and weights (tensors of any shape and dtype).
 
-        Gives the name of this generation. TypeError or ValueError for what can't be written as JSON or safetensors.
+        Returns the name of the generation. Raises TypeError or ValueError for values that JSON or safetensors lack.
         """
         tree, tensors = pack(config_json)
         if tensors:
-            raise TypeError("a configuration holds tensors; give them as weights")
+            raise TypeError("the configuration contains tensors; pass them as weights")
         return publish(self._folder, self.rank, Packed(tree, dict(weights)))
 
     def read_configs_and_weights_from_rank(self, target_rank: int) -> tuple[Any, dict[str, Tensor] | None]:
-        """What a rank published last, or (None, None); UserError if it is damaged. The weights are on the CPU."""
+        """A rank's configuration and weights (any shape, on the CPU), or (None, None). UserError if corrupt."""
         found = read(self._folder, target_rank)
         return (None, None) if found is None else (unpack(found.tree, {}), dict(found.tensors))
 
     def close(self) -> None:
-        """Empty this rank's place."""
+        """Remove this rank's record."""
         withdraw(self._folder, self.rank)
 
     def __enter__(self) -> "NFSWorkspace":
@@ -84,12 +84,13 @@ def get_configs_parallel(
     config: Mapping[str, Any] | None, ranks: Sequence[int], group: Group, workspace_path: Path | str | None = None
 ) -> Iterator[list[Any]]:
     """
-    Everybody's configuration on the first of `ranks`, in the order of `ranks`; an empty list on all others.
+    The configurations of all `ranks`, in their order, on the first of them; an empty list on all other ranks.
 
-    All of the group enter, and leave, together. `ranks` are places in the group, the same on every rank. A
-    configuration is None, or a mapping of what JSON can say and of tensors, which arrive on the CPU. It travels
-    through a folder that all see or, without one, through memory of the machine; neither is left behind. The list is
-    emptied at the end of the block; what was kept of it stays good. An error on any rank is an error on all.
+    A collective of the group, at the start and at the end of the block. `ranks` are ranks in the group, the same on
+    every rank. A configuration is None, or a mapping of JSON values and tensors of any shape, which arrive on the CPU.
+    It is passed through a folder that all ranks see or, without one, through shared memory; nothing is left behind. The
+    list is emptied at the end of the block; elements that the caller keeps stay valid. An error on any rank is raised
+    on all.
     """
     with _gathered(config, ranks, group, workspace_path) as configs:
         yield configs
@@ -98,12 +99,12 @@ def get_configs_parallel(
 @contextmanager
 def get_tensors_parallel(tensor: Tensor, ranks: Sequence[int], group: Group | None = None) -> Iterator[list[Tensor]]:
     """
-    Everybody's tensor on the first of `ranks`, in the order of `ranks`; an empty list on all others.
+    The tensors of all `ranks`, in their order, on the first of them; an empty list on all other ranks.
 
-    As with configurations, through memory of the machine. Shapes and dtypes may differ; the first rank's own tensor
-    is the one that it gave. Without a group it is all processes, or this one alone.
+    Like `get_configs_parallel`, through shared memory. tensor: any shape and dtype, which may differ between ranks; the
+    first rank's own tensor is not copied. The default group is all processes, or this one alone.
     """
-    with _gathered(tensor, ranks, _everyone() if group is None else group, None) as tensors:
+    with _gathered(tensor, ranks, _default_group() if group is None else group, None) as tensors:
         yield tensors
 
 
@@ -113,12 +114,13 @@ def _gathered(mine: Any, ranks: Sequence[int], group: Group, workspace_path: Pat
         _, tickets = run_on_all(
             group, lambda: _lend(mine, ranks, group, workspace_path, lent), share=lambda ticket: ticket
         )
+        # Ranks that disagree would wait for one another for ever.
         asked = group.gather_json([*ranks])
         if any(each != [*ranks] for each in asked):
-            raise UserError(f"ranks were {asked} on the ranks of a group; give all the same")
+            raise UserError(f"ranks were {asked} on the ranks of a group; pass the same on every rank")
         others = [tickets[rank] for rank in ranks[1:]]
         gathered, _ = run_on_all(group, lambda: _collect(mine, others, ranks[0] == group.rank, workspace_path))
-    with _ending_together(group):
+    with _fail_on_all_ranks(group):
         try:
             yield gathered
         finally:
@@ -126,9 +128,9 @@ def _gathered(mine: Any, ranks: Sequence[int], group: Group, workspace_path: Pat
 
 
 def _lend(mine: Any, ranks: Sequence[int], group: Group, path: Path | str | None, lent: ExitStack) -> Any:
-    """Publish what this rank has, unless it is the reader, until `lent` is closed; a ticket for it."""
+    """Publish this rank's value, unless it is the reader, until `lent` is closed; returns the ticket to open it."""
     if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= rank < group.size for rank in ranks):
-        raise UserError(f"ranks = {[*ranks]} are not places, each once, in a group of {group.size}; count from 0")
+        raise UserError(f"ranks = {[*ranks]} are not distinct ranks of a group of {group.size}; count from 0")
     if group.rank not in ranks[1:]:
         return None
     if path is None:
@@ -138,7 +140,7 @@ def _lend(mine: Any, ranks: Sequence[int], group: Group, path: Path | str | None
 
 
 def _collect(mine: Any, tickets: list[Any], is_reader: bool, path: Path | str | None) -> list[Any]:
-    """On the reader its own and what the others published, on other ranks nothing."""
+    """On the reader its own value and those of the others; on other ranks an empty list."""
     return [mine, *(unpack(*_opened(ticket, path)) for ticket in tickets)] if is_reader else []
 
 
@@ -147,13 +149,13 @@ def _opened(ticket: Any, path: Path | str | None) -> Packed:
         return open_shared(ticket)
     found = read(Path(path).absolute(), ticket["rank"], ticket["generation"])
     if found is None:
-        raise UserError(f"{path} holds nothing of rank {ticket['rank']}; do all ranks see the same folder there?")
+        raise UserError(f"{path} has no record of rank {ticket['rank']}; do all ranks see the same folder there?")
     return found
 
 
 @contextmanager
-def _ending_together(group: Group) -> Iterator[None]:
-    """A block that fails on all ranks if it fails on one; a rank on which it failed raises its own error."""
+def _fail_on_all_ranks(group: Group) -> Iterator[None]:
+    """A block that fails on all ranks if it fails on one; a rank on which it fails raises its own error."""
     failure: Exception | None = None
     try:
         yield
@@ -179,9 +181,10 @@ def _own_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else read_launch().rank
 
 
-def _everyone() -> Group:
+def _default_group() -> Group:
     if not (dist.is_available() and dist.is_initialized()):
         return SingleProcess()
+    # NCCL sends only from GPUs; gloo from the CPU.
     on_device = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
     return TorchGroup("world", range(dist.get_world_size()), dist.group.WORLD, device)

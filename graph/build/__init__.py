@@ -1,1 +1,1 @@
-"""From a recipe to a graph of nodes and edges, with every problem on the way."""
+"""Builds the graph of a recipe: nodes, settings and edges, with every problem found."""

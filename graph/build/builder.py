@@ -19,7 +19,7 @@ from drawloom.graph.types.describe import describe
 from drawloom.graph.types.port_match import implements, mismatches
 
 MOST = 6
-"""Candidates for an edge that a message lists."""
+"""Candidates for an edge that a message lists at most."""
 
 
 @attrs.define(eq=False)
@@ -40,7 +40,7 @@ class GraphBuilder:
         for name, table in self.recipe.nodes.items():
             self._make(name, table)
         edges = EdgeResolver(self.recipe, self.nodes, self._settings, self._make)
-        for node in list(self.nodes.values()):
+        for node in list(self.nodes.values()):  # a copy: resolving edges adds inline nodes
             edges.resolve_all(node)
         edges.report_unnamed()
 
@@ -63,6 +63,7 @@ class GraphBuilder:
         settings: dict[str, Any] = {}
         node = self.nodes[name] = Node(name, table, found, owner, MappingProxyType(settings))
         for module, install in found.traits.needs.items():
+            # find_spec does not import: the package may take seconds, and `check` does not need it.
             if importlib.util.find_spec(module) is None:
                 text = f"{use.value!r} needs the package {module!r}, which is not installed"
                 node.add_problem("DL202", text, f"pip install '{install}'")
@@ -120,6 +121,7 @@ class EdgeResolver:
             targets += found
             items += [(field.name, number)] * len(found)
         self._report_duplicates(node, field, targets, items)
+        # A group "@group.*" adds several targets for one element, so elements are counted, not targets.
         incomplete = len({path[1] for path in items}) < len(values)
         node.connect(field.name, Edge(tuple(targets), items=tuple(items), incomplete=incomplete))
 
@@ -162,7 +164,7 @@ class EdgeResolver:
 
     def _inline(self, node: Node, field: Field, value: dict[str, Any] | Table, path: KeyPath) -> list[str]:
         holder = node.table.items[field.name]
-        table = value if isinstance(value, Table) else Table.of(value, holder.layer, (*holder.path, *path[1:]))
+        table = value if isinstance(value, Table) else Table.of(value, *holder.origin(path[1:]))
         if "use" not in table.items:
             text = f"{dotted(path)} is a table without `use`, so it is not a node"
             node.add_problem("DL312", text, 'write { use = "...", ... } or "@name"', path)
@@ -211,6 +213,7 @@ class EdgeResolver:
             return node.add_problem(
                 "DL315", f"{node.spec.use!r} needs the edge {field.name!r}", f"write {field.name} = {shape}"
             )
+        # A node can't depend on itself.
         fitting = [name for name in self._candidates(field) if name != node.name]
         if len(fitting) == 1:
             node.connect(field.name, Edge((fitting[0],), written=False))
@@ -219,6 +222,7 @@ class EdgeResolver:
 
     def _candidates(self, field: Field) -> list[str]:
         """The nodes with tables of their own that implement a field's port."""
+        # Cached, since many nodes have an edge of the same port, and matching is slow.
         if field.ports not in self._fitting:
             nodes = [node for node in self.nodes.values() if not node.owner]
             self._fitting[field.ports] = [node.name for node in nodes if self.fits(node.spec, field)]

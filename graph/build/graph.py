@@ -10,6 +10,7 @@ from drawloom.graph.build.builder import GraphBuilder
 from drawloom.graph.build.node import Edge, Node, NodeView
 from drawloom.graph.component import Flow
 from drawloom.graph.problems import Place, Problem, RecipeError, in_order
+from drawloom.graph.recipe.layers import leaves
 from drawloom.graph.recipe.recipe import Recipe
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.types.port_match import implements
@@ -102,6 +103,7 @@ class Graph:
         """A dependency cycle, with its first node repeated at the end; empty if there is none."""
         done: set[str] = set()
         for start in self.nodes:
+            # The path from `start` in order, each node with its unvisited needs; not recursive, as a chain may be long.
             trail: dict[str, Iterator[str]] = {}
             name: str | None = start
             while name is not None and name not in done:
@@ -150,25 +152,33 @@ class Graph:
         incomplete = missing or any(edge.incomplete for edge in node.edges.values())
         return not incomplete and not any(self.nodes[name].invalid for name in (node.name, *node.needs))
 
+    @property
+    def _removed(self) -> set[Any]:
+        """References that list edits removed: these nodes are unused on purpose."""
+        edited = (old for table in self.recipe.nodes.values() for leaf in leaves(table) for old in leaf.history())
+        return {element for leaf in edited for element in leaf.removed if isinstance(element, str)}
+
     def _check_root(self, complete: bool) -> Iterator[Problem]:
         if self.root not in self.recipe.nodes:
             text, place = f"there is no node [{self.root}], so there is nothing to run", Place(self.recipe.source)
             yield Problem("DL321", text, f"write [{self.root}]", place=place)
         elif complete:  # otherwise an edge may be missing because of another problem
-            needed = set(self.topological_order([self.root]))
+            needed, removed = set(self.topological_order([self.root])), self._removed
             for name, node in self.nodes.items():
-                if name not in needed and not node.owner:
+                if name not in needed and not node.owner and f"@{name}" not in removed:
                     text = f"nothing that [{self.root}] needs leads to this node, so it will not be built"
-                    yield Problem("DL322", text, "", name, node.place, warning=True)
+                    hint = f'refer to it, remove it, or write unset = ["{name}"]'
+                    yield Problem("DL322", text, hint, name, node.place, warning=True)
 
 
 def _constraints(node: Node, view: NodeView) -> Iterator[Problem]:
     constraints = getattr(view.component, "constraints", None)
+    # A bug of one component must not hide the problems of others.
     try:
         yield from constraints(view) if constraints else ()
     except Exception as error:
         text = f"the constraints of {view.use!r} can't be checked: {type(error).__name__}: {error}"
-        yield Problem("DL206", text, "tell its author", node.name, node.place)
+        yield Problem("DL206", text, "report it to the author of the component", node.name, node.place)
 
 
 @attrs.frozen
@@ -185,18 +195,22 @@ def check_sequence(node: Node, field: str, edge: Edge, nodes: Mapping[str, Node]
     members = [Member(name, number, nodes[name].spec.traits.flow) for number, name in enumerate(edge.targets)]
     for member in members:
         place = node.place_of(edge.items[member.number])
-        for text, hint in _dataflow_problems(member, members, edge.incomplete):
+        for text, hint in _dataflow_problems(member, members, nodes, edge.incomplete):
             yield Problem("DL330", f"{field}: {text}", hint, node.name, place)
 
 
-def _dataflow_problems(member: Member, members: list[Member], incomplete: bool) -> Iterator[tuple[str, str]]:
+def _dataflow_problems(
+    member: Member, members: list[Member], nodes: Mapping[str, Node], incomplete: bool
+) -> Iterator[tuple[str, str]]:
     for name in (*member.flow.reads, *member.flow.changes):
         value, verb = name.removesuffix("?"), "changes" if name in member.flow.changes else "reads"
         writers = [other for other in members if value in other.flow.writes]
         if not writers and (name != value or incomplete):
             continue  # the read is optional, or the writer may be a member with problems
         if not writers:
-            yield f"[{member.name}] {verb} {value}, which nothing in the sequence writes", "add a member that writes it"
+            others = [name for name, node in nodes.items() if value in node.spec.traits.flow.writes]
+            hint = f'add "@{others[0]}" before "@{member.name}"' if others else "add a member that writes it"
+            yield f"[{member.name}] {verb} {value}, which nothing in the sequence writes", hint
         elif writers[0].number >= member.number:
             writer = writers[0].name
             hint = f'move "@{member.name}" after "@{writer}"'

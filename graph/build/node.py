@@ -83,7 +83,11 @@ class Node:
 
     def add_bug(self, what: str, error: Exception) -> None:
         """Add a problem that the author of the component has to fix, and not the author of the recipe."""
-        self.add_problem("DL206", f"{self.spec.use!r}: {what}: {type(error).__name__}: {error}", "tell its author")
+        self.add_problem(
+            "DL206",
+            f"{self.spec.use!r}: {what}: {type(error).__name__}: {error}",
+            "report it to the author of the component",
+        )
 
 
 @attrs.frozen
@@ -115,14 +119,14 @@ class NodeView:
         found = self._node.edges.get(edge)
         return [NodeView(self._nodes[name], self._nodes) for name in found.targets] if found else []
 
-    def fault(self, key: str | KeyPath, text: str, hint: str = "") -> Problem:
+    def problem(self, key: str | KeyPath, text: str, hint: str = "") -> Problem:
         """A problem with one of this node's settings or edges, or with a part of it: ("phases", 2, "to")."""
         path = (key,) if isinstance(key, str) else key
         return Problem("DL401", text, hint, self._node.name, self._node.place_of(path))
 
     def warning(self, key: str | KeyPath, text: str, hint: str = "") -> Problem:
         """A warning: something that is allowed, but probably a mistake."""
-        return attrs.evolve(self.fault(key, text, hint), code="DL402", warning=True)
+        return attrs.evolve(self.problem(key, text, hint), code="DL402", warning=True)
 
 
 def dotted(path: KeyPath) -> str:

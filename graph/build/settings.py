@@ -58,6 +58,7 @@ class SettingsResolver:
         except Exception as error:  # a bug of the component, in its annotations or its checks
             return node.add_bug(f"the setting {field.name!r} can't be read", error)
         for problem in problems:
+            # The mistake is in [vars], unless the value is written here.
             path = (field.name, *problem.path)
             place = self._variable_place(item)
             written = f" ({item.value})" if place and isinstance(item, Leaf) else ""

@@ -18,62 +18,66 @@ from drawloom.graph.runtime.container import timing_table
 from drawloom.graph.schema import recipe_schema
 
 
-def _takes_recipe(parser: argparse.ArgumentParser, name: str = "RECIPE", what: str = "") -> None:
+def _add_recipe(parser: argparse.ArgumentParser, name: str = "RECIPE", what: str = "") -> None:
     help = what or "a path, the name of a shipped recipe, or a run folder"
     parser.add_argument("recipe", metavar=name, help=help)
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to lay over it")
-    _takes_packages(parser)
+    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
+    _add_packages(parser)
     parser.epilog = "Single values are set by node.key=value."
 
 
-def _takes_packages(parser: argparse.ArgumentParser) -> None:
-    help = "offer the components below this package, too, by their whole dotted path"
+def _add_packages(parser: argparse.ArgumentParser) -> None:
+    help = "also offer the components of this package, by their dotted path"
     parser.add_argument("--import", action="append", default=[], metavar="PACKAGE", dest="imports", help=help)
 
 
-def _takes_check(parser: argparse.ArgumentParser) -> None:
-    _takes_recipe(parser)
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    _add_recipe(parser)
     parser.add_argument("--format", choices=("text", "json"), default="text", help="text on stderr, or JSON on stdout")
 
 
-def _takes_draw(parser: argparse.ArgumentParser) -> None:
-    _takes_recipe(parser)
+def _add_draw(parser: argparse.ArgumentParser) -> None:
+    _add_recipe(parser)
     parser.add_argument("--format", choices=FORMATS, default="tree", help="text, or a picture for a program or a page")
-    parser.add_argument("--focus", default="", metavar="NODE", help="only what this node needs, and who uses it")
-    parser.add_argument("--step", action="store_true", help="what each member of a sequence reads, changes, writes")
+    parser.add_argument(
+        "--focus", default="", metavar="NODE", help="only what this node needs and the nodes that use it"
+    )
+    parser.add_argument("--step", action="store_true", help="what each member of a sequence reads, changes and writes")
 
 
-def _takes_run(parser: argparse.ArgumentParser) -> None:
-    _takes_recipe(parser)
-    parser.add_argument("--timings", action="store_true", help="say how long each node took to build, open and close")
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    _add_recipe(parser)
+    parser.add_argument("--timings", action="store_true", help="print how long each node took to build, open and close")
     parser.add_argument("--accept-changes", action="store_true", help="resume although the recipe has changed")
 
 
-def _takes_two(parser: argparse.ArgumentParser) -> None:
+def _add_two(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", metavar="A", help="a recipe, a shipped name, or a run folder")
-    _takes_recipe(parser, "B", "what it is compared with")
-    parser.epilog = "Overlays and values are laid over B."
+    _add_recipe(parser, "B", "the recipe to compare with A")
+    parser.epilog = "Overlays and values are merged over B."
 
 
-def _takes_target(parser: argparse.ArgumentParser) -> None:
-    _takes_recipe(parser)
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    _add_recipe(parser)
     parser.add_argument("target", nargs="?", metavar="NODE[.KEY]", help="what to explain; the whole recipe if left out")
 
 
-def _takes_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write it there")
-    _takes_packages(parser)
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the schema to this file")
+    _add_packages(parser)
 
 
-def _takes_subject(parser: argparse.ArgumentParser) -> None:
+def _add_subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("subject", nargs="?", default="", metavar="SUBJECT", help="such as data, or data.loader")
-    parser.add_argument("--plugins", action="store_true", help="what installed packages bring, and which they are")
-    _takes_packages(parser)
+    parser.add_argument(
+        "--plugins", action="store_true", help="components of installed packages, with their distributions"
+    )
+    _add_packages(parser)
 
 
 def _graph(options: argparse.Namespace, project: Project) -> Any:
     graph = project.graph(project.load(options.recipe, options.overlay, options.words))
-    options.voice.warn(problem for problem in graph.problems if problem.warning)
+    options.console.warn(problem for problem in graph.problems if problem.warning)
     return graph
 
 
@@ -91,13 +95,13 @@ def _run(options: argparse.Namespace, project: Project) -> int:
 
 def _check(options: argparse.Namespace, project: Project) -> int:
     if options.format == "json":
-        return _check_for_programs(options, project)
+        return _check_json(options, project)
     graph = _graph(options, project).or_error()
     print(f"{options.recipe}: {len(graph.nodes)} nodes, no problems")
     return OK
 
 
-def _check_for_programs(options: argparse.Namespace, project: Project) -> int:
+def _check_json(options: argparse.Namespace, project: Project) -> int:
     try:
         graph = project.graph(project.load(options.recipe, options.overlay, options.words))
         problems, nodes = graph.problems, len(graph.nodes)
@@ -126,6 +130,7 @@ def _explain(options: argparse.Namespace, project: Project) -> int:
 
 
 def _diff(options: argparse.Namespace, project: Project) -> int:
+    # Without a root: recipes of runs and parts of recipes are compared alike, and unused nodes count.
     new = project.graph(project.load(options.recipe, options.overlay, options.words), root="")
     found = diff(project.load(options.old), new)
     print("\n".join(map(str, found)) or "no differences")
@@ -150,12 +155,12 @@ def _list(options: argparse.Namespace, project: Project) -> int:
 Command = tuple[Callable[[argparse.Namespace, Project], int], str, Callable[[argparse.ArgumentParser], None]]
 
 COMMANDS: dict[str, Command] = {
-    "run": (_run, "run a recipe, or go on with its run", _takes_run),
-    "check": (_check, "check a recipe, and print every problem at once", _takes_check),
-    "explain": (_explain, "say where values come from and why nodes are connected as they are", _takes_target),
-    "show": (_show, "print the resolved recipe as TOML", _takes_recipe),
-    "draw": (_draw, "draw what is built for a run, or one step of it", _takes_draw),
-    "diff": (_diff, "say what differs between two recipes or runs, and how much it weighs", _takes_two),
-    "schema": (_schema, "print the JSON Schema of recipes, for editors", _takes_output),
-    "list": (_list, "list components with their settings", _takes_subject),
+    "run": (_run, "run a recipe, or resume its run", _add_run),
+    "check": (_check, "check a recipe, and print every problem at once", _add_check),
+    "explain": (_explain, "show where values come from and why nodes are connected", _add_target),
+    "show": (_show, "print the resolved recipe as TOML", _add_recipe),
+    "draw": (_draw, "draw what is built for a run, or one step of it", _add_draw),
+    "diff": (_diff, "show what differs between two recipes or runs, and its impact on a resume", _add_two),
+    "schema": (_schema, "print the JSON Schema of recipes, for editors", _add_output),
+    "list": (_list, "list components with their settings", _add_subject),
 }

@@ -1,4 +1,4 @@
-"""Exit codes, and which of several processes prints problems and failures."""
+"""Exit codes, and the console of a process, which prints problems and failures once for several processes."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -7,13 +7,14 @@ import attrs
 
 from drawloom.graph.problems import Problem
 
+# 128 + SIGINT, as shells report a process that a signal ended.
 OK, FAILED, INVALID, INTERRUPTED = 0, 1, 2, 130
 
 MOST = 200
-"""Problems that are printed at most."""
+"""Problems that are printed at most: more would scroll the first ones away."""
 
 
-def told(problems: Iterable[Problem]) -> str:
+def format_problems(problems: Iterable[Problem]) -> str:
     """Problems as text, one a line."""
     problems = list(problems)
     lines = [str(problem) for problem in problems[:MOST]]
@@ -25,12 +26,12 @@ def _always(_text: str) -> bool:
 
 
 @attrs.frozen
-class Voice:
+class Console:
     """
-    What this process prints, if several run the same command; a single process prints everything.
+    Prints problems and failures on stderr, once if several processes run the same command.
 
-    `warns` says that it prints what all of them find, such as warnings. `is_first(text)` returns whether it is the
-    first process that fails, and so the one to print why.
+    `warns`: this process prints what all processes find, such as warnings. `is_first(text)` returns whether this
+    process is the first that fails, and so the one that prints the reason.
     """
 
     warns: bool = True
@@ -38,7 +39,7 @@ class Voice:
 
     def warn(self, problems: Iterable[Problem]) -> None:
         """Print warnings on stderr."""
-        if self.warns and (text := told(problems)):
+        if self.warns and (text := format_problems(problems)):
             print(text, file=sys.stderr)
 
     def fail(self, text: str, exit_code: int) -> int:

@@ -9,40 +9,41 @@ from itertools import islice
 from typing import Any, NoReturn
 
 from drawloom.graph.cli.commands import COMMANDS
-from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Voice, told
+from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, format_problems
 from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import Problem, RecipeError, UserError
 
-OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)+=")
-FLAG = re.compile(r"--[\w-]+(\.[\w-]+)+(=|$)")
+# The name of a node as a key, such as @metrics.learning or @metrics.*, is an anchor of a list edit.
+OVERRIDE = re.compile(r"[\w-]+(\.(@?[\w-]+|\*))+=")
+FLAG = re.compile(r"--[\w-]+(\.(@?[\w-]+|\*))+(=|$)")
 
 
-def main(arguments: Sequence[str] | None = None, project: Project | None = None, voice: Voice | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, project: Project | None = None, console: Console | None = None) -> int:
     """Run one command; returns its exit code."""
-    voice = voice or Voice()
+    console = console or Console()
     try:
-        return _command(sys.argv[1:] if arguments is None else arguments, project or Project.of("drawloom"), voice)
+        return _command(sys.argv[1:] if arguments is None else arguments, project or Project.of("drawloom"), console)
     except RecipeError as error:
-        return voice.fail(told(error.problems), INVALID)
+        return console.fail(format_problems(error.problems), INVALID)
     except UserError as error:
-        return voice.fail(str(error), error.exit_code)
+        return console.fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        if voice.warns:
+        if console.warns:
             print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of the output, such as `head`, has closed it
+        sys.stderr.close()  # or Python complains at exit: the reader of the output, such as `head`, has closed it
         return OK
     except Exception as error:
-        if voice.is_first(repr(error)):
+        if console.is_first(repr(error)):
             raise
         return FAILED
 
 
-def _command(arguments: Sequence[str], project: Project, voice: Voice) -> int:
+def _command(arguments: Sequence[str], project: Project, console: Console) -> int:
     rest, words = split_words(arguments)
     options = _parser(project, rest).parse_args(rest)
-    options.words, options.voice = words, voice
+    options.words, options.console = words, console
     if words and not hasattr(options, "overlay"):
         raise RecipeError([Problem("DL110", f"{options.command} takes no values like {words[0]!r}")])
     return int(options.main(options, project.importing(getattr(options, "imports", ()))))

@@ -81,13 +81,15 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
     """
     Words of the form `node.key=value` as one table. Raises RecipeError with those that are not of this form.
 
-    A value that is not TOML is a string: `kernels.rms_norm=eager`.
+    A value that is not TOML is a string: `kernels.rms_norm=eager`. From an "@" on, a key is the name of a node with its
+    dots: `edit.report.metrics.after.@metrics.learning=@metrics.mine`.
     """
     tree: dict[str, Any] = {}
     problems = []
     for word in words:
         key, equals, text = word.partition("=")
-        *tables, last = key.split(".")
+        path, at, name = key.partition(".@")
+        *tables, last = [*path.split("."), f"@{name}"] if at else path.split(".")
         # A key without a dot would set a whole node, which only an inline table can be.
         if not (equals and last and all(tables)) or not (tables or text.lstrip().startswith("{")):
             problems.append(_problem(f"{word!r} is not understood", "values are set by node.key=value"))
@@ -95,6 +97,7 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
             problems.append(_problem(f"{key!r} goes into {table!r}, which is set to a value"))
         else:
             try:
+                # A newline would let the text define further keys.
                 table[last] = tomli.loads(f"x = {text}")["x"] if "\n" not in text else text
             except (tomli.TOMLDecodeError, RecursionError, ValueError):
                 table[last] = text

@@ -1,4 +1,4 @@
-"""What there is to draw of a graph: boxes, and the arrows between them."""
+"""Diagrams of a graph as data: boxes and arrows of the wiring, or the dataflow of a sequence."""
 
 from collections.abc import Iterable, Iterator
 
@@ -23,7 +23,7 @@ class Box:
 
 @attrs.frozen
 class Arrow:
-    """One node leads to another, by one or more labels: fields, or values that are handed on."""
+    """An arrow between two boxes; its labels are fields, or values that are passed on."""
 
     source: str
     target: str
@@ -46,7 +46,7 @@ class Diagram:
 
     @property
     def caption(self) -> str:
-        """What is to be seen."""
+        """A line below the title: how many nodes and arrows, and what an arrow means."""
         counted = " and ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in self._counts())
         return f"{counted}; an arrow leads from a node to what it needs, in the colour of that"
 
@@ -65,7 +65,7 @@ def boxes(graph: Graph, names: Iterable[str]) -> tuple[Box, ...]:
 
 
 def wiring(graph: Graph, title: str, root: str, focus: str = "") -> Diagram:
-    """Everything that `root` needs; with a `focus`, all that it needs and who uses it. The graph has no circle."""
+    """Everything that `root` needs; with a `focus`, what it needs and its users. The graph must be acyclic."""
     users = graph.users(focus) if focus else []
     below = _walk(graph, focus or root)
     leads = [(user, focus) for user in users] + [(name, need) for name in below for need in graph.needs(name)]
@@ -74,7 +74,7 @@ def wiring(graph: Graph, title: str, root: str, focus: str = "") -> Diagram:
 
 
 def _walk(graph: Graph, root: str) -> list[str]:
-    """What a node needs, itself first, each node before what it needs alone, in the order of the edges."""
+    """A node and everything that it needs, in depth-first order of the edges."""
     found: dict[str, None] = {}
     stack = [root]
     while stack:
@@ -96,14 +96,14 @@ def _fields(graph: Graph, source: str, target: str) -> tuple[str, ...]:
 
 @attrs.frozen
 class Thread:
-    """A value, and the most that each member does to it (it writes, changes or reads it), by the member's number."""
+    """A value of the dataflow. `touches`: member index to writes, changes or reads, the strongest of them."""
 
     value: str
     touches: dict[int, str]
 
     @property
     def written(self) -> bool:
-        """Whether some member writes it; else it is one of those that need not be written."""
+        """Whether some member writes it; an optional read may have no writer."""
         return "writes" in self.touches.values()
 
     @property
@@ -113,14 +113,14 @@ class Thread:
 
 @attrs.frozen
 class Step:
-    """The members of a sequence edge, and their threads in the order in which they begin."""
+    """The members of a sequence edge, and their values in order of first use."""
 
     title: str
     members: tuple[Box, ...]
     threads: tuple[Thread, ...]
 
     def diagram(self) -> Diagram:
-        """An arrow from each member to those that take what it has written or changed."""
+        """An arrow from each member to those that read or change what it wrote or changed last."""
         values: dict[tuple[str, str], list[str]] = {}
         for thread in self.threads:
             last = ""
@@ -134,11 +134,11 @@ class Step:
 
 
 def step_of(graph: Graph, title: str, name: str) -> Step:
-    """The walk through a node's sequence edge; a UserError if it has none."""
+    """The dataflow of a node's sequence edge; UserError if it has none."""
     node = graph.nodes[name]
     fields = [field for field in node.edges if node.spec.fields[field].kind == "ordered" and node.edges[field].targets]
     if not fields:
-        raise UserError(f"[{name}] leads through no sequence of members; name a node that does by --focus", 2)
+        raise UserError(f"[{name}] has no sequence edge; name a node that has one by --focus", 2)
     targets = node.edges[fields[0]].targets
     return Step(f"{title}: [{name}] {fields[0]}", boxes(graph, targets), _threads(graph, targets))
 

@@ -37,7 +37,7 @@ def _children(graph: Graph, name: str, indent: str) -> list[tuple[str, str, str,
 
 
 def draw_step_text(step: Step) -> str:
-    """Members in order, numbered from 1."""
+    """The members of a sequence in order, numbered from 1, each with what it reads, changes and writes."""
     return "\n".join([step.title, *_lines(step)]) + "\n"
 
 
@@ -72,6 +72,7 @@ def _safe(text: str) -> str:
     return text.translate(ENTITIES)
 
 
+# DOT strings have no other escapes.
 ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 

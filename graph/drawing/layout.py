@@ -1,10 +1,10 @@
 """
-Boxes in columns, so that every arrow leads to the right and few arrows cross.
+Layered layout: boxes in columns, so that every arrow leads to the right and few arrows cross.
 
 After Sugiyama, Tagawa and Toda, "Methods for visual understanding of hierarchical system structures" (1981): a box's
-column is the longest way to it, an arrow over several columns bends in those between, and each column is sorted by the
-mean place of its neighbours. Arrows to the same box share their bends, so that they join on the way like roads; that,
-and the same diagram on every machine, is why the layout is our own and not Graphviz's, for which there is DOT.
+column is the length of the longest path to it, an arrow over several columns bends in those between, and each column is
+sorted by the barycenter of its neighbours. Arrows to the same box share their bends, so that they merge on the way.
+Graphviz does not merge them, and its output differs between versions; for it there is `--format dot`.
 """
 
 from bisect import bisect_right, insort
@@ -17,9 +17,10 @@ import attrs
 from drawloom.graph.drawing.diagram import Box, Diagram
 
 SWEEPS = 12
+"""Passes of sorting columns; later ones rarely remove a crossing."""
 
 BROADEST = 0.64
-"""Of a letter's height: what a letter takes at most on average, in the broadest font that may stand in for ours."""
+"""Average width of a letter as a share of its height, in the broadest font that a viewer may substitute."""
 BOLD = 1.12
 
 Columns = list[list["Stop"]]
@@ -27,7 +28,7 @@ Columns = list[list["Stop"]]
 
 @attrs.frozen
 class Stop:
-    """Where an arrow begins, bends or ends: a box, or a bend on the way to it."""
+    """A point of an arrow: a box at its start or end, or a bend in a column between (Sugiyama's dummy vertex)."""
 
     box: str
     column: int
@@ -36,7 +37,7 @@ class Stop:
 
 @attrs.frozen
 class Layering:
-    """Columns from left to right, each from top to bottom; from stop to stop, the pieces of all arrows, each once."""
+    """Columns from left to right, each from top to bottom; `pieces` are the segments between stops, each once."""
 
     columns: Columns
     pieces: tuple[tuple[Stop, Stop], ...]
@@ -53,7 +54,7 @@ class Layering:
 
 
 def layer(names: Sequence[str], arrows: Sequence[tuple[str, str]], sequences: Sequence[Sequence[str]] = ()) -> Layering:
-    """Columns with few crossings, from boxes in reading order and arrows without a circle; sequences keep theirs."""
+    """Columns with few crossings, of boxes in reading order and acyclic arrows; sequences keep their order."""
     depth = depths(names, arrows)
     ways = {arrow: _way(*arrow, depth) for arrow in arrows}
     pieces = tuple(dict.fromkeys(piece for way in ways.values() for piece in pairwise(way)))
@@ -65,7 +66,7 @@ def layer(names: Sequence[str], arrows: Sequence[tuple[str, str]], sequences: Se
 
 
 def depths(names: Iterable[str], arrows: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """The number of arrows on the longest way to each box."""
+    """The number of arrows on the longest path to each box."""
     found = dict.fromkeys(names, 0)
     waiting = Counter(target for _, target in arrows)
     leads: dict[str, list[str]] = defaultdict(list)
@@ -89,7 +90,7 @@ def _way(source: str, target: str, depth: Mapping[str, int]) -> tuple[Stop, ...]
 def _fewest_crossings(
     columns: Columns, pieces: Sequence[tuple[Stop, Stop]], sequences: Sequence[Sequence[str]]
 ) -> Columns:
-    """The best of some sweeps: each column sorted by the one before it, then by the one behind it."""
+    """The order with the fewest crossings of SWEEPS passes, which sort columns by their left or right neighbours."""
     lefts: dict[Stop, list[Stop]] = defaultdict(list)
     rights: dict[Stop, list[Stop]] = defaultdict(list)
     for left, right in pieces:
@@ -118,7 +119,7 @@ def _sweep(columns: Columns, toward: Mapping[Stop, list[Stop]], sequences: Seque
 
 
 def _in_order(column: list[Stop], sequences: Sequence[Sequence[str]]) -> list[Stop]:
-    """The members of each sequence in its order, on the places that they have taken together."""
+    """A column whose members of a sequence are in its order, at the positions that they had together."""
     column = list(column)
     for sequence in sequences:
         rank = {name: number for number, name in enumerate(sequence)}
@@ -145,7 +146,7 @@ def crossings(columns: Columns, pieces: Iterable[tuple[Stop, Stop]]) -> int:
 def _inversions(numbers: Iterable[int]) -> int:
     seen: list[int] = []
     count = 0
-    for number in numbers:
+    for number in numbers:  # O(n log n) comparisons; a large graph has thousands of segments in a gap
         count += len(seen) - bisect_right(seen, number)
         insort(seen, number)
     return count
@@ -153,9 +154,9 @@ def _inversions(numbers: Iterable[int]) -> int:
 
 def spread(wishes: Sequence[float], rooms: Sequence[float]) -> list[float]:
     """
-    Middles as near as can be to where they wish to be, in this order, each with its room to itself.
+    Positions nearest to the wishes in least squares, in this order and without overlap; `rooms` are the heights.
 
-    Least squares by pooling neighbours that push one another (Ayer and others, 1955).
+    By pooling adjacent violators (Ayer and others, 1955).
     """
     offsets = [0.0] if rooms else []
     for above, below in pairwise(rooms):
@@ -175,7 +176,7 @@ NAME, USE = 12.5, 10.0
 TITLE, CAPTION = 15.0, 11.0
 """Sizes of text, in pixels."""
 BOX, BETWEEN, BEND = 36.0, 10.0, 14.0
-"""Heights: of a box, of the room between two, of the room that a bend has."""
+"""Heights in pixels: of a box, of the gap between two boxes, of a bend."""
 GAP, PADDING = 104.0, 10.0
 LEFT, TOP, BOTTOM = 20.0, 60.0, 20.0
 STRAIGHTENING_SWEEPS = 10
@@ -183,7 +184,7 @@ STRAIGHTENING_SWEEPS = 10
 
 @attrs.frozen
 class Placed:
-    """Where everything stands. `xs` and `widths` are of columns, `ys` the middles of stops."""
+    """The coordinates of a layout in pixels: `xs` and `widths` of columns, `ys` of the middles of stops."""
 
     layering: Layering
     xs: Sequence[float]
@@ -193,16 +194,16 @@ class Placed:
     height: float
 
     def left(self, stop: Stop) -> tuple[float, float]:
-        """Where an arrow comes in."""
+        """The point at which arrows enter a stop."""
         return self.xs[stop.column], self.ys[stop]
 
     def right(self, stop: Stop) -> tuple[float, float]:
-        """Where an arrow goes out."""
+        """The point at which arrows leave a stop."""
         return self.xs[stop.column] + self.widths[stop.column], self.ys[stop]
 
 
 def place(diagram: Diagram) -> Placed:
-    """A place for each box and bend, so that nothing overlaps and arrows are as straight as they can be."""
+    """Coordinates for each box and bend, without overlaps and with nearly straight arrows."""
     arrows = [(arrow.source, arrow.target) for arrow in diagram.arrows]
     layering = layer([box.name for box in diagram.boxes], arrows, diagram.sequences)
     boxes = {box.name: box for box in diagram.boxes}
@@ -226,7 +227,7 @@ def _room(stop: Stop) -> float:
 
 
 def _heights(layering: Layering) -> dict[Stop, float]:
-    """Middles, column by column as near as can be to those of their neighbours, to and fro."""
+    """Middles of stops: columns are moved towards the mean of their neighbours, from left to right and back."""
     ys: dict[Stop, float] = {}
     for column in layering.columns:
         ys |= _settle(column, [0.0] * len(column))
@@ -244,5 +245,5 @@ def _settle(column: Sequence[Stop], wishes: Sequence[float]) -> dict[Stop, float
 
 
 def width_of(text: str, size: float, *, bold: bool = False) -> float:
-    """At most so many pixels, whatever the font."""
+    """An upper bound of the width of a text in pixels, in any font."""
     return len(text) * size * BROADEST * (BOLD if bold else 1.0)

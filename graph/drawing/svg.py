@@ -1,4 +1,4 @@
-"""What our SVG pictures are made of: text whose width is known beforehand, colours, paths, a frame."""
+"""Draws the wiring of a graph, and the dataflow of a step, as SVG documents."""
 
 import colorsys
 import html
@@ -36,7 +36,8 @@ class Colour:
 
 
 def colours(names: Sequence[str]) -> dict[str, Colour]:
-    """A hue for each name, all round the circle; neighbours in the list are far apart in it."""
+    """A hue for each name, spread over the colour wheel; neighbours in the list get distant hues."""
+    # A stride without common factor with the number of names visits every hue once.
     stride = next(step for step in (5, 7, 11, 13, 1) if step == 1 or len(names) % step)
     hues = [(0.58 + stride * number / max(1, len(names))) % 1 for number in range(len(names))]
     return {name: Colour(_hex(hue, 0.40, 0.55), _hex(hue, 0.94, 0.60)) for name, hue in zip(names, hues, strict=True)}
@@ -47,7 +48,7 @@ def _hex(hue: float, lightness: float, saturation: float) -> str:
 
 
 def text(x: float, y: float, words: str, size: float, colour: str = INK, more: str = "") -> str:
-    """Words whose left end (or what `more` says by `text-anchor`) stands at x, on the line y."""
+    """A text element whose left end (or the `text-anchor` in `more`) is at x, with its baseline at y."""
     return f'<text x="{n(x)}" y="{n(y)}" font-size="{n(size)}" fill="{colour}"{more}>{safe(words)}</text>'
 
 
@@ -71,7 +72,7 @@ def document(title: str, width: float, height: float, body: Iterable[str]) -> st
 
 
 def safe(words: str) -> str:
-    """Words as XML; what XML can't hold at all becomes a question mark in a diamond."""
+    """Text escaped for XML; characters that XML can't hold become U+FFFD."""
     return html.escape("".join(letter if letter.isprintable() else "\ufffd" for letter in words))
 
 
@@ -88,7 +89,7 @@ Area = tuple[float, float, float, float]
 """Left, top, right and bottom."""
 
 Label = tuple[str, str, float, float, str]
-"""Words, the box whose arrow they are about, x, y, and to which side of that they stand."""
+"""Text, the box at the end of its arrow, x, y, and the text-anchor."""
 
 
 def draw_wiring(diagram: Diagram) -> str:
@@ -99,7 +100,7 @@ def draw_wiring(diagram: Diagram) -> str:
 
 @attrs.define(eq=False)
 class _WiringDrawing:
-    """A diagram whose parts have their places."""
+    """Draws a diagram at the coordinates of its layout."""
 
     diagram: Diagram
     placed: Placed
@@ -130,7 +131,7 @@ class _WiringDrawing:
         yield text(x + PADDING, y + 11.5, box.use, USE, GREY)
 
     def _roads(self) -> Iterator[str]:
-        """Every piece once, named after the arrows that take it."""
+        """Every segment once, titled with the arrows that share it."""
         takers: dict[tuple[Stop, Stop], list[Arrow]] = {}
         for arrow in self.diagram.arrows:
             way = self.placed.layering.ways[arrow.source, arrow.target]
@@ -149,7 +150,7 @@ class _WiringDrawing:
                 yield f'<path d="M{n(x)} {n(y)}l{n(-HEAD - 1)} -3.5v7z" fill="{colour}"/>'
 
     def _path(self, start: Stop, end: Stop) -> str:
-        """Straight below other boxes, and a curve through the gap between columns."""
+        """A line through a column and a curve through the gap to the next."""
         begin = self.placed.left(start) if start.bend else self.placed.right(start)
         (x, y), (to_x, to_y) = self.placed.right(start), self.placed.left(end)
         to_x -= 0 if end.bend else HEAD
@@ -159,7 +160,7 @@ class _WiringDrawing:
         )
 
     def _labels(self) -> Iterator[str]:
-        """Names of fields, where one is said of all arrows at a place and fits."""
+        """Names of fields, where all arrows at a point have the same and it overlaps no other."""
         taken: list[Area] = []
         for label, box, x, y, more in [*self._where_arrows_end(), *self._where_arrows_begin()]:
             width = width_of(label, LABEL)
@@ -183,7 +184,7 @@ class _WiringDrawing:
                 yield label, box, x + 5, y - 4, ""
 
     def _meeting(self, place: int) -> dict[Stop, list[tuple[str, str]]]:
-        """The labels of the arrows with a stop as their first or second, each with the box it leads to, each once."""
+        """The labels of the arrows by their first or second stop, each with its target box, without duplicates."""
         found: dict[Stop, list[tuple[str, str]]] = {}
         for arrow in self.diagram.arrows:
             here = found.setdefault(self.placed.layering.ways[arrow.source, arrow.target][place], [])
@@ -210,7 +211,7 @@ def draw_step(step: Step) -> str:
 
 @attrs.define(eq=False)
 class _StepDrawing:
-    """Columns for members, rows for threads."""
+    """Draws a step: columns are members, rows are values."""
 
     step: Step
     middles: list[float] = attrs.field(init=False)
@@ -237,7 +238,7 @@ class _StepDrawing:
 
     @property
     def bottom(self) -> float:
-        """Where the warp ends."""
+        """The y coordinate at which the columns end."""
         return HEADER + BOX + ROW * (len(self.step.threads) + 0.5)
 
     def lines(self) -> Iterator[str]:
@@ -277,7 +278,7 @@ class _StepDrawing:
 
 
 def _mark(verb: str, x: float, y: float, colour: str, words: str) -> str:
-    """A sign on a thread, with words for whoever points at it."""
+    """The mark of what a member does to a value, with a tooltip."""
     tip, size = f"<title>{safe(words)}</title>", RADIUS + 1.5
     if verb == "changes":
         shape = f"M{n(x - size)} {n(y)}L{n(x)} {n(y - size)}L{n(x + size)} {n(y)}L{n(x)} {n(y + size)}z"

@@ -1,1 +1,1 @@
-"""What people ask of a recipe: explanations, listings, differences."""
+"""Output for people and files: explanations, listings, differences, and recipes written out."""

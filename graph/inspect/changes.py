@@ -8,7 +8,7 @@ import attrs
 
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Node
-from drawloom.graph.component import Change
+from drawloom.graph.component import Impact
 from drawloom.graph.inspect.serialize import (
     Plain,
     flatten,
@@ -51,6 +51,7 @@ def recipe_text(graph: Graph) -> str:
         width = max(len(line) for key, line in written.items() if len(line) <= WIDTH or key == "use")
         lines += ["", f"[{'.'.join(map(dump_key, name.split('.')))}]"]
         lines += [f"{line:{width}}  # {_comment(graph, graph.nodes[name], key)}" for key, line in written.items()]
+    # Groups without members are written, so that "@group.*" still refers to something.
     empty = [name for name, members in graph.recipe.groups.items() if not members]
     lines += [line for name in empty for line in ("", f"[{dump_key(name)}]")]
     return "\n".join(lines) + "\n"
@@ -66,7 +67,7 @@ def recipe_hash(plain: Plain) -> str:
     return hashlib.sha256(canonical(plain).encode()).hexdigest()
 
 
-WEIGHTS: tuple[Change, ...] = ("free", "semantic", "structural")
+IMPACTS: tuple[Impact, ...] = ("safe", "changes_training", "incompatible")
 
 ABSENT = "absent"
 
@@ -100,9 +101,9 @@ class _Comparison:
         for name in {**self.old, **self.new}:
             old, new = self.old.get(name), self.new.get(name)
             if old is None or new is None:
-                yield RecipeChange(name, "", _use(old), _use(new), self._weight([name]))
+                yield RecipeChange(name, "", _use(old), _use(new), self._impact([name]))
             elif old["use"] != new["use"]:
-                yield RecipeChange(name, "use", _use(old), _use(new), self._weight([name]))
+                yield RecipeChange(name, "use", _use(old), _use(new), self._impact([name]))
             else:
                 yield from self._keys(name, old, new)
 
@@ -111,32 +112,34 @@ class _Comparison:
             before, after = old.get(key), new.get(key)
             if before is None or after is None or canonical(before) != canonical(after):
                 moved = is_edge(before) or is_edge(after)
-                weight = self._own_weight(name, key) or (
-                    self._edge_weight(before, after) if moved else self._setting_weight(name, key)
+                impact = self._own_impact(name, key) or (
+                    self._edge_impact(before, after) if moved else self._setting_impact(name, key)
                 )
-                yield RecipeChange(name, key, _show(before), _show(after), weight, edge=moved)
+                yield RecipeChange(name, key, _show(before), _show(after), impact, edge=moved)
 
-    def _own_weight(self, name: str, key: str) -> Change | None:
-        """The weight that the component itself gives to a change of one of its keys, if it does."""
-        weigh = getattr(self.graph.nodes[name].spec.cls, "weigh_change", None)
-        return weigh(self.graph.view(name), key) if weigh else None
+    def _own_impact(self, name: str, key: str) -> Impact | None:
+        """The impact that the component itself gives to a change of one of its keys, if it does."""
+        resume_impact = getattr(self.graph.nodes[name].spec.cls, "resume_impact", None)
+        return resume_impact(self.graph.view(name), key) if resume_impact else None
 
-    def _setting_weight(self, name: str, key: str) -> Change:
+    def _setting_impact(self, name: str, key: str) -> Impact:
         field = self.graph.nodes[name].spec.fields.get(key)
-        return field.change if field else "semantic"
+        return field.impact if field else "changes_training"
 
-    def _edge_weight(self, before: Any, after: Any) -> Change:
+    def _edge_impact(self, before: Any, after: Any) -> Impact:
         old, new = targets(before), targets(after)
         reordered = [target for target in old if target in new] != [target for target in new if target in old]
-        return "semantic" if reordered else self._weight(set(old) ^ set(new))
+        # The order of phases and of listeners can matter, whatever their components say.
+        return "changes_training" if reordered else self._impact(set(old) ^ set(new))
 
-    def _weight(self, names: Iterable[str]) -> Change:
-        """The weight of adding, removing or swapping nodes: the greatest of their components."""
+    def _impact(self, names: Iterable[str]) -> Impact:
+        """The impact of adding, removing or swapping nodes: the greatest of their components."""
         uses = [str(side[name]["use"]) for name in names for side in (self.old, self.new) if name in side]
         found = [self.graph.registry.find(use) for use in uses]
-        weights = [spec.traits.change for spec in found if not isinstance(spec, Problem)]
-        heaviest: Change = max(weights, key=WEIGHTS.index, default="semantic")
-        return heaviest if len(weights) == len(found) else "semantic"
+        impacts = [spec.traits.impact for spec in found if not isinstance(spec, Problem)]
+        greatest: Impact = max(impacts, key=IMPACTS.index, default="changes_training")
+        # A component that no longer exists can't say what it meant.
+        return greatest if len(impacts) == len(found) else "changes_training"
 
 
 def is_edge(part: Any) -> bool:

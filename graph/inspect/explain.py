@@ -7,9 +7,9 @@ from typing import Any
 
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Node, dotted
-from drawloom.graph.inspect.serialize import leaves, provenance, serialize_value, variable
+from drawloom.graph.inspect.serialize import provenance, serialize_value, variable
 from drawloom.graph.problems import KeyPath, UserError, did_you_mean
-from drawloom.graph.recipe.layers import Leaf, Table
+from drawloom.graph.recipe.layers import Leaf, Table, leaves
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.toml.emit import dumps
 from drawloom.graph.types.describe import describe_type
@@ -23,6 +23,7 @@ def explain(graph: Graph, target: str, root: str) -> str:
         return "\n".join(_explain_recipe(graph))
     if target in graph.nodes:
         return "\n".join(_explain_node(graph, graph.nodes[target], root))
+    # Longest names first: "a.b.c" may be the key c of the node a.b or a part of the key b of the node a.
     for name in sorted(graph.nodes, key=len, reverse=True):
         path = _path(target[len(name) :]) if target.startswith(f"{name}.") else ()
         if path and str(path[0]) in graph.nodes[name].spec.fields:
@@ -61,7 +62,7 @@ def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
 
 
 def _notes(graph: Graph, node: Node) -> Iterable[str]:
-    """What the component itself says about the node, if that is valid."""
+    """The notes of the component about a valid node."""
     notes = getattr(node.spec.cls, "notes", None)
     return notes(graph.view(node.name)) if notes and not node.invalid else ()
 
@@ -112,7 +113,7 @@ def _explain_key(graph: Graph, node: Node, path: KeyPath) -> Iterator[str]:
     if field.doc:
         yield f"  {field.doc}"
     if field.kind == "setting":
-        yield f"  for a run that resumes, another value is a {field.change} change"
+        yield f"  resume impact of another value: {field.impact}"
     item, rest = _descend(node.table.items.get(field.name), path[1:])
     for leaf in leaves(item) if item else ():
         yield from _indented(_history(graph, leaf, rest))
@@ -131,9 +132,21 @@ def _history(graph: Graph, leaf: Leaf, rest: KeyPath) -> Iterator[str]:
     """All values that were set for a leaf, newest first, each followed by those of the variable that it refers to."""
     within = f"{dotted(leaf.path[-1:])}: " if rest else ""
     for one in leaf.history():
+        if rest and one.elements is not None:  # the same index is another element of the list that was edited
+            yield f"{within}{_part(one.value, rest)}  {one.origin(rest).place}"
+            return
         yield f"{within}{_part(one.value, rest)}  {one.layer.value((*one.path, *rest)) if rest else one.key_place}"
+        yield from _indented(() if rest else _edit_lines(one))
         behind = variable(graph, one)
         yield from (f"  {dumps(under.value)}  {under.key_place}" for under in (behind.history() if behind else ()))
+
+
+def _edit_lines(leaf: Leaf) -> Iterator[str]:
+    """What an edit made of the list that it overrides."""
+    yield from (f"removed {dumps(value)}" for value in leaf.removed)
+    for value, origin in zip(leaf.value, leaf.elements, strict=True) if leaf.elements else ():
+        if origin.layer is leaf.layer and origin.path[: len(leaf.path)] == leaf.path:
+            yield f"inserted {dumps(value)}  {origin.place}"
 
 
 def _part(plain: Any, path: KeyPath) -> str:
@@ -145,6 +158,7 @@ def _part(plain: Any, path: KeyPath) -> str:
     return dumps(plain)
 
 
+# Of ordinals; 11th, 12th and 13th are exceptions.
 ENDS = {1: "st", 2: "nd", 3: "rd"}
 
 

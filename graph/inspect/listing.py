@@ -28,9 +28,10 @@ def list_plugins(registry: Registry) -> str:
     if not entries:
         return f"no installed package declares components in the group {registry.installed.group!r}"
     clashing = [name for name in registry.installed.names() if len(registry.candidates(name)) > 1]
+    # Sorted by name below, so that clashing entries are neighbours.
     rows = [(e.name, distribution(e), f"{e.value}{' (clashes)' if e.name in clashing else ''}") for e in entries]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "\n".join(f"{name:{widths[0]}}  {who:{widths[1]}}  {value}" for name, who, value in sorted(rows))
+    return "\n".join(f"{name:{widths[0]}}  {source:{widths[1]}}  {value}" for name, source, value in sorted(rows))
 
 
 def _short(found: Spec | Problem) -> str:

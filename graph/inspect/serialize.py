@@ -9,7 +9,7 @@ import attrs
 
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Node
-from drawloom.graph.recipe.layers import Leaf, Table
+from drawloom.graph.recipe.layers import Leaf, Table, leaves
 from drawloom.graph.recipe.recipe import VARIABLE, Recipe
 
 Plain = dict[str, dict[str, Any]]
@@ -22,7 +22,7 @@ def serialize_graph(graph: Graph) -> Plain:
 
 
 def serialize_recipe(recipe: Recipe) -> Plain:
-    """What a recipe says explicitly; if it is resolved, that is the same as its graph."""
+    """The values that a recipe writes explicitly; for a resolved recipe, all values of its graph."""
     return {name: _merged(table) for name, table in recipe.nodes.items()}
 
 
@@ -68,6 +68,7 @@ def serialize_value(value: Any) -> Any:
             return serialize_value(value.value)
         case str() | PurePath():
             text = str(value)
+            # A single @ or $ would read back as a reference.
             return text[0] + text if text[:1] in ("@", "$") else text
         case list() | tuple():
             return [serialize_value(item) for item in value]
@@ -126,17 +127,6 @@ def provenance(graph: Graph, node: Node, key: str) -> str:
         behind = variable(graph, leaf)
         places.append(f"{leaf.label} {leaf.value} {behind.label}" if behind else leaf.label)
     return " and ".join(places) or item.label
-
-
-def leaves(item: Leaf | Table) -> Iterator[Leaf]:
-    """A leaf, or all leaves of a table."""
-    stack: list[Leaf | Table] = [item]
-    while stack:
-        part = stack.pop()
-        if isinstance(part, Leaf):
-            yield part
-        else:
-            stack += reversed(part.items.values())
 
 
 def variable(graph: Graph, leaf: Leaf) -> Leaf | None:

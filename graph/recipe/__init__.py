@@ -1,1 +1,1 @@
-"""Recipes: read, laid over what they extend, and written out resolved."""
+"""Recipes: files read as layers, merged over what they extend, and resolved."""

@@ -1,7 +1,7 @@
 """Recipes merged over one another: a tree of tables and leaves, each leaf with the values that it overrides."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -35,19 +35,38 @@ class Layer:
         if self.text is None:
             return Place(self.source)
         if self._places is None:
-            self._places = SourceMap(self.text)
+            self._places = SourceMap(self.text)  # only now: most recipes have no problem and need no positions
         span = find(self._places) or self._places.nearest(path)
         return Place(self.source, *self._places.position(span.start))
 
 
+class Origin(NamedTuple):
+    """The layer that wrote a value, and the path of the value in that layer."""
+
+    layer: Layer
+    path: KeyPath
+
+    @property
+    def place(self) -> Place:
+        """The position of the value."""
+        return self.layer.value(self.path)
+
+
 @attrs.define(eq=False)
 class Leaf:
-    """A value that is not a table, with the layer and path that set it and the leaf that it overrides."""
+    """
+    A value that is not a table, with the layer and path that set it and the leaf that it overrides.
+
+    If it is a list that was made by editing the overridden one, `elements` has the origin of each element, and
+    `removed` what the edit removed.
+    """
 
     value: Any
     layer: Layer
     path: KeyPath
     overridden: "Leaf | None" = None
+    elements: tuple[Origin, ...] | None = None
+    removed: tuple[Any, ...] = ()
 
     @property
     def place(self) -> Place:
@@ -59,8 +78,16 @@ class Leaf:
 
     @property
     def label(self) -> str:
-        """The position of the key, the same wherever shipped recipes are installed."""
-        return str(attrs.evolve(self.layer.key(self.path), source=self.layer.label))
+        """The position of the key, or those of a list and its edits; the same wherever recipes are installed."""
+        own = str(attrs.evolve(self.layer.key(self.path), source=self.layer.label))
+        return own if self.elements is None or self.overridden is None else f"{self.overridden.label} and {own}"
+
+    def origin(self, path: KeyPath) -> Origin:
+        """The origin of a part of the value."""
+        if self.elements is not None and path and path[0] in range(len(self.elements)):
+            layer, start = self.elements[int(path[0])]
+            return Origin(layer, (*start, *path[1:]))
+        return Origin(self.layer, (*self.path, *path))
 
     def history(self) -> Iterator["Leaf"]:
         """This leaf and those that it overrides, newest first."""
@@ -88,6 +115,10 @@ class Table:
         """The position of the table, the same wherever shipped recipes are installed."""
         return str(attrs.evolve(self.layer.value(self.path), source=self.layer.label))
 
+    def origin(self, path: KeyPath) -> Origin:
+        """The origin of a part that no item of the table holds."""
+        return Origin(self.layer, (*self.path, *path))
+
     @property
     def use(self) -> Leaf | None:
         """The leaf that names this table's component, if it is a node."""
@@ -100,7 +131,7 @@ class Table:
         for key, value in data.items():
             below = self.items.get(key)
             if isinstance(value, dict):
-                if not isinstance(below, Table):
+                if not isinstance(below, Table):  # a table replaces a value, whose history ends here
                     below = self.items[key] = Table(layer, (*path, key))
                 below.merge(value, layer, (*path, key))
             else:
@@ -108,6 +139,7 @@ class Table:
 
     def _clear_for(self, use: object) -> None:
         old = self.use
+        # The settings of one component mean nothing to another.
         if use is None or old is None or old.value == use:
             return
         self.discarded |= {key: str(old.value) for key in self.items if key != "use"}
@@ -134,9 +166,20 @@ class Table:
         return table
 
 
+def leaves(item: Leaf | Table) -> Iterator[Leaf]:
+    """A leaf, or all leaves of a table."""
+    stack: list[Leaf | Table] = [item]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, Leaf):
+            yield part
+        else:
+            stack += reversed(part.items.values())
+
+
 def locate(item: Leaf | Table, path: KeyPath, *, key: bool = False) -> Place:
     """The position of a part of a value, or of the innermost part around it that has one."""
     while path and isinstance(item, Table) and path[0] in item.items:
         item, path = item.items[str(path[0])], path[1:]
-    whole = (*item.path, *path)
-    return item.layer.key(whole) if key else item.layer.value(whole)
+    layer, whole = item.origin(path)
+    return layer.key(whole) if key else layer.value(whole)

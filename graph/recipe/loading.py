@@ -77,6 +77,7 @@ class _Reader:
         for base, base_shown, place in self._bases(layer, path):
             if base.resolve() in within:
                 self._problem("DL104", f"{base_shown} extends itself, by way of {shown}", "", place)
+            # resolve(): the same base may be reached by different paths and links.
             elif base.resolve() not in self._done:
                 self._read(base, base_shown, place, within)
         self._done.add(path.resolve())
@@ -100,7 +101,8 @@ class _Reader:
                 self._problem("DL101", f"extends {name!r}, which is not a shipped recipe", hint, place)
 
     def _beside(self, layer: Layer, path: Path, name: str, place: Place) -> Iterator[tuple[Path, str, Place]]:
-        target = path.parent / name.replace("\0", "")
+        target = path.parent / name.replace("\0", "")  # system calls refuse NUL
+        # A recipe from elsewhere must not read arbitrary files of this machine.
         allowed = (Path.cwd().resolve(), path.parent.resolve())
         if Path(name).is_absolute() or not any(target.resolve().is_relative_to(parent) for parent in allowed):
             text = f"extends {name!r}, which is outside of the current directory and of the recipe's own folder"
@@ -114,7 +116,7 @@ class _Reader:
                 there = "it is not a regular file" if path.exists() else "there is no such file"
                 raise FileNotFoundError("it is a folder" if path.is_dir() else there)
             with open(path, "rb") as file:
-                return decode(file.read(LARGEST + 1))
+                return decode(file.read(LARGEST + 1))  # one byte more shows that it is too large
         except OSError as error:
             self._problem("DL102", f"{shown} can't be read: {error.strerror or error}", "", asked)
         except ValueError as error:

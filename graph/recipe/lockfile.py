@@ -6,13 +6,10 @@ from typing import Literal
 
 import attrs
 
-from drawloom.graph.component import Change
+from drawloom.graph.component import Impact
 
 LOCK = "recipe.lock.toml"
 """The file in a run folder, and in each checkpoint, that holds the resolved recipe of the run."""
-
-Impact = Change | Literal["cosmetic"]
-"""What a difference means for a run that resumes; a cosmetic one is only in how a recipe is written."""
 
 
 @attrs.frozen
@@ -20,18 +17,19 @@ class RecipeChange:
     """
     A difference between two recipes: in a node, or in a key of one (empty: the node itself), or in the whole.
 
-    `edge` says that the key is an edge. A value or node that one recipe does not have is "absent".
+    `edge` says that the key is an edge. A value or node that one recipe does not have is "absent". `impact` is what the
+    difference means for a run that resumes; a cosmetic one is only in how a recipe is written.
     """
 
     node: str
     key: str
     old: str
     new: str
-    kind: Impact
+    impact: Impact | Literal["cosmetic"]
     edge: bool = False
 
     def __str__(self) -> str:
-        return f"{f'[{self.node}] {self._what()}' if self.node else f'{self.old}: {self.new}'} ({self.kind})"
+        return f"{f'[{self.node}] {self._what()}' if self.node else f'{self.old}: {self.new}'} ({self.impact})"
 
     def _what(self) -> str:
         if not self.key:

@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph.problems import Place, Problem, did_you_mean, nearest
+from drawloom.graph.recipe.edits import EDIT, apply_edits
 from drawloom.graph.recipe.layers import Layer, Leaf, Table
 
 FORMAT = 1
@@ -18,7 +19,7 @@ NAME = re.compile("[A-Za-z][A-Za-z0-9_-]*")
 VARIABLE = "$vars."
 """Begins a reference to a variable, which is always a whole value."""
 
-DIRECTIVES = ("format", "extends", "unset")
+DIRECTIVES = ("format", "extends", "unset", EDIT)
 """Top-level keys that say how a file is read; they are no part of the merged recipe."""
 
 
@@ -60,9 +61,11 @@ def merge(source: str, layers: Sequence[Layer]) -> Recipe:
 def _merge(source: str, tree: Table, layers: Sequence[Layer]) -> Recipe:
     problems: list[Problem] = []
     for layer in layers:
+        # Before merging, so that a layer may unset a node and write it anew.
         problems += _remove_unset(tree, layer)
         problems += _check_format(layer)
         tree.merge({key: value for key, value in layer.data.items() if key not in DIRECTIVES}, layer, ())
+        problems += apply_edits(tree, layer)  # last, since a layer may also write the list that it edits
     recipe = _classify(source, tree)
     problems += _unused(recipe.vars, layers)
     return attrs.evolve(recipe, layers=list(layers), merging=problems, problems=recipe.problems + problems)
@@ -70,7 +73,7 @@ def _merge(source: str, tree: Table, layers: Sequence[Layer]) -> Recipe:
 
 def _check_format(layer: Layer) -> Iterator[Problem]:
     number = layer.data.get("format", FORMAT)
-    if number != FORMAT or isinstance(number, bool):
+    if number != FORMAT or isinstance(number, bool):  # True == 1
         text = f"recipes of format {number!r} can't be read, only those of format {FORMAT}"
         yield Problem("DL107", text, place=layer.value(("format",)))
 

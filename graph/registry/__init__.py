@@ -1,1 +1,1 @@
-"""The components that a recipe can name."""
+"""The registry: the components that a recipe can name, found by file or entry point."""

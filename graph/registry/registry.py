@@ -15,9 +15,11 @@ import attrs
 from drawloom.graph.problems import Problem, nearest
 from drawloom.graph.registry.spec import Spec, read_spec
 
+# Lower case only, so that a name means the same file on case-insensitive file systems.
 NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
 """Valid names of components: dotted, so that a name can lead nowhere but below the folder of its package."""
 
+# Names are listed by searching text: importing every component would take seconds.
 DECORATED = re.compile(r"^@component\b", re.MULTILINE)
 
 
@@ -55,7 +57,7 @@ class Candidate:
             item
             for item in found
             if isinstance(item, type)
-            and "__component__" in vars(item)
+            and "__component__" in vars(item)  # not hasattr: a subclass is no component by itself
             and (self.attribute or item.__module__ == self.module)
         ]
 
@@ -176,6 +178,7 @@ class Registry:
 
     def find(self, use: str) -> Spec | Problem:
         """The component of a name, or the problem with that name."""
+        # Problems are cached, too: a module that fails to import is not imported again for every node.
         if use not in self._specs:
             self._specs[use] = self._find(use)
         return self._specs[use]
@@ -185,8 +188,8 @@ class Registry:
         if not candidates:
             return Problem("DL201", f"no component is called {use!a}", self._near(use))
         if len(candidates) > 1:
-            who = " and ".join(candidate.distribution for candidate in candidates)
-            return Problem("DL207", f"{use!r} is provided by {who}", "uninstall one of them")
+            distributions = " and ".join(candidate.distribution for candidate in candidates)
+            return Problem("DL207", f"{use!r} is provided by {distributions}", "uninstall one of them")
         try:
             found = candidates[0].load()
         except Exception as error:
@@ -196,7 +199,11 @@ class Registry:
         try:
             return read_spec(use, found[0], candidates[0].distribution if candidates[0].installed else "")
         except Exception as error:
-            return Problem("DL206", f"{use!r} can't be read: {type(error).__name__}: {error}", "tell its author")
+            return Problem(
+                "DL206",
+                f"{use!r} can't be read: {type(error).__name__}: {error}",
+                "report it to the author of the component",
+            )
 
     def _unimportable(self, use: str, candidate: Candidate, error: Exception) -> Problem:
         missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
@@ -205,22 +212,22 @@ class Registry:
             text = f"{use!r} needs the package {missing!r}, which is not installed"
             return Problem("DL202", text, f"pip install {missing.partition('.')[0]}")
         text = f"{use!r} can't be imported: {type(error).__name__}: {error}"
-        return Problem("DL205", text, f"`python -c 'import {candidate.module}'` says where")
+        return Problem("DL205", text, f"`python -c 'import {candidate.module}'` prints the traceback")
 
     def _siblings(self, use: str) -> str:
         beside = f"{use.rpartition('.')[0]}."
         near = [name for name in self.names() if name.startswith(beside)]
-        return f"beside it there is {', '.join(near)}" if near else ""
+        return f"the components beside it are {', '.join(near)}" if near else ""
 
     def _near(self, use: str) -> str:
         """A hint: the most similar name of the same subject, or else of any."""
         names = self.names()
         inside = [name for name in names if name.startswith(f"{use}.")]
         if inside:
-            return f"in it there is {', '.join(inside)}"
+            return f"it contains {', '.join(inside)}"
         beside = [name for name in names if name.partition(".")[0] == use.partition(".")[0]]
         near = nearest(use, beside) or nearest(use, names)
-        return f"did you mean {near!r}?" if near else "`drawloom list` shows all that there are"
+        return f"did you mean {near!r}?" if near else "`drawloom list` shows all components"
 
 
 def _instead(candidate: Candidate) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.graph.component import Change, Check, Every, Ordered, Traits, is_port
+from drawloom.graph.component import Check, Every, Impact, Ordered, Traits, is_port
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 
 Kind = Literal["setting", "one", "optional", "list", "mapping", "ordered", "every", "recipe"]
@@ -26,7 +26,7 @@ class Field:
     ports: tuple[type, ...] = ()
     default: Any = attrs.field(factory=lambda: attrs.NOTHING)
     attribute: str = ""
-    change: Change = "semantic"
+    impact: Impact = "changes_training"
     check: Check | None = None
     doc: str = ""
     required: bool = attrs.field(init=False)
@@ -55,7 +55,7 @@ class Field:
 
 @attrs.frozen
 class Spec:
-    """A component class as recipes see it. `brought_by` is its distribution; empty for the program's own."""
+    """A component class as recipes see it. `distribution` provides it; empty for the program's own components."""
 
     use: str
     cls: type
@@ -70,16 +70,17 @@ class Spec:
         return (self.cls.__doc__ or "").strip().partition("\n")[0]
 
 
-def read_spec(use: str, cls: type, brought_by: str = "") -> Spec:
+def read_spec(use: str, cls: type, distribution: str = "") -> Spec:
     """The settings and edges of a component class."""
+    # attrs keeps the strings of postponed annotations; get_type_hints resolves them.
     hints = typing.get_type_hints(cls)
     traits: Traits = vars(cls)["__component__"]
-    fields = [_read_field(a, hints[a.name], traits.change) for a in attrs.fields(cls) if a.init]
+    fields = [_read_field(a, hints[a.name], traits.impact) for a in attrs.fields(cls) if a.init]
     every = tuple(field for field in fields if field.kind == "every")
-    return Spec(use, cls, {field.name: field for field in fields}, traits, every, brought_by)
+    return Spec(use, cls, {field.name: field for field in fields}, traits, every, distribution)
 
 
-def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, change: Change) -> Field:
+def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, impact: Impact) -> Field:
     field_kind, ports = _classify(kind)
     meta = attribute.metadata
     return Field(
@@ -89,7 +90,7 @@ def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, change: Change) ->
         ports=ports,
         default=attribute.default,
         attribute=attribute.name,
-        change=meta.get("change") or change,
+        impact=meta.get("impact") or impact,
         check=meta.get("check"),
         doc=meta.get("doc", ""),
     )

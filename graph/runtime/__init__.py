@@ -1,1 +1,1 @@
-"""From a graph to living objects: built, opened, closed."""
+"""The objects of a graph: built, opened and closed by the container."""

@@ -22,7 +22,7 @@ Stage = Literal["build", "open", "close"]
 STAGES: tuple[Stage, ...] = ("build", "open", "close")
 
 LEAST = 0.001
-"""Seconds from which on a node has its own line in the table of timings."""
+"""Seconds; faster nodes share one line in the table of timings."""
 
 
 @attrs.frozen
@@ -92,7 +92,7 @@ class NamedExitStack:
             name, close = self._stack.pop()
             try:
                 close()
-            except BaseException as error:
+            except BaseException as error:  # an interruption, too, must not skip the other callbacks
                 error.add_note(f"while closing [{name}]")
                 failures.append(error)
         if cause is not None:
@@ -134,6 +134,7 @@ class Container(Mapping[str, Any]):
         """Construct every needed node once, dependencies first; then fill the `Every` fields."""
         self._check_given()
         self._objects = {}
+        # What only a given object would need is not built.
         for name in self.graph.topological_order(self.roots, without=self.given):
             if name in self.given:
                 self._objects[name] = self.given[name]
@@ -181,6 +182,7 @@ class Container(Mapping[str, Any]):
         return objects
 
     def _fill_all(self) -> None:
+        # By class, not by object: matching a class with a port is slow, and many nodes share a class.
         kinds = {type(item) for item in self._objects.values()}
         for name in self._objects.keys() - self.given.keys():
             for field in self.graph.nodes[name].spec.every_fields:
@@ -202,13 +204,14 @@ class Container(Mapping[str, Any]):
     def _open(self, name: str, item: Any) -> None:
         if hasattr(item, "on_failure"):
             self._failure_handlers.append(name)
+        # Before open(): an object whose open() fails half-way must still release what it has.
         if hasattr(item, "close"):
             self._opened.push(name, lambda: self._close(name, item))
         if hasattr(item, "open"):
             try:
                 with timed(self.timings, name, "open"):
                     item.open()
-            except UserError as error:
+            except UserError as error:  # printed without traceback, so the message must name the node
                 error.set_node(self.graph.nodes[name].place, name)
                 raise
 
@@ -225,6 +228,7 @@ class Container(Mapping[str, Any]):
     def _fail(self, error: BaseException) -> None:
         """Call the failure handlers, last opened first, and close everything. Raises a replacement, if any."""
         replacement = error
+        # Popped first: a handler that raises must not be called again.
         while self._failure_handlers:
             replacement = self._objects[self._failure_handlers.pop()].on_failure(replacement) or replacement
         self._opened.close_all(replacement)

@@ -1,4 +1,4 @@
-"""For tests of components: one component alone, a part of a recipe, fakes of ports, and the contracts of ports."""
+"""The testing API: build one component, open a part of a recipe, fake a port, check the contract of a port."""
 
 from drawloom.graph.testing.build import Recipe, build
 from drawloom.graph.testing.ports import BrokenContract, Call, check_port, expect, fake

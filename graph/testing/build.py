@@ -1,4 +1,4 @@
-"""For tests: one component built with the checks of a recipe, or a part of a recipe opened."""
+"""Builds one component with the checks of a recipe, or opens a part of a recipe, for tests."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def build(component: str | type, /, *, package: str = "drawloom", **values: Any)
     problems. Constraints are checked unless they look at neighbours, since an object for an edge has no settings.
     """
     spec = _spec(component, package)
-    node = _settled(spec, {key: value for key, value in values.items() if not _takes_objects(spec, key)})
+    node = _node_of(spec, {key: value for key, value in values.items() if not _takes_objects(spec, key)})
     objects = {key: value for key, value in values.items() if _takes_objects(spec, key)}
     problems = [*node.problems, *_edge_problems(spec, objects)]
     if not problems:
@@ -56,7 +56,7 @@ def _takes_objects(spec: Spec, key: str) -> bool:
     return key in spec.fields and spec.fields[key].kind != "setting"
 
 
-def _settled(spec: Spec, settings: Mapping[str, Any]) -> Node:
+def _node_of(spec: Spec, settings: Mapping[str, Any]) -> Node:
     """A node with the settings converted as those of a recipe; a Path or Enum may be given as such, or as text."""
     plain = {key: serialize_value(value) for key, value in settings.items() if value is not None}
     recipe = PlainRecipe.of({"it": {"use": spec.use, **plain}}, "build")
@@ -102,7 +102,7 @@ def _empty(field: Field) -> Any:
     return Every() if field.kind == "every" else UNSAVED
 
 
-class _Alone(NodeView):
+class _Isolated(NodeView):
     """A view of a node without neighbours."""
 
     def neighbours(self, edge: str) -> list[NodeView]:
@@ -116,8 +116,8 @@ class _Neighbours(Exception):
 def _constraints(node: Node) -> Iterator[Problem]:
     constraints = getattr(node.spec.cls, "constraints", None)
     try:
-        yield from constraints(_Alone(node, {})) if constraints else ()
-    except _Neighbours:
+        yield from constraints(_Isolated(node, {})) if constraints else ()
+    except _Neighbours:  # an object for an edge has no settings that a constraint could check
         return
 
 

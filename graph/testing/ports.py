@@ -1,4 +1,4 @@
-"""Objects that keep the promises of a port, remember how they were called, and do nothing else."""
+"""Fakes of ports, which record their calls, and the contract suites that implementations of a port must pass."""
 
 import functools
 import importlib
@@ -17,14 +17,14 @@ import attrs
 from drawloom.graph.testing.build import build
 from drawloom.graph.types.port_match import members, mismatches
 
-NOTHING: dict[Any, Callable[[], Any]] = {int: int, float: float, str: str, bool: bool, bytes: bytes, list: list}
-NOTHING |= {dict: dict, tuple: tuple, Mapping: dict, set: set}
-"""What a method gives that says of what type, but not what: nothing of it."""
+EMPTY: dict[Any, Callable[[], Any]] = {int: int, float: float, str: str, bool: bool, bytes: bytes, list: list}
+EMPTY |= {dict: dict, tuple: tuple, Mapping: dict, set: set}
+"""The default return values of a fake's methods, by annotated type: empty or zero."""
 
 
 @attrs.frozen
 class Call:
-    """One call of a fake's method, with its arguments by name."""
+    """One recorded call of a fake's method, with its arguments by name."""
 
     method: str
     arguments: dict[str, Any]
@@ -32,12 +32,12 @@ class Call:
 
 def fake(*ports: type, **answers: Any) -> Any:
     """
-    An object that fits every one of these ports.
+    An object that implements all of these ports.
 
-    `answers` are the values of members, and what methods give: a value, or a function that is called with what the
-    method is called with. All else gives nothing of the type that the port promises: 0, "", an empty list, another
-    fake for another port, None. `calls` lists the calls of its methods, as `Call`s; a call that the port does not
-    allow raises a TypeError. A member that no port has raises a TypeError at once.
+    `answers` are values of attributes and return values of methods: a value, or a function that is called with the
+    arguments of the method. Everything else is an empty value of the annotated type: 0, "", an empty list, another fake
+    for another port, None. `calls` lists the calls of methods as `Call`s. Raises TypeError for a call that the port
+    does not allow, and at once for a name that no port has.
     """
     known = {name: port for port in ports for name in members(port)}
     unknown = answers.keys() - known.keys()
@@ -52,12 +52,13 @@ def fake(*ports: type, **answers: Any) -> Any:
             space[name] = _method(promised, calls, answers.get(name, _Unanswered))
         else:
             space["__annotations__"][name] = kind = _value_type(port, name, promised)
-            space[name] = answers[name] if name in answers else _nothing(kind)
+            space[name] = answers[name] if name in answers else _empty(kind)
+    # A class of its own, since ports are matched by class.
     return type(f"Fake{''.join(port.__name__ for port in ports)}", (), space)()
 
 
 class _Unanswered:
-    """What is asked for that nobody said anything of."""
+    """Marks a method without an answer; None may be an answer."""
 
 
 def _method(promised: Callable[..., Any], calls: list[Call], answer: Any) -> Callable[..., Any]:
@@ -65,12 +66,12 @@ def _method(promised: Callable[..., Any], calls: list[Call], answer: Any) -> Cal
     kind = typing.get_type_hints(promised).get("return")
 
     @functools.wraps(promised)
-    def method(self: Any, *places: Any, **names: Any) -> Any:
-        bound = signature.bind(self, *places, **names)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
         calls.append(Call(promised.__name__, dict(list(bound.arguments.items())[1:])))
         if answer is _Unanswered:
-            return _nothing(kind)
-        return answer(*places, **names) if callable(answer) else answer
+            return _empty(kind)
+        return answer(*args, **kwargs) if callable(answer) else answer
 
     return method
 
@@ -80,15 +81,15 @@ def _value_type(port: type, name: str, promised: Any) -> Any:
     return hints.get("return" if isinstance(promised, property) else name, Any)
 
 
-def _nothing(kind: Any) -> Any:
-    """A value that says nothing, of a type."""
+def _empty(kind: Any) -> Any:
+    """An empty value of a type."""
     origin = typing.get_origin(kind) or kind
-    if origin in NOTHING:
-        return NOTHING[origin]()
+    if origin in EMPTY:
+        return EMPTY[origin]()
     if origin is Literal:
         return typing.get_args(kind)[0]
     if origin in (typing.Union, types.UnionType) and type(None) not in typing.get_args(kind):
-        return _nothing(typing.get_args(kind)[0])
+        return _empty(typing.get_args(kind)[0])
     if getattr(origin, "_is_protocol", False) and "__port__" in vars(origin):
         return fake(origin)
     return iter(()) if getattr(origin, "__name__", "") in ("Iterator", "Iterable", "Generator") else None
@@ -98,17 +99,17 @@ Property = Callable[..., None]
 
 
 class BrokenContract(AssertionError):
-    """An implementation does not do what its port promises."""
+    """An implementation does not satisfy the contract of its port."""
 
 
 def expect(holds: object, otherwise: str) -> None:
-    """Raise BrokenContract, saying what is so `otherwise`, unless it holds."""
+    """Raise BrokenContract with the message `otherwise` unless `holds` is true."""
     if not holds:
         raise BrokenContract(otherwise)
 
 
 def contract(port: type) -> list[Property]:
-    """The properties of a port's contract; a LookupError if nobody wrote one."""
+    """The properties of a port's contract; LookupError if the port has none."""
     name = contract_module(port)
     try:
         found = importlib.util.find_spec(name)
@@ -134,18 +135,18 @@ def _properties(module: ModuleType, port: type) -> list[Property]:
 
 def check_port(implementation: str | type | Callable[[], Any], port: type, /, **values: Any) -> None:
     """
-    Put an implementation to the contract of a port.
+    Check an implementation against the contract of a port.
 
-    It is a component, by class or by name, which is built with `values` and opened, or a function that makes an
-    instance, or a context manager around one. Each property gets fresh instances, and sees them closed. Raises
-    BrokenContract for the first property that does not hold, with a note that says which.
+    The implementation is a component (its class or name), which is built with `values` and opened, or a function that
+    returns an instance or a context manager of one. Each property gets new instances, which are closed after it. Raises
+    BrokenContract for the first property that does not hold, with a note that names the property.
     """
     for holds in contract(port):
         with ExitStack() as stack:
             instances = [_instance(implementation, values, stack) for _ in inspect.signature(holds).parameters]
             for instance in instances:
                 reasons = mismatches(type(instance), port)
-                expect(not reasons, f"{type(instance).__name__} is no {port.__name__}: it {' and '.join(reasons)}")
+                expect(not reasons, f"{type(instance).__name__} is not a {port.__name__}: it {' and '.join(reasons)}")
             try:
                 holds(*instances)
             except Exception as error:

@@ -1,7 +1,7 @@
 """
 The testing API as fixtures; pytest finds this module by an entry point when drawloom is installed.
 
-It imports next to nothing: every run of pytest in the same environment pays for it.
+It imports nothing heavy, since every run of pytest in the same environment loads it.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ def build() -> Callable[..., Any]:
 
 @pytest.fixture
 def fake() -> Callable[..., Any]:
-    """`drawloom.graph.testing.ports`: an object that fits a port and remembers its calls."""
+    """`drawloom.graph.testing.ports`: an object that implements a port and records its calls."""
     from drawloom.graph import testing
 
     return testing.fake
@@ -29,7 +29,7 @@ def fake() -> Callable[..., Any]:
 
 @pytest.fixture
 def check_port() -> Callable[..., None]:
-    """`drawloom.graph.testing.check_port`: an implementation is put to the contract of a port."""
+    """`drawloom.graph.testing.check_port`: check an implementation against the contract of a port."""
     from drawloom.graph import testing
 
     return testing.check_port
@@ -37,7 +37,7 @@ def check_port() -> Callable[..., None]:
 
 @pytest.fixture
 def opened() -> Iterator[Callable[[Any], Any]]:
-    """Opens a component, or enters a container, until the test ends; gives it back."""
+    """A function that opens a component, or enters a container, until the test ends, and returns it."""
     with ExitStack() as stack:
 
         def open_one(item: Any) -> Any:

@@ -1,1 +1,1 @@
-"""TOML text: parsed with limits and diagnoses, indexed by position, and written."""
+"""TOML: parsing with limits and diagnostics, positions of keys and values, and writing."""

@@ -19,10 +19,10 @@ def dumps(plain: Any) -> str:
     match plain:
         case str():
             return _string(plain)
-        case bool():
+        case bool():  # before int, of which it is a subclass
             return "true" if plain else "false"
         case int():
-            return int.__repr__(plain)
+            return int.__repr__(plain)  # not str: an IntEnum prints its name
         case float():
             return float.__repr__(plain)  # the shortest text that reads as the same number
         case list() | tuple():

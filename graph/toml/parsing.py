@@ -1,4 +1,4 @@
-"""From the bytes of a file to a TOML tree; errors say where the mistake began, and what was probably meant."""
+"""Parses the bytes of a file as TOML; errors have the position where the mistake began, and a likely correction."""
 
 import re
 import unicodedata
@@ -12,7 +12,7 @@ from drawloom.graph.problems import KeyPath, Place, Problem, RecipeError
 from drawloom.graph.toml.positions import SourceMap
 
 LARGEST = 1 << 20
-"""Bytes of a recipe file; one that is larger is no recipe."""
+"""Bytes of a recipe file; a larger file is refused."""
 
 PARTS = 32
 """Parts of a dotted key. tomli's time grows with their square: 500 keys of 900 parts, half a megabyte, take 9 s."""

@@ -110,6 +110,7 @@ def _read_header(text: str, start: int, top: _Inside) -> tuple[_Inside, int]:
     (table, name, key), at = _read_key(text, start + width, top)
     end = at + width
     inside = table[name][2] if name in table else {}
+    # Each [[key]] appends to the array; its range is that of the first header.
     if width == 1 or not inside:
         table[name] = key, (start, end), inside
     if width == 2:

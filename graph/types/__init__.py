@@ -1,1 +1,1 @@
-"""The types of settings and ports: structured, described, compared."""
+"""Types of settings and ports: values converted to them, their names in messages, and whether classes match."""

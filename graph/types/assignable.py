@@ -1,4 +1,4 @@
-"""Whether a value of one annotated type may stand where another is promised; in doubt it may."""
+"""Whether a value of one annotated type is assignable to another; true if the annotations do not say."""
 
 import collections.abc
 import types
@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 Fits = Callable[[type, Any], bool]
-"""Whether a class keeps the promises of a Protocol, which may have parameters."""
+"""Whether a class implements a Protocol, which may have type parameters."""
 
 WIDER = {int: (float, complex), float: (complex,)}
-"""What type checkers take for a number, beside the number itself."""
+"""Types to which PEP 484 makes int and float assignable although they are no subclasses."""
 
 FUNCTION: type = collections.abc.Callable  # type: ignore[assignment]
 
 
 def assignable(given: Any, promised: Any, fits: Fits = lambda given, promised: True) -> bool:
-    """Whether `given` is `promised` or a special case of it; generics by their parameters where both have them."""
+    """Whether `given` is assignable to `promised`; generics by their parameters where both have them."""
     given, promised = _bare(given), _bare(promised)
     if promised is object or _is_open(given) or _is_open(promised) or given == promised:
         return True
@@ -33,9 +33,9 @@ def assignable(given: Any, promised: Any, fits: Fits = lambda given, promised: T
 
 def bindings(kind: Any, base: Any) -> dict[Any, Any]:
     """
-    The parameters of a generic `base`, as the class or annotated type `kind` fills them in; as far as it says.
+    The type arguments that a class or annotated type `kind` gives to the parameters of a generic `base`, where known.
 
-    By variable, or by number for the standard library's generics, which have no variables.
+    Keys are type variables, or indices for the standard library's generics, which have no type variables.
     """
     origin, base = typing.get_origin(kind) or kind, typing.get_origin(base) or base
     arguments = typing.get_args(kind)
@@ -50,7 +50,7 @@ def bindings(kind: Any, base: Any) -> dict[Any, Any]:
 
 
 def substitute(kind: Any, known: Mapping[Any, Any]) -> Any:
-    """A type with its variables filled in, as far as they are known."""
+    """A type with its known type variables replaced."""
     if isinstance(kind, typing.TypeVar):
         return known.get(kind, kind)
     open_parameters = getattr(kind, "__parameters__", ())
@@ -60,7 +60,7 @@ def substitute(kind: Any, known: Mapping[Any, Any]) -> Any:
 
 
 def _bare(kind: Any) -> Any:
-    """Without what says nothing of values: Annotated, ClassVar, Final, NewType."""
+    """The type inside Annotated, ClassVar, Final and NewType."""
     while True:
         if typing.get_origin(kind) in (typing.Annotated, typing.ClassVar, typing.Final):
             kind = typing.get_args(kind)[0]
@@ -71,7 +71,7 @@ def _bare(kind: Any) -> Any:
 
 
 def _is_open(kind: Any) -> bool:
-    """Whether a type says nothing: Any, Self, a variable, a name that is not resolved."""
+    """Whether a type accepts anything: Any, Self, a type variable, a name that is not resolved."""
     return kind in (Any, typing.Self) or isinstance(kind, typing.TypeVar | str | typing.ForwardRef)
 
 
@@ -82,6 +82,7 @@ def _is_union(kind: Any) -> bool:
 def _literal(given: Any, promised: Any, fits: Fits) -> bool:
     values = typing.get_args(given)
     if typing.get_origin(promised) is Literal:
+        # With their types, since 1 == True == 1.0 in Python.
         return {(type(value), value) for value in values} <= {(type(v), v) for v in typing.get_args(promised)}
     return all(assignable(type(value), promised, fits) for value in values)
 
@@ -100,21 +101,21 @@ def _classes(given: Any, promised: Any, fits: Fits) -> bool:
 
 
 def _pairs(given: Any, promised: Any, common: type) -> Iterator[tuple[Any, Any]]:
-    """The parameters of two generics that say the same, as far as both have them."""
+    """Pairs of type arguments of two generics for the same parameter, where both have one."""
     theirs = typing.get_args(promised)
     if common is tuple and Ellipsis in theirs:
         yield from ((kind, theirs[0]) for kind in typing.get_args(given) if kind is not Ellipsis)
     elif common is tuple and typing.get_args(given) and theirs:
         ours = typing.get_args(given)
         unlike = len(ours) != len(theirs) or Ellipsis in ours
-        yield from [(int, str)] if unlike else zip(ours, theirs, strict=True)  # a pair that does not fit
+        yield from [(int, str)] if unlike else zip(ours, theirs, strict=True)  # a pair that is not assignable
     else:
         ours = tuple(bindings(given, common).values()) or typing.get_args(given)
         yield from zip(ours, theirs, strict=False)
 
 
 def _callables(given: Any, promised: Any, fits: Fits) -> bool:
-    """Functions take at least what is promised, and give at most that."""
+    """Parameters are contravariant, the return type is covariant."""
     ours, theirs = typing.get_args(given), typing.get_args(promised)
     if _class_of(given) is not FUNCTION or not ours or not theirs:
         return bool(ours) or _is_subclass(_class_of(given) or object, FUNCTION)
@@ -134,5 +135,5 @@ def _class_of(kind: Any) -> type | None:
 def _is_subclass(given: type, promised: type) -> bool:
     try:
         return issubclass(given, promised)
-    except TypeError:
+    except TypeError:  # protocols with data members refuse issubclass
         return True

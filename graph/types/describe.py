@@ -1,4 +1,4 @@
-"""Types and values in the words of TOML, for messages and lists."""
+"""Names of types and values for messages, in the terms of TOML, and hints for values of nearly the right type."""
 
 import types
 import typing
@@ -14,7 +14,7 @@ import tomli
 from drawloom.graph.toml.emit import dumps
 
 SHOWN = 40
-"""Characters of a value that a message shows."""
+"""Characters of a value that a message shows at most."""
 
 TYPE_NAMES = {
     str: "string",
@@ -36,7 +36,7 @@ TYPE_NAMES = {
 
 
 def describe(value: Any) -> str:
-    """A value as a message names it: the string "x", the integer 3, true."""
+    """A value for a message: the string "x", the integer 3, true."""
     if value is None:
         return "nothing"
     noun = "" if type(value) is bool else TYPE_NAMES.get(type(value), "")
@@ -44,33 +44,33 @@ def describe(value: Any) -> str:
 
 
 def shorten(value: Any) -> str:
-    """A value as TOML, as far as it fits into a message."""
+    """A value as TOML, cut to SHOWN characters."""
     try:
         text = dumps(value)
-    except (TypeError, ValueError):  # what Python made, and no TOML can
+    except (TypeError, ValueError):  # a value made in Python that TOML does not have
         text = ascii(value)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
 def describe_type(kind: Any) -> str:
-    """A type: integer, array of strings, "first" or "last". That it may be left out is not said."""
+    """A type for a message: integer, array of strings, "first" or "last"; None in a union is omitted."""
     return _either(noun + rest for noun, rest in _alternatives(kind))
 
 
 def expected(kind: Any) -> str:
-    """The beginning of a message about something that is no `kind`."""
+    """The beginning of a message about a value that is not of type `kind`: expected an integer."""
     return "expected " + _either(_article(noun) + noun + rest for noun, rest in _alternatives(kind))
 
 
 def union_members(union: Any) -> list[Any]:
-    """What a union allows but None, or the type itself if it is no union."""
+    """The members of a union other than None, or the type itself if it is not a union."""
     if typing.get_origin(union) not in (typing.Union, types.UnionType):
         return [union]
     return [member for member in typing.get_args(union) if member is not type(None)]
 
 
 def _alternatives(kind: Any) -> list[tuple[str, str]]:
-    """Each thing that a type allows: its noun, which is empty for a certain value, and what follows the noun."""
+    """Each alternative of a type as (noun, rest): ("array", " of strings"); for a literal value the noun is empty."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind in TYPE_NAMES:
         return [(TYPE_NAMES[kind], "")]
@@ -115,10 +115,10 @@ def _either(words: Iterable[str]) -> str:
 
 
 def near_misses(value: Any) -> Iterator[tuple[Any, str]]:
-    """Values of other types that it nearly is, each with the hint what to write then."""
+    """Values of other types that a value was probably meant as, each with the hint what to write."""
     try:
         text = dumps(value)
-    except (TypeError, ValueError):  # no TOML
+    except (TypeError, ValueError):  # not a TOML value
         return
     if isinstance(value, str):
         for bare in (value, value.lower()):
@@ -136,7 +136,7 @@ def near_misses(value: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _read(text: str) -> list[Any]:
-    """The value that a text is in TOML, if it is one; what can't be printed is no part of a hint."""
+    """The value of a text as TOML, if it is valid; none if it can't be printed in a hint."""
     try:
         return [tomli.loads(f"x = {text}")["x"]] if text.isprintable() else []
     except (ValueError, RecursionError):

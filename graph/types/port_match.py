@@ -1,4 +1,4 @@
-"""Whether a class keeps the promises of a port: the same members, of the same types, callable in the same way."""
+"""Whether a class implements a port: the same members, of assignable types, callable with the same arguments."""
 
 import functools
 import inspect
@@ -11,6 +11,7 @@ import attrs
 
 from drawloom.graph.types.assignable import Fits, assignable, bindings, substitute
 
+# Attributes that typing adds to every Protocol, which are no members; they differ between Python versions.
 OWN_OF_PROTOCOLS = frozenset(dir(typing.Protocol)) | {
     "__abstractmethods__",
     "__annotations__",
@@ -30,13 +31,13 @@ OWN_OF_PROTOCOLS = frozenset(dir(typing.Protocol)) | {
 
 
 def mismatches(cls: type, port: Any) -> list[str]:
-    """Why a class does not fit a port, which may be a generic one with its parameters; nothing if it does."""
+    """Why a class does not implement a port, which may be generic with type arguments; empty if it does."""
     return list(_mismatches(frozenset(), cls, port))
 
 
-@functools.cache  # of classes, which do not change: the same pair is asked for by every edge
+@functools.cache  # classes do not change, and every edge of the same type asks for the same pair
 def implements(cls: type, port: Any) -> bool:
-    """Whether there is no misfit; the first one settles it."""
+    """Whether a class implements a port; stops at the first mismatch."""
     return _fits(frozenset(), cls, port)
 
 
@@ -45,23 +46,23 @@ def _fits(asked: frozenset[tuple[type, Any]], cls: type, port: Any) -> bool:
 
 
 def _mismatches(asked: frozenset[tuple[type, Any]], cls: type, port: Any) -> Iterator[str]:
-    """The same, for classes that promise things of one another: what is `asked` already is taken to fit."""
+    """As `mismatches`; pairs in `asked` are assumed to match, so that recursive Protocols terminate."""
     if (cls, port) in asked:
         return
     plain, wanted = typing.get_origin(port) or port, bindings(port, port)
-    look = _Matcher(cls, plain, wanted, functools.partial(_fits, asked | {(cls, port)}))
+    matcher = _Matcher(cls, plain, wanted, functools.partial(_fits, asked | {(cls, port)}))
     if plain in cls.__mro__:
-        yield from look.parameters()
+        yield from matcher.parameters()
     elif getattr(plain, "_is_protocol", False):
         for member in members(plain):
-            yield from look.member(member)
+            yield from matcher.member(member)
     else:
-        yield f"is no {plain.__name__}"
+        yield f"is not a {plain.__name__}"
 
 
-@functools.cache  # of ports, which do not change
+@functools.cache  # ports do not change
 def members(port: type) -> tuple[str, ...]:
-    """What a Protocol demands, in the order in which it is written."""
+    """The members of a Protocol and its bases, in the order of their definition."""
     found: dict[str, None] = {}
     for cls in reversed(port.__mro__):
         if getattr(cls, "_is_protocol", False) and cls is not typing.Protocol:
@@ -72,7 +73,7 @@ def members(port: type) -> tuple[str, ...]:
 
 @attrs.frozen
 class _Matcher:
-    """One class beside one port, whose type variables are as `wanted`."""
+    """Compares one class with one port, whose type variables have the arguments `wanted`."""
 
     cls: type
     port: type
@@ -80,21 +81,21 @@ class _Matcher:
     fits: Fits
 
     def parameters(self) -> Iterator[str]:
-        """How a class that derives from the port fills its variables in otherwise."""
+        """Type arguments of a class that derives from the port, where they are not those that are wanted."""
         ours = bindings(self.cls, self.port)
         for variable, kind in self.wanted.items():
             if variable in ours and not assignable(ours[variable], kind, self.fits):
                 yield f"is a {name(self.port)} of {name(ours[variable])}, not of {name(kind)}"
 
     def member(self, member: str) -> Iterator[str]:
-        """How one member breaks its promise."""
+        """Why one member does not match the protocol."""
         promised = inspect.getattr_static(self.port, member, None)
         if inspect.isfunction(promised):
             yield from self._method(promised, member)
         elif not _has(self.cls, member):
             yield f"has no {member}"
         elif inspect.isfunction(inspect.getattr_static(self.cls, member, None)):
-            yield f"has a method {member}(), where a value is promised"
+            yield f"has a method {member}(), where the port has an attribute"
         else:
             given, kind = _value_type(self.cls, member), substitute(_value_type(self.port, member), self.wanted)
             if not assignable(given, kind, self.fits):
@@ -103,7 +104,7 @@ class _Matcher:
     def _method(self, promised: Any, member: str) -> Iterator[str]:
         given = inspect.getattr_static(self.cls, member, None)
         if isinstance(given, property | functools.cached_property):
-            yield f"has a value {member}, where a method is promised"
+            yield f"has an attribute {member}, where the port has a method"
         elif given is None:
             if not _has(self.cls, member):
                 yield f"has no {member}()"
@@ -113,12 +114,12 @@ class _Matcher:
             yield reason
 
     def _mistyped(self, given: Any, promised: Any) -> str:
-        """How the types of a method break its port's promise, or nothing."""
+        """Why the types of a method do not match the port; empty if they do."""
         ours, theirs = _hints(given), _hints(promised)
         for parameter, open_kind in theirs.items():
             kind = substitute(open_kind, self.wanted)
             if parameter == "return" and not assignable(ours.get(parameter, Any), kind, self.fits):
-                return f"gives {name(ours[parameter])} from {given.__name__}(), not {name(kind)}"
+                return f"returns {name(ours[parameter])} from {given.__name__}(), not {name(kind)}"
             if parameter != "return" and not assignable(kind, ours.get(parameter, Any), self.fits):
                 return f"takes {name(ours[parameter])} as {parameter} of {given.__name__}(), not {name(kind)}"
         return ""
@@ -130,7 +131,7 @@ def _has(cls: type, member: str) -> bool:
 
 
 def _value_type(cls: type, member: str) -> Any:
-    """What reading a member gives, as far as it is annotated."""
+    """The annotated type of an attribute or property; Any without annotation."""
     found = inspect.getattr_static(cls, member, None)
     if isinstance(found, property):
         return _hints(found.fget).get("return", Any)
@@ -152,17 +153,17 @@ def name(kind: Any) -> str:
 
 
 Call = tuple[list[str], dict[str, str]]
-"""What is given by place and what by name; each value is the name of what it is meant for."""
+"""Positional and keyword arguments of a trial call; each value is the name of the parameter that it is meant for."""
 
 BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 MANY = ("",) * 20
-"""What is given where any number may be."""
+"""Positional arguments for a parameter *args: more than any method names."""
 
 STARRED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def call_mismatch(given: Callable[..., Any], promised: Callable[..., Any]) -> str:
-    """How `given` can't be called as `promised` says, both without their first parameter; nothing if it can."""
+    """Why `given` can't be called like `promised`, both without `self`; empty if it can."""
     ours, theirs = (_signature(function) for function in (given, promised))
     if not all(_takes(ours, call, theirs) for call in _calls(theirs)):
         name = promised.__name__
@@ -177,10 +178,11 @@ def _signature(function: Callable[..., Any]) -> Signature:
 
 
 def _calls(signature: Signature) -> Iterator[Call]:
-    """The ways to call: so many by place, the others by name, with and without what may be left out."""
+    """Calls that a signature allows: each number of positional arguments, with and without optional keywords."""
     parameters = signature.parameters.values()
     places = [parameter for parameter in parameters if parameter.kind in BY_PLACE]
     for number in range(len(places) + 1):
+        # A required positional-only parameter can't be passed by keyword.
         if any(p.kind is Parameter.POSITIONAL_ONLY and _is_needed(p) for p in places[number:]):
             continue
         names = [p for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
@@ -193,7 +195,7 @@ def _calls(signature: Signature) -> Iterator[Call]:
         yield [*by_place, *MANY], needed
         yield [*by_place, *MANY], all_names
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
-        yield by_place, needed | {"a name that nobody else has": ""}
+        yield by_place, needed | {"a keyword that no parameter has": ""}
 
 
 def _is_needed(parameter: Parameter) -> bool:
@@ -201,7 +203,7 @@ def _is_needed(parameter: Parameter) -> bool:
 
 
 def _takes(ours: Signature, call: Call, theirs: Signature) -> bool:
-    """Whether a call is taken, and what is given by name reaches no other parameter by place."""
+    """Whether a signature accepts a call and binds each argument to the parameter that it is meant for."""
     try:
         bound = ours.bind(*call[0], **call[1]).arguments
     except TypeError:

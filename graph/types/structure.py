@@ -58,7 +58,9 @@ class Values:
     @cached_property
     def _converter(self) -> Converter:
         """A hook for each type. cattrs takes registered classes first, then the last predicate that holds."""
+        # Detailed validation collects the errors of all items of a value instead of raising the first.
         converter = Converter(detailed_validation=True)
+        # First, so that it is tried last: cattrs would otherwise guess for types that it does not know.
         converter.register_structure_hook_factory(lambda kind: True, _refuse)
         converter.register_structure_hook_func(lambda kind: kind in (Any, object), lambda value, kind: value)
         converter.register_structure_hook_func(_is_literal, _choose)
@@ -76,6 +78,7 @@ class Values:
         if value is None and type(None) in typing.get_args(kind):
             return None
         inside: list[Exception] = []
+        # float last: it accepts integers, which an int member should keep.
         for member in sorted(union_members(kind), key=lambda member: member is float):
             try:
                 return self._structure(value, member)
@@ -90,7 +93,7 @@ class Values:
         if not isinstance(value, list):
             raise _Mismatch(value, kind)
         if len(value) != len(kinds):
-            raise _Mismatch(value, kind, f"{expected(kind)}: {len(kinds)} wanted, {len(value)} given")
+            raise _Mismatch(value, kind, f"{expected(kind)}: {len(kinds)} items expected, {len(value)} given")
         items, errors = [], []
         for index, (item, of) in enumerate(zip(value, kinds, strict=True)):
             try:

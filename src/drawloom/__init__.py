@@ -1,1 +1,1 @@
-"""Weave LLM training runs from components, by recipe."""
+"""Train language models from components that a recipe combines."""

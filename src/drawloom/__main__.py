@@ -1,4 +1,4 @@
-"""python -m drawloom."""
+"""The entry point `python -m drawloom`: signal handlers, and then the command line."""
 
 import os
 import signal
@@ -8,7 +8,8 @@ from typing import Any
 
 
 def main() -> int:
-    """Take care of how this process may end, and then run the command line, whose imports take seconds."""
+    """Install signal handlers, and run the command line. Returns its exit code."""
+    # Before the imports below, which take seconds in which a signal or a dead parent must already be noticed.
     parent = os.getppid()
     _handle(signal.SIGTERM, _end)
     _handle(signal.SIGINT, _interrupt)
@@ -20,27 +21,28 @@ def main() -> int:
         from drawloom.components.distributed.torchrun import rank_console
         from drawloom.graph.cli.main import main as command_line
 
-        return command_line(voice=rank_console())
+        return command_line(console=rank_console())
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    finally:  # what is left is Python's own way out, where it gives up our handlers
-        _handle(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to those that end a moment after another
+    finally:  # Python restores the default handlers while it shuts down
+        _handle(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to workers that end shortly after the first
         _handle(signal.SIGINT, _end)
 
 
 def _handle(number: signal.Signals, handler: Any) -> None:
-    """Take a signal from now on, unless this process shall ignore it, as `nohup` asks."""
+    """Install a handler, unless the signal is ignored, as under `nohup`."""
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, handler)
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
-    """Without a traceback, and without the time that closing takes; a run that is open takes the signal itself."""
+    """End at once, without traceback or cleanup; an open run replaces this handler by its own."""
     os._exit(128 + number)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Let commands close what they have opened; an import may print a traceback, or swallow the exception."""
+    """Raise KeyboardInterrupt, so that commands close what they opened; during an import, end at once."""
+    # An import may swallow the exception, or print a traceback of its own.
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             _end(number, frame)

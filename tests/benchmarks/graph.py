@@ -10,12 +10,12 @@ LIMIT_MS = 60
 
 def main() -> None:
     """Print a row for each number of nodes; an error if 1000 take longer than they may."""
-    workshop = Project.of("support.shop")
+    project = Project.of("support.shop")
     found: dict[int, float] = {}
     print(f"{'nodes':>6} {'by hand ms':>11} {'by recipe ms':>13} {'ratio':>6} {'us/node':>8}")
     for nodes in (10, 100, 1000, 10000):
         text = recipe_text(nodes)
-        hand, recipe = cpu_ms(lambda n=nodes: by_hand(n)), cpu_ms(lambda t=text: by_recipe(workshop, t))  # type: ignore[misc]
+        hand, recipe = cpu_ms(lambda n=nodes: by_hand(n)), cpu_ms(lambda t=text: by_recipe(project, t))  # type: ignore[misc]
         found[nodes] = recipe
         print(
             f"{nodes:>6} {hand:>11.2f} {recipe:>13.2f} {recipe / hand:>6.0f} {1e3 * recipe / nodes:>8.1f}", flush=True

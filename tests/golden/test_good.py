@@ -11,7 +11,7 @@ FROZEN = [recipe for recipe in RECIPES if recipe.with_suffix(".txt").exists()]
 
 
 @pytest.mark.parametrize("recipe", FROZEN, ids=lambda path: path.stem)
-def test_a_good_recipe_means_what_it_meant(recipe: Path) -> None:
+def test_a_good_recipe_resolves_as_in_the_golden_file(recipe: Path) -> None:
     """The resolved recipe is the recorded one, with the origin of every line, and there is no problem."""
     assert resolved(recipe) == recipe.with_suffix(".txt").read_text("utf-8")
 
@@ -22,6 +22,6 @@ def test_recipes_that_extend_what_ships_have_no_problems(recipe: Path) -> None:
     assert resolved(recipe).startswith("format = 1\n")
 
 
-def test_there_are_thirty() -> None:
+def test_there_are_at_least_30_good_recipes() -> None:
     """The corpus covers extending, overlays, groups, variables, nodes in place, and values of every type."""
     assert len(RECIPES) >= 30

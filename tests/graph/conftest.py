@@ -25,17 +25,17 @@ pages = ["@page"]
 
 
 @pytest.fixture
-def workshop() -> Project:
+def project() -> Project:
     """The shop's components and recipes."""
     return Project.of("support.shop")
 
 
 @pytest.fixture
-def shop(workshop: Project) -> Callable[..., Graph]:
+def shop(project: Project) -> Callable[..., Graph]:
     """The graph of a shop with one page, after laying TOML text over it."""
 
     def make(text: str = "", root: str = "trainer") -> Graph:
         data: dict[str, Any] = tomli.loads(text)
-        return workshop.graph(Recipe.of(tomli.loads(SHOP)).with_values(data), root)
+        return project.graph(Recipe.of(tomli.loads(SHOP)).with_values(data), root)
 
     return make

@@ -29,7 +29,7 @@ def test_the_nearest_name_is_found_whatever_its_case(name: str, found: str | Non
 
 
 def test_the_hint_names_the_nearest_or_a_few_choices() -> None:
-    """A long list of choices helps nobody."""
+    """A hint lists the choices only if there are few."""
     assert did_you_mean("kep", KNOWN) == "did you mean 'Keep'?"
     assert did_you_mean("zzz", KNOWN) == "there is Keep, every, max_norm"
     assert did_you_mean("zzz", map(str, range(13))) == ""
@@ -42,7 +42,7 @@ def test_one_edit_is_found_among_many(name: str) -> None:
     assert nearest(name, [f"other{number}" for number in range(500)] + ["node77"]) == "node77"
 
 
-def test_thousands_of_faults_among_thousands_of_names_take_no_minutes() -> None:
+def test_suggestions_for_thousands_of_names_are_fast() -> None:
     """The cost of a hint does not grow with the number of names beyond all bounds."""
     names = [f"node{number}" for number in range(5000)]
     began = time.process_time()

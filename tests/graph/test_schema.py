@@ -35,33 +35,33 @@ def as_json(plain: Any) -> Any:
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(SETTINGS)), st.data())
-def test_what_settings_take_is_valid(name: str, data: st.DataObject) -> None:
-    """Whatever a recipe may write for a setting, its schema accepts."""
+def test_a_value_that_a_setting_accepts_is_valid(name: str, data: st.DataObject) -> None:
+    """The schema accepts every value that a setting accepts."""
     assert VALIDATORS[name].is_valid(as_json(data.draw(SETTINGS[name])))
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.sampled_from(sorted(SETTINGS)), WRITTEN)
-def test_what_a_schema_refuses_settings_refuse(name: str, value: Any) -> None:
-    """A schema never complains of what a recipe may say; it may miss what only Python can tell."""
+def test_a_value_that_the_schema_refuses_is_no_valid_setting(name: str, value: Any) -> None:
+    """The schema refuses no valid value; it may accept values that only Python checks refuse."""
     field = SPEC.fields[name]
     if not VALIDATORS[name].is_valid(as_json(value)):
         written_as_reference = isinstance(value, str) and value[:1] in ("@", "$")
         assert written_as_reference or Values().structure(value, field.type, field.check)[1]
 
 
-def test_bounds_are_told() -> None:
+def test_bounds_are_part_of_the_schema() -> None:
     """A check that is a bound is part of the schema."""
     assert not VALIDATORS["part"].is_valid(0.0) and VALIDATORS["part"].is_valid(0.1)
     assert not VALIDATORS["shelf"].is_valid({"width": 0}) and VALIDATORS["shelf"].is_valid({"width": 1})
 
 
-def test_unknown_keys_inside_and_missing_ones_are_told() -> None:
+def test_unknown_and_missing_keys_inside_a_setting_are_invalid() -> None:
     """A table that is an attrs class has its fields and no others."""
     assert not VALIDATORS["shelf"].is_valid({"width": 1, "hight": 2}) and not VALIDATORS["shelf"].is_valid({})
 
 
-def test_a_variable_may_stand_anywhere() -> None:
+def test_a_variable_is_valid_anywhere() -> None:
     """Whole values and items of arrays may be variables, and nothing but those begins with one dollar."""
     data = tomli.loads('a = "$vars.x"\nb = ["$vars.y"]\nc = "$x"')
     assert VALIDATORS["whole"].is_valid(data["a"]) and VALIDATORS["numbers"].is_valid(data["b"])
@@ -69,11 +69,11 @@ def test_a_variable_may_stand_anywhere() -> None:
 
 
 ROOT = Path(__file__).parents[3]
-WORKSHOP = Project.of("drawloom")
+PROJECT = Project.of("drawloom")
 SHIPPED = sorted((ROOT / "recipes").glob("*.toml"))
 
 CODES = {"DL201", "DL203", "DL204", "DL302", "DL303", "DL306", "DL310", "DL311", "DL312"}
-"""Problems that show in a node alone, so that a schema can tell of them."""
+"""Problems that are visible in a single node, so that a schema can find them."""
 
 UNSEEN = {
     "cadence_zero",  # checks that are no bounds
@@ -83,40 +83,40 @@ UNSEEN = {
     "variable_of_wrong_type",  # variables stand for anything
     "group_with_setting",
 }
-"""What of these only Python can tell."""
+"""Recipes with such problems that only Python can find."""
 
 
 @pytest.fixture(scope="module")
 def validator() -> Draft7Validator:
     """The schema of all that ships."""
-    schema = recipe_schema(WORKSHOP.registry, WORKSHOP.usual())
+    schema = recipe_schema(PROJECT.registry, PROJECT.usual())
     Draft7Validator.check_schema(schema)
     return Draft7Validator(schema)
 
 
 def merged(table: Table) -> dict[str, Any]:
-    """A recipe with all that it extends, as one file would say it."""
+    """A recipe merged with all that it extends, as one file."""
     return {key: merged(item) if isinstance(item, Table) else item.value for key, item in table.items.items()}
 
 
 def faults(recipe: Path) -> tuple[set[str], dict[str, Any]]:
     """The codes of what is wrong with a recipe, and the recipe as one file."""
     try:
-        loaded = WORKSHOP.load(str(recipe))
+        loaded = PROJECT.load(str(recipe))
     except RecipeError as error:
         return {problem.code for problem in error.problems}, {}
-    return {problem.code for problem in WORKSHOP.graph(loaded).errors}, merged(loaded.tree)
+    return {problem.code for problem in PROJECT.graph(loaded).errors}, merged(loaded.tree)
 
 
 @pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_recipes_are_valid(validator: Draft7Validator, recipe: Path) -> None:
     """As files, and as what they become with all that they extend."""
-    for data in (tomli.loads(recipe.read_text("utf-8")), merged(WORKSHOP.load(str(recipe)).tree)):
+    for data in (tomli.loads(recipe.read_text("utf-8")), merged(PROJECT.load(str(recipe)).tree)):
         assert [error.message for error in validator.iter_errors(data)] == []
 
 
 def test_faulty_recipes_are_caught_if_a_schema_can(validator: Draft7Validator) -> None:
-    """Of the recipes with one fault, those are caught whose fault is of a kind that shows in a node alone."""
+    """The schema refuses the recipes whose problem is visible in a single node, and no valid recipe."""
     missed, false = [], []
     for recipe in sorted(FAULTY.glob("*.toml")):
         codes, data = faults(recipe)
@@ -126,6 +126,25 @@ def test_faulty_recipes_are_caught_if_a_schema_can(validator: Draft7Validator) -
         if not valid and not codes:
             false.append(recipe.stem)
     assert (missed, false) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("edit", "valid"),
+    [
+        ('edit.trainer.phases = { remove = "@clip", after = { "@lr" = ["@clip"] } }', True),
+        ('edit.trackers.aim.tags.before.one = "two"', True),
+        ("edit = []", False),
+        ('edit.trainer = "@clip"', False),
+        ('edit.trainer.phases = ["@clip"]', False),
+        ('edit.trainer.phases.after = "@clip"', False),
+        ('edit.trainer.phases.delete = "@clip"', False),
+    ],
+)
+def test_schema_accepts_edits_of_lists_and_refuses_malformed_ones(
+    validator: Draft7Validator, edit: str, valid: bool
+) -> None:
+    """An edit is a table named by a list, with elements to remove and tables of elements to insert."""
+    assert validator.is_valid(tomli.loads(edit)) is valid
 
 
 def test_misspelt_keys_of_usual_nodes_are_offered(validator: Draft7Validator) -> None:
@@ -138,6 +157,6 @@ def test_misspelt_keys_of_usual_nodes_are_offered(validator: Draft7Validator) ->
 def test_a_description_is_what_the_docstring_says(validator: Draft7Validator) -> None:
     """Editors show a component's docstring, and each setting's line."""
     clip = validator.schema["definitions"]["gradients.clip_norm"]  # type: ignore[index]
-    spec: Any = WORKSHOP.registry.find("gradients.clip_norm")
+    spec: Any = PROJECT.registry.find("gradients.clip_norm")
     assert clip["description"].startswith(spec.doc)
     assert clip["properties"]["max_norm"]["description"] == spec.fields["max_norm"].doc

@@ -72,7 +72,8 @@ def _public(tree: ast.Module) -> Iterator[Function | ast.ClassDef]:
 
 
 def _has_tensors(node: Function) -> bool:
-    return any("Tensor" in ast.unparse(part) for part in (node.args, node.returns) if part is not None)
+    # Not TensorSpec and the like, which have no data.
+    return any(re.search(r"\bTensor\b", ast.unparse(part)) for part in (node.args, node.returns) if part is not None)
 
 
 def _comments(text: str) -> int:

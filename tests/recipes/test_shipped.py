@@ -7,7 +7,7 @@ import pytest
 from drawloom.graph.cli.project import Project
 
 ROOT = Path(__file__).parents[2]
-WORKSHOP = Project.of("drawloom")
+PROJECT = Project.of("drawloom")
 OVERLAYS = [path.stem for path in (ROOT / "recipes").glob("with_*.toml")]
 WHOLE = [path.stem for path in (ROOT / "recipes").glob("*.toml") if path.stem not in (*OVERLAYS, "pretrain")]
 
@@ -22,7 +22,7 @@ SWAPS = [
 
 def problems(recipe: str, *words: str, overlays: tuple[str, ...] = ()) -> list[str]:
     """Everything that `check` says, warnings included."""
-    return [str(problem) for problem in WORKSHOP.graph(WORKSHOP.load(recipe, overlays, words)).problems]
+    return [str(problem) for problem in PROJECT.graph(PROJECT.load(recipe, overlays, words)).problems]
 
 
 @pytest.mark.parametrize("recipe", WHOLE)

@@ -89,7 +89,7 @@ def test_a_changed_recipe_is_refused_unless_free_or_accepted(place: Path) -> Non
     assert drawloom(place, *first, "trainer.steps=4")[0].code == 0
     refused = drawloom(place, *first, "trainer.steps=4", "optimizer.lr=1e-3", "evaluate.every=2")[0]
     assert refused.code == 2 and "Traceback" not in refused.text
-    assert "[optimizer] lr: 0.004 -> 0.001 (semantic)" in refused.text and "--accept-changes" in refused.text
+    assert "[optimizer] lr: 0.004 -> 0.001 (changes_training)" in refused.text and "--accept-changes" in refused.text
     free = drawloom(place, *first, "trainer.steps=4", "evaluate.every=2", "batch.micro_size=2", "data.workers=1")[0]
     assert free.code == 0
     accepted = drawloom(place, *first, "trainer.steps=6", "optimizer.lr=1e-3", "--accept-changes")[0]

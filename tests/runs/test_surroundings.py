@@ -232,10 +232,10 @@ def test_a_run_on_one_machine_listens_nowhere_and_unpickles_nothing(place: Path)
 def _fail_in_each(folder: Path) -> dict[str, list[str]]:
     """Open the graph of a run once per node, each time with that node failing; the files and threads left open."""
     os.chdir(folder)
-    workshop = Project.of("drawloom")
-    graph = workshop.graph(workshop.load("tiny.toml", [], ["data.workers=1"])).or_error()
+    project = Project.of("drawloom")
+    graph = project.graph(project.load("tiny.toml", [], ["data.workers=1"])).or_error()
     left: dict[str, list[str]] = {}
-    with workshop.container(graph):  # what the process keeps for good, it has by now
+    with project.container(graph):  # what the process keeps for good, it has by now
         pass
     for name in graph.topological_order(["trainer"]):
         kind = graph.nodes[name].spec.cls
@@ -249,7 +249,7 @@ def _fail_in_each(folder: Path) -> dict[str, list[str]]:
 
         kind.open = fail
         try:
-            with workshop.container(graph):
+            with project.container(graph):
                 raise AssertionError(name)
         except ZeroDivisionError as error:
             if str(error) != name:

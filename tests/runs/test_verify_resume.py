@@ -31,8 +31,8 @@ def test_a_recipe_resumes_bit_exactly(tmp_path: Path) -> None:
     """Metrics and state of every step are those of the uninterrupted run; no files are left."""
     code, text = _verify(tmp_path)
     assert code == 0, text
-    assert "10 steps straight, and 5 steps, a kill after step " in text
-    assert "the same, to the last bit: 10 steps, " in text
+    assert "10 steps without interruption, and 5 steps, a kill after step " in text
+    assert "bit-identical: 10 steps, " in text
     assert not list(tmp_path.glob("verify-resume-*"))
 
 

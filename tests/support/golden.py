@@ -20,31 +20,31 @@ def printed(recipe: Path) -> str:
     """
     The exit code, what went to stderr, and what went to stdout.
 
-    First lines such as `# workshop: shop` and `# arguments: clip.max_norm=0` name another workshop than drawloom's
+    First lines such as `# project: shop` and `# arguments: clip.max_norm=0` name another project than drawloom's
     and give the rest of the command line.
     """
-    said, told = io.StringIO(), io.StringIO()
-    with _beside(recipe), contextlib.redirect_stderr(told), contextlib.redirect_stdout(said):
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with _beside(recipe), contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
         try:
-            code = main(["check", recipe.name, *_directive(recipe, "arguments").split()], workshop_of(recipe))
+            code = main(["check", recipe.name, *_directive(recipe, "arguments").split()], project_of(recipe))
         except SystemExit as error:  # words that are no arguments
             code = int(error.code or 0)
-    return f"exit {code}\n{told.getvalue()}{said.getvalue()}"
+    return f"exit {code}\n{stderr.getvalue()}{stdout.getvalue()}"
 
 
 def resolved(recipe: Path) -> str:
     """The resolved recipe of one that is good."""
-    workshop, words = workshop_of(recipe), split_words(_directive(recipe, "arguments").split())[1]
+    project, words = project_of(recipe), split_words(_directive(recipe, "arguments").split())[1]
     with _beside(recipe):
-        graph = workshop.graph(workshop.load(recipe.name, words=words))
+        graph = project.graph(project.load(recipe.name, words=words))
         if graph.problems:
             raise RecipeError(graph.problems)
         return resolve(graph).text
 
 
-def workshop_of(recipe: Path) -> Project:
-    """The workshop that a recipe is for."""
-    return Project.of({"": "drawloom", "shop": "support.shop"}[_directive(recipe, "workshop")])
+def project_of(recipe: Path) -> Project:
+    """The project that a recipe is for."""
+    return Project.of({"": "drawloom", "shop": "support.shop"}[_directive(recipe, "project")])
 
 
 def _directive(recipe: Path, name: str) -> str:

@@ -25,9 +25,9 @@ def recipe_text(nodes: int) -> str:
     return "\n".join(lines)
 
 
-def by_recipe(workshop: Project, text: str) -> int:
+def by_recipe(project: Project, text: str) -> int:
     """Read, check and build; how many objects there are."""
-    container = workshop.container(workshop.graph(Recipe.of(parse(text))))
+    container = project.container(project.graph(Recipe.of(parse(text))))
     container.build()
     return len(container)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_-]{0,5}", fullmatch=True).filter(
-    lambda name: name not in ("vars", "format", "extends", "unset", "trainer", "store", "page")
+    lambda name: name not in ("vars", "format", "extends", "unset", "edit", "trainer", "store", "page")
 )
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 WHOLE = st.integers(-(2**63), 2**63 - 1)

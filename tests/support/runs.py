@@ -138,7 +138,7 @@ def _kill_after(path: Path, lines: float) -> None:
 
 def _code(arguments: list[str]) -> int:
     try:
-        return main(arguments, voice=rank_console())
+        return main(arguments, console=rank_console())
     except SystemExit as end:
         return int(end.code or 0)
 

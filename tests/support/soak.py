@@ -151,9 +151,9 @@ def _warm() -> None:
     import torch._dynamo
 
     torch.set_num_threads(1)
-    workshop = Project.of("drawloom")
+    project = Project.of("drawloom")
     for job in (Job(1, "blocking"), Job(1, "overlapped"), Job(1, "none")):
-        workshop.graph(workshop.load("tiny.toml", [], job.command("warm")[2:])).or_error()
+        project.graph(project.load("tiny.toml", [], job.command("warm")[2:])).or_error()
     gc.collect()
     gc.freeze()
 

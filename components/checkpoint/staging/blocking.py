@@ -10,7 +10,7 @@ from drawloom.components.checkpoint.staging.pinned_pool import KEPT, Pool
 from drawloom.graph import component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class Blocking:
     """Copies the state to CPU memory before training continues; training does not wait for the disk."""
 

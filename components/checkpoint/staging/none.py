@@ -7,7 +7,7 @@ import attrs
 from drawloom.graph import component
 
 
-@component(change="free")
+@component(impact="safe")
 class NoStaging:
     """Copies nothing: training waits until the state is on disk, and needs no memory for a copy."""
 

@@ -24,7 +24,7 @@ class PendingCopy:
     on_cpu: bool
 
 
-@component(change="free")
+@component(impact="safe")
 class Overlapped:
     """
     Copies the state while training continues; the next optimizer step waits for the copy, not for the disk.

@@ -82,35 +82,42 @@ class Qwen3Builder:
     )
     tie_word_embeddings: bool | None = setting(default=None, doc="whether the head is the embedding; false if left out")
     max_position_embeddings: int | None = setting(
-        default=None, check=at_least(1), change="free", doc="longest text that an export claims; 32768 if left out"
+        default=None, check=at_least(1), impact="safe", doc="longest text that an export claims; 32768 if left out"
     )
     rope_theta: float | None = setting(
-        default=None, check=above(1), change="semantic", doc="base of rotary positions; 1e6 if left out"
+        default=None, check=above(1), impact="changes_training", doc="base of rotary positions; 1e6 if left out"
     )
     rope_scaling: RopeScaling | None = setting(
-        default=None, change="semantic", doc="how rotary positions are stretched for longer texts; not if left out"
+        default=None,
+        impact="changes_training",
+        doc="how rotary positions are stretched for longer texts; not if left out",
     )
     rope_parameters: RopeScaling | None = setting(
-        default=None, change="semantic", doc="transformers 5's form of rope_theta and rope_scaling, instead of both"
+        default=None,
+        impact="changes_training",
+        doc="transformers 5's form of rope_theta and rope_scaling, instead of both",
     )
     rms_norm_eps: float | None = setting(
-        default=None, check=above(0), change="semantic", doc="added to mean squares in norms; 1e-6 if left out"
+        default=None, check=above(0), impact="changes_training", doc="added to mean squares in norms; 1e-6 if left out"
     )
     initializer_range: float | None = setting(
-        default=None, check=above(0), change="semantic", doc="standard deviation of initial weights; 0.02 if left out"
+        default=None,
+        check=above(0),
+        impact="changes_training",
+        doc="standard deviation of initial weights; 0.02 if left out",
     )
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
         """What the settings of a recipe can't be together."""
         for fault in faults(cls.family, node.settings, bool(node.neighbours("tokenizer"))):
-            yield node.fault(fault.key, fault.why, fault.instead)
+            yield node.problem(fault.key, fault.why, fault.instead)
 
     @classmethod
-    def weigh_change(cls, node: Any, key: str) -> str | None:
+    def resume_impact(cls, node: Any, key: str) -> str | None:
         """The longest text is a claim and no more, but where positions beyond it are stretched."""
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
-        return "semantic" if key == "max_position_embeddings" and rope and rope.rope_type == "dynamic" else None
+        return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type == "dynamic" else None
 
     @cached_property
     def architecture(self) -> Qwen3Config:

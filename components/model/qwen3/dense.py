@@ -8,7 +8,7 @@ from drawloom.components.model.qwen3.hugging_face import DENSE
 from drawloom.graph import component
 
 
-@component(change="structural")
+@component(impact="incompatible")
 class Qwen3Dense(Qwen3Builder):
     """A Qwen3 dense language model, of sizes given here or by a Hugging Face `config.json`."""
 

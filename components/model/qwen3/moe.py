@@ -12,7 +12,7 @@ from drawloom.components.ports.model import ExpertKernels
 from drawloom.graph import at_least, component, setting
 
 
-@component(change="structural")
+@component(impact="incompatible")
 class Qwen3Moe(Qwen3Builder):
     """
     A Qwen3 language model with experts, of sizes given here or by a Hugging Face `config.json`.
@@ -32,7 +32,7 @@ class Qwen3Moe(Qwen3Builder):
     moe_intermediate_size: int | None = setting(default=None, check=at_least(1), doc="channels inside an expert")
     norm_topk_prob: bool | None = setting(
         default=None,
-        change="semantic",
+        impact="changes_training",
         doc="whether the probabilities of a token's experts are made to add up to 1; true if left out",
     )
     decoder_sparse_step: int | None = setting(
@@ -44,7 +44,7 @@ class Qwen3Moe(Qwen3Builder):
     router_aux_loss_coef: float | None = setting(
         default=None,
         check=at_least(0),
-        change="semantic",
+        impact="changes_training",
         doc="weight of the loss that spreads tokens over experts; the config's, or 0.001, if left out",
     )
 

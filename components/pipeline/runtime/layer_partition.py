@@ -18,10 +18,10 @@ def misfits(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Pro
     try:
         stages = len(made.stage_to_rank(ranks))
     except UserError as error:
-        yield mesh.fault("pipeline", str(error))
+        yield mesh.problem("pipeline", str(error))
         return
     if isinstance(layers, int) and layers < stages:
-        yield mesh.fault("pipeline", *_too_few(layers, ranks, made.stages_per_rank, model.name))
+        yield mesh.problem("pipeline", *_too_few(layers, ranks, made.stages_per_rank, model.name))
 
 
 def _made(schedule: NodeView) -> Schedule | None:

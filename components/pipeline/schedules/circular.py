@@ -12,7 +12,7 @@ from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class Circular:
     """MaxText's circular pipeline: in each repeat all microbatches pass through all ranks once."""
 

@@ -10,7 +10,7 @@ from drawloom.components.ports.program import Program
 from drawloom.graph import component
 
 
-@component(change="free")
+@component(impact="safe")
 class DualPipeV:
     """Forwards overlap backwards, on a V (DualPipeV)."""
 

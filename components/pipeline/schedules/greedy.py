@@ -14,7 +14,7 @@ from drawloom.components.ports.program import Program
 from drawloom.graph import above, at_least, component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class Greedy:
     """A schedule for measured costs and a memory limit, on a V. Costs are of one stage and microbatch, in any unit."""
 

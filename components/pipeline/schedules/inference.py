@@ -12,7 +12,7 @@ from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class Inference:
     """Forwards alone."""
 

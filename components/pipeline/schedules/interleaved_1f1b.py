@@ -11,7 +11,7 @@ from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class Interleaved1F1B:
     """One forward, one backward, over several stages on each rank."""
 

@@ -10,7 +10,7 @@ from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class LoopedBreadthFirst:
     """All microbatches through one stage after another, then all backward."""
 

@@ -12,7 +12,7 @@ from drawloom.components.ports.program import Program
 from drawloom.graph import component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class OneFOneB:
     """One forward, one backward (PipeDream-Flush); on one rank, the plain training loop."""
 

@@ -13,7 +13,7 @@ from drawloom.components.ports.program import Program
 from drawloom.graph import component
 
 
-@component(change="free")
+@component(impact="safe")
 class VHalf:
     """Half the memory of 1F1B, for a small bubble (V-Half)."""
 

@@ -23,7 +23,7 @@ PERIOD = 6
 """Slots from one microbatch to the next: two stages, each with a forward and the two parts of a backward."""
 
 
-@component(change="free")
+@component(impact="safe")
 class VMin:
     """A third of the memory of 1F1B, and about its bubble (V-Min)."""
 

@@ -10,7 +10,7 @@ from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class ZeroBubble1P:
     """1F1B with split backwards (ZB-H1), plain or interleaved; as much memory, a third of the bubble."""
 

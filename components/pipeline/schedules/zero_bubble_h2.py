@@ -11,7 +11,7 @@ from drawloom.components.ports.program import Program
 from drawloom.graph import component
 
 
-@component(change="free")
+@component(impact="safe")
 class ZeroBubbleH2:
     """No bubble except the skew of the ranks' starts and ends (ZB-H2), for nearly twice the memory of 1F1B."""
 

@@ -3,8 +3,8 @@ Parses and validates the header of a safetensors file.
 
 A file is the length of the header (8 bytes, little-endian), the header (JSON: tensor name to dtype, shape and offsets)
 and the bytes of the tensors without gaps: https://github.com/huggingface/safetensors#format. The safetensors library
-validates less, takes time that grows with the square of the number of tensors, and blocks on pipes; whatever is
-accepted here it accepts as well, and reads alike.
+validates less, takes time quadratic in the number of tensors, and blocks on pipes; it accepts every file that is
+accepted here, and reads the same tensors.
 """
 
 import math
@@ -18,11 +18,11 @@ import torch
 from drawloom.components.storage.strict_json import natural, parse
 from drawloom.components.storage.tensor_source import TensorSpec
 
-SHOWN = 10
+SHOWN = 10  # names that a message lists
 
 
 def format_names(names: Sequence[str]) -> str:
-    """The names, or the first of them and how many more there are."""
+    """The first SHOWN names, and the number of the others."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
@@ -45,7 +45,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""In the order in which the library writes them, so that each tensor lies at a multiple of its element's size."""
+"""In the order of the safetensors library: wide elements first, so that each tensor is aligned to its element size."""
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -60,20 +60,20 @@ METADATA = "__metadata__"
 
 
 class BadHeader(Exception):
-    """Why bytes are no header that can be believed."""
+    """The header of a safetensors file is invalid; the message says why."""
 
 
 @attrs.frozen
 class Entry:
-    """A tensor in a file: what it is, and where its bytes are, counted from the end of the header."""
+    """A tensor in a file: its spec, and the range of its bytes, counted from the end of the header."""
 
-    kind: TensorSpec
+    spec: TensorSpec
     start: int
     end: int
 
 
 def parse_header(text: bytes, size: int) -> dict[str, Entry]:
-    """Tensor name to entry, for a header that is followed by so many bytes; BadHeader names the tensor."""
+    """The entries of a header by tensor name; `size` bytes follow the header. BadHeader names an invalid tensor."""
     if not text.startswith(b"{"):
         raise BadHeader("its header does not begin with {")
     try:
@@ -105,7 +105,7 @@ def is_name(name: str) -> bool:
 
 def _check_metadata(metadata: Any) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BadHeader(f"its {METADATA} is no object of strings")
+        raise BadHeader(f"its {METADATA} is not an object of strings")
     if len(metadata) > MAX_METADATA:
         raise BadHeader(f"its {METADATA} has {len(metadata)} entries, and more than {MAX_METADATA} are not read")
     try:
@@ -116,7 +116,7 @@ def _check_metadata(metadata: Any) -> None:
 
 def _entry(name: str, content: Any) -> Entry:
     if not is_name(name):
-        raise BadHeader(f"{name!r:.99} is no name for a tensor")
+        raise BadHeader(f"{name!r:.99} is not a valid name of a tensor")
     if not isinstance(content, dict) or content.keys() != {"dtype", "shape", "data_offsets"}:
         raise BadHeader(f"{name} is not described by dtype, shape and data_offsets alone")
     code, shape, places = content["dtype"], content["shape"], content["data_offsets"]
@@ -127,9 +127,9 @@ def _entry(name: str, content: Any) -> Entry:
     if not _naturals(places) or len(places) != 2 or places[0] > places[1]:
         raise BadHeader(f"{name} has no place between two data_offsets")
     entry = Entry(TensorSpec(tuple(shape), DTYPES[code]), *places)
-    if entry.kind.bytes != entry.end - entry.start:
-        raise BadHeader(f"{name} has {entry.end - entry.start} bytes, and dtype and shape say {entry.kind.bytes}")
-    if math.prod(filter(None, shape)) * entry.kind.dtype.itemsize > MAX_BYTES:
+    if entry.spec.bytes != entry.end - entry.start:
+        raise BadHeader(f"{name} has {entry.end - entry.start} bytes, and dtype and shape say {entry.spec.bytes}")
+    if math.prod(filter(None, shape)) * entry.spec.dtype.itemsize > MAX_BYTES:
         raise BadHeader(f"{name} has dimensions that no tensor can have")
     return entry
 
@@ -139,7 +139,7 @@ def _naturals(values: Any) -> bool:
 
 
 def _check_places(entries: Mapping[str, Entry], size: int) -> None:
-    """Every byte belongs to one tensor."""
+    """BadHeader unless every byte belongs to exactly one tensor: gaps could hide data, overlaps alias tensors."""
     end = 0
     for start, next_end, name in sorted((entry.start, entry.end, name) for name, entry in entries.items()):
         if start != end:

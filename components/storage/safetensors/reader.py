@@ -1,7 +1,7 @@
 """
 Reads safetensors: the header of an open file, single tensors, a Hugging Face folder of files, and a file in memory.
 
-Files may come from anybody: headers are validated, and nothing outside of the folder is opened.
+Files are untrusted: headers are validated, and nothing outside of the folder is opened.
 """
 
 import os
@@ -29,7 +29,7 @@ MAX_FILES = 10_000
 
 @attrs.frozen
 class SafetensorsFile:
-    """A file whose header was checked: its tensors, where their bytes begin, and what tells it from another."""
+    """A file with a valid header: its entries, the offset of the tensors, and its identity (see RegularFile)."""
 
     path: Path
     begin: int
@@ -39,15 +39,16 @@ class SafetensorsFile:
 
 @attrs.frozen
 class SafetensorsFolder:
-    """A source of the tensors of a folder; `places` says which file holds each."""
+    """A source of the tensors of a folder; `places` maps each name to its file."""
 
     places: Mapping[str, SafetensorsFile]
     owns_memory: bool = attrs.field(init=False, default=True)
 
-    def kinds(self) -> Mapping[str, TensorSpec]:
-        return {name: file.entries[name].kind for name, file in self.places.items()}
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {name: file.entries[name].spec for name, file in self.places.items()}
 
     def tensor(self, name: str) -> Tensor:
+        """One tensor, any shape, read into new memory on the CPU; UserError if its file has changed."""
         place = self.places[name]
         with open_regular_file(place.path) as file:
             if file.identity != place.identity:
@@ -62,21 +63,21 @@ def read_header(file: RegularFile) -> tuple[int, dict[str, Entry]]:
 
 
 def read_tensor(file: RegularFile, begin: int, entry: Entry) -> Tensor:
-    """A tensor of a file whose tensors begin at an offset, in memory of its own on the CPU."""
-    tensor, memory = empty(entry.kind)
+    """A tensor of any shape (its entry's) in new memory on the CPU; `begin` is the offset of all tensors."""
+    tensor, memory = empty(entry.spec)
     file.read_into(memory, begin + entry.start)
     return tensor
 
 
 def tensors_in(memory: Tensor) -> dict[str, Tensor]:
-    """The tensors of a file in memory (uint8, one dimension), as views of it; BadHeader if it is invalid."""
+    """memory: (bytes,), uint8, a whole file; its tensors by name, as views of it. BadHeader if it is invalid."""
     size = memory.numel()
     length = header_length(view(memory)[:8].tobytes(), size)
     body = memory[8 + length :]
     entries = parse_header(view(memory)[8 : 8 + length].tobytes(), size - 8 - length)
     try:
-        return {name: from_memory(body[entry.start : entry.end], entry.kind) for name, entry in entries.items()}
-    except RuntimeError as error:  # the writer aligns every tensor, other writers may not
+        return {name: from_memory(body[entry.start : entry.end], entry.spec) for name, entry in entries.items()}
+    except RuntimeError as error:  # this package aligns every tensor, other writers may not
         raise BadHeader(f"a tensor is not aligned to its elements: {error}") from error
 
 
@@ -84,11 +85,11 @@ def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
     """
     Read the headers of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
 
-    UserError lists everything by which index and files differ, or names the file and the tensor that can't be
-    believed. Nothing outside of the folder is opened.
+    Raises UserError with all differences between index and files, or with the file and tensor that are invalid. Nothing
+    outside of the folder is opened.
     """
     if not os.path.isdir(folder):
-        raise UserError(f"{folder} is no folder; write the path of a Hugging Face model folder")
+        raise UserError(f"{folder} is not a folder; write the path of a Hugging Face model folder")
     if os.path.lexists(folder / SINGLE):
         single = read_safetensors_header(folder / SINGLE)
         return SafetensorsFolder(dict.fromkeys(single.entries, single))
@@ -102,13 +103,13 @@ def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
 
 
 def read_safetensors_header(path: Path) -> SafetensorsFile:
-    """What a file says that it holds; UserError if it can't be believed."""
-    with open_regular_file(path) as file, _in_words(path):
+    """The header of a file; UserError if it is invalid."""
+    with open_regular_file(path) as file, _as_user_error(path):
         return SafetensorsFile(path, *read_header(file), file.identity)
 
 
 def _read_shard(folder: Path, file: str, name: str) -> SafetensorsFile:
-    """What a file of an index says that it holds; `name` is a tensor that the index places there, for messages."""
+    """The header of a file of an index; `name` is a tensor that the index places there, for messages."""
     try:
         return read_safetensors_header(folder / file)
     except UserError as error:
@@ -116,7 +117,7 @@ def _read_shard(folder: Path, file: str, name: str) -> SafetensorsFile:
 
 
 @contextmanager
-def _in_words(path: Path) -> Iterator[None]:
+def _as_user_error(path: Path) -> Iterator[None]:
     try:
         yield
     except BadHeader as error:
@@ -124,7 +125,7 @@ def _in_words(path: Path) -> Iterator[None]:
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
-    """Tensor name to file name, and how many bytes all tensors are said to have; only plain file names are taken."""
+    """The file name of each tensor, and the stated total size; UserError unless all are plain file names."""
     with open_regular_file(path) as file:
         if file.size > MAX_INDEX:
             raise UserError(f"{path} has {file.size} bytes, and more than {MAX_INDEX} are not read; copy it again")
@@ -139,13 +140,14 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
     for name, file_name in places.items():
         if not _is_plain(file_name):
             why = f"{path} places {name!r:.99} in {file_name!r:.99}"
-            raise UserError(f"{why}, which is no file of the folder; take another copy")
+            raise UserError(f"{why}, which is not a file of the folder; take another copy")
     if (count := len(set(places.values()))) > MAX_FILES:
         raise UserError(f"{path} names {count} files, and more than {MAX_FILES} are not read; take another copy")
     return places, _total(index, path)
 
 
 def _is_plain(file: Any) -> bool:
+    # Path separators and drive letters would lead out of the folder.
     if not isinstance(file, str) or file in ("", ".", "..") or not file.isprintable():
         return False
     return not set(file) & set("/\\:") and len(file.encode()) < 256
@@ -158,7 +160,7 @@ def _total(index: Mapping[str, Any], path: Path) -> int | None:
     if total is None:
         return None
     if type(total) not in (int, float) or not 0 <= total < 2**63 or total != int(total):
-        raise UserError(f"{path} says total_size = {total!r:.99}, which is no number of bytes; copy the file again")
+        raise UserError(f"{path} says total_size = {total!r:.99}, which is not a number of bytes; copy the file again")
     return int(total)
 
 
@@ -170,6 +172,6 @@ def _differences(places: Mapping[str, str], files: Mapping[str, SafetensorsFile]
         yield f"unexpected {format_names(unknown)}"
     if double := [f"{name} (also in {file})" for name, file in held if places.get(name, file) != file]:
         yield f"duplicate {format_names(double)}"
-    size = sum(entry.kind.bytes for file in files.values() for entry in file.entries.values())
+    size = sum(entry.spec.bytes for file in files.values() for entry in file.entries.values())
     if total not in (None, size) and not missing and not unknown:
         yield f"its total_size is {total}, and the tensors have {size} bytes"

@@ -1,4 +1,4 @@
-"""Writes one safetensors file, tensor by tensor in any order."""
+"""Writes a safetensors file, tensor by tensor in any order."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,77 +18,77 @@ from drawloom.components.storage.tensor_source import InMemory, TensorSpec, byte
 
 @attrs.define
 class SafetensorsWriter:
-    """Writes announced tensors into an open, empty file, each at its offset; `missing` are those still to come."""
+    """Writes planned tensors into an open file, each at its offset; `missing` are those not written yet."""
 
     file: FileWriter
     begin: int
     missing: dict[str, Entry]
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one of the tensors; ValueError if shape or dtype are not those that were announced."""
+        """tensor: any shape, but that and the dtype must be as planned for `name`, or ValueError."""
         entry = self.missing.pop(name)
         found = TensorSpec(tuple(tensor.shape), tensor.dtype)
-        if found != entry.kind:
-            raise ValueError(f"{name} came as {found}, and was announced as {entry.kind}")
+        if found != entry.spec:
+            raise ValueError(f"{name} has {found}, but was planned with {entry.spec}")
         self.file.put(bytes_of(tensor), self.begin + entry.start)
 
     def finish(self) -> None:
-        """ValueError if a tensor was announced and not written."""
+        """ValueError if a planned tensor was not written."""
         if self.missing:
-            raise ValueError(f"{format_names(list(self.missing))} never came")
+            raise ValueError(f"{format_names(list(self.missing))} were planned, but not written")
 
 
-def writer_into(file: FileWriter, kinds: Mapping[str, TensorSpec]) -> SafetensorsWriter:
-    """Write the header of these tensors into an open, empty file."""
-    head, entries = layout(kinds)
+def writer_into(file: FileWriter, specs: Mapping[str, TensorSpec]) -> SafetensorsWriter:
+    """Write the header of these tensors into an open, empty file; the result writes the tensors."""
+    head, entries = layout(specs)
     file.put(memoryview(head), 0)
     return SafetensorsWriter(file, len(head), entries)
 
 
 @contextmanager
-def new_safetensors_file(path: Path, kinds: Mapping[str, TensorSpec]) -> Iterator[SafetensorsWriter]:
-    """A new file of these tensors, which is on disk at the end of the block; OSError if it exists."""
-    check_writable(kinds)  # before there is a file
+def new_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iterator[SafetensorsWriter]:
+    """A new file of these tensors, flushed to disk at the end of the block; OSError if it exists."""
+    check_writable(specs)  # before the file is created
     with durable_files.new_file(path) as file:
-        writer = writer_into(file, kinds)
+        writer = writer_into(file, specs)
         yield writer
         writer.finish()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
-    """A new file of these tensors, flushed and hashed: they are written in the order in which they lie in the file."""
-    with new_safetensors_file(path, InMemory(tensors).kinds()) as writer:
+    """A new, flushed file of tensors of any shape, written in the order of the file, so that it can be hashed."""
+    with new_safetensors_file(path, InMemory(tensors).specs()) as writer:
         for name in list(writer.missing):
             writer.write(name, tensors[name])
     return writer.file.content()
 
 
-def layout(kinds: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
+def layout(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
     """
-    What a file of these tensors begins with, and the entry of each, in the order in which they lie in the file.
+    The header of a file of these tensors with its length, and the entries in the order of the file.
 
-    It is byte for byte what the safetensors library writes: by dtype, the widest first, and then by name.
+    Byte for byte as the safetensors library writes it: by dtype, the widest first, and then by name.
     """
-    check_writable(kinds)
+    check_writable(specs)
     ranks = {dtype: rank for rank, dtype in enumerate(CODES)}
     entries: dict[str, Entry] = {}
     written: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
-    for name in sorted(kinds, key=lambda name: (ranks[kinds[name].dtype], name)):
-        start, end = end, end + kinds[name].bytes
-        entries[name] = Entry(kinds[name], start, end)
-        written[name] = {"dtype": CODES[kinds[name].dtype], "shape": kinds[name].shape, "data_offsets": [start, end]}
+    for name in sorted(specs, key=lambda name: (ranks[specs[name].dtype], name)):
+        start, end = end, end + specs[name].bytes
+        entries[name] = Entry(specs[name], start, end)
+        written[name] = {"dtype": CODES[specs[name].dtype], "shape": specs[name].shape, "data_offsets": [start, end]}
     text = json.dumps(written, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the first tensor begins at a multiple of 8
     return len(text).to_bytes(8, "little") + text, entries
 
 
-def check_writable(kinds: Mapping[str, TensorSpec]) -> None:
-    """ValueError if there is a tensor that can't be written, or not be read again."""
-    for name, kind in kinds.items():
+def check_writable(specs: Mapping[str, TensorSpec]) -> None:
+    """ValueError for a tensor that the format lacks, or that the reader would refuse."""
+    for name, spec in specs.items():
         if not is_name(name):
-            raise ValueError(f"{name!r:.99} is no name for a tensor in a file")
-        if kind.dtype not in CODES:
-            raise ValueError(f"{name} has the dtype {kind.dtype}, which safetensors does not have")
-        if len(kind.shape) > MAX_DIMENSIONS:
-            raise ValueError(f"{name} has {len(kind.shape)} dimensions, and more than {MAX_DIMENSIONS} are not read")
+            raise ValueError(f"{name!r:.99} is not a valid name of a tensor")
+        if spec.dtype not in CODES:
+            raise ValueError(f"{name} has the dtype {spec.dtype}, which safetensors does not have")
+        if len(spec.shape) > MAX_DIMENSIONS:
+            raise ValueError(f"{name} has {len(spec.shape)} dimensions, and more than {MAX_DIMENSIONS} are not read")

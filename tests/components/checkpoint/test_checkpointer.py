@@ -209,7 +209,7 @@ def test_nodes_that_the_recipe_changed_may_differ(tmp_path: Path, caplog: pytest
     """With a node added or removed by the recipe, the new one keeps its initial state, and the rest is restored."""
     caplog.set_level(logging.INFO)
     checkpointer(tmp_path, {"a": StateNode({"x": 1}), "trackers.aim": StateNode()}).save(Step(1, 1))
-    changes = [RecipeChange(node, "", "old", "new", "free") for node in ("trackers.aim", "trackers.jsonl")]
+    changes = [RecipeChange(node, "", "old", "new", "safe") for node in ("trackers.aim", "trackers.jsonl")]
     recipe = ResolvedRecipe("text", "hash", False, lambda older: changes if older == "format = 1\n" else [])
     old, new = StateNode(), StateNode({"fresh": True})
     assert checkpointer(tmp_path, {"a": old, "trackers.jsonl": new}, recipe=recipe).restore() == 1

@@ -15,7 +15,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def printed(capsys: Capture, *arguments: str, code: int = 0) -> str:
-    """What the command says: on stdout if it succeeds, else on stderr."""
+    """The output of the command: stdout if it succeeds, else stderr."""
     try:
         found = main(["schedule", *arguments])
     except SystemExit as error:  # how argparse leaves
@@ -26,7 +26,7 @@ def printed(capsys: Capture, *arguments: str, code: int = 0) -> str:
 
 
 def data(capsys: Capture, *arguments: str) -> Any:
-    """What the command says in JSON."""
+    """The JSON output of the command."""
     return json.loads(printed(capsys, *arguments, "--format", "json"))
 
 
@@ -77,7 +77,7 @@ def test_channels_make_a_difference(capsys: Capture) -> None:
     assert data(capsys, *words, "--channels", "blocking")["makespan"] > data(capsys, *words)["makespan"]
 
 
-def test_a_recipe_says_it_all(capsys: Capture) -> None:
+def test_a_recipe_gives_schedule_ranks_and_microbatches(capsys: Capture) -> None:
     """Schedule, ranks and microbatches are those of the recipe; values are laid over it."""
     words = ("mesh.pipeline=2", "batch.micro_size=2", "schedule.use=pipeline.schedules.zero_bubble_v")
     found = data(capsys, "first_run", *words)
@@ -126,11 +126,14 @@ def test_all_are_compared(capsys: Capture) -> None:
     ("words", "error"),
     [
         (["dual_pipe", "--ranks", "2", "--microbatches", "4"], "did you mean 'pipeline.schedules.dual_pipe_v'?"),
-        (["data.bytes", "--ranks", "2", "--microbatches", "4"], "data.bytes is no schedule; `drawloom list"),
+        (["data.bytes", "--ranks", "2", "--microbatches", "4"], "data.bytes is not a schedule; `drawloom list"),
         (["gpipe", "--ranks", "2"], "how many microbatches? Write --microbatches 8"),
-        (["gpipe", "--ranks", "0", "--microbatches", "4"], "'0' is no whole number above 0"),
-        (["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "X=1"], "'X=1' is no cost; write such as F=1"),
-        (["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "F=-1"], "work costs more than 0"),
+        (["gpipe", "--ranks", "0", "--microbatches", "4"], "'0' is not a positive integer"),
+        (
+            ["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "X=1"],
+            "'X=1' is not a cost; write for example F=1",
+        ),
+        (["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "F=-1"], "an action costs more than 0"),
         (
             ["gpipe", "--ranks", "2", "--microbatches", "4", "schedule.x=1"],
             "command line: [schedule] 'pipeline.schedules.gpipe' has no setting",
@@ -140,6 +143,6 @@ def test_all_are_compared(capsys: Capture) -> None:
         (["no_such_recipe"], "no_such_recipe"),
     ],
 )
-def test_mistakes_are_told(capsys: Capture, words: list[str], error: str) -> None:
+def test_wrong_arguments_are_user_errors(capsys: Capture, words: list[str], error: str) -> None:
     """A command line that can't be is refused with exit code 2 and one sentence."""
     assert error in printed(capsys, *words, code=2)

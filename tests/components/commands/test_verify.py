@@ -12,8 +12,8 @@ from support.checkpoints import save_steps
 
 
 def _verify(folder: Path) -> int:
-    workshop: Any = None
-    return main(argparse.Namespace(run_folder=folder), workshop)
+    project: Any = None
+    return main(argparse.Namespace(run_folder=folder), project)
 
 
 def test_each_checkpoint_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,22 +22,22 @@ def test_each_checkpoint_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert _verify(tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[0] for line in lines] == [f"{tmp_path}/checkpoints/step-{step}" for step in (9, 10)]
-    assert all(": whole, 3 files, " in line for line in lines)
+    assert all(": valid, 3 files, " in line for line in lines)
 
 
-def test_a_damaged_one_is_named_with_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_corrupt_checkpoint_is_named_with_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An older one too, of which a run that starts again would never know; the exit code is 1."""
     save_steps(tmp_path, 1, 2)
     path = tmp_path / "checkpoints/step-1/rank-0.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     assert _verify(tmp_path) == 1
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{tmp_path}/checkpoints/step-1: damaged: rank-0.safetensors has ")
-    assert "whole" in second
+    assert first.startswith(f"{tmp_path}/checkpoints/step-1: corrupt: rank-0.safetensors has ")
+    assert "valid" in second
 
 
-def test_a_folder_without_checkpoints_is_a_mistake(tmp_path: Path) -> None:
-    """Of the command line: nothing was verified."""
+def test_a_folder_without_checkpoints_is_a_user_error(tmp_path: Path) -> None:
+    """A folder without checkpoints exits with code 2, since nothing was verified."""
     with pytest.raises(UserError, match="holds no checkpoint") as caught:
         _verify(tmp_path)
     assert caught.value.exit_code == 2

@@ -43,7 +43,7 @@ def _runs(place: Path, steps: int, pause: float, how: str = "") -> Runs:
 
 
 def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
-    """The second run is killed when half is committed, and goes on from there to the end."""
+    """The second run is killed when half of its steps are committed, and resumes from there."""
     runs = _runs(tmp_path, 10, 0.05)
     runs.straight()
     assert 5 <= runs.killed_and_resumed() < 10
@@ -52,16 +52,16 @@ def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
         assert [json.loads(row)["step"] for row in rows] == list(range(1, 11))
 
 
-def test_a_run_that_is_too_short_to_be_killed_is_told(tmp_path: Path) -> None:
+def test_a_run_that_is_too_short_to_be_killed_is_reported(tmp_path: Path) -> None:
     """Comparing a run with itself would show nothing."""
-    with pytest.raises(UserError, match="is over before it can be killed; take more steps than 4"):
+    with pytest.raises(UserError, match="ends before it can be killed; take more steps than 4"):
         _runs(tmp_path, 4, 0.0, "short").killed_and_resumed()
 
 
 def test_a_run_that_fails_is_shown(tmp_path: Path) -> None:
-    """With its last words; it says nothing of resuming."""
+    """The error shows the end of the run's output, and does not blame resuming."""
     for run in (Runs.straight, Runs.killed_and_resumed):
-        with pytest.raises(UserError, match="nothing to do with resuming:\nno such corpus"):
+        with pytest.raises(UserError, match="a reason other than resuming:\nno such corpus"):
             run(_runs(tmp_path, 4, 0.0, "fail"))
 
 
@@ -74,8 +74,8 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 """
 
 
-def test_what_torchrun_says_of_a_run_that_fails_is_left_out(tmp_path: Path) -> None:
-    """Its report is long, and tells nothing of the cause; if there is nothing else, it is shown."""
+def test_output_of_torchrun_about_a_failed_run_is_left_out(tmp_path: Path) -> None:
+    """torchrun's report does not contain the cause; it is shown only if there is no other output."""
     for report, words in ((REPORT, "resuming:\nno such corpus$"), (REPORT[-66:], "ChildFailedError:$")):
         command = [sys.executable, "-c", f"print({report.strip()!r}); exit(1)"]
         with pytest.raises(UserError, match=words):
@@ -106,7 +106,7 @@ def _run(run: Path, **changes: Any) -> Path:
         ({}, []),
         ({"memory": 7}, []),
         ({"digests": {"aim": "other"}}, []),
-        ({"loss": 1.5}, ["step 3 differs: loss is 1.0 straight, 1.5 resumed"]),
+        ({"loss": 1.5}, ["step 3 differs: loss is 1.0 uninterrupted, 1.5 resumed"]),
         ({"digests": {"stages/w": "x"}}, ["step 3 differs: stages/w of rank 1"]),
         ({"digests": {"stages": "x", "optimizer/w": "y"}}, ["step 3 differs: stages and 1 more of rank 1"]),
         ({"digests": {"more": "x"}}, ["step 3 differs: more of rank 1"]),
@@ -114,7 +114,7 @@ def _run(run: Path, **changes: Any) -> Path:
     ],
 )
 def test_the_first_difference_is_named(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
-    """With step, number or tensor, and rank; what tells of the machine or of the run's own series is not compared."""
+    """A difference names step, metric or tensor, and rank; machine metrics and trackers' state are ignored."""
     found = list(differences(_run(tmp_path / "a"), _run(tmp_path / "b", **changes), ["aim"]))
     assert len(found) == len(words)
     assert all(str(text).startswith(word) for text, word in zip(found, words, strict=True))
@@ -123,13 +123,13 @@ def test_the_first_difference_is_named(tmp_path: Path, changes: dict[str, Any], 
 @pytest.mark.parametrize(
     ("step", "varies", "words"),
     [
-        (10, False, ["neither run had been killed by then"]),
-        (10, True, ["neither run had been killed by then", "the cause may be the GPU"]),
+        (10, False, ["neither run was killed before this step"]),
+        (10, True, ["neither run was killed before this step", "the cause may be the GPU"]),
         (11, False, []),
         (11, True, ["resuming need not be the cause, it may be the GPU"]),
     ],
 )
-def test_what_else_than_resuming_is_the_cause_is_told(
+def test_other_causes_than_resuming_are_reported(
     step: int,
     varies: bool,
     words: list[str],
@@ -150,10 +150,10 @@ def test_what_else_than_resuming_is_the_cause_is_told(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: varies)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert main(["verify-resume", "first_run"]) == 1
-    first, *told, _place = capsys.readouterr().out.splitlines()[1:]
-    assert first == f"step {step} differs: loss is 1.0 straight, 2.0 resumed"
-    assert len(told) == len(words) and all(text.startswith(word) for text, word in zip(told, words, strict=True))
-    assert varies == any("randomness.deterministic=true" in text for text in told)
+    first, *reasons, _place = capsys.readouterr().out.splitlines()[1:]
+    assert first == f"step {step} differs: loss is 1.0 uninterrupted, 2.0 resumed"
+    assert len(reasons) == len(words) and all(text.startswith(word) for text, word in zip(reasons, words, strict=True))
+    assert varies == any("randomness.deterministic=true" in text for text in reasons)
     settled = ["randomness.deterministic=true"]
     assert main(["verify-resume", "first_run", *settled]) == 1
     assert "GPU" not in capsys.readouterr().out

@@ -51,7 +51,7 @@ Make = Callable[..., Qwen3Builder]
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("max_shard", [2**30, 5000], ids=["one file", "several"])
 def test_transformers_loads_it_as_is(tmp_path: Path, tied: bool, max_shard: int, make: Make) -> None:
-    """from_pretrained takes every tensor from the folder, misses none, and gives the same logits."""
+    """from_pretrained reads every tensor of the folder, misses none, and its model has the same logits."""
     model = make(tie_word_embeddings=tied)
     module = whole(model)
     write_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
@@ -69,7 +69,7 @@ def test_transformers_loads_it_as_is(tmp_path: Path, tied: bool, max_shard: int,
 @both
 @pytest.mark.parametrize("max_shard", [2**30, 5000], ids=["one file", "several"])
 def test_read_back_bit_by_bit(tmp_path: Path, max_shard: int, make: Make) -> None:
-    """What we read of our own export is what was written, bit by bit; the config gives the same model."""
+    """Reading an export gives the written tensors bit by bit, and its config the same model."""
     model = make(tie_word_embeddings=True)
     module = whole(model)
     write_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
@@ -99,7 +99,7 @@ def test_reads_what_transformers_saves(tmp_path: Path, make: Make) -> None:
 
 
 def test_another_dtype(tmp_path: Path) -> None:
-    """Written as bfloat16, the numbers are rounded, and the config says so."""
+    """An export as bfloat16 has rounded numbers, and its config states the dtype."""
     model = dense()
     module = whole(model)
     write_folder(tmp_path / "export", model, FakeStages([module]), dtype=torch.bfloat16)
@@ -146,8 +146,8 @@ def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shar
     expected = open_safetensors_folder(tmp_path / "whole")
     for name in ("parts", "again"):
         found = open_safetensors_folder(tmp_path / name)
-        assert found.kinds().keys() == expected.kinds().keys()
-        assert all(torch.equal(found.tensor(each), expected.tensor(each)) for each in found.kinds())
+        assert found.specs().keys() == expected.specs().keys()
+        assert all(torch.equal(found.tensor(each), expected.tensor(each)) for each in found.specs())
         files = {file.path.name for file in found.places.values()} | {"model.safetensors.index.json", "config.json"}
         assert {*os.listdir(tmp_path / name)} == files
         assert (tmp_path / name / "config.json").read_text() == (tmp_path / "whole" / "config.json").read_text()
@@ -165,10 +165,10 @@ def load_in_transformers(folder: Path) -> Any:
 
 
 def test_part_of_a_model_is_refused(tmp_path: Path) -> None:
-    """A group that holds a part of the model is told what it lacks, and nothing is written."""
+    """Exporting a part of the model is an error that lists the missing parameters, and nothing is written."""
     model = dense()
     stages = FakeStages([model.build(LayerRange(0, 2, True, False))])
-    with pytest.raises(UserError, match=r"missing model\.norm\.weight, lm_head\.weight"):
+    with pytest.raises(UserError, match=r"missing parameters model\.norm\.weight, lm_head\.weight"):
         write_folder(tmp_path / "export", model, stages)
     assert os.listdir(tmp_path) == []
 

@@ -45,7 +45,7 @@ def export_of(folder: Path, mesh: Any, **settings: Any) -> HuggingFaceExport:
     return HuggingFaceExport(model=model, stages=stages, folder=FakeFolder(folder), mesh=mesh, **settings)
 
 
-def test_fits_its_port() -> None:
+def test_the_export_implements_its_port() -> None:
     """The component keeps the promises of a Finisher."""
     assert not mismatches(HuggingFaceExport, FinalTask)
 
@@ -85,7 +85,7 @@ def _replicas(folder: Path, late: bool) -> list[str]:
 
 
 def test_replicas_write_one_folder(tmp_path: Path) -> None:
-    """Ranks that hold the same model write it once, and leave nothing of what they told each other."""
+    """Replicas write the model once, and remove their workspace."""
     assert run_ranks(_replicas, 2, tmp_path, True) == [["export"], ["export"]]
     assert sorted(os.listdir(tmp_path / "export")) == ["config.json", "model.safetensors"]
 

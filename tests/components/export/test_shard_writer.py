@@ -1,4 +1,4 @@
-"""Several ranks that write one folder: all of it, once, the same whatever their hash seeds, or nothing."""
+"""Several ranks write one folder: each tensor once, the same under any hash seed, or nothing at all."""
 
 import errno
 import json
@@ -52,13 +52,13 @@ def by_one(folder: Path, max_shard: int = 2**30) -> dict[str, Tensor]:
     mine = share(tensors(), mapper(), range(2 * LAYERS), None)
     write_shares(folder, mine, SingleProcess(), max_shard, config_beside)
     source = open_safetensors_folder(folder)
-    return {name: source.tensor(name) for name in source.kinds()}
+    return {name: source.tensor(name) for name in source.specs()}
 
 
 def assert_same(folder: Path, expected: dict[str, Tensor]) -> None:
     """The folder holds exactly what is expected, in exactly the files that its index names."""
     source = open_safetensors_folder(folder)
-    assert source.kinds().keys() == expected.keys()
+    assert source.specs().keys() == expected.keys()
     assert all(torch.equal(source.tensor(name), tensor) for name, tensor in expected.items())
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert {*os.listdir(folder)} == {*index["weight_map"].values(), "model.safetensors.index.json", "config.json"}
@@ -111,14 +111,14 @@ def _trouble(folder: Path, kind: str) -> tuple[str, list[str]]:
     ("kind", "message"),
     [
         ("duplicate", "a would be written twice, by rank 0 and by rank 1"),
-        ("name", "'../a' is no name for a tensor"),
+        ("name", "'../a' is not a valid name of a tensor"),
         ("disk", "model-00002-of-00002.safetensors: No space left on device"),
         ("finish", "config.json: No space left on device"),
         ("taken", "exists already"),
     ],
 )
 def test_an_error_on_one_rank_leaves_nothing(tmp_path: Path, kind: str, message: str) -> None:
-    """Whatever goes wrong on whichever rank, all hear the same, and what was there before is all that is there."""
+    """An error on any rank is raised on all, and the target folder is as it was before."""
     if kind == "taken":
         (tmp_path / "export").mkdir()
         (tmp_path / "export" / "stale.safetensors").write_text("old")
@@ -177,9 +177,9 @@ def test_sharded_tensors_are_the_same_under_every_hash_seed(tmp_path: Path) -> N
     assert_same(tmp_path / "export", by_one(tmp_path / "alone"))
 
 
-def test_in_another_dtype(tmp_path: Path) -> None:
+def test_tensors_are_exported_in_another_dtype(tmp_path: Path) -> None:
     """A share in another dtype is written in that, and whole numbers are left alone."""
     mine = share({"a": torch.ones(2), "b": torch.tensor([1])}, identity("a", "b"), [0, 1], torch.bfloat16)
     write_shares(tmp_path / "export", mine, SingleProcess(), 100, config_beside)
-    kinds = open_safetensors_folder(tmp_path / "export").kinds()
+    kinds = open_safetensors_folder(tmp_path / "export").specs()
     assert {name: kind.dtype for name, kind in kinds.items()} == {"a": torch.bfloat16, "b": torch.int64}

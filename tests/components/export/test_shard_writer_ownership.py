@@ -21,26 +21,26 @@ def rank(*stages: str, dtype: str = "torch.float32") -> dict[str, Any]:
     }
 
 
-def test_the_first_rank_that_can_writes() -> None:
+def test_the_first_rank_that_holds_a_group_owns_it() -> None:
     """Each group belongs to the first rank that holds all of it; copies further on are not written again."""
     mapper = parallel(stack(["a", "b"], "ab"), identity("c", "d", "e"))
     assert choose_owners(mapper, [rank("a", "c"), rank("ab", "c"), rank("bcde")]) == [1, 0, 2, 2]
     assert choose_owners(mapper, [rank("abc", "de"), rank("abcde")]) == [0, 0, 0, 0]
 
 
-def test_what_is_missing_and_what_is_too_much_is_told() -> None:
-    """Both lists are one message."""
-    with pytest.raises(UserError, match="missing b; no name there for x"):
+def test_missing_and_unexpected_tensors_are_reported() -> None:
+    """Missing and unexpected parameters are listed in one message."""
+    with pytest.raises(UserError, match="missing parameters b; parameters without a Hugging Face name x"):
         choose_owners(identity("a", "b"), [rank("a"), rank("x")])
 
 
-def test_a_group_that_no_rank_holds_is_told() -> None:
+def test_a_group_that_no_rank_holds_is_reported() -> None:
     """Tensors that become one can't lie on two ranks."""
     with pytest.raises(UserError, match="a, b become ab together, and no rank holds them all"):
         choose_owners(stack(["a", "b"], "ab"), [rank("a"), rank("b")])
 
 
-def test_ranks_that_hold_different_models_are_told() -> None:
+def test_ranks_that_hold_different_models_are_reported() -> None:
     """Copies have one shape and one dtype."""
     with pytest.raises(UserError, match=r"a is \[\[2\], 'torch.float32'\] on one rank and .*bfloat16"):
         choose_owners(identity("a"), [rank("a"), rank("a", dtype="torch.bfloat16")])
@@ -55,7 +55,7 @@ class OneStage:
         return [Stage(3, 4, LayerRange(0, 1, False, False), nn.Linear(2, 1, dtype=torch.bfloat16))]
 
 
-def test_what_a_rank_tells() -> None:
-    """A rank says which stages it has, and every parameter's shape and dtype."""
+def test_a_rank_reports_shape_and_dtype_of_its_parameters() -> None:
+    """The report of a rank has its stages, and shape and dtype of every parameter."""
     tensors = {"weight": [[1, 2], "torch.bfloat16"], "bias": [[1], "torch.bfloat16"]}
     assert holding(OneStage()) == {"stages": [{"index": 3, "tensors": tensors}]}

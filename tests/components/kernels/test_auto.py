@@ -124,8 +124,8 @@ def test_triton_on_a_cpu_is_told_when_the_node_opens(monkeypatch: pytest.MonkeyP
 
 
 def problems(*words: str) -> list[str]:
-    workshop = Project.of("drawloom")
-    return [str(problem) for problem in workshop.graph(workshop.load("first_run", (), words)).problems]
+    project = Project.of("drawloom")
+    return [str(problem) for problem in project.graph(project.load("first_run", (), words)).problems]
 
 
 @pytest.mark.parametrize("choice", ["rms_norm=triton", "attention=flex", "linear_cross_entropy=cut"])
@@ -139,8 +139,8 @@ def test_check_knows_that_a_cpu_is_no_gpu(choice: str) -> None:
 
 def test_explain_says_what_auto_takes() -> None:
     """And why; operations that the recipe chooses are among the settings already."""
-    workshop = Project.of("drawloom")
-    graph = workshop.graph(workshop.load("first_run", (), ("device.kind=cpu", "kernels.rope=eager")))
+    project = Project.of("drawloom")
+    graph = project.graph(project.load("first_run", (), ("device.kind=cpu", "kernels.rope=eager")))
     notes = list(AutoKernels.notes(graph.view("kernels")))
     assert "rms_norm: auto is eager, for the device is the CPU" in notes
     assert not [note for note in notes if note.startswith("rope:")]

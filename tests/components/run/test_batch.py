@@ -86,7 +86,7 @@ class Node:
     def neighbours(self, edge: str) -> list["Node"]:
         return self.meshes if edge == "mesh" else []
 
-    def fault(self, key: str, text: str, hint: str = "") -> tuple[str, str, str]:
+    def problem(self, key: str, text: str, hint: str = "") -> tuple[str, str, str]:
         return key, text, hint
 
 

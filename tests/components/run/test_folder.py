@@ -16,7 +16,7 @@ from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
 from support.processes import run_ranks
 
-HEAVY = RecipeChange("model", "layers", "2", "4", "structural")
+HEAVY = RecipeChange("model", "layers", "2", "4", "incompatible")
 
 
 def _changes(older: str) -> list[RecipeChange]:
@@ -64,7 +64,7 @@ def test_a_changed_recipe_is_an_error_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "recipe.lock.toml").write_text("another")
     main, other = run_ranks(_open_on_ranks, 2, tmp_path)
     assert main == other
-    assert "[model] layers: 2 -> 4 (structural)" in main[0]
+    assert "[model] layers: 2 -> 4 (incompatible)" in main[0]
     assert main[1:] == (2, False)
 
 

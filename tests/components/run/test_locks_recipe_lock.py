@@ -9,8 +9,8 @@ from drawloom.components.run.locks import claim_recipe
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
 
-FREE = RecipeChange("checkpoint", "every", "10", "20", "free")
-HEAVY = RecipeChange("optimizer", "rate", "1e-3", "1e-4", "semantic")
+FREE = RecipeChange("checkpoint", "every", "10", "20", "safe")
+HEAVY = RecipeChange("optimizer", "rate", "1e-3", "1e-4", "changes_training")
 
 
 def _recipe(text: str, *changes: RecipeChange, accept: bool = False) -> ResolvedRecipe:
@@ -34,7 +34,7 @@ def test_free_changes_are_logged_and_accepted(tmp_path: Path, caplog: pytest.Log
     claim_recipe(tmp_path, _recipe("old"))
     claim_recipe(tmp_path, _recipe("new", FREE))
     assert _lock(tmp_path) == "new"
-    assert "[checkpoint] every: 10 -> 20 (free)" in caplog.text
+    assert "[checkpoint] every: 10 -> 20 (safe)" in caplog.text
 
 
 def test_other_changes_are_refused_and_all_listed(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_accept_changes_accepts_every_change(tmp_path: Path, caplog: pytest.LogC
     claim_recipe(tmp_path, _recipe("old"))
     claim_recipe(tmp_path, _recipe("new", FREE, HEAVY, accept=True))
     assert _lock(tmp_path) == "new"
-    assert "[optimizer] rate: 1e-3 -> 1e-4 (semantic)" in caplog.text
+    assert "[optimizer] rate: 1e-3 -> 1e-4 (changes_training)" in caplog.text
 
 
 def test_the_same_recipe_is_not_written_again(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_vanishes_with_an_exception(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_what_a_killed_attempt_left_is_not_mixed_in(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
     """Files of an attempt that was killed do not end up in the next one's folder."""
     killed = begin(tmp_path / "export")
     (killed.folder / "stale").write_text("old")
@@ -52,7 +52,7 @@ def test_what_a_killed_attempt_left_is_not_mixed_in(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "export") == ["fresh"]
 
 
-def test_of_two_at_once_one_fails(tmp_path: Path) -> None:
+def test_of_two_concurrent_writers_one_fails(tmp_path: Path) -> None:
     """Two writers of one target never share a folder, so that files of both are never mixed."""
     first, second = begin(tmp_path / "export"), begin(tmp_path / "export")
     assert first.folder != second.folder
@@ -64,7 +64,7 @@ def test_of_two_at_once_one_fails(tmp_path: Path) -> None:
 
 
 def test_takes_an_empty_folder(tmp_path: Path) -> None:
-    """A target that is there and empty is used."""
+    """An existing empty target folder is replaced."""
     (tmp_path / "export").mkdir()
     with whole_folder(tmp_path / "export") as aside:
         (aside / "file").write_text("text")
@@ -88,7 +88,7 @@ def test_never_replaces_anything(tmp_path: Path, kind: str) -> None:
 
 
 def test_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative target stands below the directory in which the block began."""
+    """A relative target is resolved when the block begins, also if the current directory changes."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with whole_folder(Path("export")) as aside:

@@ -14,7 +14,7 @@ from drawloom.components.storage.sha256_stream import Content
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, 2 * CHUNK + 5])
-def test_what_was_written_is_there_and_known(tmp_path: Path, size: int) -> None:
+def test_a_written_file_has_the_bytes_size_and_hash(tmp_path: Path, size: int) -> None:
     """Size and hash are those of the bytes, however many chunks they take."""
     data = bytes(range(256)) * (size // 256 + 1)
     data = data[:size]
@@ -32,7 +32,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
-    """Writing twice is a fault of the program, not a new version."""
+    """Creating an existing file raises an error and keeps its content."""
     durable_files.write_file(tmp_path / "file", b"first")
     with pytest.raises(FileExistsError):
         durable_files.write_file(tmp_path / "file", b"second")
@@ -40,10 +40,10 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("effect", ["pwrite", "fsync"])
-def test_a_failure_names_the_file_and_is_not_tried_again(
+def test_a_failed_fsync_names_the_file_and_is_not_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effect: str
 ) -> None:
-    """A full disk is told once, with the path, and the file is closed."""
+    """A failed fsync raises an error with the path, is not repeated, and the file is closed."""
     calls = []
 
     def fail(*_: Any) -> int:

@@ -68,8 +68,8 @@ def test_nodes_are_new(tree: Any) -> None:
     assert "changed" not in leaves(tree)
 
 
-def test_constructors_are_not_asked() -> None:
-    """Values that a constructor would refuse can stand in a tree, as specifications do in place of tensors."""
+def test_rebuilding_a_node_calls_no_constructor() -> None:
+    """A tree may have leaves that a constructor would refuse, such as specifications instead of tensors."""
     assert rebuild(Record(1), ["no number", 2]).x == "no number"
     assert rebuild(Guarded(1), ["no number"]).x == "no number"
 

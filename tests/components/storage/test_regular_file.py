@@ -31,7 +31,7 @@ def made(folder: Path, kind: str) -> Path:
     return path
 
 
-def test_reads_from_a_place_on(tmp_path: Path) -> None:
+def test_reads_from_an_offset(tmp_path: Path) -> None:
     """Parts of a file are read wherever they lie."""
     (tmp_path / "file").write_bytes(b"0123456789")
     with open_regular_file(tmp_path / "file") as file:
@@ -42,7 +42,7 @@ KINDS = ["pipe", "socket", "folder", "device", "link", "link that leads out", "d
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_is_not_a_regular_file_is_refused_without_blocking(tmp_path: Path, kind: str) -> None:
     """Nothing else is opened, so that nothing waits for the other end of a pipe, and no link is followed."""
     path = made(tmp_path, kind)
     began = time.perf_counter()
@@ -54,13 +54,13 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -
 
 
 @pytest.mark.parametrize("name", ["gone", "nul\0", "x" * 300])
-def test_what_can_not_be_is_a_sentence(tmp_path: Path, name: str) -> None:
-    """Names of nothing, and names that no file can have, are told."""
+def test_an_unreadable_file_is_a_user_error_with_a_remedy(tmp_path: Path, name: str) -> None:
+    """Missing files and impossible file names are user errors."""
     with pytest.raises(UserError, match="can't be read"), open_regular_file(tmp_path / name):
         pytest.fail("it must not open")
 
 
-def test_a_file_cut_short_meanwhile_is_told(tmp_path: Path) -> None:
+def test_a_file_truncated_while_read_is_an_error(tmp_path: Path) -> None:
     """A file that ends before what was promised is an error, not a crash and not zeros."""
     (tmp_path / "file").write_bytes(b"0123456789")
     with pytest.raises(UserError, match="it ends after 4 bytes"), open_regular_file(tmp_path / "file") as file:

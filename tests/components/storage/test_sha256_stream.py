@@ -13,8 +13,8 @@ SIZES = st.lists(st.sampled_from([0, 1, 100, LARGE - 1, LARGE, 3 * LARGE]), max_
 
 @hypothesis.given(SIZES)
 @hypothesis.settings(max_examples=30)
-def test_it_is_the_hash_of_all_pieces_in_order(sizes: list[int]) -> None:
-    """Small and large pieces, mixed in any way."""
+def test_the_hash_is_of_all_pieces_in_order(sizes: list[int]) -> None:
+    """The hash does not depend on how the bytes are divided into pieces."""
     pieces = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
     stream, whole = Sha256Stream(), b"".join(pieces)
     for piece in pieces:

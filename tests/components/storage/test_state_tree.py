@@ -71,8 +71,8 @@ def test_everything_comes_back_as_it_was(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("look_alike", [{"dict": {}}, {"tensor": "a"}, {"float": "nan"}, {"dict": {"tensor": "x"}}])
-def test_a_dict_that_looks_like_our_own_marks_is_a_dict(look_alike: dict[str, Any]) -> None:
-    """Keys of users are never taken for marks of the format."""
+def test_a_dict_that_looks_like_a_tree_node_is_a_dict(look_alike: dict[str, Any]) -> None:
+    """A dict with a key such as "tensor" is restored as a dict."""
     state = {"a": torch.ones(1), "b": look_alike}
     assert _same(_through_files(state), state)
 
@@ -123,7 +123,7 @@ def test_an_ordered_dict_is_a_dict() -> None:
         ({"a": {1: 2}}, "a has the key 1"),
     ],
 )
-def test_what_would_come_back_changed_is_refused_with_its_path(state: dict[str, Any], words: str) -> None:
+def test_a_value_that_would_not_round_trip_is_refused_with_its_path(state: dict[str, Any], words: str) -> None:
     """Sets, arrays, bytes and keys that are numbers are errors, not silently lists and strings."""
     with pytest.raises(TypeError, match=words):
         pack(state)

@@ -11,33 +11,33 @@ SOURCE = InMemory({"a": torch.ones(2, 3, requires_grad=True), "b": torch.tensor(
 
 def test_in_memory_gives_detached_tensors() -> None:
     """Shapes and dtypes are those of the tensors, and no gradient hangs on what is given."""
-    assert SOURCE.kinds() == {"a": TensorSpec((2, 3), torch.float32), "b": TensorSpec((2,), torch.int64)}
+    assert SOURCE.specs() == {"a": TensorSpec((2, 3), torch.float32), "b": TensorSpec((2,), torch.int64)}
     assert not SOURCE.tensor("a").requires_grad
-    assert (SOURCE.kinds()["a"].bytes, SOURCE.kinds()["b"].bytes) == (24, 16)
+    assert (SOURCE.specs()["a"].bytes, SOURCE.specs()["b"].bytes) == (24, 16)
 
 
 def test_as_type_leaves_whole_numbers_alone() -> None:
-    """Floating-point tensors change their dtype, and say so before they are read; others stay."""
+    """Floating-point tensors are converted, and their specs state it; other tensors are unchanged."""
     half = AsType(SOURCE, torch.bfloat16)
-    assert {name: kind.dtype for name, kind in half.kinds().items()} == {"a": torch.bfloat16, "b": torch.int64}
+    assert {name: kind.dtype for name, kind in half.specs().items()} == {"a": torch.bfloat16, "b": torch.int64}
     assert (half.tensor("a").dtype, half.tensor("b").dtype) == (torch.bfloat16, torch.int64)
 
 
-def test_sources_stand_on_one_another() -> None:
-    """The dtype is that of the last one."""
+def test_sources_can_be_nested() -> None:
+    """Of nested conversions, the outermost gives the dtype."""
     both = AsType(AsType(SOURCE, torch.bfloat16), torch.float16)
-    assert both.kinds()["a"] == TensorSpec((2, 3), torch.float16)
+    assert both.specs()["a"] == TensorSpec((2, 3), torch.float16)
     assert both.tensor("a").dtype == torch.float16
 
 
-def test_what_others_hold_is_not_given_away() -> None:
-    """Tensors in memory belong to whoever put them there, in whatever dtype they are asked for."""
+def test_memory_that_another_object_holds_is_not_owned() -> None:
+    """Tensors of a source in memory are not owned by the reader, in any dtype."""
     assert not SOURCE.owns_memory
     assert not AsType(SOURCE, torch.float16).owns_memory
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_there_and_back(dtype: torch.dtype) -> None:
+def test_bytes_of_a_tensor_give_the_tensor_back(dtype: torch.dtype) -> None:
     """The bytes of a tensor of any dtype are that tensor again."""
     tensor = torch.randint(0, 2, (3, 4)).to(dtype)
     memory = torch.frombuffer(bytearray(bytes_of(tensor)), dtype=torch.uint8)
@@ -64,7 +64,7 @@ def test_row_by_row() -> None:
     assert bytes(bytes_of(turned)) == bytes(bytes_of(torch.tensor([1 - 1j], dtype=torch.complex64)))
 
 
-def test_no_copy_of_what_lies_right() -> None:
+def test_a_contiguous_cpu_tensor_is_not_copied() -> None:
     """The bytes of a tensor that lies row by row on the CPU are its own memory."""
     tensor = torch.zeros(3)
     bytes_of(tensor)[0:4] = bytes_of(torch.ones(1))

@@ -90,7 +90,7 @@ def test_a_source_is_never_part_of_the_module() -> None:
     assert torch.equal(tensors["a"], torch.ones(2, 2))
 
 
-def test_fills_a_part(tmp_path: Path) -> None:
+def test_a_part_of_a_model_is_filled(tmp_path: Path) -> None:
     """A stage asks for its own tensors of a folder that holds the whole model, also for one of a group of them."""
     module = module_of(b=torch.zeros(3))
     load_folder(folder_of(tmp_path, a=torch.ones(2), b=torch.ones(3)), module, MAPPER)
@@ -100,7 +100,7 @@ def test_fills_a_part(tmp_path: Path) -> None:
     assert torch.equal(module.b, torch.tensor([3.0, 4.0, 5.0]))
 
 
-def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
+def test_all_mismatches_of_a_folder_are_reported_at_once(tmp_path: Path) -> None:
     """Missing, unexpected, misshapen and nameless tensors are one message, and nothing is filled."""
     mapper = rename({f"model.{name}": name for name in "abcd"})
     module = module_of(a=torch.zeros(2, 2), b=torch.zeros(3), adapter=torch.zeros(1))
@@ -108,7 +108,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_folder(folder, module, mapper)
     for part in (
-        "no name there for adapter",
+        "parameters without a tensor in the folder: adapter",
         "missing model.c, model.d",
         "unexpected model.x, model.y",
         "wrong shape model.a (2, 3) for (2, 2)",
@@ -117,7 +117,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
     assert not module.b.any()
 
 
-def test_a_group_that_can_not_be_made_is_told(tmp_path: Path) -> None:
+def test_a_group_that_can_not_be_converted_is_reported(tmp_path: Path) -> None:
     """Tensors that do not go together are named before anything is read."""
     folder = folder_of(tmp_path, a=torch.ones(2), b=torch.ones(3))
     with pytest.raises(UserError, match=r"ab can't be made of model\.a, model\.b: stack expects each tensor"):

@@ -12,21 +12,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drawloom.components.storage.tensor_source import InMemory, TensorSpec
-from drawloom.components.weights.load import convert, kinds_given, stream
+from drawloom.components.weights.load import convert, group_specs, stream
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, stack, transpose, unstack
 
 
 @attrs.frozen
 class Watched:
-    """A source that tells what it is asked for."""
+    """A source that records which tensors are read."""
 
     source: InMemory
     log: list[str]
     owns_memory: bool = False
 
-    def kinds(self) -> Mapping[str, TensorSpec]:
-        return self.source.kinds()
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self.source.specs()
 
     def tensor(self, name: str) -> Tensor:
         self.log.append(f"read {name}")
@@ -43,7 +43,7 @@ def test_groups_come_one_by_one() -> None:
     assert log == ["read c", "read a", "gave ca", "read d", "gave e", "gave f", "read b", "gave b"]
 
 
-def test_what_is_not_taken_is_left_out() -> None:
+def test_tensors_that_the_mapper_does_not_take_are_left_out() -> None:
     """Tensors that a mapper does not know do not come out; one that it needs must be there."""
     assert convert(identity("a"), {"a": torch.ones(1), "b": torch.ones(1)}).keys() == {"a"}
     with pytest.raises(KeyError, match="a"):
@@ -56,19 +56,19 @@ def test_nothing_needs_gradients() -> None:
     assert not made["c"].requires_grad
 
 
-def test_kinds_are_known_before() -> None:
+def test_specs_are_known_before_reading() -> None:
     """Shapes and dtypes that will come are those that come."""
     kinds = {"qkv": TensorSpec((8, 4), torch.bfloat16)}
     mapper = sequential(chunk("qkv", ["q", "k", "v"], 0, [4, 2, 2]), transpose("k", 0, 1))
     expected = {"q": (4, 4), "k": (4, 2), "v": (2, 4)}
-    assert kinds_given(mapper.groups[0], kinds) == {n: TensorSpec(s, torch.bfloat16) for n, s in expected.items()}
+    assert group_specs(mapper.groups[0], kinds) == {n: TensorSpec(s, torch.bfloat16) for n, s in expected.items()}
 
 
-def test_kinds_that_do_not_fit_are_told() -> None:
+def test_specs_that_do_not_fit_a_group_are_reported() -> None:
     """What could not be converted is known without reading it, with the names on both sides."""
     kinds = {"a": TensorSpec((3,), torch.float32)}
     with pytest.raises(ValueError, match="b, c can't be made of a: dimension 0 has size 3"):
-        kinds_given(chunk("a", ["b", "c"]).groups[0], kinds)
+        group_specs(chunk("a", ["b", "c"]).groups[0], kinds)
 
 
 MEASURE = """

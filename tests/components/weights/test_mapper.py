@@ -54,7 +54,7 @@ def some_stage(draw: random.Random, names: list[str], number: int) -> tuple[Mapp
 
 @given(seed=st.integers(0, 10**9), count=st.integers(1, 6))
 def test_sequential_is_one_after_another(seed: int, count: int) -> None:
-    """Any chain gives what its members give in turn, and its inverse gives all of it back, bit by bit."""
+    """A chain gives the result of its members in turn, and its inverse gives the input back, bit by bit."""
     draw = random.Random(seed)
     names = ["p", "q", "r", "s"]
     tensors = {name: torch.randn(2, 2) for name in names}
@@ -75,7 +75,7 @@ def test_sequential_is_one_after_another(seed: int, count: int) -> None:
 
 @given(seed=st.integers(0, 10**9))
 def test_groups_of_a_chain_are_independent(seed: int) -> None:
-    """Each group of a chain is complete: converted alone, in any order, it gives what it gives among all."""
+    """Groups of a chain convert alone and in any order to the same result."""
     draw = random.Random(seed)
     names = [f"n{number}" for number in range(8)]
     tensors = {name: torch.randn(2, 2) for name in names}
@@ -92,7 +92,7 @@ def test_groups_of_a_chain_are_independent(seed: int) -> None:
 
 
 def test_gaps_are_filled_both_ways() -> None:
-    """What only a later member takes comes in from outside; what only an earlier one gives goes out."""
+    """Inputs that only a later member has are inputs of the chain; unconsumed outputs are outputs of it."""
     chain = sequential(rename({"a": "b"}), rename({"c": "d"}))
     assert [(group.inputs, group.outputs) for group in chain.groups] == [(("a",), ("b",)), (("c",), ("d",))]
 
@@ -115,8 +115,8 @@ def test_a_member_may_pass_its_names_around() -> None:
     assert {name: tensor.item() for name, tensor in swapped.items()} == {"b": 0, "a": 1}
 
 
-def test_nothing_composed_is_nothing() -> None:
-    """Empty mappers drop out."""
+def test_composing_no_mappers_gives_an_empty_mapper() -> None:
+    """Composing only empty mappers gives an empty mapper."""
     assert sequential().groups == parallel().groups == sequential(Mapper(()), Mapper(())).groups == ()
     assert sequential(Mapper(()), rename({"a": "b"})).outputs == ["b"]
 
@@ -124,11 +124,11 @@ def test_nothing_composed_is_nothing() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (rename({"a": "x"}), rename({"b": "x"}), "x would be given by more than one"),
-        (rename({"a": "x"}), rename({"a": "y"}), "a would be taken by more than one"),
+        (rename({"a": "x"}), rename({"b": "x"}), "x would be an output of more than one"),
+        (rename({"a": "x"}), rename({"a": "y"}), "a would be an input of more than one"),
     ],
 )
-def test_collisions_side_by_side_are_refused(first: Mapper, second: Mapper, message: str) -> None:
+def test_collisions_of_parallel_mappers_are_refused(first: Mapper, second: Mapper, message: str) -> None:
     """Two mappers can't take or give one tensor."""
     with pytest.raises(ValueError, match=message):
         parallel(first, second)
@@ -139,9 +139,9 @@ def test_collisions_side_by_side_are_refused(first: Mapper, second: Mapper, mess
     [(rename({"a": "x"}), rename({"a": "y"})), (rename({"a": "x", "b": "c"}), rename({"c": "x"}))],
     ids=["taken before", "given before"],
 )
-def test_collisions_one_behind_the_other_are_refused(first: Mapper, second: Mapper) -> None:
+def test_collisions_in_a_chain_are_refused(first: Mapper, second: Mapper) -> None:
     """A tensor can't pass where its name is taken or given."""
-    with pytest.raises(ValueError, match="can't pass a mapper by"):
+    with pytest.raises(ValueError, match="can't be passed on"):
         sequential(first, second)
 
 

@@ -59,8 +59,10 @@ LEAVES: dict[str, tuple[Mapper, dict[str, Tensor], dict[str, Tensor]]] = {
 
 
 @pytest.mark.parametrize(("mapper", "tensors", "expected"), LEAVES.values(), ids=LEAVES.keys())
-def test_forth_and_back(mapper: Mapper, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """A leaf gives what its name says, and its inverse gives back what went in, bit by bit."""
+def test_a_mapper_and_its_inverse_give_the_tensors_back(
+    mapper: Mapper, tensors: dict[str, Tensor], expected: dict[str, Tensor]
+) -> None:
+    """An elementary mapper converts as named, and its inverse restores the input bit by bit."""
     given = convert(mapper, tensors)
     assert given.keys() == expected.keys()
     assert all(torch.equal(given[name], expected[name]) for name in expected)
@@ -78,7 +80,7 @@ def test_rename_by_pattern() -> None:
 
 def test_rename_by_pattern_never_merges() -> None:
     """Two names that would become one are refused."""
-    with pytest.raises(ValueError, match=r"attention would be given by more than one"):
+    with pytest.raises(ValueError, match=r"attention would be an output of more than one"):
         rename_by_pattern(NAMES, r"layers\.\d+\.attention\..", "attention")
 
 
@@ -100,7 +102,7 @@ MISFITS: dict[str, tuple[Mapper, dict[str, Tensor], str]] = {
 
 
 @pytest.mark.parametrize(("mapper", "tensors", "message"), MISFITS.values(), ids=MISFITS.keys())
-def test_what_could_not_be_undone_is_refused(mapper: Mapper, tensors: dict[str, Tensor], message: str) -> None:
+def test_sizes_that_could_not_be_undone_are_refused(mapper: Mapper, tensors: dict[str, Tensor], message: str) -> None:
     """A tensor that a leaf was not made for is refused, also where torch would do something with it."""
     with pytest.raises(ValueError, match=message):
         convert(mapper, tensors)
@@ -114,15 +116,15 @@ def test_groups_name_each_tensor_once(make: Callable[[list[str]], Mapper], names
         make(names)
 
 
-def test_no_way_back_is_told() -> None:
-    """A group that can't be undone says so when its inverse is asked for, not later."""
+def test_a_mapper_without_inverse_is_reported() -> None:
+    """A group without inverse raises an error as soon as its inverse is requested."""
     one_way = Mapper((TensorGroup(("a",), ("b",), lambda tensors: tensors),))
     with pytest.raises(ValueError, match="no way leads back from b to a"):
         one_way.inverse()
 
 
 @given(dim=st.integers(-3, 2), count=st.integers(1, 4), data=st.data())
-def test_cut_and_joined_is_as_before(dim: int, count: int, data: st.DataObject) -> None:
+def test_a_tensor_chunked_and_concatenated_is_unchanged(dim: int, count: int, data: st.DataObject) -> None:
     """Pieces of any sizes along any dimension, stacked slices too, join to the tensor that they were cut from."""
     shape = [2, 3, 2]
     sizes = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from drawloom.components.storage.tensor_source import InMemory
-from drawloom.components.weights.load import convert, kinds_given, load_folder
+from drawloom.components.weights.load import convert, group_specs, load_folder
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import distribute, gather, identity, is_sharded, like, stack
 from support.processes import run_ranks
@@ -35,7 +35,7 @@ def _stacked(mesh: Any) -> dict[str, Any]:
     spread = parallel(distribute("a", mesh, [Shard(1)]), distribute("b", mesh, [Shard(1)]))
     tensors = convert(spread, {"a": WHOLE, "b": WHOLE + 1})
     mapper = sequential(parallel(gather("a"), gather("b")), stack(["b", "a"], "ba"))
-    kind = kinds_given(mapper.groups[0], InMemory(tensors).kinds())["ba"]
+    kind = group_specs(mapper.groups[0], InMemory(tensors).specs())["ba"]
     return {"kind": (kind.shape, str(kind.dtype)), "made": convert(mapper, tensors)["ba"].tolist()}
 
 
@@ -69,7 +69,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(_all, 2, folder)
 
 
-def test_parts_and_wholes(ranks: list[dict[str, Any]]) -> None:
+def test_distributed_tensors_are_gathered_whole(ranks: list[dict[str, Any]]) -> None:
     """Each rank keeps its rows and no more memory than those; gathered, every rank has all of it again."""
     spread = [rank["spread"] for rank in ranks]
     assert [each["part"] for each in spread] == [WHOLE[:3].tolist(), WHOLE[3:].tolist()]
@@ -77,7 +77,7 @@ def test_parts_and_wholes(ranks: list[dict[str, Any]]) -> None:
     assert all(each["gathered"] == each["back"] == WHOLE.tolist() for each in spread)
 
 
-def test_kinds_of_gathered_tensors_are_known_before(ranks: list[dict[str, Any]]) -> None:
+def test_specs_of_gathered_tensors_are_known_before_reading(ranks: list[dict[str, Any]]) -> None:
     """Shapes are those of the wholes, found without a message between ranks."""
     expected = {"kind": ((2, 5, 3), "torch.float32"), "made": torch.stack([WHOLE + 1, WHOLE]).tolist()}
     assert [rank["stacked"] for rank in ranks] == [expected] * 2
@@ -93,6 +93,6 @@ def test_sharded_parameters_are_loaded(ranks: list[dict[str, Any]], device: str)
 
 
 def test_whole_tensors_stay_whole() -> None:
-    """What is no DTensor is gathered and likened as it is, without any process group."""
+    """Ordinary tensors are unchanged by gather and like, without a process group."""
     assert convert(gather("a"), {"a": WHOLE})["a"] is WHOLE
     assert convert(like("a", WHOLE), {"a": WHOLE})["a"] is WHOLE

@@ -46,9 +46,9 @@ def test_files_hold_as_many_names_as_can_be_read() -> None:
 
 
 def test_files_of_several_writers_are_numbered_through() -> None:
-    """Every writer has files of its own, all are of one count; who has nothing writes nothing."""
+    """Each writer has its own files, numbered in one sequence; a writer without tensors has none."""
     files = plan_files([kinds(a=5, b=5), {}, kinds(c=20, d=1)], 10)
-    assert [(file.name[6:11], file.writer, [*file.kinds]) for file in files] == [
+    assert [(file.name[6:11], file.writer, [*file.specs]) for file in files] == [
         ("00001", 0, ["a", "b"]),
         ("00002", 2, ["c"]),
         ("00003", 2, ["d"]),
@@ -57,19 +57,19 @@ def test_files_of_several_writers_are_numbered_through() -> None:
 
 
 def test_duplicate_names_are_refused_before_any_write() -> None:
-    """Two writers with tensors of one name are told, each by its number."""
+    """Tensors of the same name on two writers are an error that names both."""
     with pytest.raises(UserError, match="b, c would be written twice, by rank 0 and by rank 2"):
         plan_files([kinds(a=1, b=1, c=1), kinds(d=1), kinds(e=1, b=1, c=1)], 10)
 
 
 def test_names_that_could_not_be_read_are_refused(tmp_path: Path) -> None:
     """Nothing is written if a name would be refused when it is read again."""
-    with pytest.raises(UserError, match=r"'\.\./a' is no name for a tensor"):
+    with pytest.raises(UserError, match=r"'\.\./a' is not a valid name of a tensor"):
         write_safetensors(tmp_path, InMemory({"../a": torch.ones(1)}), identity("../a"))
     assert os.listdir(tmp_path) == []
 
 
-def test_tensors_that_do_not_go_together_are_told_before_any_write(tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_a_mapper_are_reported_before_any_write(tmp_path: Path) -> None:
     """What the mapper can't make of the tensors is known before a file is begun."""
     source = InMemory({"a": torch.ones(1), "b": torch.ones(2)})
     with pytest.raises(UserError, match="ab can't be made of a, b"):
@@ -78,8 +78,8 @@ def test_tensors_that_do_not_go_together_are_told_before_any_write(tmp_path: Pat
 
 
 def test_a_plan_is_kept() -> None:
-    """Tensors in another order than planned are a mistake of the program."""
-    with TemporaryDirectory() as folder, pytest.raises(ValueError, match="b came where a was planned"):
+    """Tensors in another order than planned raise ValueError."""
+    with TemporaryDirectory() as folder, pytest.raises(ValueError, match="b was given where a was planned"):
         write_files(Path(folder), plan_files([kinds(a=1)], 10), iter([("b", torch.ones(1))]))
 
 
@@ -96,7 +96,7 @@ def test_what_is_written_is_read_bit_by_bit(sizes: list[tuple[int, torch.dtype]]
         theirs = {
             name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()
         }
-        assert source.kinds().keys() == theirs.keys() == tensors.keys()
+        assert source.specs().keys() == theirs.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert source.tensor(name).dtype == theirs[name].dtype == tensor.dtype
             assert torch.equal(source.tensor(name), tensor) and torch.equal(theirs[name], tensor)
@@ -109,7 +109,7 @@ def test_one_group_is_in_memory_at_a_time(tmp_path: Path) -> None:
     class Fresh:
         owns_memory = True
 
-        def kinds(self) -> dict[str, TensorSpec]:
+        def specs(self) -> dict[str, TensorSpec]:
             return {f"t{number}": TensorSpec((4,), torch.float32) for number in range(9)}
 
         def tensor(self, name: str) -> Tensor:

@@ -30,7 +30,7 @@ def files(folder: Path) -> list[str]:
 
 
 def test_what_is_published_is_read(tmp_path: Path) -> None:
-    """Tree and tensors come back; who published nothing has nothing."""
+    """A published record is read back; a rank without a record gives None."""
     publish(tmp_path, 3, parcel())
     found = read(tmp_path, 3)
     assert found is not None
@@ -40,7 +40,7 @@ def test_what_is_published_is_read(tmp_path: Path) -> None:
     assert read(tmp_path, 2) is None
 
 
-def test_a_place_holds_one_generation(tmp_path: Path) -> None:
+def test_a_rank_has_one_generation_published(tmp_path: Path) -> None:
     """Publishing again replaces what was there, tensors and all, and leaves other ranks' places alone."""
     publish(tmp_path, 1, parcel())
     publish(tmp_path, 11, parcel(11.0))
@@ -52,7 +52,7 @@ def test_a_place_holds_one_generation(tmp_path: Path) -> None:
     assert (found.tree, other.tree) == ({"number": 2.0}, {"number": 11.0})
 
 
-def test_withdrawn_is_gone(tmp_path: Path) -> None:
+def test_withdrawing_removes_the_files_of_the_rank(tmp_path: Path) -> None:
     """A place can be emptied, of all that any process ever left there, and of nothing else."""
     publish(tmp_path, 1, parcel())
     publish(tmp_path, 12, parcel())
@@ -64,7 +64,7 @@ def test_withdrawn_is_gone(tmp_path: Path) -> None:
     assert [name for name in files(tmp_path) if not name.startswith("rank-12")] == ["rank-1.txt"]
 
 
-def test_every_damage_is_found(tmp_path: Path) -> None:
+def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
     """Whichever byte of whichever file is another, reading is an error that names the file."""
     publish(tmp_path, 0, parcel())
     for path in sorted(tmp_path.iterdir()):
@@ -91,7 +91,7 @@ def test_a_record_of_something_else_is_refused(tmp_path: Path, changes: dict[str
     record = json.loads(path.read_bytes()) | changes
     del record["digest"]
     path.write_text(json.dumps({**record, "digest": checksum(record)}))
-    with pytest.raises(UserError, match=r"rank-0\.json is not as it was written"):
+    with pytest.raises(UserError, match=r"rank-0\.json is corrupt"):
         read(tmp_path, 0)
 
 
@@ -106,12 +106,12 @@ def test_links_and_pipes_are_not_read(tmp_path: Path, name: str) -> None:
         read(tmp_path, 0)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(UserError, match="no regular file"):
+    with pytest.raises(UserError, match="not a regular file"):
         read(tmp_path, 0)
 
 
 def test_a_late_generation_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where storage shows the old state for a while, the reader waits until the new one is there."""
+    """If storage shows an old record for a while, the reader waits for the new one."""
     publish(tmp_path, 0, parcel())
     monkeypatch.setattr(secrets, "token_hex", lambda _: "0123456789abcdef")
     late = threading.Timer(0.3, publish, (tmp_path, 0, parcel(2.0)))
@@ -122,7 +122,7 @@ def test_a_late_generation_is_awaited(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_generation_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting has an end, and then says what it waited for; a stale file of another run is never taken for it."""
+    """Waiting ends with an error that names the rank; a stale record of another run is not accepted."""
     monkeypatch.setattr(shared_folder, "READ_TIMEOUT", 0.2)
     for leftover in (False, True):
         if leftover:
@@ -133,8 +133,8 @@ def test_a_generation_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: 
         assert 0.2 < time.monotonic() - began < 5
 
 
-def test_a_reader_meets_no_mixture(tmp_path: Path) -> None:
-    """While generations replace one another, each read gives one of them, whole."""
+def test_a_reader_never_sees_two_generations_mixed(tmp_path: Path) -> None:
+    """While generations replace each other, each read returns one whole generation."""
     publish(tmp_path, 0, parcel(0.0))
     over = threading.Event()
 
@@ -155,7 +155,7 @@ def test_a_reader_meets_no_mixture(tmp_path: Path) -> None:
     assert len(seen) > 1
 
 
-def test_published_means_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_published_record_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are on disk before the JSON, the JSON before its rename, and the folder after it."""
     log: list[str] = []
     fsync, rename = os.fsync, os.rename
@@ -174,10 +174,10 @@ def test_published_means_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert log == [".safetensors", ".tmp", "rename", "folder"]
 
 
-def test_what_can_not_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_publish_leaves_no_files(tmp_path: Path) -> None:
     """A tensor of a dtype that files have no word for is refused before anything is published."""
     with pytest.raises(ValueError, match="complex128"):
         publish(tmp_path, 0, Packed({}, {"a": torch.ones(1, dtype=torch.complex128)}))
-    with pytest.raises(ValueError, match="no name for a tensor"):
+    with pytest.raises(ValueError, match="not a valid name of a tensor"):
         publish(tmp_path, 0, Packed({}, {"../a": torch.ones(1)}))
     assert files(tmp_path) == []

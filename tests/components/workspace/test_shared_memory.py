@@ -66,7 +66,7 @@ def test_nothing_is_left() -> None:
 
 
 def test_a_reader_changes_its_own_only() -> None:
-    """Memory is sealed: nobody changes what another reads."""
+    """Shared memory is sealed: no process can change what another reads."""
     with shared(Packed({}, {"a": torch.ones(2)})) as ticket:
         first, second = open_shared(ticket), open_shared(ticket)
         first.tensors["a"].zero_()
@@ -103,13 +103,13 @@ def test_a_killed_process_leaves_nothing() -> None:
         ({"files": [9999, 9999]}, "can't be opened"),
     ],
 )
-def test_a_ticket_of_nothing_is_told(changes: dict[str, Any], message: str) -> None:
+def test_a_ticket_of_a_missing_segment_is_reported(changes: dict[str, Any], message: str) -> None:
     """Another machine, another process in its place, and memory that is gone are sentences."""
     with shared(Packed({}, {})) as ticket, pytest.raises(UserError, match=message):
         open_shared(ticket | changes)
 
 
-def test_other_systems_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_get_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory has no such segments, a folder does it."""
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(UserError, match="give workspace_path"), shared(Packed({}, {})):

@@ -40,13 +40,13 @@ def _config(rank: int, tensors: int) -> dict[str, Any]:
     return {"rank": rank, "layers": [{"sizes": (rank, 1.5)}], "weights": made}
 
 
-def _told(config: Any) -> Any:
+def _comparable(config: Any) -> Any:
     """A configuration with its tensors as lists."""
     if isinstance(config, torch.Tensor):
         return [str(config.dtype), config.tolist()]
     if isinstance(config, dict):
-        return {key: _told(part) for key, part in config.items()}
-    return [_told(part) for part in config] if isinstance(config, list | tuple) else config
+        return {key: _comparable(part) for key, part in config.items()}
+    return [_comparable(part) for part in config] if isinstance(config, list | tuple) else config
 
 
 class _Trouble(Exception):
@@ -74,8 +74,8 @@ def _scenarios(folder: str | None) -> dict[str, Any]:
     for count in (0, 1, 40, 1000):
         with get_configs_parallel(_config(world.rank, count), [0, 1, 2, 3], world, folder) as configs:
             kept = configs
-            expected = [_told(_config(rank, count)) for rank in range(4)] if world.rank == 0 else []
-            found[f"{count} tensors"] = _told(configs) == expected
+            expected = [_comparable(_config(rank, count)) for rank in range(4)] if world.rank == 0 else []
+            found[f"{count} tensors"] = _comparable(configs) == expected
         found[f"{count} emptied"] = kept == []
     with get_configs_parallel({"rank": world.rank}, [3, 1], world, folder) as configs:
         found["order"] = [*configs]
@@ -117,8 +117,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("count", [0, 1, 40, 1000])
-def test_the_first_has_everything(ranks: list[dict[str, Any]], count: int) -> None:
-    """The first rank has every configuration with however many tensors, the others none; later nobody has."""
+def test_the_first_rank_gathers_everything(ranks: list[dict[str, Any]], count: int) -> None:
+    """The first rank gets every configuration with its tensors, others none; the list is emptied afterwards."""
     assert all(rank[f"{count} tensors"] and rank[f"{count} emptied"] for rank in ranks)
 
 
@@ -127,13 +127,13 @@ def test_ranks_may_be_some_in_any_order(ranks: list[dict[str, Any]]) -> None:
     assert [rank["order"] for rank in ranks] == [[], [], [], [{"rank": 3}, {"rank": 1}]]
 
 
-def test_nothing_to_tell_keeps_its_place(ranks: list[dict[str, Any]]) -> None:
-    """A rank that has no configuration stands as None where it belongs."""
+def test_a_rank_without_a_configuration_keeps_its_position(ranks: list[dict[str, Any]]) -> None:
+    """A rank without a configuration is None at its position."""
     assert [rank["none"] for rank in ranks] == [[{}, None, {}, None], [], [], []]
 
 
 def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None:
-    """Whoever fails, while writing or inside of the block, raises its own error, and all others a UserError of it."""
+    """A rank that fails while publishing or inside the block raises its own error, and all others a UserError."""
     bad = "bad is a object, which can't be saved"
     lost = "all is lost"
     assert [rank["failing writer"] for rank in ranks] == [
@@ -146,9 +146,9 @@ def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None
     assert [rank["failing agreed"] for rank in ranks] == ["Agreed: main says no"] * 4
 
 
-def test_ranks_that_disagree_are_told(ranks: list[dict[str, Any]]) -> None:
-    """Everybody hears what each thought the ranks were."""
-    expected = "ranks were [[0, 1], [0, 1], [0, 2], [0, 2]] on the ranks of a group; give all the same"
+def test_ranks_that_pass_different_arguments_are_reported(ranks: list[dict[str, Any]]) -> None:
+    """Every rank raises an error that lists the argument of each rank."""
+    expected = "ranks were [[0, 1], [0, 1], [0, 2], [0, 2]] on the ranks of a group; pass the same on every rank"
     assert [rank["ranks differ"] for rank in ranks] == [expected] * 4
 
 
@@ -157,7 +157,7 @@ def test_ranks_stay_in_step(ranks: list[dict[str, Any]]) -> None:
     assert [rank["still in step"] for rank in ranks] == [[], [{"rank": 1}, {"rank": 2}], [], []]
 
 
-def test_groups_do_not_meet(ranks: list[dict[str, Any]]) -> None:
+def test_groups_do_not_interfere(ranks: list[dict[str, Any]]) -> None:
     """Two groups at once, each with a gathering inside of another, have each their own."""
     assert [rank["pairs"] for rank in ranks] == [
         [{"outer": 0}, {"outer": 1}],
@@ -199,7 +199,7 @@ def test_one_rank_alone() -> None:
     with get_tensors_parallel(tensor, [0]) as tensors:
         assert tensors[0] is tensor
     with (
-        pytest.raises(UserError, match=r"ranks = \[0, 1\] are not places"),
+        pytest.raises(UserError, match=r"ranks = \[0, 1\] are not distinct ranks"),
         get_configs_parallel({}, [0, 1], SingleProcess()),
     ):
         pytest.fail("there is no second rank")
@@ -239,7 +239,7 @@ def test_a_killed_writer(tmp_path: Path) -> None:
 
 
 def test_a_workspace_without_ranks(tmp_path: Path) -> None:
-    """Without any group: a rank publishes, another reads the last it published, an empty place gives nothing."""
+    """Without a group, a rank reads the last record of another; a rank without a record gives nothing."""
     first, second = NFSWorkspace(tmp_path / "new" / "folder", rank=0), NFSWorkspace(tmp_path / "new" / "folder", rank=1)
     assert second.read_configs_and_weights_from_rank(0) == (None, None)
     first.write_configs_and_weights({"step": 1}, {"a": torch.ones(2)})
@@ -249,14 +249,14 @@ def test_a_workspace_without_ranks(tmp_path: Path) -> None:
     config, weights = second.read_configs_and_weights_from_rank(0)
     assert config is None and weights is not None
     assert torch.equal(weights["layer.0/w"], torch.ones(2))
-    with pytest.raises(TypeError, match="give them as weights"):
+    with pytest.raises(TypeError, match="pass them as weights"):
         first.write_configs_and_weights({"a": torch.ones(1)}, {})
     NFSWorkspace(tmp_path / "new" / "folder", rank=0)  # the next process of this rank begins
     assert second.read_configs_and_weights_from_rank(0) == (None, None)
 
 
 def test_a_workspace_without_a_folder() -> None:
-    """It says that it is none, and does nothing."""
+    """A workspace without a path is not initialized, and its methods raise ValueError."""
     none = NFSWorkspace()
     assert not none.is_initialized
     for work in (

@@ -14,7 +14,7 @@ Shop = Callable[..., Graph]
 
 
 def faults(graph: Graph) -> list[str]:
-    """What is wrong, in words."""
+    """The problems of a graph as text."""
     return [f"[{problem.node}] {problem.text}" for problem in graph.errors]
 
 
@@ -25,26 +25,26 @@ def test_a_dependency_cycle_is_reported_node_by_node(shop: Shop) -> None:
 
 
 def test_a_node_can_not_need_itself(shop: Shop) -> None:
-    """The smallest circle is found too."""
+    """A node with an edge to itself is a dependency cycle."""
     graph = shop('[page]\nfallback = "@page"')
     assert faults(graph) == ["[page] dependency cycle: page -> page"]
 
 
 def test_constraints_see_settings_of_neighbours(shop: Shop) -> None:
-    """A component's own constraints run on settings, with defaults filled in, before anything is built."""
+    """Constraints of a component see settings with defaults before anything is built."""
     assert faults(shop("[trainer]\nworkers = 11")) == ["[trainer] 11 workers can't share 10 values"]
     assert faults(shop("[trainer]\nworkers = 11\n[store]\nsize = 11")) == []
 
 
-def test_constraints_wait_for_settings_that_are_right(shop: Shop) -> None:
-    """A fault of a node or neighbour is reported without constraints that would trip over it."""
+def test_constraints_are_skipped_while_settings_are_invalid(shop: Shop) -> None:
+    """While a node or neighbour has a problem, constraints that would fail because of it are not run."""
     assert faults(shop('[trainer]\nworkers = 11\n[store]\nsize = "ten"')) == [
         '[store] size: expected an integer, got the string "ten"'
     ]
 
 
 def test_closure_puts_needs_first(shop: Shop) -> None:
-    """Everything that a node needs stands before it, once."""
+    """Everything that a node needs comes before it, once."""
     graph = shop()
     assert (
         graph.topological_order(["trainer"]) == ["page", "store", "trainer"]
@@ -55,11 +55,11 @@ def test_closure_puts_needs_first(shop: Shop) -> None:
     assert all(order.index(need) < order.index(name) for name in order for need in graph.needs(name))
 
 
-def test_a_long_chain_needs_no_recursion(workshop: Project) -> None:
+def test_a_long_chain_needs_no_recursion(project: Project) -> None:
     """Five thousand nodes in a row are wired, ordered and built."""
-    graph = workshop.graph(Recipe.of(chain(5000)))
+    graph = project.graph(Recipe.of(chain(5000)))
     assert graph.errors == []
-    with workshop.container(graph) as objects:
+    with project.container(graph) as objects:
         assert len(objects) == 5002
 
 
@@ -73,8 +73,8 @@ def chain(length: int) -> dict[str, Any]:
     return {"store": {"use": "stores.memory"}, **pages, "trainer": loop}
 
 
-def test_many_paths_cost_no_more_than_many_nodes(workshop: Project) -> None:
-    """A ladder of diamonds, with 2^200 paths, is ordered and checked for circles at once."""
+def test_many_paths_cost_no_more_than_many_nodes(project: Project) -> None:
+    """A ladder of diamonds, with 2^200 paths, is ordered and checked for cycles in linear time."""
     pages: dict[str, Any] = {}
     for number in range(200):
         below = {"fallback": f"@left{number - 1}"} if number else {}
@@ -82,16 +82,25 @@ def test_many_paths_cost_no_more_than_many_nodes(workshop: Project) -> None:
         pages[f"left{number}"] = {"use": "pages.plain", "title": "l", "store": "@store", "filters": filters, **below}
     loop = {"use": "servers.loop", "pages": [f"@{name}" for name in pages], "store": "@store"}
     began = time.process_time()
-    graph = workshop.graph(Recipe.of({"store": {"use": "stores.memory"}, **pages, "trainer": loop}))
+    graph = project.graph(Recipe.of({"store": {"use": "stores.memory"}, **pages, "trainer": loop}))
     assert graph.errors == [] and len(graph.topological_order(["trainer"])) == 402
     assert time.process_time() - began < 5
 
 
 def test_a_node_that_nothing_needs_is_a_warning(shop: Shop) -> None:
-    """An unused node is no fault, but is told."""
+    """An unused node is a warning and not an error."""
     graph = shop('[spare]\nuse = "pages.plain"\ntitle = "Spare"')
     assert graph.errors == []
     assert [problem.node for problem in graph.problems if problem.warning] == ["spare"]
+
+
+def test_a_node_that_an_edit_removed_is_unused_without_a_warning(shop: Shop) -> None:
+    """An edit leaves the removed node in the recipe on purpose, so that no warning is due."""
+    text = '[first]\nuse = "pages.parse"\n[second]\nuse = "pages.parse"\n[page]\nfilters = ["@first", "@second"]'
+    assert shop(text).problems == ()
+    recipe = shop(text).recipe.with_values({"edit": {"page": {"filters": {"remove": "@first"}}}})
+    graph = Graph.of(recipe, shop(text).registry, "trainer")
+    assert graph.problems == () and graph.nodes["page"].edges["filters"].targets == ("second",)
 
 
 @pytest.mark.parametrize("members", [1, 2])
@@ -107,16 +116,16 @@ def test_a_required_edge_is_found_by_type_if_one_node_fits(shop: Shop, members: 
     assert graph.errors[0].hint == 'write store = "@store" or store = "@second"'
 
 
-def test_nodes_in_place_are_nodes_of_their_own(shop: Shop, workshop: Project) -> None:
+def test_an_inline_node_is_built_for_its_owner_alone(shop: Shop, project: Project) -> None:
     """A table with `use` inside an edge is built once, for its owner alone."""
     graph = shop('[trainer]\npages = ["@page"]\nnamed = { home = "@page" }\n[page]\nstore = { use = "stores.memory" }')
     assert faults(graph) == []
-    with workshop.container(graph) as objects:
+    with project.container(graph) as objects:
         assert objects["page"].store is not objects["store"]
         assert objects["trainer"].named == {"home": objects["page"]}
 
 
-def test_named_nodes_can_not_stand_in_place(shop: Shop) -> None:
+def test_a_node_whose_name_is_saved_can_not_be_inline(shop: Shop) -> None:
     """A node that is known by its name needs a table of its own."""
     graph = shop('[trainer]\npages = [{ use = "pages.plain", title = "x", store = "@store" }]')
     assert faults(graph) == [
@@ -156,7 +165,7 @@ def texts(shop: Callable[..., Graph], *names: str) -> list[str]:
         (),
     ],
 )
-def test_orders_that_are_fine(shop: Callable[..., Graph], names: tuple[str, ...]) -> None:
+def test_valid_orders_of_a_sequence_have_no_problems(shop: Callable[..., Graph], names: tuple[str, ...]) -> None:
     """What is written before it is read is fine, members may be left out, and optional reads may have no writer."""
     assert texts(shop, *names) == []
 
@@ -175,7 +184,7 @@ def test_orders_that_are_fine(shop: Callable[..., Graph], names: tuple[str, ...]
         ),
         (
             ("look_up",),
-            "filters: [look_up] reads words, which nothing in the sequence writes; add a member that writes it",
+            'filters: [look_up] reads words, which nothing in the sequence writes; add "@parse" before "@look_up"',
         ),
         (
             ("parse", "look_up", "log_in"),
@@ -183,6 +192,8 @@ def test_orders_that_are_fine(shop: Callable[..., Graph], names: tuple[str, ...]
         ),
     ],
 )
-def test_orders_that_are_not(shop: Callable[..., Graph], names: tuple[str, ...], expected: str) -> None:
-    """Reading too early, changing too late and reading what nobody writes are problems with the line to move."""
+def test_an_invalid_order_of_a_sequence_is_a_problem_with_a_remedy(
+    shop: Callable[..., Graph], names: tuple[str, ...], expected: str
+) -> None:
+    """Reading too early, changing too late and reading an unwritten value are problems with the line to move or add."""
     assert texts(shop, *names) == [expected]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from drawloom.graph.cli.exit_codes import Voice
+from drawloom.graph.cli.exit_codes import Console
 from drawloom.graph.cli.main import main, split_words
 from drawloom.graph.cli.project import Project, read_overrides
 from drawloom.graph.problems import RecipeError
@@ -29,15 +29,15 @@ def test_a_value_that_is_not_toml_is_a_string(word: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("word", ["a=1", "a..b=1", "--a.b"])
-def test_what_is_no_override_is_refused(word: str) -> None:
+def test_a_malformed_override_is_refused(word: str) -> None:
     """A word that sets nothing is a problem."""
     with pytest.raises(RecipeError, match="not understood"):
         read_overrides([word])
 
 
-def test_run_runs_the_root(workshop: Project) -> None:
+def test_run_runs_the_root(project: Project) -> None:
     """A fine recipe runs, with exit code 0."""
-    assert main(["run", "small"], workshop) == 0
+    assert main(["run", "small"], project) == 0
 
 
 @pytest.mark.parametrize(
@@ -51,147 +51,149 @@ def test_run_runs_the_root(workshop: Project) -> None:
         (["list", "nothing"], 2),
     ],
 )
-def test_exit_codes(workshop: Project, arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes(project: Project, arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     """0 is fine, 2 is a faulty recipe or command line, with a sentence and no traceback."""
-    assert main(arguments, workshop) == code
+    assert main(arguments, project) == code
     err = capsys.readouterr().err
     assert bool(err) == (code != 0) and "Traceback" not in err
 
 
 @pytest.mark.parametrize("arguments", [["check"], ["fly"], ["check", "small", "--fast"], ["check", "small", "more"]])
-def test_what_is_not_recognised_is_refused(
-    workshop: Project, arguments: list[str], capsys: pytest.CaptureFixture[str]
+def test_an_unrecognized_argument_is_refused(
+    project: Project, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Words and flags that no command knows end with exit code 2, and with how the command is used."""
-    assert main(arguments, workshop) == 2
+    assert main(arguments, project) == 2
     assert capsys.readouterr().err.startswith("usage: drawloom ")
 
 
 @pytest.mark.parametrize("arguments", [["fly"], ["check", "nowhere"], ["check", "small", "page.title=3"], ["fault"]])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_of_several_processes_one_tells_a_failure(
-    workshop: Project,
+def test_of_several_processes_one_prints_a_failure(
+    project: Project,
     arguments: list[str],
     is_first: bool,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first; the exit code of the others is the same, and they print nothing, not even a traceback."""
-    voice = Voice(warns=False, is_first=lambda _: is_first)
+    console = Console(warns=False, is_first=lambda _: is_first)
     if arguments == ["fault"]:
         arguments = ["check", "small"]
         monkeypatch.setattr(Project, "load", lambda *_: 1 / 0)
         if is_first:
             with pytest.raises(ZeroDivisionError):
-                main(arguments, workshop, voice)
+                main(arguments, project, console)
             return
-    code = main(arguments, workshop, voice)
-    assert code == main(arguments, workshop, Voice(is_first=lambda _: False)) != 0
+    code = main(arguments, project, console)
+    assert code == main(arguments, project, Console(is_first=lambda _: False)) != 0
     assert bool(capsys.readouterr().err) == is_first
 
 
 @pytest.mark.parametrize("warns", [True, False])
-def test_of_several_processes_one_warns(workshop: Project, warns: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    """What all of them know alike is told by the one that is to tell it."""
-    assert main(["check", "small", 'spare.use="pages.plain"', "spare.title=A"], workshop, Voice(warns)) == 0
+def test_of_several_processes_one_prints_warnings(
+    project: Project, warns: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A warning that every process finds is printed by one of them."""
+    assert main(["check", "small", 'spare.use="pages.plain"', "spare.title=A"], project, Console(warns)) == 0
     assert ("warning" in capsys.readouterr().err) == warns
 
 
-def test_show_can_be_checked_again(workshop: Project, tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_can_be_checked_again(project: Project, tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
     """What `show` prints is a recipe with the same resolved form, but for where each line has come from."""
-    main(["show", "small"], workshop)
+    main(["show", "small"], project)
     text = capsys.readouterr().out
     path = f"{tmp_path}/shown.toml"
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
-    main(["show", path], workshop)
+    main(["show", path], project)
     again = capsys.readouterr().out
     assert tomli.loads(again) == tomli.loads(text) and "shown.toml" in again
 
 
-def test_explain_takes_nodes_keys_and_nothing(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_takes_nodes_keys_and_nothing(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """The target may be left out, and values from the command line are seen."""
-    main(["explain", "small", "page.title", "page.title=Kiosk"], workshop)
+    main(["explain", "small", "page.title", "page.title=Kiosk"], project)
     assert capsys.readouterr().out.startswith('[page] title = "Kiosk"  (string; command line)')
-    main(["explain", "small"], workshop)
+    main(["explain", "small"], project)
     assert "[store] stores.memory: Keeps values in memory." in capsys.readouterr().out
 
 
-def test_diff_lays_values_over_the_second(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """A recipe is compared with itself and what the command line says."""
-    assert main(["diff", "small", "small", "store.size=11"], workshop) == 0
-    assert capsys.readouterr().out == "[store] size: 10 -> 11 (free)\n"
-    main(["diff", "small", "small"], workshop)
+def test_diff_lays_values_over_the_second(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe is compared with itself plus the values of the command line."""
+    assert main(["diff", "small", "small", "store.size=11"], project) == 0
+    assert capsys.readouterr().out == "[store] size: 10 -> 11 (safe)\n"
+    main(["diff", "small", "small"], project)
     assert capsys.readouterr().out == "no differences\n"
 
 
-def test_diff_takes_run_folders(workshop: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The folder of a run stands for its resolved recipe."""
-    main(["show", "small"], workshop)
+def test_diff_takes_run_folders(project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run folder is read as the resolved recipe in it."""
+    main(["show", "small"], project)
     (tmp_path / "recipe.lock.toml").write_text(capsys.readouterr().out, "utf-8")
-    main(["diff", str(tmp_path), "small", 'page.title="Kiosk"'], workshop)
-    assert capsys.readouterr().out == '[page] title: "Shop" -> "Kiosk" (semantic)\n'
+    main(["diff", str(tmp_path), "small", 'page.title="Kiosk"'], project)
+    assert capsys.readouterr().out == '[page] title: "Shop" -> "Kiosk" (changes_training)\n'
 
 
-def test_schema_is_json(workshop: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schema_is_json(project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is printed, or written to a file."""
-    main(["schema"], workshop)
+    main(["schema"], project)
     text = capsys.readouterr().out
-    main(["schema", "--output", str(tmp_path / "schema.json")], workshop)
+    main(["schema", "--output", str(tmp_path / "schema.json")], project)
     assert (tmp_path / "schema.json").read_text("utf-8") == text
     assert "stores.memory" in json.loads(text)["definitions"]
 
 
-def test_draw_and_list_show_what_there_is(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_draw_and_list_show_what_there_is(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """The tree has every node of the run; the list every component, and settings with types and defaults."""
-    main(["draw", "small"], workshop)
+    main(["draw", "small"], project)
     assert capsys.readouterr().out.splitlines() == [
         "[trainer] servers.loop",
         "├── pages: [page] pages.plain",
         "│   └── store: [store] stores.memory",
         "└── store: [store] stores.memory",
     ]
-    main(["list"], workshop)
+    main(["list"], project)
     assert "stores.disk" in capsys.readouterr().out
-    main(["list", "stores.memory"], workshop)
+    main(["list", "stores.memory"], project)
     assert "size: integer = 10  (how many values it keeps)" in capsys.readouterr().out
 
 
-def test_problems_for_programs(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_for_programs(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """`check --format json` gives every problem as data on stdout, and the same exit code as the text."""
-    assert main(["check", "small", "--format", "json", "page.title=3", "store.sise=4"], workshop) == 2
+    assert main(["check", "small", "--format", "json", "page.title=3", "store.sise=4"], project) == 2
     found = json.loads(capsys.readouterr().out)
     assert found["recipe"] == "small" and found["nodes"] == 3
     assert [(p["code"], p["node"], p["source"], p["line"]) for p in found["problems"]] == [
         ("DL302", "store", "command line", 0),
         ("DL303", "page", "command line", 0),
     ]
-    assert main(["check", "small", "--format", "json"], workshop) == 0
+    assert main(["check", "small", "--format", "json"], project) == 0
     assert json.loads(capsys.readouterr().out)["problems"] == []
-    assert main(["check", "smal", "--format", "json"], workshop) == 2
+    assert main(["check", "smal", "--format", "json"], project) == 2
     assert [p["code"] for p in json.loads(capsys.readouterr().out)["problems"]] == ["DL101"]
 
 
-def test_warnings_alone_are_fine(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_alone_are_fine(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """A warning does not change the exit code, in either format."""
     words = ["spare.use=stores.memory", "page.store=@store", "trainer.store=@store"]
-    assert main(["check", "small", *words], workshop) == 0
+    assert main(["check", "small", *words], project) == 0
     assert "warning: [spare]" in capsys.readouterr().err
-    assert main(["check", "small", "--format", "json", *words], workshop) == 0
+    assert main(["check", "small", "--format", "json", *words], project) == 0
     assert [p["warning"] for p in json.loads(capsys.readouterr().out)["problems"]] == [True]
 
 
-def test_timings_go_to_stderr(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_timings_go_to_stderr(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """`run --timings` ends with a table, and leaves stdout alone."""
-    assert main(["run", "small", "--timings"], workshop) == 0
+    assert main(["run", "small", "--timings"], project) == 0
     said = capsys.readouterr()
     assert said.out == "" and said.err.splitlines()[0].split() == ["ms", "build", "open", "close"]
 
 
-def test_a_package_that_is_not_there_is_a_sentence(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_importing_a_missing_package_is_a_user_error(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """`--import` of what can't be imported ends with exit code 2."""
-    assert main(["check", "small", "--import", "no_such_package"], workshop) == 2
+    assert main(["check", "small", "--import", "no_such_package"], project) == 2
     assert capsys.readouterr().err.startswith("--import no_such_package: there is no package")
-    assert main(["list", "--import", "os", "--plugins"], workshop) == 2
-    assert main(["list", "--plugins"], workshop) == 0
+    assert main(["list", "--import", "os", "--plugins"], project) == 2
+    assert main(["list", "--plugins"], project) == 0
     assert "no installed package declares" in capsys.readouterr().out

@@ -9,5 +9,5 @@ from drawloom.graph.cli.project import Project
 @pytest.fixture(scope="session")
 def first_run() -> Graph:
     """The wiring of the recipe that people see first, with some forty nodes."""
-    workshop = Project.of("drawloom")
-    return workshop.graph(workshop.load("first_run")).or_error()
+    project = Project.of("drawloom")
+    return project.graph(project.load("first_run")).or_error()

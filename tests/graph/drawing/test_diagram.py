@@ -47,7 +47,7 @@ def test_what_is_not_built_is_not_drawn(shop: Callable[..., Graph]) -> None:
     assert "spare" not in names
 
 
-def test_around_a_node_stand_what_it_needs_and_who_uses_it(shop: Callable[..., Graph]) -> None:
+def test_a_focused_diagram_has_needs_and_users_of_the_node(shop: Callable[..., Graph]) -> None:
     """With a focus, users lead to it alone, and what else they need is left out."""
     picture = wiring(shop(TWO), "shop", "trainer", "other")
     assert [box.name for box in picture.boxes] == ["page", "trainer", "other", "other.store"]
@@ -78,8 +78,8 @@ filters = ["@parse", "@translate", "@look_up"]
 """
 
 
-def test_threads_say_what_members_do(shop: Callable[..., Graph]) -> None:
-    """A value that nothing writes is a thread of its own, which says so."""
+def test_each_value_lists_what_members_do_to_it(shop: Callable[..., Graph]) -> None:
+    """A value that no member writes has a row, which says so."""
     step = step_of(shop(FILTERS), "shop", "page")
     assert [box.name for box in step.members] == ["parse", "translate", "look_up"]
     assert step.threads == (
@@ -89,14 +89,14 @@ def test_threads_say_what_members_do(shop: Callable[..., Graph]) -> None:
     assert [thread.title for thread in step.threads] == ["words", "user (not written)"]
 
 
-def test_arrows_lead_from_the_last_that_touched_a_value(shop: Callable[..., Graph]) -> None:
+def test_arrows_start_at_the_last_member_that_wrote_or_changed_a_value(shop: Callable[..., Graph]) -> None:
     """What is read is as the last to change it left it."""
     picture = step_of(shop(FILTERS), "shop", "page").diagram()
     assert picture.arrows == (Arrow("parse", "translate", ("words",)), Arrow("translate", "look_up", ("words",)))
 
 
-def test_every_value_of_a_large_step_is_a_thread(first_run: Graph) -> None:
-    """As many touches as the components declare."""
+def test_a_large_step_has_every_value(first_run: Graph) -> None:
+    """A step of hundreds of members has every value that they declare."""
     step = step_of(first_run, "first_run", "trainer")
     flows = [first_run.nodes[box.name].spec.traits.flow for box in step.members]
     declared = sum(len(flow.reads) + len(flow.writes) + len(flow.changes) for flow in flows)
@@ -104,8 +104,8 @@ def test_every_value_of_a_large_step_is_a_thread(first_run: Graph) -> None:
     assert step.title == "first_run: [trainer] phases"
 
 
-def test_a_node_without_a_sequence_is_a_sentence(shop: Callable[..., Graph]) -> None:
-    """Neither a field that takes no sequence, nor an empty one, is a step."""
+def test_a_step_of_a_node_without_a_sequence_is_a_user_error(shop: Callable[..., Graph]) -> None:
+    """A node without a sequence edge, or with an empty one, is a user error."""
     for name in ("trainer", "page"):
         with pytest.raises(UserError, match="no sequence"):
             step_of(shop(), "shop", name)

@@ -23,8 +23,8 @@ filters = ["@cut", "@find"]
 """
 
 
-def test_a_tree_around_a_node_says_who_uses_it(shop: Callable[..., Graph]) -> None:
-    """Users first, then what it needs."""
+def test_a_focused_tree_lists_the_users_of_the_node(shop: Callable[..., Graph]) -> None:
+    """The users come first, then what the node needs."""
     assert draw(shop(FILTERS), "shop", "trainer", focus="page").splitlines() == [
         "used by [trainer] pages",
         "[page] pages.plain",
@@ -34,8 +34,8 @@ def test_a_tree_around_a_node_says_who_uses_it(shop: Callable[..., Graph]) -> No
     ]
 
 
-def test_a_step_as_text_says_what_each_does(shop: Callable[..., Graph]) -> None:
-    """Members are numbered, values stand below."""
+def test_a_step_as_text_lists_reads_changes_and_writes(shop: Callable[..., Graph]) -> None:
+    """Members are numbered, with their values on the lines below."""
     assert draw(shop(FILTERS), "shop", "trainer", focus="page", step=True).splitlines() == [
         "shop: [page] filters",
         "  1. [cut] pages.parse",
@@ -55,27 +55,27 @@ def test_every_format_names_all_and_ends_with_a_line(shop: Callable[..., Graph],
     assert format != "svg" or not svg.outside(drawn)
 
 
-def test_an_unknown_focus_is_a_sentence(shop: Callable[..., Graph]) -> None:
-    """With a hint at the nearest name."""
+def test_an_unknown_focus_is_a_user_error(shop: Callable[..., Graph]) -> None:
+    """The error suggests the nearest name."""
     with pytest.raises(UserError, match=r"no node \[pag\] to draw; did you mean 'page'") as caught:
         draw(shop(), "shop", "trainer", focus="pag")
     assert caught.value.exit_code == 2
 
 
-def test_the_command_line_takes_all_of_it(workshop: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_takes_all_of_it(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """Options reach the picture, which is titled by the recipe; an overlay's value does, too."""
     words = ["draw", "small", "--format", "svg", "--focus", "page", 'page.filters=[{use = "pages.parse"}]']
-    assert main(words, workshop) == 0
+    assert main(words, project) == 0
     assert [one.text for one in svg.words(capsys.readouterr().out)][:1] == ["small: [page]"]
-    assert main([*words, "--step"], workshop) == 0
+    assert main([*words, "--step"], project) == 0
     assert "page.filters[0]" in capsys.readouterr().out
 
 
 PICTURE = Diagram("t", (Box("end", "a.b"), Box('x"<y>', "a.c")), (Arrow("end", 'x"<y>', ("one", "#2")),), focus="end")
 
 
-def test_names_are_labels_and_never_syntax() -> None:
-    """Keywords, quotes and angles stand in quoted labels, as entities."""
+def test_names_are_escaped_in_every_format() -> None:
+    """Keywords are quoted; quotes and angle brackets become entities."""
     assert draw_mermaid(PICTURE).splitlines() == [
         "flowchart LR",
         '  n0["end<br><i>a.b</i>"]',

@@ -14,7 +14,7 @@ PAIRS = st.lists(st.sampled_from(list(combinations(NAMES, 2))), unique=True, max
 @settings(max_examples=60, deadline=None)
 @given(PAIRS)
 def test_every_arrow_leads_to_the_right_by_steps_of_a_column(arrows: list[tuple[str, str]]) -> None:
-    """A way begins and ends at its boxes and passes each column between, and each stop stands in a column once."""
+    """A path starts and ends at its boxes with one stop in each column between; each stop is in one column."""
     layering = layer(NAMES, arrows)
     for (source, target), way in layering.ways.items():
         assert way[0].box == source and way[-1].box == target and not way[0].bend and not way[-1].bend
@@ -26,7 +26,7 @@ def test_every_arrow_leads_to_the_right_by_steps_of_a_column(arrows: list[tuple[
 
 @settings(max_examples=60, deadline=None)
 @given(PAIRS)
-def test_a_box_stands_right_behind_the_last_that_leads_to_it(arrows: list[tuple[str, str]]) -> None:
+def test_the_column_of_a_box_is_its_longest_path(arrows: list[tuple[str, str]]) -> None:
     """Its column is one more than the greatest among its users, or the first."""
     found = depths(NAMES, arrows)
     for name in NAMES:
@@ -56,7 +56,7 @@ def test_arrows_that_need_not_cross_do_not() -> None:
 
 
 def test_a_sequence_keeps_its_order_though_arrows_cross() -> None:
-    """Members stand from top to bottom as they follow one another."""
+    """Members are drawn from top to bottom in the order of the sequence."""
     arrows = [("root", "a"), ("root", "b"), ("root", "c"), ("c", "z"), ("z", "y"), ("b", "y"), ("a", "x")]
     layering = layer(["root", "c", "b", "a", "x", "y", "z"], arrows, [("b", "c", "a")])
     column = [stop.box for stop in layering.columns[1] if not stop.bend]
@@ -64,7 +64,7 @@ def test_a_sequence_keeps_its_order_though_arrows_cross() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(-99, 99), st.floats(1, 50)), max_size=12))
-def test_each_has_its_room_and_stands_where_it_wishes_if_it_can(both: list[tuple[float, float]]) -> None:
+def test_spread_boxes_do_not_overlap_and_stay_at_their_wishes_if_free(both: list[tuple[float, float]]) -> None:
     """Neighbours are at least half of both rooms apart; wishes that are far enough apart are granted."""
     wishes, rooms = [wish for wish, _ in both], [room for _, room in both]
     found = spread(wishes, rooms)
@@ -74,6 +74,6 @@ def test_each_has_its_room_and_stands_where_it_wishes_if_it_can(both: list[tuple
     assert all(abs(one - other) < 1e-6 for one, other in zip(spread(wide, rooms), wide, strict=True))
 
 
-def test_those_that_push_one_another_share_the_way() -> None:
-    """Two that wish for the same place stand on either side of it."""
+def test_boxes_that_collide_move_by_the_same_amount() -> None:
+    """Two boxes that wish for the same position end on either side of it."""
     assert spread([10.0, 10.0, 90.0], [20.0, 20.0, 20.0]) == [0.0, 20.0, 90.0]

@@ -41,7 +41,7 @@ FOCI = ["", "trainer", "stages", "device", "mesh", "checkpoint"]
 
 @pytest.mark.parametrize("focus", FOCI)
 def test_every_node_is_there_and_all_words_are_in_the_picture(first_run: Graph, focus: str) -> None:
-    """Each box has its name and component; nothing stands outside."""
+    """Each box has its name and component, and all text is inside the picture."""
     picture = wiring(first_run, "first_run", "trainer", focus)
     drawn = draw_wiring(picture)
     shown = [one.text for one in svg.words(drawn)]
@@ -51,7 +51,7 @@ def test_every_node_is_there_and_all_words_are_in_the_picture(first_run: Graph, 
 
 
 @pytest.mark.parametrize("focus", FOCI)
-def test_no_two_boxes_overlap_and_no_field_stands_on_a_box(first_run: Graph, focus: str) -> None:
+def test_boxes_and_field_labels_do_not_overlap(first_run: Graph, focus: str) -> None:
     """What is written at arrows is in the gaps between columns."""
     picture = wiring(first_run, "first_run", "trainer", focus)
     drawn = draw_wiring(picture)
@@ -65,8 +65,8 @@ def test_no_two_boxes_overlap_and_no_field_stands_on_a_box(first_run: Graph, foc
 
 @settings(max_examples=80, deadline=None)
 @given(st.dictionaries(st.sampled_from(list(combinations("abcdefgh", 2))), st.text("xy", min_size=9, max_size=15)))
-def test_what_stands_at_arrows_is_legible(labels: dict[tuple[str, str], str]) -> None:
-    """Whatever leads where: no words on other words, none on a box, none outside."""
+def test_labels_at_arrows_do_not_overlap(labels: dict[tuple[str, str], str]) -> None:
+    """In any graph, labels overlap neither labels nor boxes, and are inside the picture."""
     boxes = tuple(Box(name, "some.component") for name in "abcdefgh")
     arrows = tuple(Arrow(source, target, (label,)) for (source, target), label in labels.items())
     drawn = draw_wiring(Diagram("t", boxes, arrows))
@@ -76,7 +76,7 @@ def test_what_stands_at_arrows_is_legible(labels: dict[tuple[str, str], str]) ->
     assert not svg.outside(drawn)
 
 
-def test_the_members_of_a_sequence_stand_in_its_order(first_run: Graph) -> None:
+def test_members_of_a_sequence_are_drawn_in_its_order(first_run: Graph) -> None:
     """From top to bottom, as they are walked through."""
     height = {one.text: one.area[1] for one in svg.words(draw_wiring(wiring(first_run, "", "trainer")))}
     phases = first_run.nodes["trainer"].edges["phases"].targets
@@ -91,7 +91,7 @@ def test_a_field_is_named_where_it_says_more_than_its_box(shop: Callable[..., Gr
 
 
 def test_a_name_at_a_meeting_point_holds_for_all_that_meet() -> None:
-    """Where arrows with several names come in, none of these stands at the point; each stands at its beginning."""
+    """Where arrows of several fields meet, the fields are named at the starts of the arrows."""
     boxes = tuple(Box(name, f"x.{name}") for name in ("a", "b", "c"))
     one = Diagram("t", boxes, (Arrow("a", "c", ("left",)), Arrow("b", "c", ("left",))))
     two = Diagram("t", boxes, (Arrow("a", "c", ("left",)), Arrow("b", "c", ("right",))))
@@ -128,8 +128,8 @@ def test_one_box_alone_is_a_picture() -> None:
     assert len(svg.areas(drawn)) == 1 and not svg.outside(drawn)
 
 
-def test_members_stand_from_left_to_right_and_threads_below(first_run: Graph) -> None:
-    """Headers in order and without overlap; a thread's name stands left of the member that begins it."""
+def test_members_are_columns_and_values_are_rows(first_run: Graph) -> None:
+    """Headers are in order and do not overlap; a value's name is left of its first member."""
     step = step_of(first_run, "first_run", "trainer")
     drawn = draw_step(step)
     boxes = svg.areas(drawn)
@@ -141,7 +141,7 @@ def test_members_stand_from_left_to_right_and_threads_below(first_run: Graph) ->
         assert len(places) == 1 and places[0][2] < (box[0] + box[2]) / 2
 
 
-def test_every_touch_has_its_sign(first_run: Graph) -> None:
+def test_every_access_to_a_value_has_its_mark(first_run: Graph) -> None:
     """A sign with a tooltip for each thing that a member does to a value, and three in the legend."""
     step = step_of(first_run, "first_run", "trainer")
     tips = [element.text for element in svg.parse(draw_step(step)).iter(f"{svg.SVG}title")][1:]
@@ -154,7 +154,7 @@ def test_every_touch_has_its_sign(first_run: Graph) -> None:
 
 
 def test_all_words_are_in_the_picture(first_run: Graph) -> None:
-    """Also with long names for short steps, and whatever letters they have."""
+    """All text is inside the picture, also for long names in short steps."""
     long = Step("a title <&> " * 5, (Box("a", "b"),), (Thread("value & \x00" * 9, {0: "reads"}),))
     for step in (step_of(first_run, "first_run", "trainer"), long):
         assert not svg.outside(draw_step(step))

@@ -21,25 +21,23 @@ Shop = Callable[..., Graph]
     ("text", "expected"),
     [
         ("", []),
-        ("[store]\nsize = 12", ["[store] size: 10 -> 12 (free)"]),
-        ('[page]\ntitle = "Other"', ['[page] title: "Shop" -> "Other" (semantic)']),
+        ("[store]\nsize = 12", ["[store] size: 10 -> 12 (safe)"]),
+        ('[page]\ntitle = "Other"', ['[page] title: "Shop" -> "Other" (changes_training)']),
         (
             '[store]\nuse = "stores.disk"\nfolder = "x"',
-            ["[store] swapped: stores.memory -> stores.disk (semantic)"],
+            ["[store] swapped: stores.memory -> stores.disk (changes_training)"],
         ),
         (
             '[second]\nuse = "pages.plain"\ntitle = "2"\n[trainer]\npages = ["@page", "@second"]',
             [
-                '[trainer] pages moved: ["@page"] -> ["@page", "@second"] (semantic)',
-                "[second] added: pages.plain (semantic)",
+                '[trainer] pages moved: ["@page"] -> ["@page", "@second"] (changes_training)',
+                "[second] added: pages.plain (changes_training)",
             ],
         ),
     ],
 )
-def test_differences_name_node_and_key_and_weight(
-    shop: Shop, workshop: Project, text: str, expected: list[str]
-) -> None:
-    """Each difference from an older recipe is told once, with what it means to resume with it."""
+def test_a_difference_names_node_key_and_impact(shop: Shop, project: Project, text: str, expected: list[str]) -> None:
+    """Each difference from an older recipe is listed once, with its impact on a resume."""
     older = resolve(shop()).text
     assert [str(change) for change in resolve(shop(text)).changes(older)] == expected
 
@@ -62,70 +60,70 @@ workers = 1
 """
 
 
-def lines(workshop: Project, old: Recipe, new: Graph) -> list[str]:
-    """The differences in words."""
+def lines(project: Project, old: Recipe, new: Graph) -> list[str]:
+    """The differences as text."""
     return [str(change) for change in diff(old, new)]
 
 
-def test_what_is_only_written_otherwise_is_cosmetic(shop: Shop, workshop: Project) -> None:
-    """A default written out, an edge found by type and a variable make no other run."""
-    old = workshop.load("small")
+def test_what_is_only_written_otherwise_is_cosmetic(shop: Shop, project: Project) -> None:
+    """Writing out a default or an edge, and using a variable, are cosmetic."""
+    old = project.load("small")
     text = '[store]\nsize = 10\n[page]\nstore = "@store"'
-    assert lines(workshop, old, shop(text)) == [
+    assert lines(project, old, shop(text)) == [
         "[store] size: left out -> written (cosmetic)",
         "[page] store: left out -> written (cosmetic)",
         "[page] title: $vars.title -> written (cosmetic)",
     ]
 
 
-def test_the_order_of_tables_is_cosmetic(workshop: Project) -> None:
+def test_the_order_of_tables_is_cosmetic(project: Project) -> None:
     """The same tables in another order are the same graph."""
     data = {"store": {"use": "stores.memory"}, "page": {"use": "pages.plain", "title": "x"}}
-    graph = workshop.graph(Recipe.of(dict(reversed(data.items()))), root="")
-    assert lines(workshop, Recipe.of(data), graph) == ["tables: the same in another order (cosmetic)"]
+    graph = project.graph(Recipe.of(dict(reversed(data.items()))), root="")
+    assert lines(project, Recipe.of(data), graph) == ["tables: the same in another order (cosmetic)"]
 
 
-def test_an_old_run_is_compared_as_it_was_written(shop: Shop, workshop: Project) -> None:
-    """Components and settings that are no more are told like others; what is only filled in is not cosmetic."""
-    assert lines(workshop, Recipe.of(tomli.loads(RENAMED)), shop()) == [
-        "[store] swapped: stores.of_yesterday -> stores.memory (semantic)",
-        '[page] headline: "gone since" -> absent (semantic)',
+def test_an_old_run_is_compared_as_it_was_written(shop: Shop, project: Project) -> None:
+    """Removed components and settings are listed like others; values that defaults fill in are not cosmetic."""
+    assert lines(project, Recipe.of(tomli.loads(RENAMED)), shop()) == [
+        "[store] swapped: stores.of_yesterday -> stores.memory (changes_training)",
+        '[page] headline: "gone since" -> absent (changes_training)',
     ]
 
 
-def test_nodes_in_place_are_compared_as_nodes(shop: Shop, workshop: Project) -> None:
-    """A setting deep inside an edge is told as the setting that it is."""
+def test_inline_nodes_are_compared_key_by_key(shop: Shop, project: Project) -> None:
+    """A changed setting of an inline node is listed under that node."""
     old, new = (f'[trainer]\nstore = "@store"\n[page]\nstore = {{ use = "stores.memory", size = {n} }}' for n in (3, 4))
-    assert lines(workshop, shop(old).recipe, shop(new)) == ["[page.store] size: 3 -> 4 (free)"]
+    assert lines(project, shop(old).recipe, shop(new)) == ["[page.store] size: 3 -> 4 (safe)"]
 
 
-def test_faults_of_either_are_told(shop: Shop, workshop: Project) -> None:
+def test_problems_of_either_recipe_are_raised(shop: Shop, project: Project) -> None:
     """A recipe that is no graph is not compared, but its problems come out."""
     faulty = shop('[store]\nsize = "x"')
     with pytest.raises(RecipeError, match="size"):
-        lines(workshop, faulty.recipe, shop())
+        lines(project, faulty.recipe, shop())
     with pytest.raises(RecipeError, match="size"):
-        lines(workshop, shop().recipe, faulty)
+        lines(project, shop().recipe, faulty)
 
 
-def test_true_is_not_one(workshop: Project) -> None:
+def test_true_is_not_one(project: Project) -> None:
     """Values that Python takes for equal, but TOML does not, are different, as their hashes are."""
     graphs = [
-        workshop.graph(Recipe.of({"a": {"use": "stores.varied", "anything": [value]}}), root="")
+        project.graph(Recipe.of({"a": {"use": "stores.varied", "anything": [value]}}), root="")
         for value in (1, True, 1.0)
     ]
     for one in graphs:
-        assert [len(lines(workshop, one.recipe, other)) for other in graphs] == [int(one is not g) for g in graphs]
+        assert [len(lines(project, one.recipe, other)) for other in graphs] == [int(one is not g) for g in graphs]
 
 
 @given(recipes(), recipes())
 @settings(max_examples=50, deadline=None)
-def test_resuming_tells_the_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """What `diff` says of two recipes, but for the cosmetic, is what a run that resumes says of them."""
-    workshop = Project.of("support.shop")
-    graphs = [workshop.graph(Recipe.of(data), root="") for data in (one, other)]
+def test_diff_and_a_resuming_run_list_the_same_changes(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """`diff` without cosmetic changes equals the changes that a resuming run finds."""
+    project = Project.of("support.shop")
+    graphs = [project.graph(Recipe.of(data), root="") for data in (one, other)]
     resolved = [resolve(graph) for graph in graphs]
-    found = [change for change in diff(graphs[0].recipe, graphs[1]) if change.kind != "cosmetic"]
+    found = [change for change in diff(graphs[0].recipe, graphs[1]) if change.impact != "cosmetic"]
     assert found == resolved[1].changes(resolved[0].text)
     assert (found == []) == (resolved[0].hash == resolved[1].hash)
     assert resolved[1].changes(resolved[1].text) == []

@@ -1,4 +1,4 @@
-"""What `explain` says."""
+"""The output of `explain`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ from drawloom.graph.cli.project import Project
 from drawloom.graph.inspect.explain import explain, ordinal
 from drawloom.graph.problems import UserError
 
-Told = Callable[[str], list[str]]
+Explain = Callable[[str], list[str]]
 
 TOP = """
 extends = "small"
@@ -36,12 +36,12 @@ OVER = "[room]\ntable = { b = 2.5 }\nwhole = 7"
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workshop: Project) -> Told:
+def explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: Project) -> Explain:
     """What is said of a target, line by line."""
     monkeypatch.chdir(tmp_path)
     Path("top.toml").write_text(TOP, "utf-8")
     Path("over.toml").write_text(OVER, "utf-8")
-    graph = workshop.graph(workshop.load("top.toml", ["over.toml"], ["room.whole=8", "page.store=@store"]))
+    graph = project.graph(project.load("top.toml", ["over.toml"], ["room.whole=8", "page.store=@store"]))
     small = str(next(layer.source for layer in graph.recipe.layers))
 
     def tell(target: str) -> list[str]:
@@ -50,41 +50,58 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workshop: Project) -> 
     return tell
 
 
-def test_a_key_has_the_stack_of_all_that_set_it(told: Told) -> None:
-    """From the command line down through overlays to the default, newest first, each with its place."""
-    assert told("room.whole") == [
+def test_a_key_lists_every_layer_that_set_it(explained: Explain) -> None:
+    """Values from the command line, overlays, recipe and default are listed newest first, each with its place."""
+    assert explained("room.whole") == [
         "[room] whole = 8  (integer; command line)",
         "  an integer",
-        "  for a run that resumes, another value is a semantic change",
+        "  resume impact of another value: changes_training",
         "  8  command line",
         "  7  over.toml:3:1",
         "  1  default",
     ]
 
 
-def test_under_a_variable_stands_what_set_that(told: Told) -> None:
-    """A variable has a stack of its own."""
-    assert told("page.title")[3:] == [
+def test_an_edited_list_shows_what_was_removed_and_inserted(explained: Explain, project: Project) -> None:
+    """Below the edited list are the edits, each inserted element with its place, and then the list as it was."""
+    Path("edit.toml").write_text(
+        '[edit.page.filters]\nremove = "@cut"\nbefore."@find" = "@who"\n[who]\nuse = "pages.parse"'
+    )
+    graph = project.graph(project.load("top.toml", ["edit.toml"]))
+    lines = explain(graph, "page.filters", "trainer").splitlines()
+    assert lines[0].endswith("top.toml:8:1 and edit.toml:1:12)")
+    assert lines[1:] == [
+        '  [{ use = "pages.translate" }, "@who", "@find"]  edit.toml:1:12',
+        '    removed "@cut"',
+        '    inserted "@who"  edit.toml:3:18',
+        '  ["@cut", { use = "pages.translate" }, "@find"]  top.toml:8:1',
+    ]
+    assert explain(graph, "page.filters[2]", "trainer").splitlines()[1:] == ['  filters: "@find"  top.toml:8:49']
+
+
+def test_a_variable_lists_the_layers_that_set_it(explained: Explain) -> None:
+    """Below a variable are the layers that set it."""
+    assert explained("page.title")[3:] == [
         '  "$vars.title"  SMALL:11:1',
         '    "Kiosk"  top.toml:5:1',
         '    "Shop"  SMALL:4:1',
     ]
 
 
-def test_a_part_of_a_value_is_found(told: Told) -> None:
+def test_a_part_of_a_value_is_found(explained: Explain) -> None:
     """Arrays and tables inside a setting are followed, each to its own place."""
-    assert told("room.shelves[1].width")[-1] == "  shelves: 4  top.toml:18:37"
-    assert told("room.table")[-3:] == [
+    assert explained("room.shelves[1].width")[-1] == "  shelves: 4  top.toml:18:37"
+    assert explained("room.table")[-3:] == [
         "  1.5  top.toml:19:11",
         "  2.5  over.toml:2:11",
         "  {}  default",
     ]
-    assert told("room.table.b")[-1] == "  2.5  over.toml:2:11"
+    assert explained("room.table.b")[-1] == "  2.5  over.toml:2:11"
 
 
-def test_a_node_is_told_in_full(told: Told) -> None:
+def test_a_node_lists_settings_edges_users_and_order(explained: Explain) -> None:
     """Component, settings and edges with origins and reasons, users, and its place."""
-    assert told("page") == [
+    assert explained("page") == [
         "[page] pages.plain, SMALL:10:7",
         "  Answers with what a store holds.",
         "  it is a Page, a Counted",
@@ -101,39 +118,39 @@ def test_a_node_is_told_in_full(told: Told) -> None:
     ]
 
 
-def test_a_member_of_a_sequence_says_what_passes_through(told: Told) -> None:
-    """What it reads, changes and writes, with who wrote it before and who takes it after."""
-    assert told("page.filters[1]")[-4:] == [
+def test_a_member_of_a_sequence_lists_its_dataflow(explained: Explain) -> None:
+    """Each value that a member reads, changes or writes is listed with its writers and readers."""
+    assert explained("page.filters[1]")[-4:] == [
         "  place",
         "    built 3rd of 6",
         "    2nd of 3 in [page] filters",
         "      changes words, written by [cut]",
     ]
-    assert told("cut")[-1] == "      writes words, taken by [page.filters[1]] and [find]"
+    assert explained("cut")[-1] == "      writes words, taken by [page.filters[1]] and [find]"
 
 
-def test_what_is_filled_in_and_not_built_is_told(told: Told) -> None:
-    """A field that takes every node of a kind lists them; a node that nothing leads to says so."""
-    assert "    counted: every Counted: [page]" in told("trainer")
-    assert told("trainer.counted") == ["[trainer] counted is filled in by the container"]
-    assert told("room")[-1] == "    not built: nothing that [trainer] needs leads to it"
+def test_filled_fields_and_unbuilt_nodes_are_explained(explained: Explain) -> None:
+    """A field that collects all nodes of a port lists them; a node without users is marked as not built."""
+    assert "    counted: every Counted: [page]" in explained("trainer")
+    assert explained("trainer.counted") == ["[trainer] counted is filled in by the container"]
+    assert explained("room")[-1] == "    not built: nothing that [trainer] needs leads to it"
 
 
-def test_without_a_target_the_layers_and_nodes_are_listed(told: Told) -> None:
+def test_without_a_target_the_layers_and_nodes_are_listed(explained: Explain) -> None:
     """The files in the order in which they are laid, and each node with what it is."""
-    lines = told("")
+    lines = explained("")
     assert lines[0] == "SMALL, then top.toml, then over.toml, then command line"
     assert "[cut] pages.parse: Cuts a request into words." in lines
 
 
 @pytest.mark.parametrize("target", ["pag", "page.titel", "page.title.deep[", "vars.title"])
-def test_an_unknown_target_is_a_sentence(told: Told, target: str) -> None:
+def test_an_unknown_target_is_a_user_error(explained: Explain, target: str) -> None:
     """What is not there ends in a hint or an empty explanation, not in a traceback."""
     if target.startswith("page.title."):
-        assert told(target)
+        assert explained(target)
         return
     with pytest.raises(UserError, match="there is no") as caught:
-        told(target)
+        explained(target)
     assert caught.value.exit_code == 2
 
 
@@ -151,6 +168,6 @@ def test_an_unknown_target_is_a_sentence(told: Told, target: str) -> None:
         (112, "112th"),
     ],
 )
-def test_numbers_are_said_as_people_say_them(number: int, text: str) -> None:
-    """The teens are no exception to the th."""
+def test_ordinals_have_english_endings(number: int, text: str) -> None:
+    """11, 12 and 13 end in th."""
     assert ordinal(number) == text

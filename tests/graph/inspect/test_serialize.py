@@ -31,7 +31,7 @@ store = "@store"
 """
 
 
-def test_nodes_in_place_stand_in_the_node_that_owns_them(shop: Shop) -> None:
+def test_inline_nodes_are_serialized_in_their_owner(shop: Shop) -> None:
     """Only nodes with a table of their own are named; the others are tables inside."""
     plain = serialize_graph(shop(IN_PLACE))
     assert list(plain) == ["store", "page", "trainer"]
@@ -40,7 +40,7 @@ def test_nodes_in_place_stand_in_the_node_that_owns_them(shop: Shop) -> None:
 
 
 def test_flat_names_are_those_of_the_graph(shop: Shop) -> None:
-    """Flattening gives nodes in place the names that the graph gives them, and leads edges to them."""
+    """Flattened inline nodes have the names that the graph gives them, and edges refer to those."""
     graph = shop(IN_PLACE)
     flat = flatten(serialize_graph(graph))
     assert sorted(flat) == sorted(graph.nodes)
@@ -50,7 +50,7 @@ def test_flat_names_are_those_of_the_graph(shop: Shop) -> None:
 
 @pytest.mark.parametrize("text", ["@x", "$x", "@@x", "x", "", "a@"])
 def test_escaping_doubles_a_sigil_at_the_front(text: str) -> None:
-    """Text that begins like a reference reads back as text, wherever it stands."""
+    """Text that begins like a reference reads back as text, at any depth."""
     escaped = text[0] + text if text[:1] in ("@", "$") else text
     assert serialize_value({"k": [text]}) == {"k": [escaped]}
 
@@ -68,27 +68,27 @@ named = { "a b" = "@page" }
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[3] / "recipes").glob("*.toml"))
 
 
-def again(workshop: Project, resolved: ResolvedRecipe) -> Graph:
+def again(project: Project, resolved: ResolvedRecipe) -> Graph:
     """The graph of a resolved recipe's text."""
-    return workshop.graph(Recipe.of(tomli.loads(resolved.text)), root="")
+    return project.graph(Recipe.of(tomli.loads(resolved.text)), root="")
 
 
-def test_reading_it_again_gives_the_same(shop: Shop, workshop: Project) -> None:
-    """The resolved text has the same graph and hash when it is resolved again, whatever stands in it."""
+def test_reading_it_again_gives_the_same(shop: Shop, project: Project) -> None:
+    """Resolving the resolved text again gives the same graph and hash."""
     once = resolve(shop(AWKWARD))
-    twice = resolve(again(workshop, once))
+    twice = resolve(again(project, once))
     assert (tomli.loads(twice.text), twice.hash) == (tomli.loads(once.text), once.hash)
 
 
 @given(recipes())
 @settings(max_examples=150, deadline=None)
 def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
-    """Whatever settings, nodes in place and groups a recipe has, its resolved text means the same graph and hash."""
-    workshop = Project.of("support.shop")
-    graph = workshop.graph(Recipe.of(data), root="")
+    """For any settings, inline nodes and groups, the resolved text gives the same graph and hash."""
+    project = Project.of("support.shop")
+    graph = project.graph(Recipe.of(data), root="")
     assert graph.errors == []
     once = resolve(graph)
-    other = again(workshop, once)
+    other = again(project, once)
     assert other.errors == []
     assert serialize_graph(other) == serialize_graph(graph)
     assert resolve(other).hash == once.hash
@@ -96,28 +96,28 @@ def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith("with_")])
 def test_shipped_recipes_come_back_the_same(name: str) -> None:
-    """So do the recipes that ship, with every overlay that ships laid over those that stand on their own."""
-    workshop = Project.of("drawloom")
+    """The same for shipped recipes, with every shipped overlay merged over the complete ones."""
+    project = Project.of("drawloom")
     overlays = [overlay for overlay in SHIPPED if overlay.startswith("with_")]
-    graph = workshop.graph(workshop.load(name, overlays), root="")
+    graph = project.graph(project.load(name, overlays), root="")
     if graph.errors:  # a base that says not yet what to learn
         assert name == "pretrain"
         return
     once = resolve(graph)
-    other = again(workshop, once)
+    other = again(project, once)
     assert serialize_graph(other) == serialize_graph(graph)
     assert resolve(other).hash == once.hash
 
 
-def test_defaults_and_found_edges_are_written_out(shop: Shop, workshop: Project) -> None:
-    """A later change of a default, or another node that fits, can't change a run that was resolved before."""
+def test_defaults_and_found_edges_are_written_out(shop: Shop, project: Project) -> None:
+    """Defaults and autowired edges are written, so that later changes of them do not change an old run."""
     text = resolve(shop()).text
     assert "size = 10" in text and 'store = "@store"' in text
 
 
-def test_each_line_says_where_it_has_come_from(workshop: Project) -> None:
-    """Behind every key stands a file, a variable with its own place, the command line, a type, or a default."""
-    graph = workshop.graph(workshop.load("small", words=["store.size=12"]))
+def test_each_line_has_its_provenance(project: Project) -> None:
+    """The provenance is a file, a variable and its position, the command line, a type, or a default."""
+    graph = project.graph(project.load("small", words=["store.size=12"]))
     lines = dict(re.findall(r"^(\w+ = .*?) +# (.*)$", resolve(graph).text, re.MULTILINE))
     assert lines == {
         'use = "stores.memory"': "small.toml:7:1",
@@ -132,29 +132,31 @@ def test_each_line_says_where_it_has_come_from(workshop: Project) -> None:
     }
 
 
-def test_origins_do_not_depend_on_where_one_stands(workshop: Project, tmp_path: Path, monkeypatch: Any) -> None:
+def test_provenance_does_not_depend_on_the_current_directory(
+    project: Project, tmp_path: Path, monkeypatch: Any
+) -> None:
     """The text of a shipped recipe is the same from every directory."""
-    here = resolve(workshop.graph(workshop.load("small"))).text
+    here = resolve(project.graph(project.load("small"))).text
     monkeypatch.chdir(tmp_path)
-    assert resolve(workshop.graph(workshop.load("small"))).text == here
+    assert resolve(project.graph(project.load("small"))).text == here
 
 
-def test_a_comment_can_not_break_out(workshop: Project, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_file_name_can_not_end_a_comment(project: Project, tmp_path: Path, monkeypatch: Any) -> None:
     """A file whose name holds a line break changes nothing but the comment."""
     monkeypatch.chdir(tmp_path)
-    small = (workshop.recipes / "small.toml").read_text("utf-8")
+    small = (project.recipes / "small.toml").read_text("utf-8")
     Path("evil\n[x].toml").write_text(small, "utf-8")
-    text = resolve(workshop.graph(workshop.load("evil\n[x].toml"))).text
+    text = resolve(project.graph(project.load("evil\n[x].toml"))).text
     assert list(tomli.loads(text)) == ["format", "store", "page", "trainer"]
 
 
-def test_the_first_line_is_the_format(shop: Shop, workshop: Project) -> None:
-    """Whoever reads a resolved recipe knows first of all whether he can."""
+def test_the_first_line_is_the_format(shop: Shop, project: Project) -> None:
+    """The format comes first, so that a reader knows at once whether it can read the rest."""
     assert resolve(shop()).text.startswith("format = 1\n")
 
 
-def test_the_hash_is_of_what_is_said_not_how(shop: Shop, workshop: Project) -> None:
-    """Writing a default out changes nothing; another value does."""
+def test_the_hash_does_not_depend_on_formatting(shop: Shop, project: Project) -> None:
+    """Writing out a default keeps the hash; another value changes it."""
     same = [resolve(shop(text)).hash for text in ("", "[store]\nsize = 10")]
     assert same[0] == same[1] != resolve(shop("[store]\nsize = 11")).hash
 

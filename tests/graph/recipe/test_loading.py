@@ -27,20 +27,20 @@ def written(**texts: str) -> None:
         Path(f"{name}.toml").write_text(text, "utf-8")
 
 
-def test_a_base_of_two_bases_is_laid_once_below_both() -> None:
+def test_a_base_of_two_bases_is_merged_once_below_both() -> None:
     """What one base changes in a common base is not undone by another base that extends it, too."""
     written(ground="", left='extends = "ground.toml"', right='extends = "ground.toml"')
     written(top='extends = ["left.toml", "right.toml"]')
     assert sources("top.toml") == ["ground.toml", "left.toml", "right.toml", "top.toml"]
 
 
-def test_an_overlay_does_not_bring_its_base_again() -> None:
+def test_the_base_of_an_overlay_is_not_merged_twice() -> None:
     """An overlay that extends what the recipe extends lies on top, its base stays below."""
     written(ground="", top='extends = "ground.toml"', over='extends = "ground.toml"')
     assert sources("top.toml", "over.toml") == ["ground.toml", "top.toml", "over.toml"]
 
 
-def test_a_ladder_of_bases_is_no_bomb() -> None:
+def test_bases_that_share_bases_are_read_in_linear_time() -> None:
     """Each of forty files extends two that extend the one below: 2^40 ways down, eighty files."""
     written(a0="", b0="")
     for number in range(1, 40):
@@ -56,7 +56,7 @@ def test_a_run_folder_is_a_recipe() -> None:
     assert sources("runs/one") == sources("runs/one/") or sources("runs/one") == ["runs/one/recipe.lock.toml"]
 
 
-def test_shipped_names_come_before_nothing_else() -> None:
+def test_a_file_in_the_current_directory_wins_over_a_shipped_recipe() -> None:
     """A file of that name wins over a shipped recipe; a shipped one is labelled by its file's name alone."""
     Path("shipped").mkdir()
     Path("shipped/one.toml").write_text("", "utf-8")
@@ -80,7 +80,7 @@ def test_shipped_names_come_before_nothing_else() -> None:
         ("", "DL101"),
     ],
 )
-def test_extends_leads_nowhere_else(here: Path, extends: str, code: str) -> None:
+def test_extends_outside_of_the_allowed_folders_is_refused(here: Path, extends: str, code: str) -> None:
     """A base is beside the recipe or shipped: no way leads out, and nothing but a regular file is read."""
     room = here / "room"
     (room / "folder.toml").mkdir(parents=True)
@@ -96,7 +96,7 @@ def test_extends_leads_nowhere_else(here: Path, extends: str, code: str) -> None
 
 
 def test_a_base_above_is_fine_inside_the_current_directory(here: Path) -> None:
-    """`../base.toml` may be extended from a folder below where one stands."""
+    """`../base.toml` may be extended from a subfolder of the current directory."""
     (here / "folder").mkdir()
     written(base="")
     Path("folder/top.toml").write_text('extends = "../base.toml"', "utf-8")
@@ -104,8 +104,8 @@ def test_a_base_above_is_fine_inside_the_current_directory(here: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "no/such/place", "folder", ""])
-def test_what_is_no_recipe_is_a_problem(here: Path, name: str) -> None:
-    """Whatever is given as a name ends in a problem."""
+def test_a_path_that_is_not_a_recipe_is_a_problem(here: Path, name: str) -> None:
+    """Any string that is not the name of a recipe gives a problem, and no traceback."""
     (here / "folder").mkdir()
     with pytest.raises(RecipeError, match="there is no recipe"):
         sources(name)

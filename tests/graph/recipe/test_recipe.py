@@ -33,8 +33,8 @@ def plain(recipe: Recipe, node: str) -> dict[str, object]:
     return {key: getattr(item, "value", item) for key, item in recipe.nodes[node].items.items()}
 
 
-def test_bases_are_laid_left_to_right_and_overlays_on_top(here: Path) -> None:
-    """What stands further right, in the file itself, in an overlay or on the command line wins over what is below."""
+def test_bases_merge_left_to_right_and_overlays_last(here: Path) -> None:
+    """Later bases override earlier ones, the file its bases, overlays the file, and the command line all of them."""
     written(
         here,
         one='[a]\nuse = "x.y"\nk = 1\nl = 1\nm = 1\nn = 1',
@@ -97,7 +97,7 @@ def test_a_symlink_to_a_base_outside_of_the_recipe_folder_is_refused(
         (b"a = " + b"9" * 5000, "digits"),
     ],
 )
-def test_what_is_no_recipe_is_one_problem(here: Path, content: bytes, reason: str) -> None:
+def test_an_unreadable_recipe_is_one_problem(here: Path, content: bytes, reason: str) -> None:
     """A file that can't be read or is not TOML gives a problem with its reason, and nothing else."""
     (here / "bad.toml").write_bytes(content)
     with pytest.raises(RecipeError, match=reason) as caught:
@@ -105,12 +105,12 @@ def test_what_is_no_recipe_is_one_problem(here: Path, content: bytes, reason: st
     assert len(caught.value.problems) == 1
 
 
-def test_a_mark_of_byte_order_is_no_matter(here: Path) -> None:
+def test_a_byte_order_mark_is_ignored(here: Path) -> None:
     """A file that begins with one reads as without."""
     (here / "bom.toml").write_bytes(b'\xef\xbb\xbf[a]\nuse = "x.y"\n')
     assert list(load("bom.toml").nodes) == ["a"]
 
 
-def test_shipped_recipes_have_names(workshop: Project) -> None:
+def test_a_shipped_recipe_is_found_by_name(project: Project) -> None:
     """A shipped recipe is found without path or suffix."""
-    assert workshop.graph(workshop.load("small")).errors == []
+    assert project.graph(project.load("small")).errors == []

@@ -12,7 +12,7 @@ from drawloom.graph.recipe.recipe import Recipe
 from drawloom.graph.registry.registry import NAME, EntryPointSource, PackageSource
 
 SECRET = '''
-"""A module that nobody may import."""
+"""A module that no test may import."""
 
 raise SystemExit("imported")
 '''
@@ -112,10 +112,10 @@ def everywhere(text: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text)[:40])
 def test_a_recipe_imports_nothing_but_components(text: str, watched: list[str]) -> None:
-    """Whatever a recipe says, and wherever, nothing is imported or run that is not a shipped component."""
-    workshop = Project.of("support.shop")
+    """No string in any part of a recipe imports or runs anything but a shipped component."""
+    project = Project.of("support.shop")
     for data in everywhere(text):
-        workshop.graph(Recipe.of(data), root="")
+        project.graph(Recipe.of(data), root="")
     strange = [name for name in watched if not name.startswith("support.shop.")]
     assert strange == []
     assert not [name for name in watched if name.startswith("support.shop.secret")]
@@ -127,7 +127,7 @@ def test_no_hostile_name_is_found(text: str) -> None:
     assert PackageSource.of("support.shop.components").candidates(text) == []
 
 
-def test_names_are_paths_and_holders_their_modules() -> None:
+def test_each_name_leads_to_the_module_of_its_path() -> None:
     """Each component of a folder is found under the name that the folder lists."""
     folder = PackageSource.of("support.shop.components")
     assert "stores.memory" in folder.names() and "servers.table" not in folder.names()
@@ -180,13 +180,13 @@ def problems(data: dict[str, Any]) -> list[str]:
 
 
 def test_an_entry_point_is_a_component(elsewhere: Path) -> None:
-    """What an installed distribution declares can be used by its name, and says whom it is from."""
+    """A component of an installed distribution is used by its name, and shows its distribution."""
     declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed")
-    workshop = Project.of("support.shop")
-    graph = workshop.graph(Recipe.of({"store": {"use": "garden.shed"}}), root="")
+    project = Project.of("support.shop")
+    graph = project.graph(Recipe.of({"store": {"use": "garden.shed"}}), root="")
     assert graph.errors == []
     assert graph.nodes["store"].spec.distribution == "acme-sheds 1.0"
-    assert "garden.shed" in workshop.registry.names()
+    assert "garden.shed" in project.registry.names()
 
 
 def test_an_entry_point_is_imported_only_when_it_is_used(elsewhere: Path) -> None:
@@ -197,8 +197,8 @@ def test_an_entry_point_is_imported_only_when_it_is_used(elsewhere: Path) -> Non
     assert "third_party" not in sys.modules
 
 
-def test_two_of_one_name_are_a_problem_that_names_both(elsewhere: Path) -> None:
-    """Neither two distributions nor one and what ships can have the same name, and nobody wins by order."""
+def test_a_name_in_two_distributions_is_a_problem_that_names_both(elsewhere: Path) -> None:
+    """A name of two distributions, or of one and a shipped component, is a problem whatever their order."""
     declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed", stores__memory="third_party:Shed")
     declare(elsewhere, "other-sheds", garden__shed="third_party:Shed")
     (clash,) = problems({"store": {"use": "garden.shed"}})
@@ -217,7 +217,7 @@ def test_two_of_one_name_are_a_problem_that_names_both(elsewhere: Path) -> None:
     ],
 )
 def test_a_bad_entry_point_is_a_problem(elsewhere: Path, value: str, text: str) -> None:
-    """What does not lead to a component says so."""
+    """An entry point that does not lead to a component is a problem."""
     declare(elsewhere, "acme-sheds", garden__shed=value)
     (problem,) = problems({"store": {"use": "garden.shed"}})
     assert problem.startswith(text)
@@ -229,7 +229,7 @@ def test_names_that_no_component_can_have_are_left_out(elsewhere: Path) -> None:
     assert EntryPointSource("support.shop.components").names() == []
 
 
-def test_a_package_may_be_offered_by_whoever_runs(elsewhere: Path) -> None:
+def test_import_offers_the_components_of_a_package(elsewhere: Path) -> None:
     """`--import PACKAGE` offers the components below a package by their dotted path; without it there are none."""
     (elsewhere / "my_sheds").mkdir()
     (elsewhere / "my_sheds" / "__init__.py").write_text("", "utf-8")

@@ -48,38 +48,38 @@ def disks(first: str = "", second: str = "") -> str:
     return DISKS.format(first=fails[0], second=fails[1])
 
 
-def test_one_table_is_one_object(shop: Shop, workshop: Project) -> None:
+def test_one_table_is_one_object(shop: Shop, project: Project) -> None:
     """However many nodes refer to a table, they hold the same object."""
-    with workshop.container(shop()) as objects:
+    with project.container(shop()) as objects:
         assert objects["page"].store is objects["trainer"].store is objects["store"]
 
 
-def test_only_what_the_root_needs_is_built(shop: Shop, workshop: Project) -> None:
+def test_only_what_the_root_needs_is_built(shop: Shop, project: Project) -> None:
     """A node that nothing leads to is not constructed."""
     graph = shop('[spare]\nuse = "pages.plain"\ntitle = "Spare"')
-    with workshop.container(graph) as objects:
+    with project.container(graph) as objects:
         assert set(objects) == {"store", "page", "trainer"}
-    with workshop.container(graph, "spare") as objects:
+    with project.container(graph, "spare") as objects:
         assert set(objects) == {"store", "spare"}
 
 
-def test_every_built_node_of_a_kind_is_filled_in(shop: Shop, workshop: Project) -> None:
+def test_every_built_node_of_a_kind_is_filled_in(shop: Shop, project: Project) -> None:
     """A field of type Every holds the built nodes that fit its port, by name."""
-    with workshop.container(shop()) as objects:
+    with project.container(shop()) as objects:
         assert dict(objects["trainer"].counted) == {"page": objects["page"]}
 
 
-def test_the_resolved_recipe_is_filled_in(shop: Shop, workshop: Project) -> None:
+def test_the_resolved_recipe_is_filled_in(shop: Shop, project: Project) -> None:
     """A field of that type holds the recipe's text and hash."""
-    with workshop.container(shop()) as objects:
+    with project.container(shop()) as objects:
         recipe = objects["trainer"].recipe
     assert '[page]\nuse = "pages.plain"' in recipe.text and len(recipe.hash) == 64
 
 
-def test_opening_and_closing_go_in_opposite_orders(shop: Shop, workshop: Project) -> None:
+def test_opening_and_closing_go_in_opposite_orders(shop: Shop, project: Project) -> None:
     """What was opened last is closed first, each once."""
     order: list[str] = []
-    container = workshop.container(shop(disks()))
+    container = project.container(shop(disks()))
     container.build()
     with container as objects:
         for name in ("store", "second"):
@@ -98,19 +98,19 @@ class Journal(list[str]):
         self.order.append(f"{self.name} {stage}")
 
 
-def test_a_failure_while_opening_closes_what_is_open(shop: Shop, workshop: Project) -> None:
+def test_a_failure_while_opening_closes_what_is_open(shop: Shop, project: Project) -> None:
     """When a node can't open, it and those before it are closed, and its own error comes out."""
-    container = workshop.container(shop(disks(second="open")))
+    container = project.container(shop(disks(second="open")))
     with pytest.raises(RuntimeError, match="second can't open"), container:
         pass
     assert container["store"].journal == container["second"].journal == ["open", "close"]
 
 
-def test_a_mistake_found_while_opening_says_where(shop: Shop, workshop: Project, monkeypatch: Any) -> None:
+def test_a_user_error_while_opening_names_node_and_place(shop: Shop, project: Project, monkeypatch: Any) -> None:
     """What a person can mend is said with the node and its place in the recipe."""
     graph = shop(disks())
     monkeypatch.setattr(graph.nodes["second"].spec.cls, "open", _refuse)
-    with pytest.raises(UserError, match=r"^override: \[s[a-z]+\] there is no such folder$"), workshop.container(graph):
+    with pytest.raises(UserError, match=r"^override: \[s[a-z]+\] there is no such folder$"), project.container(graph):
         pass
 
 
@@ -139,9 +139,9 @@ def deaf() -> Iterator[None]:
         del kind.on_failure
 
 
-def test_who_is_open_hears_of_a_failure_before_anything_is_closed(deaf: None, shop: Shop, workshop: Project) -> None:
-    """Last opened first; what one of them gives is raised in place of the error, which is its cause."""
-    container = workshop.container(shop(disks()))
+def test_failure_handlers_run_before_anything_is_closed(deaf: None, shop: Shop, project: Project) -> None:
+    """Handlers run last opened first; an exception that one returns is raised instead, with the error as its cause."""
+    container = project.container(shop(disks()))
     happened = _watching(container, SystemExit(3))
     with pytest.raises(SystemExit) as caught, container:
         raise ValueError("the cause")
@@ -149,9 +149,9 @@ def test_who_is_open_hears_of_a_failure_before_anything_is_closed(deaf: None, sh
     assert caught.value.code == 3 and isinstance(caught.value.__cause__, ValueError)
 
 
-def test_a_failure_while_opening_is_heard_of_by_who_is_open(deaf: None, shop: Shop, workshop: Project) -> None:
-    """Also by the one that can't open, and its error comes out if nobody gives another."""
-    container = workshop.container(shop(disks(second="open")))
+def test_a_failure_while_opening_calls_the_handlers_of_open_objects(deaf: None, shop: Shop, project: Project) -> None:
+    """Also the handler of the object that fails to open; its error is raised unless a handler returns another."""
+    container = project.container(shop(disks(second="open")))
     happened = _watching(container)
     with pytest.raises(RuntimeError, match="second can't open"), container:
         pass
@@ -163,9 +163,9 @@ def test_a_failure_while_opening_is_heard_of_by_who_is_open(deaf: None, shop: Sh
     ]
 
 
-def test_without_a_failure_nobody_hears_of_one(deaf: None, shop: Shop, workshop: Project) -> None:
-    """An orderly end is none."""
-    container = workshop.container(shop(disks()))
+def test_without_a_failure_no_handler_is_called(deaf: None, shop: Shop, project: Project) -> None:
+    """An orderly end calls no failure handler."""
+    container = project.container(shop(disks()))
     happened = _watching(container)
     with container:
         pass
@@ -176,28 +176,28 @@ def _refuse(_disk: Any) -> None:
     raise UserError("there is no such folder")
 
 
-def test_the_body_wins_and_failures_of_closing_are_notes(shop: Shop, workshop: Project) -> None:
+def test_the_body_wins_and_failures_of_closing_are_notes(shop: Shop, project: Project) -> None:
     """The exception of the body comes out as itself; every closer runs, and what they raise is noted on it."""
-    container = workshop.container(shop(disks(first="close", second="close")))
+    container = project.container(shop(disks(first="close", second="close")))
     with pytest.raises(KeyboardInterrupt) as caught, container:
         raise KeyboardInterrupt
     assert ["second" in note or "store" in note for note in caught.value.__notes__] == [True, True]
 
 
-def test_closing_that_fails_after_a_clean_body_is_a_group(shop: Shop, workshop: Project) -> None:
+def test_closing_that_fails_after_a_clean_body_is_a_group(shop: Shop, project: Project) -> None:
     """When only closing fails, all of its failures come out together."""
-    with pytest.raises(ExceptionGroup) as caught, workshop.container(shop(disks(first="close", second="close"))):
+    with pytest.raises(ExceptionGroup) as caught, project.container(shop(disks(first="close", second="close"))):
         pass
     assert len(caught.value.exceptions) == 2
 
 
-def test_a_constructor_that_fails_names_its_node(shop: Shop, workshop: Project, monkeypatch: Any) -> None:
-    """An exception from a constructor says which node was being built, and where it stands."""
+def test_a_constructor_that_fails_names_its_node(shop: Shop, project: Project, monkeypatch: Any) -> None:
+    """A note on an exception from a constructor has the node that was being built, and its place."""
     graph = shop()
     monkeypatch.setattr(graph.nodes["page"].spec.cls, "__attrs_post_init__", _fail, raising=False)
     cls = graph.nodes["page"].spec.cls
     monkeypatch.setattr(cls, "__init__", lambda self, **values: _fail(self))
-    with pytest.raises(ValueError, match="no page") as caught, workshop.container(graph):
+    with pytest.raises(ValueError, match="no page") as caught, project.container(graph):
         pass
     assert "while building [page] (pages.plain)" in caught.value.__notes__[0]
 
@@ -206,25 +206,25 @@ def _fail(_page: Any) -> None:
     raise ValueError("no page today")
 
 
-def test_two_containers_share_nothing(shop: Shop, workshop: Project) -> None:
+def test_two_containers_share_nothing(shop: Shop, project: Project) -> None:
     """Objects of two containers are different, also when they are made from one graph."""
     graph = shop()
-    with workshop.container(graph) as one, workshop.container(graph) as other:
+    with project.container(graph) as one, project.container(graph) as other:
         assert not {id(item) for item in one.values()} & {id(item) for item in other.values()}
 
 
-def test_two_containers_of_one_graph_share_no_setting(shop: Shop, workshop: Project) -> None:
+def test_two_containers_of_one_graph_share_no_setting(shop: Shop, project: Project) -> None:
     """An object may change the lists that it was given; neither another container nor the graph sees it."""
     graph = shop(disks())
-    with workshop.container(graph) as one:
+    with project.container(graph) as one:
         assert one["store"].journal == ["open"]
-        with workshop.container(graph) as other:
+        with project.container(graph) as other:
             assert other["store"].journal == ["open"]
     assert graph.nodes["store"].settings["journal"] == []
 
 
 def test_a_graph_does_not_change(shop: Shop) -> None:
-    """Nodes, settings and edges are fixed; other values make another graph and leave this one as it is."""
+    """Nodes, settings and edges are read-only; other values make another graph."""
     graph = shop()
     for change in (
         lambda: setattr(graph, "nodes", {}),
@@ -251,33 +251,33 @@ class Till:
         raise AssertionError("what is given is not closed")
 
 
-def test_what_is_given_takes_the_place_of_a_node(shop: Shop, workshop: Project) -> None:
+def test_a_given_object_replaces_a_node(shop: Shop, project: Project) -> None:
     """Nothing is built that only the replaced node needs, and what is given is neither opened nor closed."""
     till = Till()
     graph = shop(disks())
-    with workshop.container(graph, "page", given={"store": till}) as objects:
+    with project.container(graph, "page", given={"store": till}) as objects:
         assert objects["page"].store is till
         assert set(objects) == {"page", "store"}
 
 
-def test_what_is_given_must_fit(shop: Shop, workshop: Project) -> None:
+def test_a_given_object_must_implement_the_ports(shop: Shop, project: Project) -> None:
     """It is checked against the ports of the edges that lead to it, and its name against the nodes."""
     with pytest.raises(TypeError, match=r"given for \[store\] does not implement \[page\] store: it has no get\(\)"):
-        workshop.container(shop(), given={"store": object()}).build()
+        project.container(shop(), given={"store": object()}).build()
     with pytest.raises(ValueError, match="there is no node 'stor' to give; did you mean 'store'"):
-        workshop.container(shop(), given={"stor": Till()}).build()
+        project.container(shop(), given={"stor": Till()}).build()
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_stopping_passes_through_as_itself(shop: Shop, workshop: Project, stop: type[BaseException]) -> None:
-    """Who interrupts a run is not told of a group of exceptions, also when closing fails."""
-    with pytest.raises(stop), workshop.container(shop(disks(second="close"))):
+def test_an_interruption_is_raised_as_itself(shop: Shop, project: Project, stop: type[BaseException]) -> None:
+    """KeyboardInterrupt is not wrapped in an ExceptionGroup, also if closing fails."""
+    with pytest.raises(stop), project.container(shop(disks(second="close"))):
         raise stop
 
 
-def test_every_node_is_timed(shop: Shop, workshop: Project) -> None:
+def test_every_node_is_timed(shop: Shop, project: Project) -> None:
     """Each built node has a span for building, and for opening and closing if it can be opened and closed."""
-    with workshop.container(shop(disks())) as objects:
+    with project.container(shop(disks())) as objects:
         pass
     stages = [(timing.node, timing.stage) for timing in objects.timings]
     assert [name for name, stage in stages if stage == "build"] == list(objects)
@@ -289,7 +289,7 @@ FAILURES: list[type[BaseException] | None] = [None, ValueError, KeyboardInterrup
 
 
 def opened(failures: list[type[BaseException] | None], closed: list[int]) -> NamedExitStack:
-    """Things that tell when they are closed, and then fail as said."""
+    """Closers that record when they are called, and then raise."""
     stack = NamedExitStack()
     for number, failure in enumerate(failures):
 
@@ -306,7 +306,7 @@ def opened(failures: list[type[BaseException] | None], closed: list[int]) -> Nam
 def test_every_closer_runs_and_nothing_is_lost(
     failures: list[type[BaseException] | None], cause: type[BaseException] | None
 ) -> None:
-    """Last opened is first closed, whatever fails; every failure comes out, or stands on what does."""
+    """Closing is last in, first out whatever fails; every failure is raised or is a note on what is raised."""
     closed: list[int] = []
     body = cause("body") if cause else None
     stack = opened(failures, closed)
@@ -319,10 +319,10 @@ def test_every_closer_runs_and_nothing_is_lost(
     failed = [f"number {number}" for number in closed if failures[number]]
     stops = [number for number in closed if failures[number] in (KeyboardInterrupt, SystemExit)]
     if body is not None:
-        assert raised is None and told(body) == failed
+        assert raised is None and other_failures(body) == failed
     elif stops:
         assert type(raised) is failures[stops[0]] and str(raised) == f"number {stops[0]}"
-        assert told(raised) == [text for text in failed if text != str(raised)]
+        assert other_failures(raised) == [text for text in failed if text != str(raised)]
     elif failed:
         assert isinstance(raised, ExceptionGroup) and [str(error) for error in raised.exceptions] == failed
     else:
@@ -331,8 +331,8 @@ def test_every_closer_runs_and_nothing_is_lost(
     assert len(closed) == len(failures)
 
 
-def told(error: BaseException | None) -> list[str]:
-    """What the notes on an exception tell of other failures."""
+def other_failures(error: BaseException | None) -> list[str]:
+    """The other failures in the notes of an exception."""
     notes = getattr(error, "__notes__", [])
     return [note.split(": ")[2].split(" (")[0] for note in notes if note.startswith("then: ")]
 
@@ -344,7 +344,7 @@ def test_a_failure_says_what_was_being_closed() -> None:
     assert caught.value.exceptions[0].__notes__ == ["while closing [thing0]"]
 
 
-def test_a_report_names_the_slow_and_adds_up_the_rest() -> None:
+def test_the_timing_table_sums_fast_nodes_in_one_line() -> None:
     """Nodes by the time they took in all, those below a millisecond together, and the sum."""
     timings = [
         Timing("model", "build", 0.0, 0.25),
@@ -362,8 +362,8 @@ def test_a_report_names_the_slow_and_adds_up_the_rest() -> None:
     ]
 
 
-def test_what_fails_is_timed_too() -> None:
-    """The time until a failure counts."""
+def test_a_stage_that_fails_is_timed() -> None:
+    """The time until a failure is recorded."""
     timings: list[Timing] = []
     with pytest.raises(ValueError, match="no"), timed(timings, "x", "open"):
         raise ValueError("no")

@@ -37,12 +37,12 @@ def test_settings_may_be_python_values_or_what_a_recipe_would_write() -> None:
     ],
 )
 def test_every_problem_comes_out_at_once(component: str, values: dict[str, Any], texts: list[str]) -> None:
-    """What a recipe would be told, a test is told."""
+    """`build` raises the problems that `check` would print for a recipe."""
     with pytest.raises(RecipeError) as caught:
         build(component, **values, **SHOP)
-    told = [str(problem) for problem in caught.value.problems]
-    assert len(told) == len(texts)
-    assert all(any(text in line for line in told) for text in texts), told
+    printed = [str(problem) for problem in caught.value.problems]
+    assert len(printed) == len(texts)
+    assert all(any(text in line for line in printed) for text in texts), printed
 
 
 def test_a_class_may_be_given_and_its_edges_are_fakes() -> None:

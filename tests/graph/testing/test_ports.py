@@ -48,7 +48,7 @@ def test_a_fake_fits_several_ports() -> None:
 
 
 def test_calls_are_remembered_by_name() -> None:
-    """However arguments are given, they are told by the names that the port gives them."""
+    """Recorded arguments have the parameter names of the port, whether passed by position or by keyword."""
     store = fake(Store)
     store.put("a", value=1)
     store.get(key="a")
@@ -57,12 +57,12 @@ def test_calls_are_remembered_by_name() -> None:
 
 
 def test_answers_are_values_or_functions() -> None:
-    """A method gives what it is told to, or what a function of its arguments gives."""
+    """A method returns its answer, or the result of the answer called with the arguments."""
     store = fake(Store, get=lambda key: key * 2)
     assert store.get("ab") == "abab" and fake(Store, get=3).get("x") == 3
 
 
-def test_what_nobody_answers_is_nothing_of_its_type() -> None:
+def test_a_method_without_an_answer_returns_an_empty_value() -> None:
     """Zero, no text, an empty list, the first of a choice, a fake of another port."""
     rich = fake(Rich)
     assert (rich.name, rich.choice, rich.texts(), rich.either(), rich.maybe(), list(rich.items())) == (
@@ -76,7 +76,7 @@ def test_what_nobody_answers_is_nothing_of_its_type() -> None:
     assert rich.page.answer("x") == ""
 
 
-def test_what_the_port_does_not_know_is_refused() -> None:
+def test_names_and_calls_that_the_port_lacks_are_refused() -> None:
     """Neither a call nor an answer that the port does not have goes through."""
     with pytest.raises(TypeError, match="too many positional arguments"):
         fake(Store).get("a", "b")
@@ -117,11 +117,11 @@ def test_a_good_implementation_passes(tmp_path: Path) -> None:
     [
         (Forgetful, "is another when it is got", "A value comes back under its key."),
         (lambda: Common(), "has what was put into another", "What is put into one store is not in another."),
-        (object, "object is no Store: it has no get() and has no put()", ""),
+        (object, "object is not a Store: it has no get() and has no put()", ""),
     ],
 )
-def test_a_bad_one_is_told_which_property_it_breaks(implementation: Any, text: str, note: str) -> None:
-    """The message says what was seen, the note what was promised."""
+def test_a_broken_implementation_fails_with_the_property_named(implementation: Any, text: str, note: str) -> None:
+    """The message states what was observed, the note names the property."""
     with pytest.raises(BrokenContract, match=text.replace("(", r"\(").replace(")", r"\)")) as caught:
         check_port(implementation, Store)
     assert not note or caught.value.__notes__ == [f"Store: {note}"]
@@ -141,7 +141,7 @@ def test_instances_are_opened_and_closed(tmp_path: Path) -> None:
     assert len(made) == 3 and all(disk.journal == ["open", "close"] for disk in made)
 
 
-def test_a_context_manager_may_stand_around_an_instance() -> None:
+def test_an_instance_may_come_from_a_context_manager() -> None:
     """A part of a recipe that is open is put to a contract, too."""
     left: list[bool] = []
 
@@ -154,8 +154,8 @@ def test_a_context_manager_may_stand_around_an_instance() -> None:
     assert left == [True] * 3
 
 
-def test_a_port_without_a_contract_is_told() -> None:
-    """Nobody is told that all is well where nothing was looked at."""
+def test_a_port_without_a_contract_is_a_lookup_error() -> None:
+    """A port without properties must not pass."""
     with pytest.raises(LookupError, match=r"Page has no contract: support\.shop\.contracts has no"):
         check_port("pages.plain", Page, package="support.shop")
     assert [holds.__name__ for holds in contract(Store)] == ["what_is_put_is_there", "stores_share_nothing"]

@@ -70,13 +70,13 @@ def test_values_look_as_a_person_would_write_them(value: Any, text: str) -> None
 
 @pytest.mark.parametrize("name", ["a", "A-b_9", "1"])
 def test_a_plain_key_has_no_quotes(name: str) -> None:
-    """Letters, digits, dashes and underscores stand bare."""
+    """A key of letters, digits, dashes and underscores is written without quotes."""
     assert emit.dump_key(name) == name
 
 
 @pytest.mark.parametrize("value", [None, [None], {"a": {1}}, b"x", Path("x"), 1j])
-def test_what_toml_has_no_form_for_is_a_type_error(value: Any) -> None:
-    """Also deep inside."""
+def test_a_type_that_toml_lacks_is_a_type_error(value: Any) -> None:
+    """A type that TOML lacks raises TypeError at any depth."""
     with pytest.raises(TypeError, match="TOML can't express"):
         emit.dumps(value)
 
@@ -90,7 +90,7 @@ def test_what_toml_has_no_form_for_is_a_type_error(value: Any) -> None:
         datetime(1, 1, 1, tzinfo=timezone(timedelta(seconds=90))),
     ],
 )
-def test_what_toml_cannot_hold_is_a_value_error(value: Any) -> None:
+def test_a_value_that_toml_cannot_express_is_a_value_error(value: Any) -> None:
     """Rather than a text that tomli would refuse, or would read as something else."""
     with pytest.raises(ValueError, match="TOML can't express"):
         emit.dumps(value)

@@ -1,4 +1,4 @@
-"""Parsing refuses at once what no person wrote, and says where a mistake began."""
+"""Parsing: limits, and diagnostics with the position of the mistake."""
 
 import time
 
@@ -90,7 +90,7 @@ def test_a_byte_order_mark_is_left_out_of_the_text() -> None:
     ("content", "line", "column"), [(b"\xff\xfea\x00", 1, 1), (b"a = 1\nb = '\xc3'", 2, 6), (b"\xef\xbb\xbf\xff", 1, 1)]
 )
 def test_invalid_utf_8_is_reported_at_its_first_byte(content: bytes, line: int, column: int) -> None:
-    """The message gives line and column of the first byte that is not UTF-8."""
+    """The message has line and column of the first byte that is not UTF-8."""
     with pytest.raises(ValueError, match=f"line {line}, column {column} is not UTF-8"):
         decode(content)
 

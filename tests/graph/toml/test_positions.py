@@ -141,7 +141,7 @@ class Writer:
         return text.replace("\n", "\r\n") if self.pick(True, False, False) else text
 
     def section(self, path: KeyPath, table: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """What stands below one header: its pairs, and the sections of tables inside it."""
+        """The lines below one header: its pairs, and the sections of tables inside it."""
         headed = [name for name, value in table.items() if has_headers(value) and self.pick(True, True, False)]
         pairs = self.pairs((), {name: value for name, value in table.items() if name not in headed})
         below = [line for name in headed for line in self.sections((*path, name), table[name])]
@@ -209,8 +209,8 @@ def cut(text: str, span: SourceRange | None) -> str:
 
 @settings(max_examples=60, deadline=None)
 @given(documents())
-def test_each_span_read_again_by_tomli_is_what_tomli_read_in_the_whole(text: str) -> None:
-    """The span of a value is that value; of a table without braces its header, or the key that implies it."""
+def test_the_text_of_each_value_range_parses_to_the_value(text: str) -> None:
+    """The range of a value is its text; for a table without braces its header, or the key that implies it."""
     places = SourceMap(text)
     for path, value in everything(tomli.loads(text))[1:]:
         piece = cut(text, places.value(path))
@@ -225,8 +225,8 @@ def test_each_span_read_again_by_tomli_is_what_tomli_read_in_the_whole(text: str
 
 @settings(max_examples=60, deadline=None)
 @given(documents())
-def test_each_key_span_read_again_is_the_key_and_stands_before_its_value(text: str) -> None:
-    """The span of a key is that key, and between it and its value is nothing but `=`; items of arrays have no key."""
+def test_the_text_of_each_key_range_parses_to_the_key(text: str) -> None:
+    """The range of a key is its text, followed only by `=` and the value; items of arrays have no key."""
     places = SourceMap(text)
     for path, value in everything(tomli.loads(text))[1:]:
         key, end = places.key(path), places.value(path)
@@ -242,8 +242,8 @@ def test_each_key_span_read_again_is_the_key_and_stands_before_its_value(text: s
 
 @settings(max_examples=60, deadline=None)
 @given(documents())
-def test_no_two_values_share_a_place_and_items_stand_in_their_order(text: str) -> None:
-    """Spans of scalars never overlap; what is inside an item of an array stands between it and the next item."""
+def test_value_ranges_do_not_overlap_and_items_are_in_order(text: str) -> None:
+    """Ranges of scalars never overlap; the content of an array item is between it and the next item."""
     places, pairs = SourceMap(text), everything(tomli.loads(text))[1:]
     starts = {path: span.start for path, _ in pairs if (span := places.value(path))}
     scalars = sorted(
@@ -368,7 +368,7 @@ ODD_VALUES = [
 @pytest.mark.parametrize(
     "around", ["x={}#", "x= {} \n\n", "x=[{},{}]", "x=[9\n,{}#\n]", "x={{a.b={}}}", "x={{a={} ,}}"]
 )
-def test_a_value_ends_where_it_ends(value: str, around: str) -> None:
+def test_a_value_range_excludes_what_follows_the_value(value: str, around: str) -> None:
     """Each form of a scalar, with and without something that follows at once, has exactly its own text."""
     text = around.format(value, value)
     places = SourceMap(text)
@@ -388,7 +388,7 @@ def test_a_text_may_end_anywhere(text: str) -> None:
     assert places.nearest(("nowhere",)) == (0, len(text))
 
 
-def test_nothing_is_read_before_a_place_is_asked_for() -> None:
+def test_the_text_is_indexed_at_the_first_lookup() -> None:
     """Even a text that is no TOML makes an object, whose lines can be counted."""
     assert SourceMap("a =\nb").position(4) == (2, 1)
 
@@ -403,7 +403,7 @@ def test_the_deepest_text_that_tomli_takes_is_indexed() -> None:
     assert cut(text, places.value(("h",) * 1000 + ("a",) + (0, "b") * 200)) == "2"
 
 
-def test_a_file_of_5000_lines_is_indexed_in_a_blink() -> None:
+def test_a_file_of_5000_lines_is_indexed_quickly() -> None:
     """About 10 ms of processor time; the bound leaves room for slow machines and finds anything quadratic."""
     node = '[node_{0}]\nuse = "a.b"\nlr = 1e-5\ndim = {0}\npaths = ["a", "b"]\nof = "@n{0}"  # x\n\n'
     places = SourceMap("".join(node.format(i) for i in range(715)))

@@ -1,4 +1,4 @@
-"""Whether one annotated type may stand for another."""
+"""Assignability of annotated types."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Generic, Literal, NewType, TypeVar
@@ -13,7 +13,7 @@ Metres = NewType("Metres", float)
 
 
 class Pairs(Mapping[K, V], Generic[V, K]):
-    """Its parameters stand the other way round."""
+    """Its type parameters are in reverse order."""
 
 
 class Named(Pairs[int, str]):
@@ -63,13 +63,13 @@ class Named(Pairs[int, str]):
         ("NotRead", int, True),
     ],
 )
-def test_what_may_stand_for_what(given: Any, promised: Any, fine: bool) -> None:
+def test_assignability_of_annotated_types(given: Any, promised: Any, fine: bool) -> None:
     """As type checkers have it, and in doubt yes."""
     assert assignable(given, promised) is fine
 
 
-def test_parameters_are_followed_up_to_a_base() -> None:
-    """Whatever the order in which classes hand their parameters on."""
+def test_type_arguments_are_followed_up_to_a_base() -> None:
+    """Type arguments are found in any order in which classes pass them on."""
     assert bindings(Named, Mapping) == {0: str, 1: int}
     assert list(bindings(Named, Pairs).values()) == [int, str]
     assert substitute(Iterator[K], {K: int}) == Iterator[int]  # type: ignore[valid-type]

@@ -63,7 +63,7 @@ class Window:
         (Window, "table with size, sink, inner"),
     ],
 )
-def test_types_are_named_in_the_words_of_toml(kind: Any, text: str) -> None:
+def test_types_are_named_in_terms_of_toml(kind: Any, text: str) -> None:
     """Choices as they are written, what is repeated in the plural; None is no word of TOML."""
     assert describe.describe_type(kind) == text
 
@@ -103,7 +103,7 @@ def test_values_are_named_by_their_type_and_text(value: Any, text: str) -> None:
 
 @given(st.recursive(st.text() | st.binary() | st.floats(), st.lists))
 def test_a_value_is_shown_in_one_short_printable_line(value: Any) -> None:
-    """Whatever it is, so that no message is torn apart."""
+    """Values of any type and length give one line, so that a message stays on one line."""
     shown = describe.shorten(value)
     assert 0 < len(shown) <= describe.SHOWN
     assert not {c for c in shown if c < " " or c == "\x7f" or "\ud800" <= c <= "\udfff"}

@@ -64,7 +64,7 @@ class WithField:
 
 
 class Looser(Good):
-    """Takes more and gives less than is asked."""
+    """Its parameters are wider and its return type is narrower than the port's."""
 
     def read(self, key: str | int, **rest: Any) -> bytes:
         return b""
@@ -86,7 +86,7 @@ class WrongSize(Good):
 
 
 class MethodForValue(Good):
-    """Has a method where a value is promised."""
+    """Has a method where the port has an attribute."""
 
     def size(self) -> int:  # type: ignore[override]
         return 3
@@ -172,27 +172,27 @@ class TextBox(Box[str]):
         (WithField, Reads, []),
         (NoSize, Reads, ["has no size"]),
         (WrongSize, Reads, ["has a size that is str, not int"]),
-        (MethodForValue, Reads, ["has a method size(), where a value is promised"]),
-        (ValueForMethod, Reads, ["has a value read, where a method is promised"]),
-        (WrongReturn, Reads, ["gives str from read(), not bytes"]),
+        (MethodForValue, Reads, ["has a method size(), where the port has an attribute"]),
+        (ValueForMethod, Reads, ["has an attribute read, where the port has a method"]),
+        (WrongReturn, Reads, ["returns str from read(), not bytes"]),
         (WrongParameter, Reads, ["takes int as key of read(), not str"]),
         (WrongCall, Reads, ["has a read(key, times) that can't be called as read(key, *, times=1)"]),
         (object, Reads, ["has no name", "has no size", "has no read()"]),
         (Words, Source[str], []),
         (Words, Source, []),
-        (Words, Source[int], ["gives collections.abc.Iterator[str] from items(), not collections.abc.Iterator[int]"]),
+        (Words, Source[int], ["returns collections.abc.Iterator[str] from items(), not collections.abc.Iterator[int]"]),
         (Numbers, Source[int], []),
         (Numbers, Source[float], []),
         (Numbers, Source[str], ["is a Source of int, not of str"]),
         (Chain, Linked, []),
         (MakesGood, Reader, []),
-        (MakesBad, Reader, ["gives NoSize from make(), not Reads"]),
+        (MakesBad, Reader, ["returns NoSize from make(), not Reads"]),
         (TextBox, Box[str], []),
         (TextBox, Box[int], ["is a Box of str, not of int"]),
-        (Words, Box[int], ["is no Box"]),
+        (Words, Box[int], ["is not a Box"]),
     ],
 )
-def test_every_broken_promise_is_told(cls: type, port: Any, reasons: list[str]) -> None:
+def test_every_mismatch_with_a_port_is_reported(cls: type, port: Any, reasons: list[str]) -> None:
     """Members, their types, and the ways in which methods can be called, through generics and other ports."""
     assert mismatches(cls, port) == reasons
 
@@ -254,7 +254,9 @@ def allows(function: Callable[..., Any], call: tuple[tuple[int, ...], dict[str, 
 
 @settings(max_examples=500, deadline=None)
 @given(functions(), functions())
-def test_what_fits_takes_every_call(given: Callable[..., Any], promised: Callable[..., Any]) -> None:
+def test_a_class_that_implements_a_port_accepts_every_call_of_it(
+    given: Callable[..., Any], promised: Callable[..., Any]
+) -> None:
     """If nothing is wrong, every call that the promise allows is taken; if something is, some call is not."""
     assume("**more" not in shown(promised))  # whose names may be those of our parameters, and be given twice
     broken = [call for call in calls() if allows(promised, call) and not allows(given, call)]
@@ -270,8 +272,8 @@ def _differs_by_place(given: Callable[..., Any], promised: Callable[..., Any]) -
     return list(inspect.signature(given).parameters) != list(inspect.signature(promised).parameters)
 
 
-def test_a_coroutine_is_no_function() -> None:
-    """What is awaited can't stand for what is called, nor the other way."""
+def test_a_coroutine_does_not_implement_a_plain_method() -> None:
+    """A coroutine can't replace a plain method, nor the other way round."""
 
     async def later(self: Any) -> None: ...
 

@@ -160,8 +160,8 @@ def test_a_value_of_the_right_type_is_taken(value: Any, kind: Any, result: Any) 
         ("[1, 2]", list[int], 'expected an array of integers, got the string "[1, 2]"', "write [1, 2] without quotes"),
         ([1], int, "expected an integer, got the array [1]", "write 1 without brackets"),
         ({"a": 1}, list[int], "expected an array of integers, got the table { a = 1 }", ""),
-        ([1, 2, 3], tuple[float, float], "expected an array of 2 numbers: 2 wanted, 3 given", ""),
-        ([1], tuple[int, str], "expected an array [integer, string]: 2 wanted, 1 given", ""),
+        ([1, 2, 3], tuple[float, float], "expected an array of 2 numbers: 2 items expected, 3 given", ""),
+        ([1], tuple[int, str], "expected an array [integer, string]: 2 items expected, 1 given", ""),
         ({}, tuple[int, str], "expected an array [integer, string], got the table {}", ""),
         (3, dict[str, int], "expected a table of integers, got the integer 3", ""),
         (3, Curve, "expected a table with rate, shape, steps, hidden, got the integer 3", ""),
@@ -195,12 +195,12 @@ def test_a_value_of_the_right_type_is_taken(value: Any, kind: Any, result: Any) 
         ([1] * 50, str, "expected a string, got the array [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, ...", ""),
     ],
 )
-def test_a_message_says_what_is_expected_and_what_stands_there(value: Any, kind: Any, text: str, hint: str) -> None:
-    """In the words of TOML, with what to write instead where that can be known."""
+def test_a_message_names_the_expected_type_and_the_value(value: Any, kind: Any, text: str, hint: str) -> None:
+    """The message uses TOML's names of types, and suggests a correction if one is likely."""
     assert faults(value, kind) == [problem((), text, hint)]
 
 
-def test_all_faults_of_a_value_come_at_once_each_with_its_path() -> None:
+def test_all_problems_of_a_value_are_reported_at_once_each_with_its_path() -> None:
     """Unknown and missing keys, wrong types, failed checks, wherever they are."""
     value = {
         "first": {"rat": 1, "shape": "cosin", "steps": 0},
@@ -231,13 +231,13 @@ def test_all_faults_of_a_value_come_at_once_each_with_its_path() -> None:
         ({"rate": "1"}, Curve | Literal["none"], ("rate",)),
     ],
 )
-def test_a_path_leads_to_what_is_wrong(value: Any, kind: Any, path: tuple[str | int, ...]) -> None:
+def test_the_path_of_a_problem_leads_to_the_wrong_part(value: Any, kind: Any, path: tuple[str | int, ...]) -> None:
     """Through arrays, tables and the one member of a union that has the value's shape."""
     assert [fault.path for fault in faults(value, kind)] == [path]
 
 
-def test_what_a_class_says_of_all_its_fields_is_a_fault_of_the_table() -> None:
-    """An error that a constructor raises is the user's mistake, too."""
+def test_a_check_of_several_fields_is_a_problem_of_the_table() -> None:
+    """An error that the constructor of an attrs class raises is a problem of the recipe."""
     assert faults({"first": {"rate": 9.0}}, Plan) == [problem((), "a plan must not begin so fast")]
 
 
@@ -250,8 +250,8 @@ def test_a_check_comes_after_the_type_and_may_refuse() -> None:
 
 
 @pytest.mark.parametrize("mistake", [TypeError, KeyError, ValueError, RuntimeError])
-def test_a_mistake_inside_a_check_is_no_fault_of_the_recipe(mistake: type[Exception]) -> None:
-    """It is raised as it is, wherever the check stands."""
+def test_a_bug_in_a_check_is_raised_and_not_reported_as_a_problem(mistake: type[Exception]) -> None:
+    """The exception of a buggy check is raised unchanged, at any depth."""
 
     def check(value: Any) -> str:
         raise mistake("of mine")
@@ -267,14 +267,14 @@ def test_a_mistake_inside_a_check_is_no_fault_of_the_recipe(mistake: type[Except
 
 
 @pytest.mark.parametrize("kind", [set[int], bytes, complex, list[set[int]], int | bytes, Callable, dict[str, bytes]])
-def test_a_type_that_no_recipe_can_write_is_the_fault_of_the_component(kind: Any) -> None:
+def test_a_setting_type_that_toml_lacks_is_a_type_error(kind: Any) -> None:
     """Nothing is ever converted by a rule that is not written down here."""
     with pytest.raises(TypeError, match="can't be of type"):
         Values().structure({"a": "x"} if kind == dict[str, bytes] else ["x"], kind)
 
 
 def test_classes_may_hold_themselves() -> None:
-    """To any depth, with faults found at the bottom."""
+    """Recursive attrs classes are converted at any depth, and problems are found at the bottom."""
     value: dict[str, Any] = {"first": {"rate": 1}, "deeper": {"first": {"rate": 2}, "deeper": {"first": {"rate": "3"}}}}
     assert [fault.path for fault in faults(value, Plan)] == [("deeper", "deeper", "first", "rate")]
     value["deeper"]["deeper"] = {"first": {"rate": 3}}
@@ -410,8 +410,8 @@ def test_what_is_unstructured_and_structured_again_is_equal(data: st.DataObject,
 
 @settings(max_examples=100, deadline=None)
 @given(KINDS, VALUES)
-def test_every_fault_stands_at_a_path_of_the_value(kind: Any, value: Any) -> None:
-    """Only a missing key is one step beyond it."""
+def test_every_problem_has_a_path_inside_the_value(kind: Any, value: Any) -> None:
+    """Each path leads to a part of the value; that of a missing key is one step longer."""
     for fault in faults(value, kind):
         missing = fault.text.startswith("missing")
         here = functools.reduce(operator.getitem, fault.path[:-1] if missing else fault.path, value)

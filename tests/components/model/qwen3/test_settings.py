@@ -187,9 +187,10 @@ def test_resuming_with_another_longest_text() -> None:
         settings: dict[str, Any]
 
     rope = RopeScaling(rope_type="dynamic", factor=2.0)
-    assert Qwen3Dense.weigh_change(View(NONE), "max_position_embeddings") is None
-    assert Qwen3Dense.weigh_change(View(NONE | {"rope_scaling": rope}), "max_position_embeddings") == "semantic"
-    assert Qwen3Dense.weigh_change(View(NONE | {"rope_scaling": rope}), "tie_word_embeddings") is None
+    assert Qwen3Dense.resume_impact(View(NONE), "max_position_embeddings") is None
+    dynamic = View(NONE | {"rope_scaling": rope})
+    assert Qwen3Dense.resume_impact(dynamic, "max_position_embeddings") == "changes_training"
+    assert Qwen3Dense.resume_impact(dynamic, "tie_word_embeddings") is None
 
 
 def test_config_beside_sizes(tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ def test_constraints_are_faults_of_the_node() -> None:
         def neighbours(self, edge: str) -> list[Any]:
             return []
 
-        def fault(self, key: str, text: str, hint: str) -> Any:
+        def problem(self, key: str, text: str, hint: str) -> Any:
             return key, text, hint
 
     found = list(Qwen3Dense.constraints(View(NONE | SIZES | {"num_key_value_heads": 3, "vocab_size": None})))

@@ -12,8 +12,8 @@ from support.schedules import schedule
 
 def problems(*words: str) -> list[Problem]:
     """What `check` finds in the first run with these values."""
-    workshop = Project.of("drawloom")
-    return workshop.graph(workshop.load("first_run", words=words)).errors
+    project = Project.of("drawloom")
+    return project.graph(project.load("first_run", words=words)).errors
 
 
 def test_each_stage_wants_a_layer() -> None:

@@ -46,15 +46,15 @@ def tensor(dtype: Any = "U8", shape: Any = (4,), places: Any = (0, 4), **more: A
     return {"dtype": dtype, "shape": shape, "data_offsets": places, **more}
 
 
-def test_every_dtype_is_the_librarys() -> None:
+def test_every_dtype_is_the_safetensors_librarys() -> None:
     """Of each dtype, a file that the library wrote is read as what it is, and laid out as the library does it."""
     tensors = {f"t{n}": torch.zeros(n % 3, 2).to(dtype) for n, dtype in enumerate(DTYPES.values())}
     file = save(tensors)
     entries = entries_of(file)
-    assert {name: entry.kind for name, entry in entries.items()} == {
+    assert {name: entry.spec for name, entry in entries.items()} == {
         name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
     }
-    head, planned = layout({name: entry.kind for name, entry in entries.items()})
+    head, planned = layout({name: entry.spec for name, entry in entries.items()})
     assert planned == entries
     assert (
         head.replace(b'"__metadata__":{"format":"pt"},', b"").rstrip()[8:]
@@ -73,14 +73,14 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "no UTF-8": (file_of(b'{"\xff": 1}'), "can't be read"),
     "a name twice": (file_of(b'{"a":%b,"a":%b}' % ((json.dumps(tensor()).encode(),) * 2), 4), "'a' more than once"),
     "nested": (file_of(b'{"a":' + b"[" * 100_000), "can't be read"),
-    "NaN": (file_of(b'{"a":NaN}'), "NaN is no number"),
-    "metadata of numbers": (file_of({"__metadata__": {"a": 1}}), "__metadata__ is no object of strings"),
-    "metadata no object": (file_of({"__metadata__": None}), "__metadata__ is no object of strings"),
+    "NaN": (file_of(b'{"a":NaN}'), "NaN is not a JSON number"),
+    "metadata of numbers": (file_of({"__metadata__": {"a": 1}}), "__metadata__ is not an object of strings"),
+    "metadata no object": (file_of({"__metadata__": None}), "__metadata__ is not an object of strings"),
     "half a character": (file_of({"__metadata__": {"a": "\ud800"}}), "half a character"),
-    "name leads out": (file_of({"../../x": tensor()}, 4), "'../../x' is no name"),
-    "empty name": (file_of({"": tensor()}, 4), "'' is no name"),
-    "NUL in a name": (file_of({"a\0b": tensor()}, 4), "no name for a tensor"),
-    "long name": (file_of({"a" * 300: tensor()}, 4), "no name for a tensor"),
+    "name leads out": (file_of({"../../x": tensor()}, 4), "'../../x' is not a valid name"),
+    "empty name": (file_of({"": tensor()}, 4), "'' is not a valid name"),
+    "NUL in a name": (file_of({"a\0b": tensor()}, 4), "not a valid name of a tensor"),
+    "long name": (file_of({"a" * 300: tensor()}, 4), "not a valid name of a tensor"),
     "no description": (file_of({"a": 7}), "a is not described"),
     "something missing": (file_of({"a": {"dtype": "U8", "shape": [4]}}, 4), "a is not described"),
     "something more": (file_of({"a": tensor(x=1)}, 4), "a is not described"),
@@ -108,8 +108,8 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("file", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_refused(file: bytes, message: str) -> None:
-    """What can't be believed is refused, with the tensor where it is one's fault."""
+def test_malformed_headers_are_refused(file: bytes, message: str) -> None:
+    """An invalid header is refused, with the name of the tensor if it is invalid because of one."""
     with pytest.raises(BadHeader) as caught:
         entries_of(file)
     assert message in str(caught.value)
@@ -151,7 +151,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS.keys())
-def test_bombs_cost_little(bomb: Callable[[], bytes]) -> None:
+def test_huge_headers_are_refused_in_little_time_and_memory(bomb: Callable[[], bytes]) -> None:
     """The worst headers that fit are refused within a second and within 200 MB."""
     file = bomb()
     assert any(cost(file) < 1 for _ in range(3))  # a busy machine may be slow once
@@ -173,8 +173,8 @@ def agrees(file: bytes) -> bool:
     assert theirs.keys() == entries.keys()
     begin = 8 + header_length(file[:8], len(file))
     for name, entry in entries.items():
-        assert tuple(theirs[name]["shape"]) == entry.kind.shape
-        assert theirs[name]["dtype"] == CODES[entry.kind.dtype]
+        assert tuple(theirs[name]["shape"]) == entry.spec.shape
+        assert theirs[name]["dtype"] == CODES[entry.spec.dtype]
         assert bytes(theirs[name]["data"]) == file[begin + entry.start : begin + entry.end]
     return True
 
@@ -185,7 +185,7 @@ GOOD = save(
 
 
 def test_a_good_file_is_accepted() -> None:
-    """The file that the tests below change is fine as it is."""
+    """The file that the other tests corrupt is valid."""
     assert agrees(GOOD)
 
 
@@ -233,8 +233,8 @@ def test_never_laxer_on_made_up_headers(header: dict[str, Any], body: int) -> No
 
 
 @given(st.lists(st.tuples(st.sampled_from([*DTYPES]), st.lists(st.integers(0, 3), max_size=4)), max_size=5))
-def test_all_that_fits_is_accepted(kinds: list[tuple[str, list[int]]]) -> None:
-    """Whatever we lay out ourselves, we and the library accept; being strict does not refuse good files."""
+def test_every_header_that_the_writer_makes_is_accepted(kinds: list[tuple[str, list[int]]]) -> None:
+    """Our parser and the safetensors library accept every header that the writer makes."""
     head, entries = layout({f"t{n}": TensorSpec(tuple(s), DTYPES[code]) for n, (code, s) in enumerate(kinds)})
     assert agrees(head + bytes(max((entry.end for entry in entries.values()), default=0)))
 
@@ -242,13 +242,13 @@ def test_all_that_fits_is_accepted(kinds: list[tuple[str, list[int]]]) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("../a", TensorSpec((1,), torch.float32), "no name for a tensor"),
-        ("__metadata__", TensorSpec((1,), torch.float32), "no name for a tensor"),
+        ("../a", TensorSpec((1,), torch.float32), "not a valid name of a tensor"),
+        ("__metadata__", TensorSpec((1,), torch.float32), "not a valid name of a tensor"),
         ("a", TensorSpec((1,), torch.complex128), "has the dtype torch.complex128"),
         ("a", TensorSpec((1,) * 9, torch.float32), "has 9 dimensions"),
     ],
 )
-def test_what_could_not_be_read_is_not_written(name: str, kind: TensorSpec, message: str) -> None:
+def test_tensors_that_could_not_be_read_are_not_written(name: str, kind: TensorSpec, message: str) -> None:
     """The same rules hold for what we write."""
     with pytest.raises(ValueError, match=message):
         check_writable({name: kind})

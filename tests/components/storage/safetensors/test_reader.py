@@ -37,7 +37,7 @@ def test_single_file(tmp_path: Path) -> None:
     """Shapes and dtypes are known before a tensor is read."""
     save_file({"a": torch.ones(2, 3, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     source = open_safetensors_folder(tmp_path)
-    assert source.kinds() == {"a": TensorSpec((2, 3), torch.bfloat16)}
+    assert source.specs() == {"a": TensorSpec((2, 3), torch.bfloat16)}
     assert torch.equal(source.tensor("a"), torch.ones(2, 3, dtype=torch.bfloat16))
 
 
@@ -45,7 +45,7 @@ def test_sharded(tmp_path: Path) -> None:
     """Each tensor comes from the file that the index names."""
     weight_map = {"aaa": "x.safetensors", "b": "y.safetensors", "cc": "x.safetensors"}
     source = open_safetensors_folder(sharded(tmp_path, weight_map, x=["aaa", "cc"], y=["b"]))
-    assert [source.tensor(name)[0].item() for name in source.kinds()] == [3.0, 1.0, 2.0]
+    assert [source.tensor(name)[0].item() for name in source.specs()] == [3.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -53,11 +53,11 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     """Each dtype that torch and safetensors share is read as itself."""
     save_file({"a": torch.zeros(3).to(dtype)}, tmp_path / "model.safetensors")
     source = open_safetensors_folder(tmp_path)
-    assert source.kinds()["a"].dtype == source.tensor("a").dtype == dtype
+    assert source.specs()["a"].dtype == source.tensor("a").dtype == dtype
 
 
-def test_differences_are_told_together(tmp_path: Path) -> None:
-    """What the index and the files say differently is one message: missing, unexpected and duplicate tensors."""
+def test_differences_of_index_and_files_are_listed_together(tmp_path: Path) -> None:
+    """Missing, unexpected and duplicate tensors of index and files are listed in one message."""
     weight_map = {"a": "x.safetensors", "b": "x.safetensors", "c": "y.safetensors"}
     folder = sharded(tmp_path, weight_map, x=["a", "c", "stray"], y=["c"])
     with pytest.raises(UserError) as caught:
@@ -86,7 +86,7 @@ OUTSIDE = [
 @pytest.mark.parametrize("file", OUTSIDE)
 def test_files_outside_the_folder_are_refused(tmp_path: Path, file: object) -> None:
     """An index can only name files of its own folder, and the refusal names index, tensor and file."""
-    with pytest.raises(UserError, match="is no file of the folder") as caught:
+    with pytest.raises(UserError, match="is not a file of the folder") as caught:
         open_safetensors_folder(sharded(tmp_path, {"some.tensor": file}))
     assert str(tmp_path / INDEX) in str(caught.value)
     assert "'some.tensor'" in str(caught.value)
@@ -114,7 +114,7 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str, name: str) -> No
 
 
 def test_nothing_else_is_opened(tmp_path: Path) -> None:
-    """Whatever an index says, no file outside of the folder is opened: the system's own record shows it."""
+    """For any index, no file outside of the folder is opened, as an audit hook shows."""
     opened: list[str] = []
     watching = False
     sys.addaudithook(lambda event, args: opened.append(str(args[0])) if watching and event == "open" else None)
@@ -139,7 +139,7 @@ TEXTS = {
     "map no object": ('{"weight_map": ["x"]}', "has no weight_map"),
     "names twice": ('{"weight_map": {"a": "x", "b": "x", "a": "y"}}', "it has 'a' more than once"),
     "maps twice": ('{"weight_map": {"a": "x"}, "weight_map": {"a": "x"}}', "it has 'weight_map' more than once"),
-    "NaN": ('{"weight_map": NaN}', "NaN is no number"),
+    "NaN": ('{"weight_map": NaN}', "NaN is not a JSON number"),
     "nested": ('{"weight_map": ' + "[" * 100_000, "is not JSON that can be read"),
     "too many": (json.dumps({"weight_map": {f"t{n}": "x" for n in range(10**6)}}), "parts, and more than 750000"),
     "too long": (" " * (33 * 2**20), "more than 33554432 are not read"),
@@ -175,15 +175,15 @@ def test_any_index_is_read_or_refused(text: bytes) -> None:
             open_safetensors_folder(Path(folder))
 
 
-def test_another_total_size_is_told(tmp_path: Path) -> None:
+def test_a_wrong_total_size_is_reported(tmp_path: Path) -> None:
     """An index that counts other bytes than its files have is of other files; one that counts none is fine."""
     folder = sharded(tmp_path, {"a": "x.safetensors"}, x=["a"])
-    assert open_safetensors_folder(folder).kinds().keys() == {"a"}
+    assert open_safetensors_folder(folder).specs().keys() == {"a"}
     for total, fits in ((8, True), (8.0, True), (9, False)):
         index = {"metadata": {"total_size": total}, "weight_map": {"a": "x.safetensors"}}
         (folder / INDEX).write_text(json.dumps(index))
         if fits:
-            assert open_safetensors_folder(folder).kinds().keys() == {"a"}
+            assert open_safetensors_folder(folder).specs().keys() == {"a"}
         else:
             with pytest.raises(UserError, match="its total_size is 9, and the tensors have 8 bytes"):
                 open_safetensors_folder(folder)
@@ -234,8 +234,8 @@ def test_a_file_swapped_for_another_is_noticed(tmp_path: Path) -> None:
 
 
 def test_no_model(tmp_path: Path) -> None:
-    """A folder without a model says what was looked for; so does what is no folder."""
+    """A folder without a model, and a path that is not a folder, are errors that name the expected files."""
     with pytest.raises(UserError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         open_safetensors_folder(tmp_path)
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         open_safetensors_folder(tmp_path / "gone")

@@ -25,15 +25,17 @@ KINDS = st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from([*DTYPES.values
 
 def written(path: Path, tensors: dict[str, Tensor], order: list[str]) -> bytes:
     """The bytes of a file into which tensors were written in an order."""
-    with new_safetensors_file(path, InMemory(tensors).kinds()) as writer:
+    with new_safetensors_file(path, InMemory(tensors).specs()) as writer:
         for name in order:
             writer.write(name, tensors[name])
     return path.read_bytes()
 
 
 @given(KINDS, st.integers())
-def test_bytes_are_the_librarys(kinds: dict[str, tuple[list[int], torch.dtype]], seed: int) -> None:
-    """Whatever the order in which tensors come, the file is byte for byte the one that the library writes."""
+def test_written_bytes_are_those_of_the_safetensors_library(
+    kinds: dict[str, tuple[list[int], torch.dtype]], seed: int
+) -> None:
+    """In any order of writes, the file is byte for byte that of the safetensors library."""
     tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (shape, dtype) in kinds.items()}
     order = random.Random(seed).sample(sorted(tensors), len(tensors))
     with TemporaryDirectory() as folder:
@@ -65,17 +67,17 @@ def test_memory_that_is_no_file_is_refused() -> None:
         tensors_in(torch.frombuffer(bytearray(askew), dtype=torch.uint8))
 
 
-def test_what_was_not_announced_is_refused(tmp_path: Path) -> None:
-    """A tensor of another shape or dtype, and one that never comes, are mistakes of the program and told as such."""
-    kinds = InMemory({"a": torch.ones(2), "b": torch.ones(2)}).kinds()
+def test_tensors_that_were_not_announced_are_refused(tmp_path: Path) -> None:
+    """Writing another shape or dtype, and leaving a planned tensor out, raise ValueError."""
+    kinds = InMemory({"a": torch.ones(2), "b": torch.ones(2)}).specs()
     for tensor in (torch.ones(3), torch.ones(2).half()):
         with (
-            pytest.raises(ValueError, match=r"a came as .* and was announced as"),
+            pytest.raises(ValueError, match=r"a has .* but was planned with"),
             new_safetensors_file(tmp_path / str(tensor.dtype), kinds) as writer,
         ):
             writer.write("a", tensor)
     with (
-        pytest.raises(ValueError, match="b never came"),
+        pytest.raises(ValueError, match="b were planned, but not written"),
         new_safetensors_file(tmp_path / "missing", kinds) as writer,
     ):
         writer.write("a", torch.ones(2))
@@ -91,7 +93,7 @@ def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
 def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """An error of the system says which file could not be written."""
+    """An OSError has the name of the file."""
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")

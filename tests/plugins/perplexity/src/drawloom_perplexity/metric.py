@@ -10,7 +10,7 @@ from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import above, component, setting
 
 
-@component(change="free")
+@component(impact="safe")
 class Perplexity:
     """The number of tokens among which the model is undecided, as `perplexity`."""
 

@@ -18,7 +18,7 @@ class Loop:
     named: Mapping[str, Page] = attrs.field(factory=dict)
     counted: Every[Counted]
     recipe: ResolvedRecipe
-    workers: int = setting(default=1, doc="how many at once", change="free")
+    workers: int = setting(default=1, doc="how many at once", impact="safe")
     served: list[str] = attrs.field(init=False, factory=list)
 
     def run(self) -> None:
@@ -31,4 +31,4 @@ class Loop:
         (store,) = node.neighbours("store")
         if "size" in store.settings and node.settings["workers"] > store.settings["size"]:
             text = f"{node.settings['workers']} workers can't share {store.settings['size']} values"
-            yield node.fault("workers", text, f"write at most {store.settings['size']}")
+            yield node.problem("workers", text, f"write at most {store.settings['size']}")

@@ -11,7 +11,7 @@ from drawloom.graph import at_least, component, setting
 class Memory:
     """Keeps values in memory."""
 
-    size: int = setting(default=10, check=at_least(1), doc="how many values it keeps", change="free")
+    size: int = setting(default=10, check=at_least(1), doc="how many values it keeps", impact="safe")
     name: str = setting(default="memory", doc="what it is called")
     values: dict[str, Any] = attrs.field(init=False, factory=dict)
 
