@@ -50,10 +50,10 @@ def test_state_that_is_not_restored_is_named(tmp_path: Path, mutation: str, tens
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nif 'run' in sys.orig_argv:\n    from support.mutations import MUTATIONS, put\n"
         f"    MUTATIONS['{mutation}']()\n"
-        "    import random\n    from drawloom.components.gradients.synchronize import Synchronise\n"
-        "    real = Synchronise.run_phase\n"
+        "    import random\n    from drawloom.components.gradients.synchronize import Synchronize\n"
+        "    real = Synchronize.run_phase\n"
         "    def noisy(self, step):\n        random.random()\n        real(self, step)\n"
-        "    noisy.__annotations__ = real.__annotations__\n    put(Synchronise, 'run_phase', noisy)\n"
+        "    noisy.__annotations__ = real.__annotations__\n    put(Synchronize, 'run_phase', noisy)\n"
     )
     code, text = _verify(tmp_path, path=str(tmp_path))
     assert code == 1, text
