@@ -78,7 +78,12 @@ class StageRunner:
         view["loss"], view["weight"], view["sums"] = loss, weight, dict(sums)
 
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
-        """Both parts at once: the gradient of each floating-point leaf of the input. Without `grads` it is a loss."""
+        """
+        Both parts at once: the gradient of each floating-point leaf of the input, of the leaf's shape and dtype.
+
+        `grads` are those of the floating-point leaves of the output, (...) as these; None for a loss, whose gradient is
+        1.
+        """
         kept = self._in_flight.pop(microbatch)
         pairs = [pair for pair in zip(kept.outputs, grads or _ones(kept.outputs), strict=True) if pair[0].requires_grad]
         if pairs:
@@ -86,7 +91,7 @@ class StageRunner:
         return [_or_zeros(leaf, leaf.grad) for leaf in kept.inputs]
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
-        """I: the gradients of the input, which the stage before waits for."""
+        """I: as `backward`, with weight gradients left for W: gradients (...) as the leaves of the input."""
         kept = self._in_flight[microbatch]
         found = _split(kept).backward_input(kept.outputs, grads or _ones(kept.outputs), kept.inputs)
         back = [_or_zeros(leaf, grad) for leaf, grad in zip(kept.inputs, found, strict=True)]
@@ -110,7 +115,7 @@ def _split(kept: InFlight) -> SplitBackward:
 
 
 def _ones(losses: list[Tensor]) -> list[Tensor]:
-    """The gradients of losses."""
+    """The gradients of losses, which are summed: 1 each."""
     return [torch.ones_like(loss) for loss in losses]
 
 
