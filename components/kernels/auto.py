@@ -1,4 +1,4 @@
-"""Operations, each in the implementation that suits the device best, or in the one that the recipe names."""
+"""The kernels of a model: for each operation the best implementation for the device, or the one of the recipe."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -28,7 +28,7 @@ def _operation(default: str, doc: str) -> Any:
 @component
 class AutoKernels:
     """
-    The operations that a model computes with: `eager` is plain torch, `auto` the best for the device.
+    The operations that a model computes with: `eager` is plain torch, `auto` the best implementation for the device.
 
     `triton` compiles a kernel when it is first used. Attention by `flex` or `varlen` is torch's own for GPUs; the
     cross entropy `triton` keeps the logits' gradients, up to 2.5 GiB in bfloat16, and `cut` never keeps logits; `torch`
@@ -58,7 +58,7 @@ class AutoKernels:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """What runs on GPUs alone can't be asked of a CPU."""
+        """Implementations for GPUs only are a problem if the recipe names the CPU."""
         if _kind(node) == "cpu":
             for operation in OPERATIONS:
                 if node.settings[operation] in TRITON | GPU:
@@ -67,7 +67,7 @@ class AutoKernels:
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """What `auto` takes for each operation on the device of the recipe, and why."""
+        """The implementations that `auto` takes on the recipe's device, and why."""
         here = "cuda" if torch.cuda.is_available() else "cpu"
         if _kind(node) == "cuda" != here:
             yield "auto: what suits the GPU; there is none here to ask"
@@ -97,53 +97,68 @@ class AutoKernels:
         return Cut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x (..., inputs), weight (outputs, inputs); gives (..., outputs)."""
         return self._functions["linear"](x, weight)  # type: ignore[no-any-return]
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """Integer tokens (...), weight (vocabulary, width); gives (..., width)."""
         return self._functions["embedding"](tokens, weight)  # type: ignore[no-any-return]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x (..., width), weight (width,); gives (..., width)."""
         return self._functions["rms_norm"](x, weight, eps)  # type: ignore[no-any-return]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x and residual (..., width), weight (width,); gives the norm of the sum, and the sum, both (..., width)."""
         return self._functions["add_rms_norm"](x, residual, weight, eps)  # type: ignore[no-any-return]
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
+        """gate and up (..., width), scale (...); gives (..., width)."""
         return self._functions["swiglu"](gate, up, scale)  # type: ignore[no-any-return]
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x (rows, length, heads, head_dim), cos and sin (rows, length, head_dim // 2); gives the shape of x."""
         return self._functions["rope"](x, cos, sin)  # type: ignore[no-any-return]
 
     def qk_norm_rope(
         self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim), weights (head_dim,)."""
         return self._functions["qk_norm_rope"](q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
     def attention_mask(self, documents: Tensor) -> Any:
+        """documents int64 (rows, length); gives what `attention` takes."""
         return self._functions["attention"].mask(documents)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        """q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim); gives the shape of q."""
         return self._functions["attention"].attend(q, k, v, mask)  # type: ignore[no-any-return]
 
     def linear_cross_entropy(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        """hidden (..., width), weight (vocabulary, width), targets int64 (...); losses and lse, float32 (...)."""
         function, option = self._functions["linear_cross_entropy"], self._cross_entropy_option
         return function(hidden, weight, targets, option, token_weights)  # type: ignore[no-any-return]
 
     def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
+        """both (..., 2 * width), scale (...); gives (..., width)."""
         return self._functions["swiglu_halves"](both, scale)  # type: ignore[no-any-return]
 
     def moe_routes(self, experts_of: Tensor, experts: int) -> Routes:
+        """experts_of, integers (tokens, choices); gives three int32 tensors: see the port."""
         return self._functions["moe_routes"](experts_of, experts)  # type: ignore[no-any-return]
 
     def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
+        """x (tokens, width), probabilities (tokens, choices); gives (tokens * choices, width), (tokens * choices,)."""
         return self._functions["moe_permute"](x, probabilities, routes)  # type: ignore[no-any-return]
 
     def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
+        """rows (tokens * choices, width), probabilities (tokens, choices); gives (tokens, width)."""
         return self._functions["moe_unpermute"](rows, routes, probabilities)  # type: ignore[no-any-return]
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
+        """x (rows, inputs), weight (experts, inputs, outputs), ends int32 (experts,); gives (rows, outputs)."""
         return self._functions["grouped_gemm"](x, weight, ends, transposed)  # type: ignore[no-any-return]
 
 

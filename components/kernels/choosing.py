@@ -1,4 +1,4 @@
-"""Which implementations there are of each operation, and which one suits a device."""
+"""The implementations of each operation, and which of them `auto` takes on a device."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -16,10 +16,10 @@ KERNELS = "drawloom.kernels"
 @attrs.frozen
 class Operation:
     """
-    The implementations of an operation: name to where its function stands, `module.function` under the kernels.
+    The implementations of an operation: from their names to `module.function` below drawloom.kernels.
 
-    `on_gpu` are the names from which `auto` takes the first that the GPU can run. An implementation of attention is two
-    functions in one, the other makes its mask.
+    On a GPU `auto` takes the first of `on_gpu` that can run there. An implementation of attention is an object with two
+    functions, of which one makes the mask.
     """
 
     implementations: Mapping[str, str]
@@ -69,15 +69,15 @@ OPERATIONS = {
 }
 
 TRITON = {"triton", "cut", "flex"}
-"""Implementations that Triton compiles."""
+"""Implementations that need Triton; attention by `flex` is compiled by it."""
 
 GPU = {"varlen", "flex"}
-"""Implementations whose backward pass runs on GPUs alone."""
+"""Implementations whose backward pass runs on GPUs only."""
 
 
 @attrs.frozen
 class Chosen:
-    """The implementation that is taken, and why."""
+    """The implementation that an operation uses, and why."""
 
     name: str
     why: str
@@ -85,9 +85,9 @@ class Chosen:
 
 def choose(operation: str, wanted: str, device: torch.device) -> Chosen:
     """
-    The implementation of an operation on a device; a UserError if the one that is wanted can't run there.
+    The implementation of an operation on a device; UserError if the wanted one can't run there.
 
-    On a CPU `auto` is eager, and asks for nothing else.
+    On a CPU `auto` is eager.
     """
     if wanted != "auto":
         if problem := why_not(wanted, device):
@@ -102,13 +102,13 @@ def choose(operation: str, wanted: str, device: torch.device) -> Chosen:
 
 
 def why_not(implementation: str, device: torch.device) -> str:
-    """Why an implementation can't run on a device, or nothing."""
+    """Why an implementation can't run on a device; empty if it can."""
     if implementation in GPU and device.type == "cpu":
         return "its backward pass runs on GPUs, and the device is the CPU"
     return why_no_triton(device) if implementation in TRITON else ""
 
 
 def load(operation: str, implementation: str) -> Any:
-    """The function of an implementation; what it needs, triton say, is imported now."""
+    """The function of an implementation, whose module is imported only now: few runs need triton."""
     module, _, name = OPERATIONS[operation].implementations[implementation].rpartition(".")
     return getattr(import_module(f"{KERNELS}.{module}"), name)

@@ -1,4 +1,4 @@
-"""How much memory the run needs."""
+"""Peak memory of the device."""
 
 from collections.abc import Mapping
 
@@ -14,5 +14,5 @@ class Memory:
     device: Device
 
     def measure(self, step: Step) -> Mapping[str, Value]:
-        """Ask the device."""
+        """The device's peak, in bytes."""
         return {"memory": self.device.memory()}

@@ -1,4 +1,4 @@
-"""A model's blueprint made real: the stages that this rank owns, with their parameters."""
+"""Builds the stages that this rank owns, and gives their parameters memory and values."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,16 +36,22 @@ class MaterializedStages:
     job: RunInfo
     transforms: list[Transform] = attrs.field(factory=list)
     embedding_layer_cost: int = setting(
-        default=0, check=at_least(0), change="free", doc="layers that the first stage holds fewer of, for its embedding"
+        default=0,
+        check=at_least(0),
+        change="free",
+        doc="cost of the embedding in layers, of which the first stage holds fewer",
     )
     head_layer_cost: int = setting(
-        default=0, check=at_least(0), change="free", doc="layers that the last stage holds fewer of, for its head"
+        default=0,
+        check=at_least(0),
+        change="free",
+        doc="cost of the head in layers, of which the last stage holds fewer",
     )
     weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
     _local: list[Stage] = attrs.field(init=False, factory=list)
     _boundaries: ActivationSpecs = attrs.field(init=False, default=None)
     _shared: dict[str, tuple[list[int], str]] = attrs.field(init=False, factory=dict)
-    _elsewhere: set[str] = attrs.field(init=False, factory=set)
+    _on_earlier_ranks: set[str] = attrs.field(init=False, factory=set)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -57,7 +63,7 @@ class MaterializedStages:
                 yield loss.fault("use", text, "let the component hold an nn.Module as its attribute `module`")
 
     def open(self) -> None:
-        """Make the modules real."""
+        """Build this rank's modules, and initialise or load them."""
         owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
         spans = self._split(len(owners))
         mine = stages_of(self.mesh.index("pipeline"), owners)
@@ -74,20 +80,21 @@ class MaterializedStages:
         return self._local
 
     def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
-        """The tree that a stage takes for a microbatch, its tensors on the meta device."""
+        """What a stage takes for a microbatch of tokens (rows, length): a tree of tensors on the meta device."""
         return self._boundaries.of(stage, tokens, shared)
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters of all local stages that are trained, each once."""
+        """The trained parameters of all local stages, each once."""
         return [(name, parameter) for name, parameter in self._all().items() if parameter.requires_grad]
 
     def counted(self) -> list[tuple[str, nn.Parameter]]:
-        """Those that no earlier pipeline rank holds as well."""
-        return [(name, parameter) for name, parameter in self.named() if name not in self._elsewhere]
+        """Those of `named` that no earlier pipeline rank holds."""
+        return [(name, parameter) for name, parameter in self.named() if name not in self._on_earlier_ranks]
 
     def sum_shared(self) -> None:
-        """Add up gradients of parameters that several pipeline ranks hold; a rank without one adds nothing."""
+        """Sum the gradients of parameters that several pipeline ranks hold; a rank without one adds zeros."""
         mine = dict(self.named())
+        # A collective of the whole group: ranks without the parameter take part too, in the same order of names.
         for name, (shape, kind) in self._shared.items():
             parameter, dtype = mine.get(name), getattr(torch, kind)
             wide = torch.promote_types(dtype, self.precision.reduce)
@@ -113,25 +120,26 @@ class MaterializedStages:
         if other := set(self.state_names()) ^ state.keys():
             raise KeyError(f"parameters differ: {sorted(other)}")
         with torch.no_grad():
-            for held in self._held():  # two stages of this rank may hold a buffer each under one name
+            # By stage, because two stages of this rank may each hold a buffer of one name.
+            for held in self._held():
                 for name, tensor in held.items():
                     tensor.copy_(state[name])
 
     def _find_shared(self) -> None:
-        """Which parameters stand on several pipeline ranks: a tied embedding, on the first and the last."""
+        """Find the parameters that several pipeline ranks hold: a tied embedding is on the first and on the last."""
         group = self.mesh.group("pipeline")
         held = {name: ([*part.shape], str(part.dtype).removeprefix("torch.")) for name, part in self.named()}
-        shapes: list[dict[str, tuple[list[int], str]]] = group.gather_json(held)
-        times = Counter(name for names in shapes for name in names)
-        everywhere = {name: form for names in shapes for name, form in names.items()}
-        self._shared = {name: everywhere[name] for name in sorted(times) if times[name] > 1}
-        self._elsewhere = {name for names in shapes[: group.rank] for name in names}
+        by_rank: list[dict[str, tuple[list[int], str]]] = group.gather_json(held)
+        counts = Counter(name for names in by_rank for name in names)
+        kinds = {name: kind for names in by_rank for name, kind in names.items()}
+        self._shared = {name: kinds[name] for name in sorted(counts) if counts[name] > 1}
+        self._on_earlier_ranks = {name for names in by_rank[: group.rank] for name in names}
 
     def _all(self) -> dict[str, nn.Parameter]:
         return {name: parameter for stage in self._local for name, parameter in stage.module.named_parameters()}
 
     def _held(self) -> list[dict[str, Tensor]]:
-        """What each local stage keeps from step to step."""
+        """The parameters and persistent buffers of each local stage."""
         return [persistent_tensors(stage.module) for stage in self._local]
 
     def _split(self, stages: int) -> list[LayerRange]:
@@ -155,9 +163,10 @@ class MaterializedStages:
         return module
 
     def _fill(self, modules: Iterable[nn.Module]) -> None:
-        """Make parameters and buffers real, with the numbers that the run starts from."""
+        """Give parameters and buffers memory, and the values that the run starts from."""
         device, seed = self.device.device, self.job.seed
         for module in modules:
+            # Weights of a folder make parameters real one by one, without a second copy of the model.
             if self.weights is None:
                 module.to_empty(device=device)
             fill_buffers(module, device, seed)
@@ -172,7 +181,7 @@ class MaterializedStages:
 
 
 def tie(modules: Sequence[nn.Module]) -> None:
-    """Let parameters of one name, in modules that stand on one rank, be one parameter."""
+    """Make parameters of one name, in modules of one rank, the same parameter."""
     first: dict[str, nn.Parameter] = {}
     for module in modules:
         for name, parameter in list(module.named_parameters()):

@@ -1,4 +1,4 @@
-"""From text to batches."""
+"""Corpora, tokenizers, packed rows and batches."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,15 +13,15 @@ from drawloom.graph import port
 Split = Literal["train", "validation"]
 
 IGNORE_INDEX = -100
-"""The target of a token that is not learned."""
+"""The target of a token without a loss; torch's default of `ignore_index`."""
 
 
 @port
 class Corpus(Protocol):
-    """Documents, in a stable order, split once and for all into those to learn from and those held out."""
+    """Documents in a stable order, each of which belongs to the training or to the validation split."""
 
     def documents(self, split: Split) -> Iterator[str]:
-        """The texts of one split."""
+        """The texts of a split."""
         ...
 
 
@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of a text, int32 of shape (tokens,), without the end."""
+        """The ids of a text, int32 of shape (tokens,), without `eos_id`."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what another program needs to use the same ids (`tokenizer.json` and its kin)."""
+        """Write the files from which other programs load the tokenizer, such as `tokenizer.json`."""
         ...
 
 
@@ -72,7 +72,7 @@ class Batch:
 
 @port
 class PackedDataset(Protocol):
-    """A table of fixed-length rows, any of which can be had at any time."""
+    """A table of fixed-length rows with random access."""
 
     @property
     def length(self) -> int:
@@ -80,11 +80,11 @@ class PackedDataset(Protocol):
         ...
 
     def count(self, split: Split) -> int:
-        """How many rows a split has."""
+        """The number of rows of a split."""
         ...
 
     def batch(self, split: Split, indices: Sequence[int]) -> Batch:
-        """The rows of these indices."""
+        """The rows with these indices."""
         ...
 
 
@@ -99,7 +99,7 @@ class TrainingData(Protocol):
 
 @port
 class ValidationData(Protocol):
-    """A fixed set of held-out rows, always the same and in the same order."""
+    """The rows of the validation split, the same and in the same order each time."""
 
     def batches(self) -> Iterator[Batch]:
         """This replica's microbatches."""

@@ -41,12 +41,12 @@ def kernels_on(device: torch.device, **choices: Any) -> AutoKernels:
 
 
 def dense(**changes: Any) -> Qwen3Dense:
-    """A small model, of other sizes or kernels where it is told so."""
+    """A small model, with `changes` of its sizes or kernels."""
     return Qwen3Dense(**({"kernels": cpu_kernels()} | SIZES | changes))
 
 
 def sparse(**changes: Any) -> Qwen3Moe:
-    """A small model with experts, of other sizes or kernels where it is told so."""
+    """A small model with experts, with `changes` of its sizes or kernels."""
     return Qwen3Moe(**({"kernels": cpu_kernels()} | SPARSE_SIZES | changes))
 
 

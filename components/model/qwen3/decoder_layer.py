@@ -32,7 +32,7 @@ class Attention(nn.Module):
         """
         Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out.
 
-        cos and sin, float32 (rows, length, head_dim // 2), are the angles that turn queries and keys; `mask` is what
+        cos and sin, float32 (rows, length, head_dim // 2), rotate queries and keys; `mask` is what
         the kernels' attention_mask makes of the document ids of a microbatch, within which tokens attend.
         """
         q, k, v = (self._split(project(hidden)) for project in (self.q_proj, self.k_proj, self.v_proj))

@@ -110,6 +110,6 @@ def test_what_is_drawn_follows_from_seed_and_name() -> None:
     ],
 )
 def test_a_buffer_that_nobody_fills_is_named(build: Callable[[], nn.Module], words: str) -> None:
-    """Whoever owns it is told, also where `reset_parameters` is inherited from a class that does not know of it."""
+    """The message names its owner, also if `reset_parameters` is inherited from a class without that buffer."""
     with pytest.raises(UserError, match=words):
         fill_buffers(on_meta(lambda: nn.ModuleDict({"part": build()})), CPU, seed=1)
