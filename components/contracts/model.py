@@ -56,7 +56,7 @@ def attention(kernels: Kernels) -> None:
 def linear_cross_entropy(kernels: Kernels) -> None:
     """-log softmax(hidden @ weight.T) at the target, 0 where it is ignored, times the token's weight; and the lse."""
     hidden, weight, targets = _random(3, 4, 8), _random(11, 8), torch.arange(12).reshape(3, 4) % 11
-    targets[0, 1] = -100
+    targets[0, 1] = -100  # IGNORE_INDEX
     logarithms = (hidden.double() @ weight.double().T).log_softmax(-1)
     wanted = -logarithms.gather(-1, targets.clamp(min=0)[..., None])[..., 0].masked_fill(targets == -100, 0.0)
     token_weights = torch.arange(12.0).reshape(3, 4)

@@ -13,6 +13,7 @@ from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 from drawloom.graph.testing import expect
 
+# One rank and several, and fewer microbatches than ranks, where schedules have only warm-up and cool-down.
 LAYOUTS = tuple((ranks, microbatches) for ranks in (1, 2, 4) for microbatches in (1, 2, 4, 8))
 
 
@@ -155,6 +156,7 @@ def tokens_count_by_their_weights(loss: Loss) -> None:
     two = _sums(loss.loss(hidden, head, attrs.evolve(batch, weights=2 * batch.weights)))
     for name, each in one.items():
         expect(torch.allclose(2 * each.double(), two[name].double()), f"with twice the weights {name} is not doubled")
+    # Not even a NaN may come of it: 0 / 0 in a mean over no tokens would.
     none = attrs.evolve(batch, weights=torch.zeros_like(batch.weights))
     for name, each in _sums(loss.loss(hidden, head, none)).items():
         expect(float(each) == 0, f"where no token counts, {name} is {float(each)}")

@@ -68,6 +68,7 @@ class AutoKernels:
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
         """The implementations that `auto` takes on the recipe's device, and why."""
+        # Notes are shown by `explain`, also on machines without the recipe's device.
         here = "cuda" if torch.cuda.is_available() else "cpu"
         if _kind(node) == "cuda" != here:
             yield "auto: what suits the GPU; there is none here to ask"

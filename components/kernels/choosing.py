@@ -89,6 +89,7 @@ def choose(operation: str, wanted: str, device: torch.device) -> Chosen:
 
     On a CPU `auto` is eager.
     """
+    # What a recipe names is never replaced silently by something else.
     if wanted != "auto":
         if problem := why_not(wanted, device):
             raise UserError(f"kernels.auto: {operation} is {wanted!r}, but {problem}; write {operation} = 'auto'", 2)

@@ -80,6 +80,7 @@ class LinearHead:
         size = max(1, max_bytes // (len(self.weight) * torch.float32.itemsize))
         shape = hidden.shape[:-1]
         flat = [tensor.flatten(0, len(shape) - 1) for tensor in (hidden, *tensors)]
+        # Flattened first, so that a chunk may end inside of a row and the bound holds for long rows.
         chunks = zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
         return torch.cat([self._map_chunk(function, *parts) for parts in chunks]).view(shape)
 

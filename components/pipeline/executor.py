@@ -67,6 +67,7 @@ class Executor:
     def evaluate(self, microbatches: Iterator[Batch]) -> Losses:
         """Forward of every microbatch; nothing is kept of them but their losses."""
         runner = self._runner([self._inputs(batch) for batch in microbatches])
+        # Cheaper than no_grad, as tensors get no version counters.
         with torch.inference_mode():
             runner.run(self._forward_program(len(runner.microbatches)))
         return runner.losses(self.device.device)

@@ -40,6 +40,7 @@ def fill_with_initial_weights(
         with torch.no_grad():
             parameter.fill_(1.0)
         return
+    # Each layer adds two outputs to the stream: attention's and the feed-forward network's.
     scale = std / math.sqrt(2 * layers) if name.endswith(RESIDUAL_OUTPUTS) else std
     part = part_of or TensorSlice(tuple(parameter.shape), (0,) * parameter.ndim)
     fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
@@ -145,6 +146,7 @@ class Qwen3Builder:
         return config_of(self.family, self.architecture, None if self.tokenizer is None else self.tokenizer.eos_id)
 
     def hugging_face_mapper(self) -> Mapper:
+        # Only names are needed, so nothing is allocated.
         with torch.device("meta"):
             whole = self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
         return mapper_of([name for name, _ in whole.named_parameters()], getattr(self.architecture, "num_experts", 0))

@@ -19,6 +19,7 @@ class Qwen3Config:
     intermediate_size: int
     vocab_size: int
     tie_word_embeddings: bool = False
+    # Numbers from here on are those in the configs of Qwen3's base models.
     max_position_embeddings: int = 32_768
     rope_theta: float = 1e6
     rope_scaling: RopeScaling | None = None
@@ -41,7 +42,7 @@ class Qwen3MoeConfig(Qwen3Config):
     norm_topk_prob: bool = True
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = attrs.field(default=(), converter=tuple)
-    router_aux_loss_coef: float = 0.001
+    router_aux_loss_coef: float = 0.001  # the default of transformers' Qwen3MoeConfig
 
     def has_experts(self, number: int) -> bool:
         """Whether the layer of this number has experts."""

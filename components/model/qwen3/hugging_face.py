@@ -31,6 +31,7 @@ def mapper_of(names: Iterable[str], num_experts: int) -> Mapper:
 def _mapper_of(name: str, num_experts: int) -> Mapper:
     layer, _, projection = name.rpartition(".")
     experts = [f"{layer}.{expert}" for expert in range(num_experts)]
+    # Experts are stacked in one parameter here, and are separate tensors in published files.
     if name.endswith(".experts.gate_up_proj"):
         return sequential(unstack(name, experts), parallel(*_halves(experts)))
     if name.endswith(".experts.down_proj"):
@@ -127,6 +128,7 @@ def read_config(family: Family, path: Path) -> Qwen3Config:
     path = path / "config.json" if path.is_dir() else path
     try:
         with open_regular_file(path, "write the path of a config.json") as file:
+            # The path may be any file: one of gigabytes is not read whole to find that it is no config.
             text = file.read(0, min(file.size, MAX_CONFIG))
     except UserError as error:
         raise UserError(f"config: {error}") from error
@@ -140,6 +142,7 @@ def read_config(family: Family, path: Path) -> Qwen3Config:
 
 
 def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Qwen3Config:
+    # transformers 5 writes newer names, and folders of either age are read.
     config = {OTHER_KEYS.get(key, key): value for key, value in config.items()}
     try:
         base, rope = read_rope(config)
@@ -189,6 +192,7 @@ def _wrong_types(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_number(value: Any) -> bool:
+    # isinstance would take a bool for an int.
     return type(value) is int or (type(value) is float and math.isfinite(value))
 
 

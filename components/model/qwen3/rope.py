@@ -101,6 +101,7 @@ def rope_faults(rope: RopeScaling, head_dim: int | None, key: str = "rope_scalin
         why = f"{key} lacks {lacking[0]}, which {rope.rope_type} needs"
         example = "4.0" if lacking[0] == "factor" else "32768"
         yield InvalidSetting(key, why, f"write {lacking[0]} = {example}, say")
+    # Between the two bounds a linear ramp blends scaled and unscaled pairs, so they must differ.
     for less, more in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
         values = {"beta_slow": 1.0, "beta_fast": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | given
         if (less in given or more in given) and values[less] >= values[more]:
@@ -149,6 +150,7 @@ def form_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
 
 def read_rope(config: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
     """The base, None if it is missing, and the scaling; ValueError for what can't be built."""
+    # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ValueError("has rope_scaling that is no object")
@@ -181,6 +183,7 @@ def _made(kind: Any, given: Mapping[str, Any]) -> RopeScaling:
     """A scaling, after a check of the values' types."""
     for field in attrs.fields(RopeScaling):
         value = given.get(field.name)
+        # Types are compared exactly, because isinstance would take a bool for an int.
         wanted = {"truncate": (bool,), "original_max_position_embeddings": (int,)}.get(field.name, (int, float))
         if value is not None and type(value) not in wanted:
             raise ValueError(f"says {field.name} = {value!r} of rotary positions, which is not {wanted[-1].__name__}")

@@ -44,6 +44,7 @@ class ActivationSpecs:
         if stage == 0:
             return on_meta(tokens)
         before = self.of(stage - 1, tokens, shared)
+        # No memory and no arithmetic: the module runs on the meta device.
         with torch.no_grad():
             return on_meta(self._module(stage - 1)(before, on_meta(shared)))
 
@@ -109,6 +110,7 @@ class P2PBuffers:
         """Begin to send tensors of any shape, in order."""
         link, sending = self.links[peer], self._sending
         for tensor in tensors:
+            # NCCL and gloo send contiguous memory only.
             sending.append(link.send(tensor.contiguous()))
         while sending and sending[0].is_completed():
             # Waiting for a completed send returns at once, and lets torch free the tensor that it holds.

@@ -65,6 +65,7 @@ class ProgramRunner:
             "RECV_B": self._receive_backward,
         }
         for action in flat(program):
+            # A traceback alone would not say which of many identical stages and microbatches it was.
             try:
                 operations[action.op](action)
             except UserError as error:
@@ -97,6 +98,7 @@ class ProgramRunner:
             return microbatch.tokens
         key = action.stage, action.microbatch
         inputs = self._outputs.pop(key) if key in self._outputs else self.p2p.wait_recv(("RECV_F", *key))
+        # Detached tensors, here made leaves: each stage has a graph of its own, which its backward frees.
         return as_input(inputs) if torch.is_grad_enabled() else inputs
 
     def _send_forward(self, action: Action) -> None:
@@ -114,6 +116,7 @@ class ProgramRunner:
 
     def _send(self, action: Action, payload: Any, expected: Any) -> None:
         """Send a tree of tensors; a UserError where the receiver would read its bytes as something else."""
+        # The receiver has allocated the expected tree, and neither NCCL nor gloo compares shapes and dtypes.
         if problem := mismatch(payload, expected):
             kind = "output" if action.op == "SEND_F" else "gradient"
             raise UserError(

@@ -57,6 +57,7 @@ class StageRunner:
             split = SplitBackward()
             with split.forward():
                 outputs = self._run(microbatch, inputs, shared, batch)
+        # Evaluation keeps nothing for a backward pass.
         if torch.is_grad_enabled():
             self._in_flight[microbatch] = InFlight(floating(leaves(inputs)), floating(leaves(outputs)), split)
         return transform(detach, outputs)
@@ -66,6 +67,7 @@ class StageRunner:
             return self.stage.module(inputs, shared)
         if batch is None:
             return self.stage.module(inputs, shared, _logits)
+        # The loss is computed inside of the module's forward, where hooks have made the head's weights ready.
         loss, weight, sums = self.stage.module(inputs, shared, partial(self._loss, batch))
         self._keep(microbatch, loss, weight, sums)
         return loss
@@ -85,6 +87,7 @@ class StageRunner:
         1.
         """
         kept = self._in_flight.pop(microbatch)
+        # Outputs such as counts of tokens may not depend on any parameter.
         pairs = [pair for pair in zip(kept.outputs, grads or _ones(kept.outputs), strict=True) if pair[0].requires_grad]
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
