@@ -123,6 +123,7 @@ class _CutCrossEntropy(Function):
         grad, grad_lse = split_grads(grad_losses, grad_lse, targets != ctx.cut.ignore_index, lse.dtype)
         local = local_targets(targets, len(weight), ctx.cut.ignore_index, ctx.cut.part)
         needs, inputs = Needs(*ctx.needs_input_grad[:2]), (hidden, weight, local, lse, grad)
+        # Only the weight's part can wait; it computes the logits a third time, in exchange for keeping none.
         if needs.weight and getattr(ctx.weight_gradient, "active", False):
             of_lse = () if grad_lse is None else (grad_lse,)
             ctx.weight_gradient(_DeferredWeightGradient(ctx.implementation, ctx.cut), *inputs, *of_lse)
@@ -166,6 +167,7 @@ def order_of_vocab(hidden: Tensor, weight: Tensor) -> Tensor:
 
     hidden (tokens, width), weight (vocabulary, width). The mean logit is that of the mean hidden state.
     """
+    # The mean of many bfloat16 numbers would be too coarse to sort by.
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return (weight.to(wide) @ hidden.to(wide).mean(0)).argsort()
 

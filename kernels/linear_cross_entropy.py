@@ -91,7 +91,7 @@ class _LinearCrossEntropy(Function):
         hidden, weight, targets, kept = ctx.saved_tensors
         learned = targets != ctx.ignore_index
         grads = split_grads(grad_losses, grad_lse, learned, _accumulation_dtype(hidden))
-        targets = targets.where(learned, 0)
+        targets = targets.where(learned, 0)  # any index will do, as the factors there are 0
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         if kept is None:
             return *_in_chunks(hidden, weight, targets, *grads, needs_hidden, needs_weight), None, None, None
@@ -112,6 +112,7 @@ def _in_chunks(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both gradients, with each chunk's probabilities computed again; the weight's is summed in at least float32."""
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+    # A bfloat16 sum stops growing once it is 256 times as large as a part.
     grad_weight = torch.zeros_like(weight, dtype=_accumulation_dtype(weight)) if needs_weight else None
     for chunk in _chunks(len(hidden), len(weight)):
         log_probs, _ = _log_softmax(hidden[chunk], weight)

@@ -39,6 +39,7 @@ def all_gather_lse(lse: Tensor, target_logit: Tensor, part: VocabularyPart | Non
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(part.group))]
     dist.all_gather(parts, mine, group=part.group)
     gathered = torch.stack(parts)
+    # Exactly one part has each target, and the others gave 0.
     return gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
 
 

@@ -1,4 +1,4 @@
-"""Contracts of the ports of data: what every corpus, tokenizer and data set does."""
+"""Contracts of the ports of data: corpora, tokenizers, packed rows and batches."""
 
 import tempfile
 from pathlib import Path
@@ -20,57 +20,61 @@ from drawloom.graph.testing import expect
 
 
 def documents_are_texts(corpus: Corpus) -> None:
-    """There is something to learn from, and every document is a text, though it may be empty."""
+    """The training split has documents; each is a text, some of which may be empty."""
     documents = list(corpus.documents("train"))
-    expect(documents, "there is no document to learn from")
+    expect(documents, "the training split has no document")
     expect(
-        any(documents) and all(isinstance(text, str) for text in documents), "a document is no text, or all are empty"
+        any(documents) and all(isinstance(text, str) for text in documents), "a document is not a str, or all are empty"
     )
 
 
 def the_order_is_stable(one: Corpus, other: Corpus) -> None:
-    """The documents of a split are the same, in the same order, every time that they are asked for."""
+    """The documents of a split are the same, in the same order, each time."""
     for split in ("train", "validation"):
         first = list(one.documents(split))
-        expect(first == list(one.documents(split)), f"asked for again, {split} is another")
-        expect(first == list(other.documents(split)), f"another corpus that is made alike has another {split}")
+        expect(first == list(one.documents(split)), f"read again, {split} has other documents or another order")
+        expect(
+            first == list(other.documents(split)),
+            f"a second corpus with the same settings has other documents in {split}, or another order",
+        )
 
 
-def what_is_held_out_is_not_learned(corpus: Corpus) -> None:
-    """Splits are of documents: hardly a text is in both, as where two files are copies."""
-    learned, held_out = ({*corpus.documents(split)} - {""} for split in ("train", "validation"))
-    shared = len(learned & held_out)
-    expect(shared * 20 <= len(held_out), f"{shared} of {len(held_out)} texts that are held out are learned")
+def splits_share_no_documents(corpus: Corpus) -> None:
+    """Hardly a text is in both splits; copies of a file may be."""
+    trained, validated = ({*corpus.documents(split)} - {""} for split in ("train", "validation"))
+    shared = len(trained & validated)
+    # Corpora have copies of files; a twentieth of the validation split is taken for these.
+    expect(shared * 20 <= len(validated), f"{shared} of {len(validated)} validation texts are in the training split")
 
 
 TEXTS = ("", "a", "def f(x):\n\treturn x  # naïve\n", "Zwölf Boxkämpfer 😀", "one\r\ntwo\x00three", "  \n\n ")
 
 
 def text_comes_back(tokenizer: Tokenizer) -> None:
-    """What is encoded is decoded to the same text."""
+    """Decoding the ids of a text gives the text."""
     for text in TEXTS:
         back = tokenizer.decode([int(token) for token in tokenizer.encode(text)])
         expect(back == text, f"{text!r} comes back as {back!r}")
 
 
 def ids_are_of_the_vocabulary(tokenizer: Tokenizer) -> None:
-    """Ids are int32, from 0 to below the size of the vocabulary; so is the end, which no text has."""
-    expect(0 <= tokenizer.eos_id < tokenizer.vocab_size, f"the end {tokenizer.eos_id} is outside of the vocabulary")
+    """Ids are int32, from 0 to below vocab_size; so is eos_id, which no text has."""
+    expect(0 <= tokenizer.eos_id < tokenizer.vocab_size, f"eos_id = {tokenizer.eos_id} is outside of the vocabulary")
     for text in TEXTS:
         ids = tokenizer.encode(text)
         expect(ids.dtype == np.int32 and ids.ndim == 1, f"ids are {ids.dtype} of shape {ids.shape}")
         expect(all(0 <= token < tokenizer.vocab_size for token in ids), f"{text!r} has ids outside of the vocabulary")
-        expect(tokenizer.eos_id not in ids, f"{text!r} holds the end")
+        expect(tokenizer.eos_id not in ids, f"{text!r} has eos_id among its ids")
 
 
 def two_agree(one: Tokenizer, other: Tokenizer) -> None:
-    """Two that are made alike give the same ids."""
+    """Two tokenizers with the same settings give the same ids."""
     for text in TEXTS:
         expect(np.array_equal(one.encode(text), other.encode(text)), f"{text!r} has two encodings")
 
 
 def it_is_saved_for_others(tokenizer: Tokenizer) -> None:
-    """Saving writes at least one file into a folder that is there."""
+    """Saving writes at least one file into an existing folder."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         expect(any(Path(folder).iterdir()), "nothing was saved")
@@ -82,28 +86,31 @@ TENSORS = tuple(field.name for field in attrs.fields(Batch))
 
 def rows_have_one_length(rows: PackedDataset) -> None:
     """A batch has a row for each index, every tensor is of shape (rows, length), weights float32 and others int64."""
-    expect(rows.length >= 1 and rows.count("train") >= 1, "there is no row, or no token in a row")
+    expect(rows.length >= 1 and rows.count("train") >= 1, "there are no rows, or rows without tokens")
     batch = rows.batch("train", [0, rows.count("train") - 1])
     for name in TENSORS:
         tensor, dtype = getattr(batch, name), torch.float32 if name == "weights" else torch.int64
         expect(tensor.dtype == dtype and tensor.shape == (2, rows.length), f"{name} is {tensor.dtype} {tensor.shape}")
 
 
-def a_row_is_the_same_whenever_it_is_asked_for(one: PackedDataset, other: PackedDataset) -> None:
-    """Rows do not depend on what was asked for before, nor on their neighbours in a batch."""
+def rows_do_not_depend_on_the_order(one: PackedDataset, other: PackedDataset) -> None:
+    """Rows do not depend on earlier batches, nor on the other rows of a batch."""
     last = one.count("train") - 1
-    expect(other.count("train") == one.count("train"), "two that are made alike have different numbers of rows")
-    together, turned = one.batch("train", [0, last]), other.batch("train", [last, 0])
+    expect(
+        other.count("train") == one.count("train"),
+        "two data sets with the same settings have different numbers of rows",
+    )
+    batch, reversed_batch = one.batch("train", [0, last]), other.batch("train", [last, 0])
     for name in TENSORS:
-        expect(torch.equal(getattr(together, name), getattr(turned, name).flip(0)), f"{name} depend on the order")
+        expect(torch.equal(getattr(batch, name), getattr(reversed_batch, name).flip(0)), f"{name} depend on the order")
 
 
 def targets_are_the_next_tokens(rows: PackedDataset) -> None:
-    """Where a token's target is the next token of its row, positions go on by one inside a document."""
+    """A target is the next token of its document, where positions increase by one from 0."""
     batch = rows.batch("train", list(range(min(8, rows.count("train")))))
     inside = batch.document_ids[:, 1:] == batch.document_ids[:, :-1]
     step = batch.positions[:, 1:] - batch.positions[:, :-1]
-    expect((step[inside] == 1).all(), "positions do not count on inside a document")
+    expect((step[inside] == 1).all(), "positions do not increase by one inside a document")
     expect((batch.positions[:, 1:][~inside] == 0).all(), "a document does not begin at position 0")
     learned = inside & (batch.targets[:, :-1] != IGNORE_INDEX)
     expect((batch.targets[:, :-1][learned] == batch.tokens[:, 1:][learned]).all(), "a target is not the next token")
@@ -123,23 +130,23 @@ STEPS = 3
 
 
 def it_is_a_function_of_the_step(one: TrainingData, other: TrainingData) -> None:
-    """Two that are made alike give the same microbatches step by step."""
+    """Two loaders with the same settings give the same microbatches, step by step."""
     for step in range(STEPS):
         ours, theirs = one.next_step(), other.next_step()
         expect(ours and len(ours) == len(theirs), f"step {step + 1} has {len(ours)} and {len(theirs)} microbatches")
         same = all(torch.equal(a.tokens, b.tokens) for a, b in zip(ours, theirs, strict=True))
-        expect(same, f"step {step + 1} is another for another that is made alike")
+        expect(same, f"step {step + 1} differs between two loaders with the same settings")
 
 
 def steps_differ(data: TrainingData) -> None:
-    """One step after another is other data."""
+    """Two consecutive steps have different data."""
     first, second = (torch.cat([batch.tokens for batch in data.next_step()]) for _ in range(2))
-    expect(not torch.equal(first, second), "the second step is the first again")
+    expect(not torch.equal(first, second), "the second step has the data of the first")
 
 
 def it_is_the_same_every_time(one: ValidationData, other: ValidationData) -> None:
-    """The same microbatches in the same order, whenever they are asked for."""
+    """The same microbatches in the same order, each time."""
     first = [batch.tokens for batch in one.batches()]
-    expect(first, "there is nothing to measure on")
+    expect(first, "there are no microbatches")
     for again in ([batch.tokens for batch in one.batches()], [batch.tokens for batch in other.batches()]):
-        expect(len(again) == len(first) and all(map(torch.equal, first, again)), "asked for again, it is another")
+        expect(len(again) == len(first) and all(map(torch.equal, first, again)), "a second pass has other microbatches")

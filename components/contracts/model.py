@@ -16,7 +16,7 @@ from drawloom.components.ports.model import (
 )
 from drawloom.graph.testing import expect
 
-CLOSE = 1e-4
+CLOSE = 1e-4  # far above the rounding of float32, and far below the error of a wrong formula
 
 
 def rms_norm(kernels: Kernels) -> None:
@@ -33,7 +33,7 @@ def swiglu(kernels: Kernels) -> None:
 
 
 def rope(kernels: Kernels) -> None:
-    """Each pair of the two halves of a head is turned by its angle."""
+    """Each pair of channels, one of either half of a head, is rotated by its angle."""
     x, angles = _random(2, 5, 3, 8), _random(2, 5, 4)
     cos, sin = angles.cos().double()[:, :, None], angles.sin().double()[:, :, None]
     first, second = x.double().chunk(2, -1)
@@ -56,7 +56,7 @@ def attention(kernels: Kernels) -> None:
 def linear_cross_entropy(kernels: Kernels) -> None:
     """-log softmax(hidden @ weight.T) at the target, 0 where it is ignored, times the token's weight; and the lse."""
     hidden, weight, targets = _random(3, 4, 8), _random(11, 8), torch.arange(12).reshape(3, 4) % 11
-    targets[0, 1] = -100
+    targets[0, 1] = -100  # IGNORE_INDEX
     logarithms = (hidden.double() @ weight.double().T).log_softmax(-1)
     wanted = -logarithms.gather(-1, targets.clamp(min=0)[..., None])[..., 0].masked_fill(targets == -100, 0.0)
     token_weights = torch.arange(12.0).reshape(3, 4)
@@ -66,9 +66,9 @@ def linear_cross_entropy(kernels: Kernels) -> None:
         _expect_close(lse, (hidden.double() @ weight.double().T).logsumexp(-1))
 
 
-def nothing_is_fine(kernels: Kernels) -> None:
-    """No rows give no rows."""
-    expect(kernels.swiglu(_random(0, 16), _random(0, 16)).shape == (0, 16), "no rows are something")
+def zero_rows_are_fine(kernels: Kernels) -> None:
+    """Zero rows give zero rows."""
+    expect(kernels.swiglu(_random(0, 16), _random(0, 16)).shape == (0, 16), "zero rows give another shape")
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ def _names(model: Model, span: LayerRange) -> list[str]:
 
 
 def parts_make_the_whole(model: Model) -> None:
-    """However the layers are split, parameters have the same names, and each is in some part."""
+    """Whatever the partition of the layers, parameters have the same names, and each is in some part."""
     whole = set(_names(model, LayerRange(0, model.num_hidden_layers, True, True)))
     for cut in range(1, model.num_hidden_layers):
         first = _names(model, LayerRange(0, cut, True, False))
@@ -96,7 +96,7 @@ def parts_make_the_whole(model: Model) -> None:
 
 
 def values_follow_from_name_shape_and_seed(one: Model, other: Model) -> None:
-    """A parameter begins the same wherever it is made, and otherwise with another seed."""
+    """Initial values are the same for any instance and slice, and others with another seed."""
     with torch.device("meta"):
         shapes = {
             name: p.shape for name, p in one.build(LayerRange(0, one.num_hidden_layers, True, True)).named_parameters()
@@ -107,11 +107,11 @@ def values_follow_from_name_shape_and_seed(one: Model, other: Model) -> None:
         one.initialise(name, first, 1)
         other.initialise(name, again, 1)
         other.initialise(name, otherwise, 2)
-        expect(torch.equal(first, again), f"{name} begins otherwise in another that is made alike")
+        expect(torch.equal(first, again), f"{name} has other initial values in a second model with the same settings")
         last = torch.empty_like(first[len(first) // 2 :])
         one.initialise(name, last, 1, TensorSlice(tuple(shape), (len(first) - len(last), *(0 for _ in shape[1:]))))
-        expect(torch.equal(first[-len(last) :], last), f"a slice of {name} begins otherwise than in the whole")
-        expect(torch.isfinite(first).all(), f"{name} begins with what is no finite number")
+        expect(torch.equal(first[-len(last) :], last), f"a slice of {name} has other initial values than the whole")
+        expect(torch.isfinite(first).all(), f"{name} has initial values that are not finite")
         differ |= not torch.equal(first, otherwise)
     expect(differ, "the seed changes nothing")
 
@@ -143,23 +143,27 @@ def its_head_is_for_losses(model: Model) -> None:
 
 
 def each_is_named_once(parameters: Parameters) -> None:
-    """Every parameter has one name, in the same order whenever it is asked for; none is left on the meta device."""
+    """Every parameter has one name, in the same order each time; none is on the meta device."""
     named = parameters.named()
-    expect(named, "there is nothing to train")
+    expect(named, "there are no parameters")
     expect(len({name for name, _ in named}) == len(named), "two parameters have one name")
     expect(len({id(parameter) for _, parameter in named}) == len(named), "a parameter has two names")
     expect([name for name, _ in parameters.named()] == [name for name, _ in named], "the order changes")
     for name, parameter in named:
-        expect(isinstance(parameter, nn.Parameter) and not parameter.is_meta, f"{name} is not made real")
+        expect(
+            isinstance(parameter, nn.Parameter) and not parameter.is_meta,
+            f"{name} is on the meta device, or no nn.Parameter",
+        )
 
 
 def stages_are_real_and_in_order(stages: Stages) -> None:
-    """This rank has stages, in order, each of the same number, with modules off the meta device."""
+    """This rank has stages, in order, all with the same count, with modules off the meta device."""
     numbers = [stage.index for stage in stages.local]
     expect(numbers and numbers == sorted(set(numbers)), f"this rank's stages are {numbers}")
     expect(len({stage.count for stage in stages.local}) == 1, "stages disagree on how many there are")
     for stage in stages.local:
-        expect(0 <= stage.index < stage.count, f"stage {stage.index} is none of {stage.count}")
+        expect(0 <= stage.index < stage.count, f"stage {stage.index} is not below the count {stage.count}")
         expect(
-            not any(parameter.is_meta for parameter in stage.module.parameters()), f"stage {stage.index} is not real"
+            not any(parameter.is_meta for parameter in stage.module.parameters()),
+            f"stage {stage.index} is on the meta device",
         )

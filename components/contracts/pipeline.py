@@ -13,46 +13,47 @@ from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 from drawloom.graph.testing import expect
 
+# One rank and several, and fewer microbatches than ranks, where schedules have only warm-up and cool-down.
 LAYOUTS = tuple((ranks, microbatches) for ranks in (1, 2, 4) for microbatches in (1, 2, 4, 8))
 
 
 def every_rank_has_its_stages(schedule: Schedule) -> None:
-    """Each rank holds as many stages as is said, and works on no others."""
+    """Each rank holds `stages_per_rank` stages, and works on no others."""
     for ranks, microbatches in LAYOUTS:
         program = schedule.program(ranks, microbatches)
         expect(program.ranks == ranks, f"{ranks} ranks have a program of {program.ranks}")
         expect(
             tuple(program.stage_to_rank) == tuple(schedule.stage_to_rank(ranks)),
-            "the program has other owners of stages",
+            "the program places stages on other ranks than stage_to_rank does",
         )
         for rank in range(ranks):
             held = [stage for stage, owner in enumerate(program.stage_to_rank) if owner == rank]
             expect(len(held) == schedule.stages_per_rank, f"rank {rank} of {ranks} holds {len(held)} stages")
             strange = set(program.stage[program.rows(rank)].tolist()) - set(held)
-            expect(not strange, f"rank {rank} of {ranks} works on the stages {strange} of others")
+            expect(not strange, f"rank {rank} of {ranks} works on the stages {strange} of other ranks")
 
 
 def every_microbatch_goes_through_every_stage_once(schedule: Schedule) -> None:
-    """One forward each; and one backward, whole or in its two parts, for all of them or for none."""
+    """Each pair has one forward; all or none have one backward, whole or in two parts."""
     for ranks, microbatches in LAYOUTS:
         program = schedule.program(ranks, microbatches)
         wanted = {(stage, number) for stage in range(program.stages) for number in range(microbatches)}
         where = f"with {ranks} ranks and {microbatches} microbatches"
-        expect(_done(program, FORWARD) == sorted(wanted), f"{where} some forward is missing, or done twice")
+        expect(_done(program, FORWARD) == sorted(wanted), f"{where} some forward is missing, or there twice")
         whole, inputs, weights = (_done(program, work) for work in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
-        expect(inputs == weights, f"{where} some backward has one part only")
+        expect(inputs == weights, f"{where} some backward has one part without the other")
         backward = sorted(whole + inputs)
-        expect(backward in ([], sorted(wanted)), f"{where} some backward is missing, or done twice")
+        expect(backward in ([], sorted(wanted)), f"{where} some backward is missing, or there twice")
 
 
 def it_is_a_pure_function(one: Schedule, other: Schedule) -> None:
-    """Asked again, and asked of another that is made alike, it gives the same program."""
+    """A second call, and a second schedule with the same settings, give the same program."""
     for ranks, microbatches in LAYOUTS:
         programs = [schedule.program(ranks, microbatches) for schedule in (one, one, other)]
         same = all(
             np.array_equal(programs[0].op, p.op) and np.array_equal(programs[0].stage, p.stage) for p in programs
         )
-        expect(same, f"the program of {ranks} ranks and {microbatches} microbatches changes")
+        expect(same, f"the program of {ranks} ranks and {microbatches} microbatches differs between calls")
 
 
 def _done(program: Program, work: int) -> list[tuple[int, int]]:
@@ -155,6 +156,7 @@ def tokens_count_by_their_weights(loss: Loss) -> None:
     two = _sums(loss.loss(hidden, head, attrs.evolve(batch, weights=2 * batch.weights)))
     for name, each in one.items():
         expect(torch.allclose(2 * each.double(), two[name].double()), f"with twice the weights {name} is not doubled")
+    # Not even a NaN may come of it: 0 / 0 in a mean over no tokens would.
     none = attrs.evolve(batch, weights=torch.zeros_like(batch.weights))
     for name, each in _sums(loss.loss(hidden, head, none)).items():
         expect(float(each) == 0, f"where no token counts, {name} is {float(each)}")

@@ -1,1 +1,1 @@
-"""Which implementation of each operation a model computes with."""
+"""Choice of an implementation for each operation of a model."""

@@ -28,6 +28,6 @@ class Dft:
     def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The sum of the tokens' losses, of their weights, and named sums; hidden is (rows, length, hidden_size)."""
         losses, _ = head.token_losses(hidden, batch.targets)
-        plain = losses.detach()
+        plain = losses.detach()  # a factor without a gradient: the probability is exp(-plain)
         total = (losses * (-plain).exp() * batch.weights).sum()
         return total, batch.weights.sum(), {"cross_entropy": (plain * batch.weights).sum()}

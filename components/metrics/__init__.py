@@ -1,1 +1,1 @@
-"""Numbers worth writing down about each step."""
+"""Metrics: numbers about each step, for the trackers."""

@@ -1,4 +1,4 @@
-"""How fast the run learns."""
+"""Tokens, and tokens per second."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,15 +10,15 @@ from torch import Tensor
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component
 
-SHORTEST = 1e-9  # seconds; a clock may stand still between two readings
+SHORTEST = 1e-9  # seconds; a coarse clock may give one time twice
 
 
 @component(impact="safe")
 class Throughput:
     """
-    `tokens` since the beginning of the run, those of refused steps included, and `tokens_per_second` of the step.
+    `tokens` since the beginning of the run, those of skipped steps included, and `tokens_per_second` of the step.
 
-    Seconds that went into something other than learning don't count.
+    Seconds that are excluded from a step, such as evaluations, don't count.
     """
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
@@ -31,7 +31,7 @@ class Throughput:
         return {"tokens": self._tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Count on from there."""
+        """Continue from a saved count."""
         self._tokens = int(state["tokens"])
 
     def update(self, step: Step) -> Mapping[str, Tensor]:

@@ -39,8 +39,8 @@ class RMSNorm(nn.Module):
 class Embedding(nn.Embedding):
     """The embedding table: a vector, a row of `weight` (vocab_size, hidden_size), for each token."""
 
-    def __init__(self, vocabulary: int, width: int, kernels: Kernels) -> None:
-        super().__init__(vocabulary, width)
+    def __init__(self, vocab_size: int, hidden_size: int, kernels: Kernels) -> None:
+        super().__init__(vocab_size, hidden_size)
         self.kernels = kernels
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -76,10 +76,11 @@ class LinearHead:
     def map_logits(
         self, function: Callable[..., Tensor], hidden: Tensor, *tensors: Tensor, max_bytes: int = 2**28
     ) -> Tensor:
-        """`function` of the logits of (..., hidden_size), chunk by chunk; one number by token, (...)."""
+        """`function` of the logits of hidden (..., hidden_size), chunk by chunk; one number by token, (...)."""
         size = max(1, max_bytes // (len(self.weight) * torch.float32.itemsize))
         shape = hidden.shape[:-1]
         flat = [tensor.flatten(0, len(shape) - 1) for tensor in (hidden, *tensors)]
+        # Flattened first, so that a chunk may end inside of a row and the bound holds for long rows.
         chunks = zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
         return torch.cat([self._map_chunk(function, *parts) for parts in chunks]).view(shape)
 

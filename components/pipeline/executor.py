@@ -1,4 +1,4 @@
-"""Carries a rank's line of the schedule's program out, on this rank's stages; on one rank, the plain training loop."""
+"""Runs the schedule's program on this rank's stages; on one rank, that is the plain training loop."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.lowering import lower
-from drawloom.components.pipeline.runtime.layer_partition import misfits
+from drawloom.components.pipeline.runtime.layer_partition import constraint_problems
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
@@ -42,10 +42,10 @@ class Executor:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Schedule, mesh and model go together."""
+        """Problems of schedule, mesh, model and loss together."""
         for mesh, schedule, stages in zip(*map(node.neighbours, ("mesh", "schedule", "stages")), strict=True):
             for model in stages.neighbours("model"):
-                yield from misfits(schedule, mesh, model)
+                yield from constraint_problems(schedule, mesh, model)
         for stages, loss in zip(node.neighbours("stages"), node.neighbours("objective"), strict=True):
             for other in stages.neighbours("loss"):
                 if other.name != loss.name:
@@ -59,23 +59,24 @@ class Executor:
 
     def train(self, microbatches: Sequence[Batch]) -> Losses:
         """Forward and backward of every microbatch; gradients of the sum of losses are added to the parameters'."""
-        line = self._training_line(len(microbatches))
-        passage = self._passage([self._load(batch) for batch in microbatches], split_stages(line))
+        program = self._training_program(len(microbatches))
+        runner = self._runner([self._inputs(batch) for batch in microbatches], split_stages(program))
         self.stages.cast_weights()
-        passage.run(line)
+        runner.run(program)
         self.stages.hand_over_gradients()
-        return passage.losses(self.device.device)
+        return runner.losses(self.device.device)
 
     def evaluate(self, microbatches: Iterator[Batch]) -> Losses:
         """Forward of every microbatch; nothing is kept of them but their losses."""
-        passage = self._passage([self._load(batch) for batch in microbatches])
+        runner = self._runner([self._inputs(batch) for batch in microbatches])
         self.stages.cast_weights()
+        # Cheaper than no_grad, as tensors get no version counters.
         with torch.inference_mode():
-            passage.run(self._forward_line(len(passage.microbatches)))
-        return passage.losses(self.device.device)
+            runner.run(self._forward_program(len(runner.microbatches)))
+        return runner.losses(self.device.device)
 
     def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
-        """The model's output for one microbatch, on the rank that holds the last stage; None on others."""
+        """Logits (rows, length, vocab_size) for tokens (rows, length), on the last stage's rank; None on others."""
         found: dict[int, Tensor] = {}
         self.infer_each([(tokens, shared)], found.__setitem__)
         return found.get(0)
@@ -83,44 +84,50 @@ class Executor:
     def infer_each(
         self, microbatches: Sequence[tuple[Tensor, BatchContext]], each_output: Callable[[int, Any], None]
     ) -> None:
-        """Hand the output of each microbatch out as soon as it is there, on the rank that holds the last stage."""
-        passage = self._passage([MicrobatchInputs(*self._moved(microbatch)) for microbatch in microbatches])
-        passage.each_output = each_output
+        """
+        Hand out the logits of each microbatch as soon as they are computed, on the rank that holds the last stage.
+
+        `each_output` takes a microbatch's number and its logits (rows, length, vocab_size).
+        """
+        runner = self._runner([MicrobatchInputs(*self._moved(microbatch)) for microbatch in microbatches])
+        runner.each_output = each_output
         self.stages.cast_weights(only_if_changed=True)
         with torch.inference_mode():
-            passage.run(self._forward_line(len(microbatches)))
+            runner.run(self._forward_program(len(microbatches)))
 
-    def _passage(self, loads: Sequence[MicrobatchInputs], split: Set[int] = frozenset()) -> ProgramRunner:
-        state = PipelineStateHandler(dict.fromkeys(("loss", "weight", "sums"), Stack()), max(1, len(loads)))
-        works = {
+    def _runner(self, inputs: Sequence[MicrobatchInputs], split: Set[int] = frozenset()) -> ProgramRunner:
+        # A state has at least one microbatch; an evaluation on a rank without data has none.
+        state = PipelineStateHandler(dict.fromkeys(("loss", "weight", "sums"), Stack()), max(1, len(inputs)))
+        stages = {
             stage.index: StageRunner(stage, self.objective, state, split=stage.index in split)
             for stage in self.stages.local
         }
-        return ProgramRunner(works, loads, self.boundaries, P2PBuffers(self._links, self.device.device), state)
+        return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device), state)
 
-    def _load(self, batch: Batch) -> MicrobatchInputs:
+    def _inputs(self, batch: Batch) -> MicrobatchInputs:
         moved: Batch = self._moved(batch)
         return MicrobatchInputs(*self.objective.inputs(moved), moved)
 
     def _moved(self, tree: Any) -> Any:
-        where = self.device.device
-        if where.type == "cpu":
-            return tree  # where everything is already
-        return transform(lambda leaf: leaf.to(where, non_blocking=True) if isinstance(leaf, Tensor) else leaf, tree)
+        device = self.device.device
+        if device.type == "cpu":
+            return tree  # batches are made on the CPU
+        return transform(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, tree)
 
-    def _training_line(self, microbatches: int) -> RankProgram:
+    def _training_program(self, microbatches: int) -> RankProgram:
+        # Programs of large pipelines take milliseconds to build and lower, and every step has the same one.
         if microbatches not in self._training:
             program = self.schedule.program(self.mesh.size("pipeline"), microbatches)
             self._training[microbatches] = lower(program, self.mesh.index("pipeline"))
         return self._training[microbatches]
 
-    def _forward_line(self, microbatches: int) -> RankProgram:
+    def _forward_program(self, microbatches: int) -> RankProgram:
         if microbatches not in self._forward:
             program = forward_only(self.schedule.stage_to_rank(self.mesh.size("pipeline")), microbatches)
             self._forward[microbatches] = lower(program, self.mesh.index("pipeline"))
         return self._forward[microbatches]
 
 
-def split_stages(line: RankProgram) -> set[int]:
-    """The stages that a line takes backward in two parts."""
-    return {action.stage for action in flat(line) if action.op == "I"}
+def split_stages(program: RankProgram) -> set[int]:
+    """The stages whose backward a rank's program does in two parts."""
+    return {action.stage for action in flat(program) if action.op == "I"}

@@ -1,4 +1,4 @@
-"""A model's blueprint made real: the stages that this rank owns, with their parameters."""
+"""Builds the stages that this rank owns, and gives their parameters memory and values."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,17 +38,23 @@ class MaterializedStages:
     job: RunInfo
     transforms: list[Transform] = attrs.field(factory=list)
     embedding_layer_cost: int = setting(
-        default=0, check=at_least(0), impact="safe", doc="layers that the first stage holds fewer of, for its embedding"
+        default=0,
+        check=at_least(0),
+        impact="safe",
+        doc="cost of the embedding in layers, of which the first stage holds fewer",
     )
     head_layer_cost: int = setting(
-        default=0, check=at_least(0), impact="safe", doc="layers that the last stage holds fewer of, for its head"
+        default=0,
+        check=at_least(0),
+        impact="safe",
+        doc="cost of the head in layers, of which the last stage holds fewer",
     )
     weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
     _local: list[Stage] = attrs.field(init=False, factory=list)
     _store: ParameterStore = attrs.field(init=False, default=None)
     _boundaries: ActivationSpecs = attrs.field(init=False, default=None)
     _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
-    _elsewhere: set[str] = attrs.field(init=False, factory=set)
+    _on_earlier_ranks: set[str] = attrs.field(init=False, factory=set)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -60,7 +66,7 @@ class MaterializedStages:
                 yield loss.problem("use", text, "let the component hold an nn.Module as its attribute `module`")
 
     def open(self) -> None:
-        """Make the modules real."""
+        """Build this rank's modules, and initialise or load them."""
         owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
         spans = self._split(len(owners))
         mine = stages_of(self.mesh.index("pipeline"), owners)
@@ -81,16 +87,16 @@ class MaterializedStages:
         return self._local
 
     def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
-        """The tree that a stage takes for a microbatch, its tensors on the meta device."""
+        """What a stage takes for a microbatch of tokens (rows, length): a tree of tensors on the meta device."""
         return self._boundaries.of(stage, tokens, shared)
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters of all local stages that are trained, each once."""
+        """The trained parameters of all local stages, each once."""
         return [(name, parameter) for name, parameter in self._all().items() if parameter.requires_grad]
 
     def counted(self) -> list[tuple[str, nn.Parameter]]:
-        """Those that no earlier pipeline rank holds as well."""
-        return [(name, parameter) for name, parameter in self.named() if name not in self._elsewhere]
+        """Those of `named` that no earlier pipeline rank holds."""
+        return [(name, parameter) for name, parameter in self.named() if name not in self._on_earlier_ranks]
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         """Cast parameters to what layers compute with."""
@@ -101,11 +107,12 @@ class MaterializedStages:
         self._store.hand_over_gradients()
 
     def sum_shared(self) -> None:
-        """Add up gradients of parameters that several pipeline ranks hold; a rank without one adds nothing."""
+        """Sum the gradients of parameters that several pipeline ranks hold; a rank without one adds zeros."""
         mine = dict(self.named())
         wide = torch.promote_types(self.precision.gradient, self.precision.reduce)
         for name, shape in self._shared.items():
             if (parameter := mine.get(name)) is None:
+                # A collective of the whole group: ranks without the parameter take part with zeros.
                 self.mesh.group("pipeline").sum(torch.zeros(shape, dtype=wide, device=self.device.device))
                 continue
             gradient = gradient_of(parameter)
@@ -126,18 +133,19 @@ class MaterializedStages:
         if other := set(self.state_names()) ^ state.keys():
             raise KeyError(f"parameters differ: {sorted(other)}")
         with torch.no_grad():
-            for held in self._held():  # two stages of this rank may hold a buffer each under one name
+            # By stage, because two stages of this rank may each hold a buffer of one name.
+            for held in self._held():
                 for name, tensor in held.items():
                     tensor.copy_(state[name])
 
     def _find_shared(self) -> None:
-        """Which parameters stand on several pipeline ranks: a tied embedding, on the first and the last."""
+        """Find the parameters that several pipeline ranks hold: a tied embedding is on the first and on the last."""
         group = self.mesh.group("pipeline")
         shapes: list[dict[str, list[int]]] = group.gather_json({name: [*part.shape] for name, part in self.named()})
         times = Counter(name for names in shapes for name in names)
         everywhere = {name: shape for names in shapes for name, shape in names.items()}
         self._shared = {name: everywhere[name] for name in sorted(times) if times[name] > 1}
-        self._elsewhere = {name for names in shapes[: group.rank] for name in names}
+        self._on_earlier_ranks = {name for names in shapes[: group.rank] for name in names}
 
     def _all(self) -> dict[str, nn.Parameter]:
         return {name: parameter for stage in self._local for name, parameter in stage.named_parameters()}
@@ -186,9 +194,10 @@ class MaterializedStages:
         return module
 
     def _fill(self, modules: Iterable[nn.Module]) -> None:
-        """Make parameters and buffers real, with the numbers that the run starts from."""
+        """Give parameters and buffers memory, and the values that the run starts from."""
         device, seed = self.device.device, self.job.seed
         for module in modules:
+            # Weights of a folder make parameters real one by one, without a second copy of the model.
             if self.weights is None:
                 module.to_empty(device=device)
             fill_buffers(module, device, seed)
@@ -203,7 +212,7 @@ class MaterializedStages:
 
 
 def tie(modules: Sequence[nn.Module]) -> None:
-    """Let parameters of one name, in modules that stand on one rank, be one parameter."""
+    """Make parameters of one name, in modules of one rank, the same parameter."""
     first: dict[str, nn.Parameter] = {}
     for module in modules:
         for name, parameter in list(module.named_parameters()):

@@ -21,7 +21,7 @@ class Corpus(Protocol):
     """Documents in a stable order, each of which belongs to the training or the validation split."""
 
     def documents(self, split: Split) -> Iterator[str]:
-        """The texts of one split."""
+        """The texts of a split."""
         ...
 
 
@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of a text, int32 of shape (tokens,), without the end."""
+        """The ids of a text, int32 of shape (tokens,), without `eos_id`."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Models as blueprints, and the modules that they become."""
+"""Models that build their modules, the heads and kernels that these compute with, and stages of a pipeline."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -37,7 +37,7 @@ class BatchContext:
 
 @attrs.frozen
 class TensorSlice:
-    """Which slice of a tensor of shape `shape` another tensor holds: that of its own shape that begins at `offsets`."""
+    """A slice of a tensor of shape `shape`: it begins at `offsets` and has the shape of the tensor that holds it."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -47,7 +47,7 @@ class Head(Protocol):
     """
     The end of a model, from hidden states to the vocabulary, as a loss uses it inside of the last stage's forward.
 
-    Its weights, whether tied, with a bias, capped or split over ranks, are its own business.
+    A loss does not see its weights, which may be tied, have a bias, be capped or be split over ranks.
     """
 
     def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ Finish = Callable[[Tensor, Head], Any]
 @port
 class Model(Protocol):
     """
-    A blueprint: it makes modules, and holds none.
+    Builds the modules of a model, and holds none.
 
     A module's `forward(inputs, shared, finish=None)` takes token ids (rows, length) on the first stage and hidden
     states (rows, length, hidden_size) on the others, and gives hidden states. On a span with the head these are the
@@ -99,28 +99,28 @@ class Model(Protocol):
 
     @property
     def num_hidden_layers(self) -> int:
-        """How many layers there are to split over stages."""
+        """The number of layers, which are partitioned over stages."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """How many token ids the embedding knows."""
+        """The number of rows of the embedding."""
         ...
 
     def build(self, span: LayerRange) -> nn.Module:
         """
-        The module of a span, with parameters on the device that torch puts them on (the meta device, mostly).
+        The module of a span, with parameters on torch's default device, which for stages is the meta device.
 
-        A part of it that owns buffers fills them in `reset_parameters()`, for those on the meta device have no values.
+        A submodule that owns buffers fills them in `reset_parameters()`: on the meta device they have no values.
         """
         ...
 
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         """
-        Fill a parameter, or the slice of one that `part_of` says, in place and on its device with its initial values.
+        Fill a parameter of any shape, or the slice `part_of` of one, in place with its initial values.
 
-        Each is a function of the seed, the parameter's name and the element's index, with the same bits on every
-        device and for every slice.
+        Each element is a function of the seed, the parameter's name and the element's index, with the same bits on
+        every device and for every slice.
         """
         ...
 
@@ -129,7 +129,7 @@ class Model(Protocol):
         ...
 
     def hugging_face_mapper(self) -> Mapper:
-        """From the whole model's parameters to Hugging Face's tensors; its inverse leads back."""
+        """Maps the whole model's parameters to Hugging Face's tensors; its inverse maps these to the parameters."""
         ...
 
 
@@ -228,7 +228,7 @@ class ExpertKernels(Kernels, Protocol):
     def moe_unpermute(
         self, rows: Tensor, routes: tuple[Tensor, Tensor, Tensor], probabilities: Tensor | None = None
     ) -> Tensor:
-        """Rows, times their probabilities if there are any, added up by token: (tokens, width)."""
+        """Rows, times their probabilities if given, added up by token: (tokens, width)."""
         ...
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
@@ -268,7 +268,7 @@ class Stage:
 
 @port
 class Stages(Protocol):
-    """This rank's stages, made real."""
+    """This rank's stages, with parameters on its device."""
 
     @property
     def local(self) -> list[Stage]:
@@ -295,10 +295,10 @@ class TrainableStages(Stages, Protocol):
 
 @port
 class StageInputs(Protocol):
-    """What passes between stages."""
+    """Shapes and dtypes of what is sent between stages."""
 
     def boundary(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
-        """The tree that a stage takes for a microbatch, its tensors on the meta device."""
+        """What a stage takes for a microbatch of tokens (rows, length): a tree of tensors on the meta device."""
         ...
 
 
@@ -327,14 +327,14 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
 
 @port
 class SpreadParameters(Parameters, Protocol):
-    """The parameters of a model that is spread over pipeline ranks, some of which may stand on several."""
+    """The parameters of a model over pipeline ranks; some, such as a tied embedding, are on several ranks."""
 
     def counted(self) -> list[tuple[str, nn.Parameter]]:
-        """Those of `named` that this rank counts for the whole model, so that each is counted by one rank."""
+        """Those of `named` that count on this rank: each parameter of the model counts on exactly one."""
         ...
 
     def sum_shared(self) -> None:
-        """Add up, over the ranks that hold it, the gradient of each parameter that several hold."""
+        """Sum the gradient of each parameter that several ranks hold over these ranks."""
         ...
 
 

@@ -14,33 +14,33 @@ from drawloom.graph import port
 
 @attrs.frozen
 class Shard:
-    """Each microbatch has a part of one dimension of a tensor, or some items of a list."""
+    """Each microbatch has a slice of a tensor along `dim`, or some items of a list."""
 
     dim: int = 0
 
 
 @attrs.frozen
 class Stack:
-    """Each microbatch has one index of a dimension that its own tensor lacks, or one item of a list."""
+    """The microbatches' tensors are stacked along a new dimension `dim`, or each has one item of a list."""
 
     dim: int = 0
 
 
 @attrs.frozen
 class Replicate:
-    """Each microbatch has all of it."""
+    """Each microbatch has the same value."""
 
 
 SpecTree = Any
-"""One of the three, which holds for a whole tree; or a tree of the same form, with one of the three at each leaf."""
+"""A Shard, Stack or Replicate for a whole tree, or a tree of the same structure with one of these at each leaf."""
 
 
 class PipelineState(Protocol):
     """
-    What a step knows by name, whole or for one microbatch.
+    Values of a step by name: a view of the whole batch, or of one microbatch.
 
-    What is written in one view can be read in all; a name is in a view if it can be read there. What does not fit
-    raises a ValueError, and what is not there a KeyError, with the name.
+    A value written in one view can be read in all; a name is in a view if it can be read there. A value that can't be
+    cut or joined raises ValueError, and a missing one KeyError, with the name.
     """
 
     def __getitem__(self, key: str) -> Any: ...
@@ -52,7 +52,7 @@ class PipelineState(Protocol):
 
 @port
 class Schedule(Protocol):
-    """A pure function from (ranks, microbatches) to a program, for any number of either."""
+    """A pure function from (ranks, microbatches) to a program, for any numbers of them."""
 
     @property
     def stages_per_rank(self) -> int:
@@ -60,11 +60,11 @@ class Schedule(Protocol):
         ...
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """For each stage the rank that holds it."""
+        """The rank that holds each stage."""
         ...
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """What each rank computes, in order."""
+        """The actions of each rank, in order."""
         ...
 
 
@@ -86,7 +86,7 @@ class Losses:
 @port
 class Loss(Protocol):
     """
-    What is learned: how a batch enters the model, and what its hidden states are worth.
+    The objective of training: what the model gets of a batch, and the loss of the hidden states that it gives.
 
     A loss with parameters of its own has an attribute `module`, an nn.Module that holds them and fills them in
     `reset_parameters()`. It becomes part of the last stage under the name `loss`: its parameters are made real, synced,
@@ -94,7 +94,7 @@ class Loss(Protocol):
     """
 
     def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
-        """What the first stage takes, and what all stages share."""
+        """The first stage's input, token ids (rows, length) mostly, and the context of all stages."""
         ...
 
     def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -111,7 +111,7 @@ class Loss(Protocol):
 
 @port
 class Executor(Protocol):
-    """Carries a program out on this rank's stages."""
+    """Runs the schedule's program on this rank's stages."""
 
     def train(self, microbatches: Sequence[Batch]) -> Losses:
         """Forward and backward; gradients of the sum of losses are added to the parameters'."""
@@ -124,7 +124,7 @@ class Executor(Protocol):
 
 @port
 class Predictor(Protocol):
-    """A model at work."""
+    """Computes logits with the model, over all stages."""
 
     def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
         """Logits (rows, length, vocab_size) for tokens (rows, length), on the last stage's rank; None on others."""

@@ -28,6 +28,7 @@ def _logits(
         b = tl.load(word_at + (start + channel)[:, None], mask=(word < words)[None, :] & inside[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
     if soft_cap is not None:
+        # tanh(x) = 2 sigmoid(2x) - 1: Triton has no tanh of its own.
         total = soft_cap * (2.0 * tl.sigmoid(2.0 * total / soft_cap) - 1.0)
     return total
 
@@ -52,6 +53,7 @@ def lse_kernel(
     tl.store(lse + tile.to(tl.int64) * tokens + token, total, mask=token < tokens)
     target = tl.load(targets + token, mask=token < tokens, other=-1)
     own = tl.sum(tl.where(word[None, :] == target[:, None], logits, 0.0), 1)
+    # Each target lies in one tile, so no two programs write the same element.
     here = (target >= tile * WORDS) & (target < tl.minimum((tile + 1) * WORDS, words))
     tl.store(target_logit + token, own, mask=here)
 

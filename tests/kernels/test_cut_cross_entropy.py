@@ -90,8 +90,8 @@ def test_filter_never_drops_a_target() -> None:
     assert found.abs().sum() > 0
 
 
-def test_ignored_tokens_send_nothing_back() -> None:
-    """Even an infinite gradient of an ignored token's loss reaches nobody."""
+def test_ignored_tokens_have_no_gradient() -> None:
+    """An ignored token's loss has no gradient, even where the incoming one is infinite."""
     hidden, weight, targets = case(6)
     grad = torch.ones(6).masked_fill(targets == -100, float("inf"))
     (found,) = torch.autograd.grad(losses_of(hidden, weight, targets), hidden, grad)
@@ -116,8 +116,8 @@ def test_only_what_is_wanted(wanted: str) -> None:
     torch.testing.assert_close(found, both[wanted])
 
 
-def test_weight_gradient_can_wait() -> None:
-    """Put off, the weight's gradient comes later, and is what it would have been; the other comes at once."""
+def test_weight_gradient_can_be_deferred() -> None:
+    """A deferred gradient of the weight has the bits of an immediate one; that of hidden states comes at once."""
     hidden, weight, targets = case(7)
     expected = torch.autograd.grad(losses_of(hidden, weight, targets).sum(), (hidden, weight))
     deferral = Deferral()

@@ -76,8 +76,8 @@ def test_frozen_inputs_get_no_gradient() -> None:
     torch.testing.assert_close(found, expected[1])
 
 
-def test_ignored_tokens_send_nothing_back() -> None:
-    """Even an infinite gradient of an ignored token's loss reaches nobody."""
+def test_ignored_tokens_have_no_gradient() -> None:
+    """An ignored token's loss has no gradient, even where the incoming one is infinite."""
     hidden, weight, targets = random_case((6,))
     hidden.requires_grad_()
     losses = losses_of(hidden, weight, targets)
@@ -111,7 +111,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 def test_weight_gradient_does_not_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over many chunks a bfloat16 weight's gradient goes on growing: a bfloat16 sum would stop at 256 times a part."""
+    """Over many chunks a bfloat16 weight's gradient keeps growing: a bfloat16 sum would stop at 256 times a part."""
     monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_TOKENS", 1)
     monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_LOGITS", 0)
     hidden, weight = torch.ones(1000, 3).bfloat16(), torch.zeros(2, 3).bfloat16().requires_grad_()
@@ -160,8 +160,8 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 @pytest.mark.parametrize("chunked", [False, True], ids=["one chunk", "chunks"])
-def test_puts_its_weight_off(tokens: int, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked to, it finds the weight's gradient later if it holds all logits, and at once if not; bitwise the same."""
+def test_weight_gradient_can_be_deferred(tokens: int, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight's gradient is deferred if all logits are kept, and computed at once if not, with the same bits."""
     if chunked:
         monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_TOKENS", 2)
         monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_LOGITS", 0)

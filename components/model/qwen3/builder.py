@@ -1,4 +1,4 @@
-"""Initial weights that depend on a parameter's name, an element's index and the seed, and on nothing else."""
+"""The settings that Qwen3 models share, the modules that they build, and initial weights."""
 
 import math
 from abc import abstractmethod
@@ -29,16 +29,18 @@ def fill_with_initial_weights(
     name: str, parameter: Tensor, *, seed: int, layers: int, std: float, part_of: TensorSlice | None = None
 ) -> None:
     """
-    Fill a parameter of any floating-point dtype, or the slice `part_of` says, on its device: norm weights with 1,
-    matrices with normal numbers of this standard deviation.
+    Fill a parameter of any shape and floating-point dtype, or the slice `part_of` of one, in place.
 
-    The 2 * layers matrices whose outputs are added to the residual stream get it divided by sqrt(2 * layers), so
-    that the stream does not grow with depth (GPT-2, section 2.3). The numbers are float32, rounded to the dtype.
+    Vectors, which are the weights of norms, get 1, and matrices normal numbers of standard deviation `std`. The 2 *
+    layers matrices whose outputs are added to the residual stream get it divided by sqrt(2 * layers), so that the
+    stream does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Numbers depend on the seed, the name and
+    the element's index only; they are drawn in float32 and rounded to the dtype.
     """
     if parameter.ndim < 2:
         with torch.no_grad():
             parameter.fill_(1.0)
         return
+    # Each layer adds two outputs to the stream: attention's and the feed-forward network's.
     scale = std / math.sqrt(2 * layers) if name.endswith(RESIDUAL_OUTPUTS) else std
     part = part_of or TensorSlice(tuple(parameter.shape), (0,) * parameter.ndim)
     fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
@@ -49,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(setting, attrs.field))
 def inherited(cls: type[T]) -> type[T]:
-    """Make a class's fields those of the components that inherit from it; type checkers see them as `component`'s."""
+    """Let components inherit a class's fields; type checkers see these as a `component`'s."""
     return attrs.define(cls, slots=False, eq=False, kw_only=True)
 
 
@@ -88,9 +90,7 @@ class Qwen3Builder:
         default=None, check=above(1), impact="changes_training", doc="base of rotary positions; 1e6 if left out"
     )
     rope_scaling: RopeScaling | None = setting(
-        default=None,
-        impact="changes_training",
-        doc="how rotary positions are stretched for longer texts; not if left out",
+        default=None, impact="changes_training", doc="how rotary positions are scaled for longer texts; not if left out"
     )
     rope_parameters: RopeScaling | None = setting(
         default=None,
@@ -109,19 +109,19 @@ class Qwen3Builder:
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """What the settings of a recipe can't be together."""
+        """Settings that contradict one another, or lack something."""
         for fault in faults(cls.family, node.settings, bool(node.neighbours("tokenizer"))):
             yield node.problem(fault.key, fault.why, fault.instead)
 
     @classmethod
     def resume_impact(cls, node: Any, key: str) -> str | None:
-        """The longest text is a claim and no more, but where positions beyond it are stretched."""
+        """max_position_embeddings is only exported, unless dynamic positions depend on it."""
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
         return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type == "dynamic" else None
 
     @cached_property
     def architecture(self) -> Qwen3Config:
-        """All sizes, settled; read on first use, when the tokenizer is open."""
+        """All sizes. Computed on first use, because the tokenizer must be open."""
         cls: Any = type(self)
         settings = {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
         tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
@@ -143,6 +143,7 @@ class Qwen3Builder:
         return Qwen3ForCausalLM(self.architecture, span, self.kernels, self.mlp_of)
 
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
+        """A function of seed, name and index alone, for parameters of any shape and slices of them."""
         std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
         fill_with_initial_weights(name, parameter, seed=seed, layers=layers, std=std, part_of=part_of)
 
@@ -150,6 +151,7 @@ class Qwen3Builder:
         return config_of(self.family, self.architecture, None if self.tokenizer is None else self.tokenizer.eos_id)
 
     def hugging_face_mapper(self) -> Mapper:
+        # Only names are needed, so nothing is allocated.
         with torch.device("meta"):
             whole = self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
         return mapper_of([name for name, _ in whole.named_parameters()], getattr(self.architecture, "num_experts", 0))

@@ -19,6 +19,7 @@ class Qwen3Config:
     intermediate_size: int
     vocab_size: int
     tie_word_embeddings: bool = False
+    # Numbers from here on are those in the configs of Qwen3's base models.
     max_position_embeddings: int = 32_768
     rope_theta: float = 1e6
     rope_scaling: RopeScaling | None = None
@@ -29,10 +30,10 @@ class Qwen3Config:
 @attrs.frozen(kw_only=True)
 class Qwen3MoeConfig(Qwen3Config):
     """
-    The same of a Qwen3 model with experts.
+    All that is needed to build a Qwen3 model with experts.
 
-    `mlp_only_layers` are the numbers of layers without any. `balance` is what the loss that spreads tokens over experts
-    weighs, beside that of the tokens.
+    `mlp_only_layers` are the numbers of layers without experts; `router_aux_loss_coef` is the coefficient of the
+    load-balancing loss.
     """
 
     num_experts: int
@@ -41,7 +42,7 @@ class Qwen3MoeConfig(Qwen3Config):
     norm_topk_prob: bool = True
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = attrs.field(default=(), converter=tuple)
-    router_aux_loss_coef: float = 0.001
+    router_aux_loss_coef: float = 0.001  # the default of transformers' Qwen3MoeConfig
 
     def has_experts(self, number: int) -> bool:
         """Whether the layer of this number has experts."""
@@ -49,30 +50,30 @@ class Qwen3MoeConfig(Qwen3Config):
 
     @property
     def moe_layers(self) -> int:
-        """How many layers have experts."""
+        """The number of layers with experts."""
         return sum(map(self.has_experts, range(self.num_hidden_layers)))
 
 
 def has_experts(number: int, sparse_step: int, dense_layers: Sequence[int]) -> bool:
-    """Whether a layer has experts: the last of every `decoder_sparse_step`, unless it is named as dense."""
+    """Whether a layer has experts: the last of every `decoder_sparse_step` layers, unless it is in mlp_only_layers."""
     return number not in dense_layers and (number + 1) % sparse_step == 0
 
 
 def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSetting]:
-    """What is wrong with the sizes of attention."""
+    """Invalid combinations of the sizes of attention."""
     if heads % kv_heads:
         whole = [number for number in range(1, heads + 1) if heads % number == 0]
         why = f"num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}"
         yield InvalidSetting("num_key_value_heads", why, f"write one of {', '.join(map(str, whole))}")
     if head_dim % 2:
-        why = f"head_dim = {head_dim} is odd, and rotary positions turn channels in pairs"
+        why = f"head_dim = {head_dim} is odd, and rotary positions rotate pairs of channels"
         yield InvalidSetting("head_dim", why, f"write {head_dim + 1}")
 
 
 def expert_faults(
     layers: int, experts: int, experts_per_token: int, sparse_step: int, dense_layers: Sequence[int]
 ) -> Iterator[InvalidSetting]:
-    """What is wrong with the numbers of experts, and with the layers that have them."""
+    """Invalid numbers of experts, and of layers that have them."""
     if experts_per_token > experts:
         why = f"num_experts_per_tok = {experts_per_token} is more than num_experts = {experts}"
         yield InvalidSetting("num_experts_per_tok", why, f"write {experts}, or less")

@@ -32,11 +32,12 @@ class Attention(nn.Module):
         """
         Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out.
 
-        cos and sin, float32 (rows, length, head_dim // 2), are the angles that turn queries and keys; `mask` is what
+        cos and sin, float32 (rows, length, head_dim // 2), rotate queries and keys; `mask` is what
         the kernels' attention_mask makes of the document ids of a microbatch, within which tokens attend.
         """
         q, k, v = (self._split(project(hidden)) for project in (self.q_proj, self.k_proj, self.v_proj))
         weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+        # One kernel norms and rotates both, as it reads each vector once.
         q, k = self.kernels.qk_norm_rope(q, k, *weights, eps, cos, sin)
         mixed = self.kernels.attention(q, k, v, mask)
         return self.o_proj(mixed.flatten(-2))  # type: ignore[no-any-return]
@@ -84,6 +85,7 @@ class Block(nn.Module):
         weights, float32 (rows, length), say how much each token counts for losses inside of the layer.
         """
         mixed = self.self_attn(self.input_layernorm(hidden), cos, sin, mask)
+        # One kernel adds and norms, which saves a pass over memory.
         weight, eps = self.post_attention_layernorm.weight, self.post_attention_layernorm.eps
         normed, hidden = self.kernels.add_rms_norm(mixed, hidden, weight, eps)
         return hidden + self.mlp(normed, weights)  # type: ignore[no-any-return]

@@ -13,27 +13,30 @@ from drawloom.components.ports.model import ExpertKernels
 
 def inject_aux_loss_grad(probabilities: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """
-    The probabilities (rows, length, experts) as they are; backwards, with the gradient of each row's loss added.
+    The probabilities (rows, length, experts) unchanged; the backward pass adds the gradient of each row's loss.
 
-    `chosen` are the experts of each token, (rows, length, choices), `weights` what each row's loss weighs, (rows,).
+    `chosen`: the experts of each token, int64 (rows, length, choices); `weights`: the weight of each row's loss,
+    (rows,). The load-balancing loss of a row is experts * sum over experts of (share of tokens sent to it) * (mean
+    probability) (Fedus et al. 2021, "Switch Transformers", arXiv 2101.03961, equation 4), of which only the probability
+    has a gradient.
     """
     rows, length, experts = probabilities.shape
-    slope = weights.to(probabilities.dtype) * (experts / max(length, 1) ** 2)
-    pull = probabilities.new_zeros(rows, experts)
-    pull.scatter_add_(1, chosen.flatten(1), slope.unsqueeze(1).expand(rows, length * chosen.shape[2]))
-    return _Pulled.apply(probabilities, pull)  # type: ignore[no-untyped-call, no-any-return]
+    grad_per_choice = weights.to(probabilities.dtype) * (experts / max(length, 1) ** 2)
+    aux_grad = probabilities.new_zeros(rows, experts)
+    aux_grad.scatter_add_(1, chosen.flatten(1), grad_per_choice.unsqueeze(1).expand(rows, length * chosen.shape[2]))
+    return _InjectAuxGrad.apply(probabilities, aux_grad)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Pulled(Function):
+class _InjectAuxGrad(Function):
     @staticmethod
-    def forward(ctx: Any, probabilities: Tensor, pull: Tensor) -> Tensor:
-        ctx.save_for_backward(pull)
-        return probabilities.view_as(probabilities)
+    def forward(ctx: Any, probabilities: Tensor, aux_grad: Tensor) -> Tensor:
+        ctx.save_for_backward(aux_grad)
+        return probabilities.view_as(probabilities)  # a Function must not return its input itself
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (pull,) = ctx.saved_tensors
-        return grad + pull.unsqueeze(1), None
+        (aux_grad,) = ctx.saved_tensors
+        return grad + aux_grad.unsqueeze(1), None
 
 
 class SparseMoeBlock(nn.Module):
@@ -62,6 +65,7 @@ class SparseMoeBlock(nn.Module):
         """The experts of each token, int64, and their probabilities, at least float32; (rows, length, choices) both."""
         logits = self.gate(hidden)
         all_probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        # Which experts are the best has no gradient; only their probabilities do.
         chosen = all_probabilities.detach().topk(self.architecture.num_experts_per_tok).indices
         if weights is not None and self.architecture.router_aux_loss_coef:
             coefficient = self.architecture.router_aux_loss_coef / self.architecture.moe_layers

@@ -1,4 +1,4 @@
-"""Qwen3 as Hugging Face describes it: names of parameters, and `config.json` in both directions."""
+"""Qwen3 in Hugging Face's form: names of parameters, and reading and writing of `config.json`."""
 
 import json
 import math
@@ -24,13 +24,14 @@ from drawloom.graph import UserError
 
 
 def mapper_of(names: Iterable[str], num_experts: int) -> Mapper:
-    """From the parameters of these names to the tensors in files; `num_experts` are those of a layer, if it has any."""
+    """Maps parameters of these names to the tensors of files; `num_experts` is the number in a layer, or 0."""
     return parallel(*(_mapper_of(name, num_experts) for name in names))
 
 
 def _mapper_of(name: str, num_experts: int) -> Mapper:
     layer, _, projection = name.rpartition(".")
     experts = [f"{layer}.{expert}" for expert in range(num_experts)]
+    # Experts are stacked in one parameter here, and are separate tensors in published files.
     if name.endswith(".experts.gate_up_proj"):
         return sequential(unstack(name, experts), parallel(*_halves(experts)))
     if name.endswith(".experts.down_proj"):
@@ -46,10 +47,10 @@ def _halves(experts: Iterable[str]) -> Iterator[Mapper]:
 @attrs.frozen
 class Family:
     """
-    A family: its component's name, its architecture, and how a `config.json` speaks of it.
+    A family of models: its component's name, its architecture, and its names in a `config.json`.
 
-    `needed` are settings that have no default; `hf_defaults` is what transformers takes where a config leaves a key
-    out, as far as that is not our default.
+    `needed` are settings without a default; `hf_defaults` are transformers' defaults of a config's keys, where they
+    differ from ours.
     """
 
     component: str
@@ -62,7 +63,7 @@ class Family:
 
     @property
     def keys(self) -> list[str]:
-        """The keys of a `config.json` that are read and written as they are; rotary positions have two forms."""
+        """The keys of a `config.json` that have one form; those of rotary positions have two."""
         return [field.name for field in attrs.fields(self.architecture) if field.name != "rope_scaling"]
 
     @property
@@ -99,10 +100,10 @@ MOE = Family(
 
 
 MAX_CONFIG = 2**20
-"""Bytes that are read of a config; real ones have a few thousand."""
+"""Bytes of a config that are read at most; real ones have a few thousand."""
 
 OTHER_KEYS = {"num_local_experts": "num_experts"}
-"""What transformers has called something lately, and what it is called in files."""
+"""From a newer name in transformers to the name in published files."""
 
 FIXED = {
     "attention_bias": False,
@@ -110,11 +111,11 @@ FIXED = {
     "hidden_act": "silu",
     "use_sliding_window": False,
 }
-"""What a config says of every model that we can build."""
+"""Values that a config must have for a model to be built, and gets when it is written."""
 
 
 def config_of(family: Family, architecture: Qwen3Config, end: int | None) -> dict[str, Any]:
-    """The `config.json` of a model, with the id that ends a text if it is known."""
+    """The `config.json` of a model; `end` is the id that ends a text, if there is a tokenizer."""
     numbers = {key: _plain(getattr(architecture, key)) for key in family.keys}
     known_end = {} if end is None else {"eos_token_id": end}
     named = {"architectures": [family.class_name], "model_type": family.model_type}
@@ -123,10 +124,11 @@ def config_of(family: Family, architecture: Qwen3Config, end: int | None) -> dic
 
 
 def read_config(family: Family, path: Path) -> Qwen3Config:
-    """The model that a `config.json`, or the folder that holds it, describes; UserError if it is not of the family."""
+    """The architecture in a `config.json`, or in a folder with one; UserError if it is not of the family."""
     path = path / "config.json" if path.is_dir() else path
     try:
         with open_regular_file(path, "write the path of a config.json") as file:
+            # The path may be any file: one of gigabytes is not read whole to find that it is no config.
             text = file.read(0, min(file.size, MAX_CONFIG))
     except UserError as error:
         raise UserError(f"config: {error}") from error
@@ -140,6 +142,7 @@ def read_config(family: Family, path: Path) -> Qwen3Config:
 
 
 def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Qwen3Config:
+    # transformers 5 writes newer names, and folders of either age are read.
     config = {OTHER_KEYS.get(key, key): value for key, value in config.items()}
     try:
         base, rope = read_rope(config)
@@ -165,7 +168,7 @@ def _faults(architecture: Qwen3Config) -> Iterator[InvalidSetting]:
 
 
 def _differences(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
-    """What a config says that the model can't do."""
+    """Values of a config that the model does not implement."""
     for key, value in {"model_type": family.model_type, **FIXED}.items():
         if config.get(key, value) != value:
             yield f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built"
@@ -174,7 +177,7 @@ def _differences(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _gaps(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
-    """Hugging Face's default for the base is not that of Qwen3, so it must be there."""
+    """Missing keys; rope_theta is one, because transformers' default of it is not Qwen3's."""
     needed = [field.name for field in attrs.fields(family.architecture) if field.default is attrs.NOTHING]
     if missing := [key for key in (*needed, "rope_theta") if key not in found]:
         yield f"lacks {', '.join(missing)}"
@@ -189,6 +192,7 @@ def _wrong_types(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_number(value: Any) -> bool:
+    # isinstance would take a bool for an int.
     return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
@@ -206,4 +210,4 @@ KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
         lambda value: type(value) is list and all(type(number) is int and number >= 0 for number in value),
     ),
 }
-"""By type or name of a field: what a value must be, and whether one is."""
+"""By type or name of a field: a description of its values, and a check."""

@@ -1,4 +1,4 @@
-"""The module that a span of the model becomes, with the modules and names of Hugging Face's Qwen3ForCausalLM."""
+"""The module of a span of layers, with the submodules and names of Hugging Face's Qwen3ForCausalLM."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +15,11 @@ from drawloom.kernels.rope_frequencies import rope_angles
 
 class Qwen3Model(nn.Module):
     """
-    Layers of the model, under their numbers in the whole model, with or without the embedding and the last norm.
+    Layers under their numbers in the whole model, with or without the embedding and the last norm.
 
-    `mlp` makes the feed-forward network of a layer, from its number. `layers` is a ModuleDict, since a ModuleList would
-    count every span's layers from 0. A tied head needs the embedding's weight: a span that has the head holds
-    `embed_tokens`, too, which is a tensor of its own where the embedding itself is on another span.
+    `mlp` builds the feed-forward network of a layer, from its number. `layers` is a ModuleDict, since a ModuleList
+    would number every span's layers from 0. A tied head needs the embedding's weight: a span with the head holds
+    `embed_tokens`, too, a separate tensor if the embedding itself is on another span.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Qwen3Model(nn.Module):
         """
         hidden = self.embed_tokens(inputs) if self.span.embedding else inputs
         cos, sin = self._angles(shared.positions)
-        mask = self.kernels.attention_mask(shared.document_ids)  # once for all layers
+        mask = self.kernels.attention_mask(shared.document_ids)  # one for all layers
         for layer in self.layers.values():
             hidden = layer(hidden, cos, sin, mask, shared.weights)
         return self.norm(hidden) if self.span.head else hidden
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines that turn queries and keys, float32 (rows, length, head_dim // 2)."""
+        """Cosines and sines of the angles of queries and keys, float32 (rows, length, head_dim // 2)."""
         return rope_angles(positions, self.architecture.head_dim, self.architecture.rope_theta, self.scaling)
 
 

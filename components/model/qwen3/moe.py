@@ -17,8 +17,8 @@ class Qwen3Moe(Qwen3Builder):
     """
     A Qwen3 language model with experts, of sizes given here or by a Hugging Face `config.json`.
 
-    Each token visits a few experts of a layer, which the layer's router chooses. A loss that spreads the tokens of a
-    row over the experts joins in training, and is no part of the losses that are reported.
+    A router sends each token to a few experts of a layer. A load-balancing loss over the tokens of each row adds its
+    gradients in training, and is no part of the reported losses.
     """
 
     family = MOE
@@ -28,12 +28,12 @@ class Qwen3Moe(Qwen3Builder):
         default=None, check=at_least(1), doc="channels inside the feed-forward network of layers without experts"
     )
     num_experts: int | None = setting(default=None, check=at_least(1), doc="experts of a layer")
-    num_experts_per_tok: int | None = setting(default=None, check=at_least(1), doc="experts that each token visits")
+    num_experts_per_tok: int | None = setting(default=None, check=at_least(1), doc="experts that each token is sent to")
     moe_intermediate_size: int | None = setting(default=None, check=at_least(1), doc="channels inside an expert")
     norm_topk_prob: bool | None = setting(
         default=None,
         impact="changes_training",
-        doc="whether the probabilities of a token's experts are made to add up to 1; true if left out",
+        doc="whether the probabilities of a token's experts are normalised to a sum of 1; true if left out",
     )
     decoder_sparse_step: int | None = setting(
         default=None, check=at_least(1), doc="the last of every so many layers has experts; 1 if left out"
@@ -45,7 +45,7 @@ class Qwen3Moe(Qwen3Builder):
         default=None,
         check=at_least(0),
         impact="changes_training",
-        doc="weight of the loss that spreads tokens over experts; the config's, or 0.001, if left out",
+        doc="coefficient of the load-balancing loss; the config's, or 0.001, if left out",
     )
 
     def mlp_of(self, number: int) -> nn.Module:

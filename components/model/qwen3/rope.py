@@ -1,6 +1,6 @@
 """
-Rotary positions, the base and how they are stretched, from a `config.json` or from settings, in either form:
-`rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`, which holds both.
+Rotary position embeddings: base and scaling, from a `config.json` or from settings, in either form: `rope_theta` and
+`rope_scaling`, or transformers 5's `rope_parameters`, which holds both.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,12 +21,12 @@ USED: dict[str, tuple[str, ...]] = {
 """The keys that each `rope_type` takes."""
 
 NEEDED = ("factor", "original_max_position_embeddings")
-"""What has no default where it is used."""
+"""Keys without a default."""
 
 
 @attrs.frozen
 class InvalidSetting:
-    """Why a setting, or a part of it, can't be what it is, and what to write instead."""
+    """A setting, or a key in one, with why it is invalid and what to write instead."""
 
     key: str | tuple[str, ...]
     why: str
@@ -38,7 +38,7 @@ class RopeScaling:
     """`rope_scaling` or `rope_parameters` of a `config.json`; what is left out is as in transformers."""
 
     rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = setting(
-        default="default", doc="how positions are stretched, see kernels/rope_frequencies.py; default: not"
+        default="default", doc="how positions are scaled, see kernels/rope_frequencies.py; default: not"
     )
     rope_theta: float | None = setting(
         default=None, check=above(1), doc="base of rotary positions; may be written outside as well"
@@ -48,30 +48,38 @@ class RopeScaling:
         default=None, check=at_least(1), doc="longest text before, in tokens; dynamic takes max_position_embeddings"
     )
     beta_fast: float | None = setting(
-        default=None, check=above(0), doc="yarn: turns of pairs that keep their speed; 32"
+        default=None,
+        check=above(0),
+        doc="yarn: rotations over the original length from which on a pair is unscaled; 32",
     )
     beta_slow: float | None = setting(
-        default=None, check=above(0), doc="yarn: turns of pairs that are slowed in full; 1"
+        default=None,
+        check=above(0),
+        doc="yarn: rotations over the original length up to which a pair is scaled in full; 1",
     )
     truncate: bool | None = setting(default=None, doc="yarn: whether the bounds are rounded to whole pairs; true")
     attention_factor: float | None = setting(
         default=None, check=above(0), doc="yarn: factor of cosines and sines; 0.1 ln(factor) + 1"
     )
     low_freq_factor: float | None = setting(
-        default=None, check=above(0), doc="llama3: turns of pairs that are slowed in full; 1"
+        default=None,
+        check=above(0),
+        doc="llama3: rotations over the original length up to which a pair is scaled in full; 1",
     )
     high_freq_factor: float | None = setting(
-        default=None, check=above(0), doc="llama3: turns of pairs that keep their speed; 4"
+        default=None,
+        check=above(0),
+        doc="llama3: rotations over the original length from which on a pair is unscaled; 4",
     )
 
     def given(self) -> dict[str, float | bool]:
-        """What is written of how positions are stretched, besides `rope_type`."""
+        """The keys of the scaling that are set, besides `rope_type`."""
         fields = ((field.name, getattr(self, field.name)) for field in attrs.fields(type(self)))
         return {name: value for name, value in fields if name not in ("rope_type", "rope_theta") and value is not None}
 
 
 def scaling_of(rope: RopeScaling | None, max_positions: int) -> Scaling:
-    """The kernels' form of it, for a model whose texts have at most this many tokens."""
+    """The kernels' form of a scaling, for a model with this max_position_embeddings."""
     if rope is None:
         return None
     given = rope.given()
@@ -83,7 +91,7 @@ def scaling_of(rope: RopeScaling | None, max_positions: int) -> Scaling:
 
 
 def rope_faults(rope: RopeScaling, head_dim: int | None, key: str = "rope_scaling") -> Iterator[InvalidSetting]:
-    """What the settings written under `key` can't be together."""
+    """Invalid combinations of the settings under `key`."""
     given, used = rope.given(), USED[rope.rope_type]
     for name in given.keys() - set(used):
         owners = " and ".join(kind for kind, names in USED.items() if name in names)
@@ -93,22 +101,23 @@ def rope_faults(rope: RopeScaling, head_dim: int | None, key: str = "rope_scalin
         why = f"{key} lacks {lacking[0]}, which {rope.rope_type} needs"
         example = "4.0" if lacking[0] == "factor" else "32768"
         yield InvalidSetting(key, why, f"write {lacking[0]} = {example}, say")
+    # Between the two bounds a linear ramp blends scaled and unscaled pairs, so they must differ.
     for less, more in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
         values = {"beta_slow": 1.0, "beta_fast": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | given
         if (less in given or more in given) and values[less] >= values[more]:
             why = f"{key}.{more} = {values[more]:g} is not above {less} = {values[less]:g}"
             yield InvalidSetting((key, more if more in given else less), why, f"write {more} = {2 * values[less]:g}")
     if rope.rope_type == "dynamic" and head_dim == 2:
-        why = f"{key}.rope_type = 'dynamic' slows all pairs but the first, and head_dim = 2 has one"
+        why = f"{key}.rope_type = 'dynamic' scales all pairs but the first, and head_dim = 2 has one"
         yield InvalidSetting((key, "rope_type"), why, "write another rope_type")
 
 
 BESIDES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-"""Keys of `rope_parameters` that are no settings of a stretch."""
+"""Keys of `rope_parameters` that do not belong to the scaling."""
 
 
 def rope_parameters_of(rope: RopeScaling | None, base: float) -> dict[str, Any]:
-    """`rope_parameters` of a config; the base stands at its top, too, for older readers."""
+    """`rope_parameters` of a config, which repeats `rope_theta` at its top for older readers."""
     if rope is None:
         return {}
     given = rope.given()
@@ -118,36 +127,37 @@ def rope_parameters_of(rope: RopeScaling | None, base: float) -> dict[str, Any]:
 
 
 def take_apart(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with `rope_theta` and `rope_scaling` alone, whichever form they were given in."""
+    """Settings in the form of `rope_theta` and `rope_scaling`, whichever form they were given in."""
     rest = {key: value for key, value in given.items() if key not in ("rope_parameters", "rope_scaling")}
     rope = given.get("rope_parameters", given.get("rope_scaling"))
     if rope is None:
         return rest
     theta = {} if rope.rope_theta is None else {"rope_theta": rope.rope_theta}
-    stretched = {} if rope.rope_type == "default" else {"rope_scaling": attrs.evolve(rope, rope_theta=None)}
-    return rest | theta | stretched
+    scaling = {} if rope.rope_type == "default" else {"rope_scaling": attrs.evolve(rope, rope_theta=None)}
+    return rest | theta | scaling
 
 
 def form_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-    """What is given twice: by `rope_parameters`, or in `rope_scaling`, and outside it."""
+    """Settings that are given twice: in `rope_parameters` or `rope_scaling`, and outside of it."""
     for key in ("rope_theta", "rope_scaling"):
         if key in given and "rope_parameters" in given:
-            why = f"{key} stands beside rope_parameters, which gives it too"
+            why = f"{key} is set beside rope_parameters, which sets it as well"
             yield InvalidSetting(key, why, f"remove {key} or rope_parameters")
     if "rope_theta" in given and "rope_scaling" in given and given["rope_scaling"].rope_theta is not None:
-        why = "rope_scaling.rope_theta stands beside rope_theta, which is the same"
+        why = "rope_scaling.rope_theta is set beside rope_theta, which is the same"
         yield InvalidSetting(("rope_scaling", "rope_theta"), why, "remove one of them")
 
 
 def read_rope(config: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
-    """The base, None if it is nowhere, and how positions are stretched; ValueError says what can't be built."""
+    """The base, None if it is missing, and the scaling; ValueError for what can't be built."""
+    # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ValueError("has rope_scaling that is no object")
     for part in (rope, config):
         if part.get("partial_rotary_factor", 1.0) not in (None, 1.0):
             raise ValueError(
-                "turns a part of each head only (partial_rotary_factor), where only the whole can be built"
+                "rotates a part of each head only (partial_rotary_factor), where only the whole can be built"
             )
     base = rope.get("rope_theta", config.get("rope_theta"))
     return base, _scaling(rope, config.get("max_position_embeddings"))
@@ -158,7 +168,7 @@ def _scaling(rope: Mapping[str, Any], max_positions: Any) -> RopeScaling | None:
     given = {key: value for key, value in rope.items() if key not in BESIDES and value is not None}
     if kind not in list(USED):
         kinds = ", ".join(USED)
-        raise ValueError(f"stretches rotary positions by {kind!r}, where only {kinds} can be built")
+        raise ValueError(f"scales rotary positions by {kind!r}, where only {kinds} can be built")
     used = USED.get(kind, ())
     if strange := [key for key in given if key not in used]:
         raise ValueError(f"says {strange[0]} of rotary positions of kind {kind!r}, which can't be built")
@@ -170,14 +180,15 @@ def _scaling(rope: Mapping[str, Any], max_positions: Any) -> RopeScaling | None:
 
 
 def _made(kind: Any, given: Mapping[str, Any]) -> RopeScaling:
-    """Of numbers of the right types."""
+    """A scaling, after a check of the values' types."""
     for field in attrs.fields(RopeScaling):
         value = given.get(field.name)
+        # Types are compared exactly, because isinstance would take a bool for an int.
         wanted = {"truncate": (bool,), "original_max_position_embeddings": (int,)}.get(field.name, (int, float))
         if value is not None and type(value) not in wanted:
             raise ValueError(f"says {field.name} = {value!r} of rotary positions, which is not {wanted[-1].__name__}")
     if "factor" not in given:
-        raise ValueError(f"lacks the factor by which rotary positions are stretched ({kind!r})")
+        raise ValueError(f"lacks the factor by which rotary positions are scaled ({kind!r})")
     try:
         return RopeScaling(rope_type=kind, **given)
     except ValueError as error:

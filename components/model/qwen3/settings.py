@@ -1,4 +1,4 @@
-"""From the settings of a recipe to the configuration of a model, with everything that can be wrong on the way."""
+"""From the settings of a recipe to the configuration of a model, with all problems of the settings."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,15 +28,15 @@ EXAMPLES = {
 }
 
 BESIDE_CONFIG = ("router_aux_loss_coef",)
-"""What may be written beside a config, and is then meant instead of what that says: it makes no other model."""
+"""Settings that override the config's: they change training, not the model."""
 
 
 def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> Iterator[InvalidSetting]:
-    """What is wrong with the settings of a recipe; a setting that is None was left out."""
+    """Problems of the settings of a recipe; a setting that is None was left out."""
     given = _given(family, settings)
     if settings["config"] is not None:
         yield from _config_faults(family, settings, given)
-        return
+        return  # a config sets everything else
     for key in family.needed:
         if key not in given:
             yield InvalidSetting(
@@ -56,7 +56,7 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
 
 
 def choose_architecture(family: Family, settings: Mapping[str, Any], tokens: int | None) -> Qwen3Config:
-    """The architecture that the settings ask for, with `tokens` ids in the tokenizer; UserError if there is none."""
+    """The architecture of these settings, with `tokens` ids in the tokenizer; UserError for invalid settings."""
     for fault in faults(family, settings, tokens is not None):
         raise UserError(f"{family.component}: {fault.why}; {fault.instead}")
     if settings["config"] is not None:
@@ -75,11 +75,12 @@ def _given(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _completed(family: Family, settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
-    """Settings with what was left out filled in, except what the architecture has defaults for."""
+    """Settings with defaults that depend on others; the architecture has the rest."""
     given = _given(family, settings)
     if tokens is not None:
         given.setdefault("vocab_size", _rounded_up(tokens, settings["vocabulary_multiple"]))
-    if "num_experts_per_tok" in given:  # of layers without experts, which there are none if it was left out
+    if "num_experts_per_tok" in given:
+        # The size of layers without experts: if it was left out there are none, and only exports show it.
         given.setdefault("intermediate_size", given["num_experts_per_tok"] * given["moe_intermediate_size"])
     return {
         "num_key_value_heads": given["num_attention_heads"],
@@ -90,7 +91,7 @@ def _completed(family: Family, settings: Mapping[str, Any], tokens: int | None) 
 
 def _config_faults(family: Family, settings: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
     for key in (key for key in given if key not in BESIDE_CONFIG):
-        yield InvalidSetting(key, f"{key} stands beside config, which gives it too", f"remove {key} or config")
+        yield InvalidSetting(key, f"{key} is set beside config, which sets it as well", f"remove {key} or config")
     try:
         read_config(family, settings["config"])
     except UserError as error:
@@ -124,4 +125,5 @@ def _expert_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
 
 
 def _rounded_up(number: int, multiple: int) -> int:
+    # A vocabulary that 64 or 128 divides makes the head's matrix products faster on GPUs.
     return -(-number // multiple) * multiple

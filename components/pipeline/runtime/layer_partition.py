@@ -1,4 +1,4 @@
-"""Which layers each stage holds, and whether a schedule, a mesh and a model go together."""
+"""Partition of layers over stages, and checks that a schedule, a mesh and a model fit one another."""
 
 from collections.abc import Iterator
 
@@ -9,28 +9,28 @@ from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
 
-def misfits(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Problem]:
-    """What is wrong with these together: a schedule for other ranks, or more stages than layers."""
-    made = _made(schedule)
-    if made is None:
+def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Problem]:
+    """Problems of the combination: a schedule for another number of ranks, or more stages than layers."""
+    built = _build(schedule)
+    if built is None:
         return
     ranks, layers = mesh.settings.get("pipeline", 1), model.settings.get("num_hidden_layers")
     try:
-        stages = len(made.stage_to_rank(ranks))
+        stages = len(built.stage_to_rank(ranks))
     except UserError as error:
         yield mesh.problem("pipeline", str(error))
         return
     if isinstance(layers, int) and layers < stages:
-        yield mesh.problem("pipeline", *_too_few(layers, ranks, made.stages_per_rank, model.name))
+        yield mesh.problem("pipeline", *_too_few(layers, ranks, built.stages_per_rank, model.name))
 
 
-def _made(schedule: NodeView) -> Schedule | None:
-    """The schedule itself, which costs nothing to make; None if something is wrong with it, which it says itself."""
+def _build(schedule: NodeView) -> Schedule | None:
+    """The schedule, whose constructor is cheap; None if it has problems of its own, which it reports itself."""
     own = getattr(schedule.component, "constraints", None)
     if own is not None and any(own(schedule)):
         return None
-    made: Schedule = schedule.component(**schedule.settings)
-    return made
+    built: Schedule = schedule.component(**schedule.settings)
+    return built
 
 
 def _too_few(layers: int, ranks: int, per_rank: int, model: str) -> tuple[str, str]:
@@ -42,10 +42,10 @@ def _too_few(layers: int, ranks: int, per_rank: int, model: str) -> tuple[str, s
 
 def partition_layers(layers: int, stages: int, before: int = 0, after: int = 0) -> list[LayerRange]:
     """
-    Layers over stages as evenly as can be, the earlier stages taking one more where it does not come out even.
+    The layers of each stage, as even as possible; a remainder goes to the earlier stages.
 
-    `before` and `after` count the embedding and the head as that many layers, which the first and the last stage hold
-    instead of real ones; every stage keeps one layer at least. Raises a ValueError for fewer layers than stages.
+    `before` and `after` are the costs of embedding and head, in layers: the first and the last stage get so many fewer
+    layers, but at least one each. Raises ValueError for fewer layers than stages.
     """
     if layers < stages:
         raise ValueError(f"{layers} layers over {stages} stages leave a stage without any")
@@ -53,6 +53,7 @@ def partition_layers(layers: int, stages: int, before: int = 0, after: int = 0) 
     costs[0] += before
     costs[-1] += after
     sizes = [1] * stages
+    # Each further layer goes to the stage that costs least so far, to the first of several.
     for _ in range(layers - stages):
         cheapest = costs.index(min(costs))
         costs[cheapest] += 1

@@ -19,9 +19,9 @@ Key = tuple[Any, ...]
 @attrs.define(eq=False)
 class ActivationSpecs:
     """
-    Knows the tree of tensors that each stage takes, for microbatches of any shape.
+    The tree of tensors that each stage takes, for microbatches of any shape.
 
-    `build` makes the module of a span on the meta device. Each module is built, and each shape sent through, once.
+    `build` makes the module of a span on the meta device. Each module is built, and each shape run through it, once.
     """
 
     spans: Sequence[LayerRange]
@@ -30,7 +30,11 @@ class ActivationSpecs:
     _known: dict[Key, Any] = attrs.field(factory=dict)
 
     def of(self, stage: int, tokens: Tensor, shared: BatchContext) -> Any:
-        """What a stage takes for a microbatch, as a tree of meta tensors; what is no tensor stands for itself."""
+        """
+        What a stage takes for a microbatch of tokens (rows, length): a tree of meta tensors, and other leaves as they
+        are.
+        """
+        # Values can't matter on the meta device, so tokens of one shape and dtype have one tree.
         key = (stage, tokens.shape, tokens.dtype)
         if key not in self._known:
             self._known[key] = self._find(stage, tokens, shared)
@@ -40,6 +44,7 @@ class ActivationSpecs:
         if stage == 0:
             return on_meta(tokens)
         before = self.of(stage - 1, tokens, shared)
+        # No memory and no arithmetic: the module runs on the meta device.
         with torch.no_grad():
             return on_meta(self._module(stage - 1)(before, on_meta(shared)))
 
@@ -50,16 +55,16 @@ class ActivationSpecs:
 
 
 def on_meta(tree: Any) -> Any:
-    """The tree with its tensors replaced by contiguous ones that hold nothing."""
+    """The tree with its tensors replaced by contiguous ones on the meta device."""
     return transform(lambda leaf: torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def mismatch(payload: Any, expected: Any, path: str = "") -> str | None:
     """
-    How a tree of tensors differs from the one that the receiver makes room for; None if it doesn't.
+    How a tree of tensors differs from the one that the receiver allocates; None if it doesn't.
 
-    Structures, shapes and dtypes are compared, and the values of leaves that are no tensors, since the receiver takes
-    its own for them.
+    Structures, shapes and dtypes are compared, and the values of other leaves: they are not sent, the receiver uses its
+    own.
     """
     if isinstance(payload, Tensor) and isinstance(expected, Tensor):
         if payload.shape == expected.shape and payload.dtype == expected.dtype:
@@ -77,55 +82,57 @@ def mismatch(payload: Any, expected: Any, path: str = "") -> str | None:
 
 
 def _written(leaf: Any) -> str:
-    """A leaf in words: dtype and shape of a tensor."""
+    """A leaf for a message: dtype and shape of a tensor."""
     if not isinstance(leaf, Tensor):
         return repr(leaf) if branches(leaf) is None else f"a {type(leaf).__name__}"
     return f"{str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape)}"
 
 
 MessageKey = tuple[MessageOp, int, int]
-"""Which message: its kind on the receiving side, the stage that takes it, the microbatch."""
+"""A message: its kind on the receiving side, the stage that receives it, the microbatch."""
 
 
 @attrs.define(eq=False)
 class P2PBuffers:
     """
-    The messages of one step. `links` are the neighbours by their place in the pipeline.
+    The messages of one step between this rank and its neighbours, `links` by their pipeline rank.
 
-    A received tensor is made when its receive is posted and belongs to whoever takes it; a sent one is held until its
-    message is over, which is looked after whenever another is sent.
+    Receives are posted early: a tensor is allocated then, and belongs to the caller of `wait_recv`. A sent tensor is
+    held until its send completes, which is checked at each later send.
     """
 
     links: Mapping[int, P2PChannel]
     device: torch.device
-    _coming: dict[MessageKey, tuple[Any, list[Pending]]] = attrs.field(factory=dict)
-    _going: deque[Pending] = attrs.field(factory=deque)
+    _receiving: dict[MessageKey, tuple[Any, list[Pending]]] = attrs.field(factory=dict)
+    _sending: deque[Pending] = attrs.field(factory=deque)
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        """Begin to send tensors, in order."""
-        link, going = self.links[peer], self._going
+        """Begin to send tensors of any shape, in order."""
+        link, sending = self.links[peer], self._sending
         for tensor in tensors:
-            going.append(link.send(tensor.contiguous()))
-        while going and going[0].is_completed():
-            going.popleft().wait()  # costs nothing now, and torch lets go of what it kept for it
+            # NCCL and gloo send contiguous memory only.
+            sending.append(link.send(tensor.contiguous()))
+        while sending and sending[0].is_completed():
+            # Waiting for a completed send returns at once, and lets torch free the tensor that it holds.
+            sending.popleft().wait()
 
-    def receive(self, address: MessageKey, peer: int, like: Any) -> None:
-        """Begin to receive a tree of tensors like this one, which may be on the meta device."""
-        tree = transform(lambda leaf: self._room(leaf), like)
+    def receive(self, key: MessageKey, peer: int, like: Any) -> None:
+        """Begin to receive a tree of tensors of the shapes and dtypes of `like`, which may be on the meta device."""
+        tree = transform(lambda leaf: self._empty(leaf), like)
         link = self.links[peer]
-        self._coming[address] = tree, [link.receive(leaf) for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+        self._receiving[key] = tree, [link.receive(leaf) for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
-    def wait_recv(self, address: MessageKey) -> Any:
-        """The tree that was received, once it is whole."""
-        tree, messages = self._coming.pop(address)
+    def wait_recv(self, key: MessageKey) -> Any:
+        """The received tree, once all of its tensors have arrived."""
+        tree, messages = self._receiving.pop(key)
         for message in messages:
             message.wait()
         return tree
 
     def finish(self) -> None:
-        """Wait until all that was sent is over."""
-        while self._going:
-            self._going.popleft().wait()
+        """Wait until all sends have completed."""
+        while self._sending:
+            self._sending.popleft().wait()
 
-    def _room(self, leaf: Any) -> Any:
+    def _empty(self, leaf: Any) -> Any:
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device) if isinstance(leaf, Tensor) else leaf

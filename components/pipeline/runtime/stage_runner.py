@@ -57,6 +57,7 @@ class StageRunner:
             split = SplitBackward()
             with split.forward():
                 outputs = self._run(microbatch, inputs, shared, batch)
+        # Evaluation keeps nothing for a backward pass.
         if torch.is_grad_enabled():
             self._in_flight[microbatch] = InFlight(floating(leaves(inputs)), floating(leaves(outputs)), split)
         return transform(detach, outputs)
@@ -66,6 +67,7 @@ class StageRunner:
             return self.stage.module(inputs, shared)
         if batch is None:
             return self.stage.module(inputs, shared, _logits)
+        # The loss is computed inside of the module's forward, where hooks have made the head's weights ready.
         loss, weight, sums = self.stage.module(inputs, shared, partial(self._loss, batch))
         self._keep(microbatch, loss, weight, sums)
         return loss
@@ -78,15 +80,21 @@ class StageRunner:
         view["loss"], view["weight"], view["sums"] = loss, weight, dict(sums)
 
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
-        """Both parts at once: the gradient of each floating-point leaf of the input. Without `grads` it is a loss."""
+        """
+        Both parts at once: the gradient of each floating-point leaf of the input, of the leaf's shape and dtype.
+
+        `grads` are those of the floating-point leaves of the output, (...) as these; None for a loss, whose gradient is
+        1.
+        """
         kept = self._in_flight.pop(microbatch)
+        # Outputs such as counts of tokens may not depend on any parameter.
         pairs = [pair for pair in zip(kept.outputs, grads or _ones(kept.outputs), strict=True) if pair[0].requires_grad]
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
         return [_or_zeros(leaf, leaf.grad) for leaf in kept.inputs]
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
-        """I: the gradients of the input, which the stage before waits for."""
+        """I: as `backward`, with weight gradients left for W: gradients (...) as the leaves of the input."""
         kept = self._in_flight[microbatch]
         found = _split(kept).backward_input(kept.outputs, grads or _ones(kept.outputs), kept.inputs)
         back = [_or_zeros(leaf, grad) for leaf, grad in zip(kept.inputs, found, strict=True)]
@@ -110,7 +118,7 @@ def _split(kept: InFlight) -> SplitBackward:
 
 
 def _ones(losses: list[Tensor]) -> list[Tensor]:
-    """The gradients of losses."""
+    """The gradients of losses, which are summed: 1 each."""
     return [torch.ones_like(loss) for loss in losses]
 
 

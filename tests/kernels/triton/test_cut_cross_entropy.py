@@ -137,8 +137,8 @@ def test_only_what_is_wanted(wanted: Needs, least: float) -> None:
     assert torch.equal(found, both[place])
 
 
-def test_weight_gradient_can_wait() -> None:
-    """Put off, the weight's gradient comes later, and is what it would have been."""
+def test_weight_gradient_can_be_deferred() -> None:
+    """A deferred gradient of the weight has the bits of an immediate one."""
     hidden, weight, targets = drawn("contiguous", 7, 16), drawn("contiguous", 20, 16), targets_of((7,), 20)
     expected = torch.autograd.grad(losses_of(hidden, weight, targets).sum(), (hidden, weight))
     deferral = Deferral()

@@ -143,8 +143,8 @@ def test_small_gradients_reach_the_weight_in_float16() -> None:
 
 @pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("uniform", [True, False])
-def test_weight_gradient_can_wait(uniform: bool) -> None:
-    """Put off, the weight's gradient comes later, and is what it would have been."""
+def test_weight_gradient_can_be_deferred(uniform: bool) -> None:
+    """A deferred gradient of the weight has the bits of an immediate one."""
     hidden, weight, targets = drawn("contiguous", 7, 16), drawn("contiguous", 20, 16), targets_of((7,), 20)
     grad = (torch.rand(()) if uniform else torch.rand(7)).to(DEVICE).expand(7)
     expected = torch.autograd.grad(losses_of(hidden, weight, targets), (hidden, weight), grad)
@@ -207,7 +207,7 @@ def test_gradients_of_both_results(
 
 
 @pytest.mark.usefixtures("_way")
-def test_weight_gradient_of_lse_can_wait() -> None:
+def test_weight_gradient_of_lse_can_be_deferred() -> None:
     """Deferred, the weight's gradient through losses and lse comes later, with the same bits."""
     hidden, weight, targets = drawn("contiguous", 7, 16), drawn("contiguous", 20, 16), targets_of((7,), 20)
     factors = torch.rand(7, device=DEVICE), torch.rand(7, device=DEVICE)

@@ -56,7 +56,7 @@ STRETCHED: dict[str, dict[str, Any]] = {
         "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
         "rope_theta": 100.0,
     },
-    "yarn, all told": {
+    "yarn, every key": {
         "rope_scaling": RopeScaling(
             rope_type="yarn",
             factor=4.0,
@@ -143,8 +143,8 @@ def assert_gradients_equal(module: nn.Module, theirs: nn.Module, our_loss: Tenso
         torch.testing.assert_close(gradient / size, reference / size, **CLOSE)
 
 
-def test_stretched_positions_matter(model: Qwen3Dense) -> None:
-    """A model that stretches positions gives other logits than one that does not, but for the first token."""
+def test_rope_scaling_matters(model: Qwen3Dense) -> None:
+    """A model that scales positions gives other logits than one that does not, but for the first token."""
     if model.rope_scaling is None:
         return
     module, tokens = whole(model), torch.randint(model.vocab_size, (1, 9))
@@ -156,7 +156,7 @@ def test_stretched_positions_matter(model: Qwen3Dense) -> None:
 
 @pytest.mark.parametrize("length", [5, 16, 17, 23])
 def test_dynamic_positions_are_those_of_transformers(length: int) -> None:
-    """Up to the longest text of the training nothing is stretched, and then by as much as texts are longer."""
+    """Up to the longest text of the training nothing is scaled, and then by as much as texts are longer."""
     model = dense(
         rope_scaling=RopeScaling(rope_type="dynamic", factor=3.0), max_position_embeddings=16, rope_theta=100.0
     )

@@ -147,8 +147,8 @@ STRETCHES = [
 
 
 @pytest.mark.parametrize("rope", STRETCHES, ids=lambda rope: rope.rope_type)
-def test_stretched_positions_go_to_transformers_and_back(tmp_path: Path, rope: RopeScaling) -> None:
-    """How positions are stretched is read again from what we write, and from what transformers saves of that."""
+def test_rope_scaling_goes_to_transformers_and_back(tmp_path: Path, rope: RopeScaling) -> None:
+    """The scaling of positions is read again from what we write, and from what transformers saves of that."""
     for make, family, kind in ((dense, DENSE, transformers.Qwen3Config), (sparse, MOE, transformers.Qwen3MoeConfig)):
         model = make(rope_scaling=rope, rope_theta=500.0, max_position_embeddings=32)
         (tmp_path / "config.json").write_text(json.dumps(model.hugging_face_config()))
@@ -157,7 +157,7 @@ def test_stretched_positions_go_to_transformers_and_back(tmp_path: Path, rope: R
         assert read_config(family, tmp_path / "theirs") == model.architecture
 
 
-def test_older_form_of_stretched_positions(tmp_path: Path) -> None:
+def test_older_form_of_rope_scaling(tmp_path: Path) -> None:
     """`type` in `rope_scaling`, with what is left out, means what transformers takes it for."""
     old = {"type": "yarn", "factor": 4.0}
     found = read_config(DENSE, written(tmp_path, rope_scaling=old, max_position_embeddings=77))
@@ -180,13 +180,13 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "layer types": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types of more than one kind"),
     "missing sizes": ({"hidden_size": None, "head_dim": None}, "lacks hidden_size, head_dim"),
     "no rotary base": ({"rope_theta": None}, "lacks rope_theta"),
-    "stretched in another way": (
+    "scaled in another way": (
         {"rope_scaling": {"rope_type": "longrope"}},
-        "stretches rotary positions by 'longrope'",
+        "scales rotary positions by 'longrope'",
     ),
-    "stretched in no way": ({"rope_scaling": {"rope_type": ["yarn"]}}, "stretches rotary positions by ['yarn']"),
+    "scaled in no way": ({"rope_scaling": {"rope_type": ["yarn"]}}, "scales rotary positions by ['yarn']"),
     "no object": ({"rope_scaling": [4.0]}, "has rope_scaling that is no object"),
-    "no factor": ({"rope_scaling": {"type": "linear"}}, "lacks the factor by which rotary positions are stretched"),
+    "no factor": ({"rope_scaling": {"type": "linear"}}, "lacks the factor by which rotary positions are scaled"),
     "a factor below 1": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "says factor of rotary positions, and"),
     "text for a factor": ({"rope_scaling": {"type": "linear", "factor": "2"}}, "says factor = '2' of rotary positions"),
     "a key of others": (
@@ -199,9 +199,9 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a part of each head": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        "turns a part of each head only",
+        "rotates a part of each head only",
     ),
-    "a part of each head, at the top": ({"partial_rotary_factor": 0.5}, "turns a part of each head only"),
+    "a part of each head, at the top": ({"partial_rotary_factor": 0.5}, "rotates a part of each head only"),
     "bounds that cross": (
         {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 64}},
         "rope_scaling.beta_fast = 32 is not above beta_slow = 64",
@@ -229,7 +229,7 @@ def test_refuses_what_it_can_not_build(tmp_path: Path, changes: dict[str, Any], 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "holds no JSON object")])
 def test_refuses_what_is_no_config(tmp_path: Path, text: str, message: str) -> None:
-    """A file that is no JSON object is told so."""
+    """A file without a JSON object is refused, and the message says so."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
         read_config(DENSE, tmp_path)
@@ -251,14 +251,14 @@ def test_refuses_what_a_stranger_may_write(tmp_path: Path, text: str, message: s
 
 
 def test_waits_for_no_pipe(tmp_path: Path) -> None:
-    """A pipe in the place of a config is refused, and nobody waits for its other end."""
+    """A pipe in the place of a config is refused at once, without waiting for a writer."""
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(UserError, match=r"config\.json can't be read \(it is no regular file\)"):
         read_config(DENSE, tmp_path)
 
 
 def test_refuses_a_missing_file(tmp_path: Path) -> None:
-    """A folder without config.json, and a path to nothing, are told so."""
+    """A folder without config.json, and a missing path, are refused by name."""
     for path in (tmp_path, tmp_path / "other.json"):
         with pytest.raises(UserError, match="can't be read"):
             read_config(DENSE, path)

@@ -20,7 +20,7 @@ from support.qwen3 import kernels_on, logits_of, losses_of, one_document, packed
 
 SHAPES: dict[str, dict[str, Any]] = {
     "two of five": {},
-    "tied, not made to add up to 1": {"tie_word_embeddings": True, "norm_topk_prob": False},
+    "tied, not normalised": {"tie_word_embeddings": True, "norm_topk_prob": False},
     "every other layer": {"num_hidden_layers": 3, "decoder_sparse_step": 2},
     "some layers dense": {"num_hidden_layers": 3, "mlp_only_layers": [0]},
     "one expert of one": {"num_hidden_layers": 1, "num_experts": 1, "num_experts_per_tok": 1, "norm_topk_prob": False},
@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 5,
     },
-    "stretched positions": {
+    "scaled positions": {
         "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
         "num_hidden_layers": 1,
     },

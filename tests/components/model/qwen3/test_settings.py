@@ -57,7 +57,7 @@ def test_defaults() -> None:
 
 
 def test_everything_missing_is_told_at_once() -> None:
-    """An empty table is told of each setting that it needs."""
+    """For an empty table there is one problem for each setting that it needs."""
     assert [key for key, _, _ in faults_of()] == [
         "num_hidden_layers",
         "hidden_size",
@@ -136,12 +136,12 @@ STRETCHES: list[tuple[RopeScaling, tuple[str | tuple[str, ...], str, str]]] = [
 
 
 @pytest.mark.parametrize(("rope", "fault"), STRETCHES)
-def test_stretched_positions(rope: RopeScaling, fault: tuple[str | tuple[str, ...], str, str]) -> None:
-    """What a stretch is told must belong to its kind, and be all that it needs."""
+def test_invalid_rope_scaling(rope: RopeScaling, fault: tuple[str | tuple[str, ...], str, str]) -> None:
+    """The keys of a scaling must belong to its rope_type, and be complete."""
     assert faults_of(**SIZES | {"rope_scaling": rope}) == [fault]
 
 
-def test_one_pair_can_not_be_stretched_dynamically() -> None:
+def test_dynamic_scaling_needs_more_than_one_pair() -> None:
     """Dynamic scaling leaves the first pair alone, so there must be another."""
     rope = RopeScaling(rope_type="dynamic", factor=2.0)
     assert faults_of(**SIZES | {"rope_scaling": rope}) == []
@@ -180,7 +180,7 @@ def test_rotary_positions_given_twice_are_refused() -> None:
 
 
 def test_resuming_with_another_longest_text() -> None:
-    """It is a claim alone, and changes what is learned only where positions beyond it are stretched."""
+    """It is a claim alone, and changes what is learned only where positions beyond it are scaled."""
 
     @attrs.frozen
     class View:
@@ -198,7 +198,7 @@ def test_config_beside_sizes(tmp_path: Path) -> None:
     found = faults_of(config=tmp_path / "config.json", num_hidden_layers=2, tie_word_embeddings=False)
     assert [key for key, _, _ in found] == ["num_hidden_layers", "tie_word_embeddings", "config"]
     assert found[0][1:] == (
-        "num_hidden_layers stands beside config, which gives it too",
+        "num_hidden_layers is set beside config, which sets it as well",
         "remove num_hidden_layers or config",
     )
 
@@ -257,7 +257,7 @@ def test_experts_that_fit() -> None:
 
 
 def test_everything_of_experts_that_is_missing_is_told() -> None:
-    """An empty table is told of each setting that it needs."""
+    """For an empty table there is one problem for each setting that it needs."""
     needed = [
         "num_hidden_layers",
         "hidden_size",
@@ -300,7 +300,7 @@ def test_everything_of_experts_that_is_missing_is_told() -> None:
     ],
 )
 def test_faults_of_experts(changes: dict[str, Any], fault: tuple[str, str, str]) -> None:
-    """What can't go together is told on the key that it concerns, with what to write instead."""
+    """A contradiction is a problem of the key that it concerns, with what to write instead."""
     assert faults_of_experts(**SPARSE_SIZES | changes) == [fault]
 
 

@@ -1,4 +1,4 @@
-"""Layers over stages."""
+"""Partition of layers over stages."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from drawloom.components.pipeline.runtime.layer_partition import partition_layer
 
 
 def sizes(*arguments: int) -> list[int]:
-    """How many layers each stage holds."""
+    """The number of layers of each stage."""
     return [span.last - span.first for span in partition_layers(*arguments)]
 
 
@@ -23,12 +23,12 @@ def sizes(*arguments: int) -> list[int]:
     ],
 )
 def test_splits_by_hand(arguments: tuple[int, ...], expected: list[int]) -> None:
-    """Embedding and head count as the layers that they are said to weigh."""
+    """Embedding and head count as many layers as they cost."""
     assert sizes(*arguments) == expected
 
 
 @given(layers=st.integers(1, 100), stages=st.integers(1, 20))
-def test_every_layer_stands_in_one_stage(layers: int, stages: int) -> None:
+def test_every_layer_is_in_one_stage(layers: int, stages: int) -> None:
     """Spans join without gap or overlap, ends belong to the first and last, and no stage is empty."""
     if layers < stages:
         with pytest.raises(ValueError, match="without any"):

@@ -34,7 +34,7 @@ class Parcel:
 
 
 class First(nn.Module):
-    """Gives a transposed (not contiguous) tensor, a complex one, one that nobody uses, integers, booleans and None."""
+    """Gives a transposed (not contiguous) tensor, a complex one, an unused one, integers, booleans and None."""
 
     def __init__(self) -> None:
         super().__init__()
