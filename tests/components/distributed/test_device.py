@@ -58,7 +58,7 @@ def test_more_processes_than_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) 
     """A process never shares another's GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(UserError, match="process 0 of this machine has no GPU of its own, there are only 0"):
+    with pytest.raises(UserError, match="process 0 of this machine has no GPU, there are only 0"):
         ComputeDevice(kind="cuda").open()
 
 
