@@ -17,7 +17,7 @@ class View:
 
     settings: dict[str, Any]
 
-    def fault(self, key: str, text: str, hint: str = "") -> str:
+    def problem(self, key: str, text: str, hint: str = "") -> str:
         """The key of the problem."""
         return key
 
