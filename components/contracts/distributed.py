@@ -4,7 +4,7 @@ from math import prod
 
 import torch
 
-from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes, Reduce
+from drawloom.components.ports.distributed import Device, Mesh, Neighbours, Precision, Processes, Reduce
 from drawloom.graph.testing import expect
 
 
@@ -71,3 +71,10 @@ def total_is_a_sum(reduce: Reduce) -> None:
     total, twice = reduce.total(given.clone()), reduce.total(2 * given)
     expect(total.dtype == torch.float64 and total.shape == given.shape, f"the total is {total.dtype} {total.shape}")
     expect(bool((total >= given).all()) and torch.allclose(twice, 2 * total), "the total is not a sum")
+
+
+def without_edges_there_are_no_channels(neighbours: Neighbours) -> None:
+    """Channels lead to the other ends of edges alone: without edges there are none, along any dimension."""
+    for name in DIMENSIONS:
+        found = neighbours.links(name, [])
+        expect(len(found) == 0, f"along {name} there are channels to {sorted(found)} without an edge")

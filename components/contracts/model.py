@@ -6,13 +6,19 @@ from torch import nn
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import (
     BatchContext,
+    ExpertKernels,
     Head,
     Kernels,
     LayerRange,
     Model,
     Parameters,
+    SpreadParameters,
+    StageInputs,
     Stages,
     TensorSlice,
+    TrainableStages,
+    Transform,
+    gradient_of,
 )
 from drawloom.graph.testing import expect
 
@@ -69,6 +75,53 @@ def linear_cross_entropy(kernels: Kernels) -> None:
 def zero_rows_are_fine(kernels: Kernels) -> None:
     """Zero rows give zero rows."""
     expect(kernels.swiglu(_random(0, 16), _random(0, 16)).shape == (0, 16), "zero rows give another shape")
+
+
+def swiglu_halves(kernels: ExpertKernels) -> None:
+    """swiglu of the first half of the channels, which is the gate, and of the second; times the scale of each row."""
+    both, scale = _random(5, 16), _random(5)
+    gate, up = both.double().chunk(2, -1)
+    _expect_close(kernels.swiglu_halves(both), gate * gate.sigmoid() * up)
+    _expect_close(kernels.swiglu_halves(both, scale), gate * gate.sigmoid() * up * scale.double()[:, None])
+
+
+# Choices of 4 tokens among 3 experts; one is dropped, and expert 1 is chosen once.
+CHOICES = torch.tensor([[0, 2], [1, -1], [2, 0], [2, 0]])
+ENDS = [3, 4, 7]
+
+
+def rows_are_sorted_by_expert(kernels: ExpertKernels) -> None:
+    """Each choice has a row among those of its expert, which holds the token and the choice's probability."""
+    x, probabilities = _random(4, 8), _random(4, 2)
+    routes = kernels.moe_routes(CHOICES, 3)
+    expect(routes[2].tolist() == ENDS, f"the rows of experts end at {routes[2].tolist()}, not at {ENDS}")
+    rows, chances = kernels.moe_permute(x, probabilities, routes)
+    for token, choice in (CHOICES >= 0).nonzero().tolist():
+        row, expert = int(routes[0][token, choice]), int(CHOICES[token, choice])
+        expect([0, *ENDS][expert] <= row < ENDS[expert], f"a choice of expert {expert} has row {row}")
+        _expect_close(rows[row], x[token])
+        _expect_close(chances[row], probabilities[token, choice])
+
+
+def rows_are_added_up_by_token(kernels: ExpertKernels) -> None:
+    """The rows of a token's choices, times their probabilities if given, are summed; dropped choices add nothing."""
+    x, probabilities = _random(4, 8), _random(4, 2)
+    routes = kernels.moe_routes(CHOICES, 3)
+    rows, _ = kernels.moe_permute(x, probabilities, routes)
+    chosen = (CHOICES >= 0).double()
+    _expect_close(kernels.moe_unpermute(rows, routes), x.double() * chosen.sum(1, keepdim=True))
+    weights = (chosen * probabilities.double()).sum(1, keepdim=True)
+    _expect_close(kernels.moe_unpermute(rows, routes, probabilities), x.double() * weights)
+
+
+def grouped_gemm(kernels: ExpertKernels) -> None:
+    """Each row is multiplied by the matrix of its expert, or by the transposed matrix; an expert may have no rows."""
+    weight, offsets = _random(3, 8, 16), torch.tensor([2, 2, 5], dtype=torch.int32)
+    expert_of_row = torch.tensor([0, 0, 2, 2, 2])
+    for x, transposed in ((_random(5, 8), False), (_random(5, 16), True)):
+        matrices = weight.double()[expert_of_row]
+        wanted = torch.einsum("ri,roi->ro" if transposed else "ri,rio->ro", x.double(), matrices)
+        _expect_close(kernels.grouped_gemm(x, weight, offsets, transposed), wanted)
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -167,3 +220,83 @@ def stages_are_real_and_in_order(stages: Stages) -> None:
             not any(parameter.is_meta for parameter in stage.module.parameters()),
             f"stage {stage.index} is on the meta device",
         )
+
+
+def counted_are_among_the_named(parameters: SpreadParameters) -> None:
+    """The parameters that count on a rank are some of those that it holds, each once, in their order."""
+    held = [id(parameter) for _, parameter in parameters.named()]
+    counted = [id(parameter) for _, parameter in parameters.counted()]
+    expect([each for each in held if each in counted] == counted, "counted() lists others than named(), or reorders")
+
+
+def gradients_are_summed_over_ranks(parameters: SpreadParameters) -> None:
+    """A gradient of ones becomes the number of ranks that hold the parameter; where one rank holds it, it stays."""
+    for _, parameter in parameters.named():
+        gradient_of(parameter).fill_(1)
+    parameters.sum_shared()
+    for name, parameter in parameters.named():
+        gradient = gradient_of(parameter)
+        ranks = float(gradient.flatten()[0])
+        expect(ranks >= 1 and ranks.is_integer(), f"the gradients of {name}, ones on each rank, add up to {ranks}")
+        expect(bool((gradient == ranks).all()), f"the gradient of {name} is summed in part")
+
+
+def casts_follow_the_parameters(stages: TrainableStages) -> None:
+    """Casting changes no parameter that the optimizer keeps; after a change of it in place, modules use the new one."""
+    for only_if_changed in (False, True):
+        kept = [(*each, each[1].detach().clone()) for stage in stages.local for each in stage.named_parameters()]
+        stages.cast_weights(only_if_changed)
+        expect(all(torch.equal(parameter, before) for _, parameter, before in kept), "casting changes a parameter")
+        with torch.no_grad():
+            for _, parameter in {id(each[1]): each[:2] for each in kept}.values():
+                parameter.add_(1)
+        stages.cast_weights(only_if_changed)
+        for stage in stages.local:
+            used = dict(stage.module.named_parameters())
+            for name, parameter in stage.named_parameters():
+                same = torch.equal(used[name], parameter.to(used[name].dtype))
+                expect(same, f"after a change of {name} layers still compute with the old one")
+
+
+def gradients_are_handed_over(stages: TrainableStages) -> None:
+    """Gradients of what layers compute with become those of the parameters that the optimizer keeps."""
+    for stage in stages.local:
+        for parameter in stage.module.parameters():
+            gradient_of(parameter).fill_(1)
+    stages.hand_over_gradients()
+    for stage in stages.local:
+        for name, parameter in stage.named_parameters():
+            expect(parameter.grad is not None, f"{name} gets no gradient")
+            expect(bool((gradient_of(parameter) == 1).all()), f"the gradient of {name} is changed")
+
+
+def the_first_stage_takes_tokens(inputs: StageInputs) -> None:
+    """What the first stage takes is a tensor on the meta device with the shape and dtype of the tokens."""
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    found = inputs.boundary(0, tokens, BatchContext(torch.arange(5).repeat(2, 1), torch.zeros_like(tokens)))
+    expect(isinstance(found, torch.Tensor) and found.is_meta, "what the first stage takes is not on the meta device")
+    expect(
+        (found.shape, found.dtype) == (tokens.shape, tokens.dtype),
+        f"the first stage takes {found.dtype} {tuple(found.shape)} for tokens {tokens.dtype} {tuple(tokens.shape)}",
+    )
+
+
+def transformed_modules_stay_on_the_meta_device(transform: Transform) -> None:
+    """A transformed module is still on the meta device, where all stages are built, and has a new name for none."""
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
+    before = {name for name, _ in module.named_parameters()}
+    made = transform.transform(module)
+    expect(isinstance(made, nn.Module), f"the transform gives a {type(made).__name__}, and no nn.Module")
+    after = dict(made.named_parameters())
+    expect(all(parameter.is_meta for parameter in after.values()), "a parameter is made real before its stage is")
+    lost = sorted(before - after.keys())
+    expect(not lost, f"the parameters {', '.join(lost)} are called otherwise, so that no checkpoint fits")
+
+
+def transformed_modules_keep_their_shapes(transform: Transform) -> None:
+    """A transformed module gives outputs of the same shape."""
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
+        found = transform.transform(module)(torch.empty(3, 8))
+    expect(tuple(found.shape) == (3, 8), f"the transformed module gives {tuple(found.shape)} instead of (3, 8)")

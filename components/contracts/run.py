@@ -1,19 +1,26 @@
 """Contracts of the ports of a run."""
 
 import math
+import threading
 import typing
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.run import (
     Batching,
+    Durable,
     Event,
     EventKind,
+    Events,
+    FinalTask,
     Listener,
     Metric,
+    Phase,
     Randomness,
+    Restorer,
     RunFolder,
     RunInfo,
     Stateful,
@@ -22,7 +29,63 @@ from drawloom.components.ports.run import (
     Tracker,
     Value,
 )
+from drawloom.graph.component import Flow
 from drawloom.graph.testing import expect
+
+OUTPUTS: dict[str, Any] = {
+    "losses": Losses(torch.tensor(96.0, dtype=torch.float64), torch.tensor(48.0, dtype=torch.float64)),
+    "loss": 2.0,
+    "grad_norm": 1.0,
+    "lr": 0.1,
+    "validation_loss": 2.0,
+}
+"""The outputs that shipped phases write, for phases that read them."""
+
+IN_PARAMETERS = ("weights", "local_gradients", "gradients")
+"""Values that phases read in the port Parameters, and not as outputs."""
+
+
+def _flow(phase: Phase) -> Flow:
+    """What a phase's component declares; a phase without a declaration reads and writes nothing."""
+    traits = getattr(phase, "__component__", None)
+    return Flow() if traits is None else traits.flow
+
+
+def _steps_with_declared_outputs(phase: Phase) -> typing.Iterator[Step]:
+    """Two steps with the outputs that the phase must have; none if it reads one that no shipped phase writes."""
+    needed = [name for name in _flow(phase).reads if not name.endswith("?") and name not in IN_PARAMETERS]
+    if set(needed) <= OUTPUTS.keys():
+        for index in (1, 2):
+            yield Step(index, 2, tokens=64, outputs={name: OUTPUTS[name] for name in needed})
+
+
+def reads_only_what_it_declares(phase: Phase) -> None:
+    """A phase runs in steps that hold no outputs but those that it declares to read."""
+    for step in _steps_with_declared_outputs(phase):
+        try:
+            phase.run_phase(step)
+        except KeyError as error:
+            expect(False, f"the phase reads {error} without declaring it; write it in `reads`")
+
+
+def writes_only_what_it_declares(phase: Phase) -> None:
+    """A phase writes no outputs but those that it declares to write or change, by which `check` finds a wrong order."""
+    flow = _flow(phase)
+    for step in _steps_with_declared_outputs(phase):
+        before = dict(step.outputs)
+        phase.run_phase(step)
+        written = {name for name, value in step.outputs.items() if before.get(name) is not value}
+        strange = sorted(written - {*flow.writes, *flow.changes})
+        expect(not strange, f"the phase writes {', '.join(strange)} without declaring it; write it in `writes`")
+        expect(before.keys() <= step.outputs.keys(), "the phase removes outputs")
+
+
+def leaves_the_number_of_the_step(phase: Phase) -> None:
+    """A phase changes neither the index of a step, nor the total, nor the start."""
+    for step in _steps_with_declared_outputs(phase):
+        before = step.index, step.total, step.started
+        phase.run_phase(step)
+        expect((step.index, step.total, step.started) == before, "the phase changes the index, total or start")
 
 
 def microbatches_make_a_step(batching: Batching) -> None:
@@ -218,3 +281,55 @@ def steps_can_be_rewound(tracker: Tracker) -> None:
         tracker.track(step, {"loss": float(-step)})
     tracker.rewind(0)
     tracker.track(1, {"loss": 0.0})
+
+
+def events_change_nothing(events: Events) -> None:
+    """Every kind of event can be emitted at any time, and leaves its step as it was."""
+    for kind in reversed(typing.get_args(EventKind)):
+        step = Step(1, 2, tokens=64, outputs={"loss": 1.5})
+        events.emit(Event(kind))
+        events.emit(Event(kind, step, "optimizer"))
+        expect((step.index, step.tokens, step.outputs) == (1, 64, {"loss": 1.5}), f"{kind} changes the step")
+
+
+def flush_works_in_any_thread(durable: Durable) -> None:
+    """Flush returns in another thread too, and when nothing has been written."""
+    errors: list[BaseException] = []
+
+    def flush() -> None:
+        try:
+            durable.flush()
+        except BaseException as error:
+            errors.append(error)
+
+    durable.flush()
+    thread = threading.Thread(target=flush)
+    thread.start()
+    thread.join(10)
+    expect(not thread.is_alive(), "flush does not return in another thread")
+    expect(not errors, f"flush raises {errors[:1]} in another thread")
+
+
+def a_saved_step_is_restored(restorer: Restorer) -> None:
+    """Without a checkpoint, restore returns 0; after a save, the step of the newest one."""
+    expect(restorer.restore() == 0, "without a checkpoint a step is restored")
+    for index in (1, 2):
+        restorer.save(Step(index, 10))
+        restorer.staged()
+        found = restorer.restore()
+        expect(found == index, f"step {index} was saved, and step {found} is restored")
+
+
+def a_step_may_be_saved_twice(restorer: Restorer) -> None:
+    """A second save of a step does no harm."""
+    for _ in range(2):
+        restorer.save(Step(1, 10))
+    expect(restorer.restore() == 1, "step 1 was saved twice, and is not restored")
+
+
+def a_task_is_finished_once(task: FinalTask) -> None:
+    """A task is not finished before `finish` and finished after it, and `finish` may be called again."""
+    expect(not task.is_finished(), "the task is finished before it has run")
+    for _ in range(2):
+        task.finish()
+        expect(task.is_finished(), "the task has run and is not finished")

@@ -14,8 +14,8 @@ from drawloom.graph import between, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 from drawloom.kernels.cut_cross_entropy import Cut
+from drawloom.kernels.linear import embedding_eager, linear_eager
 
-Plain = Literal["auto", "eager"]
 Choice = Literal["auto", "eager", "triton"]
 Routes = tuple[Tensor, Tensor, Tensor]
 
@@ -30,14 +30,13 @@ class AutoKernels:
     """
     The operations that a model computes with: `eager` is plain torch, `auto` the best for the device.
 
+    Linear layers and embeddings are torch's everywhere, and have no setting.
     `triton` compiles a kernel when it is first used. Attention by `flex` or `varlen` is torch's own for GPUs; the
     cross entropy `triton` keeps the logits' gradients, up to 2.5 GiB in bfloat16, and `cut` never keeps logits; `torch`
     is torch's grouped product.
     """
 
     device: Device
-    _linear: Plain = _operation("linear", "linear layers")
-    _embedding: Plain = _operation("embedding", "the embedding of tokens")
     _rms_norm: Choice = _operation("rms_norm", "RMSNorm")
     _add_rms_norm: Choice = _operation("add_rms_norm", "an addition with the RMSNorm of the sum")
     _swiglu: Choice = _operation("swiglu", "silu(gate) * up")
@@ -98,11 +97,11 @@ class AutoKernels:
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x (..., inputs) @ weight.T, weight (outputs, inputs): (..., outputs)."""
-        return self._functions["linear"](x, weight)  # type: ignore[no-any-return]
+        return linear_eager(x, weight)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """weight (vocab_size, hidden_size)[tokens (...)]: (..., hidden_size)."""
-        return self._functions["embedding"](tokens, weight)  # type: ignore[no-any-return]
+        return embedding_eager(tokens, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm of x (..., hidden_size), weight (hidden_size,)."""

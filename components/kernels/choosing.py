@@ -33,8 +33,6 @@ def _pair(module: str, triton_module: str, function: str) -> Operation:
 
 
 OPERATIONS = {
-    "linear": Operation({"eager": "linear.linear_eager"}, ("eager",)),
-    "embedding": Operation({"eager": "linear.embedding_eager"}, ("eager",)),
     "rms_norm": _pair("rms_norm", "rms_norm", "rms_norm"),
     "add_rms_norm": _pair("rms_norm", "rms_norm", "add_rms_norm"),
     "swiglu": _pair("swiglu", "swiglu", "swiglu"),

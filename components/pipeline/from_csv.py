@@ -12,7 +12,7 @@ import attrs
 
 from drawloom.components.pipeline.program.notation import read_csv
 from drawloom.components.pipeline.program.validity import violations
-from drawloom.components.ports.program import Program
+from drawloom.components.ports.program import FORWARD, Program
 from drawloom.graph import UserError, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
@@ -75,4 +75,6 @@ def _read(path: Path) -> Program:
     # The mesh and the layer partition assume the same number of stages on every rank.
     if len({program.stage_to_rank.count(rank) for rank in range(program.ranks)}) != 1:
         raise UserError(f"{path} is not a valid schedule: its {program.ranks} ranks hold different numbers of stages")
+    if not (program.op != FORWARD).any():
+        raise UserError(f"{path} is a schedule of forwards alone, with which nothing is trained; add backwards")
     return program

@@ -11,7 +11,6 @@ from drawloom.graph.registry.registry import Registry
 from support.runs import drawloom, series, take_back, write_corpus
 
 SCHEDULES = [name for name in Registry.of("drawloom.components").names() if name.startswith("pipeline.schedules.")]
-TRAINING = [name for name in SCHEDULES if not name.endswith(".inference")]
 COMMON = (
     "run",
     "tiny.toml",
@@ -40,7 +39,7 @@ def assert_same(run: Path, other: Path) -> None:
         assert [value or 0 for value in mine] == pytest.approx([value or 0 for value in yours], rel=1e-6)
 
 
-@pytest.mark.parametrize("schedule", TRAINING)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_has_the_losses_of_one_process(place: Path, schedule: str) -> None:
     """Two ranks, with a tied embedding on both, train as one, for every schedule; export and sample too."""
     name = schedule.rpartition(".")[2]

@@ -30,9 +30,9 @@ from support.qwen3 import cpu_kernels
 TRAINING = [
     name.rpartition(".")[2]
     for name in Registry.of("drawloom.components").names()
-    if name.startswith("pipeline.schedules.") and not name.endswith(".inference")
+    if name.startswith("pipeline.schedules.")
 ]
-"""The names of all schedules that train."""
+"""The names of all schedules."""
 
 
 @attrs.frozen

@@ -13,7 +13,6 @@ from drawloom.graph.registry.registry import Registry
 FOLDER = "pipeline.schedules."
 CATALOGUE = Registry.of("drawloom.components")
 NAMES = [name.removeprefix(FOLDER) for name in CATALOGUE.names() if name.startswith(FOLDER)]
-TRAINING = [name for name in NAMES if name != "inference"]
 
 
 def schedule(name: str, **settings: Any) -> Schedule:

@@ -170,12 +170,11 @@ def interleaved(
     return row if lag is None else row + [W] * min(lag, len(backwards))
 
 
-def breadth_first(stage_to_rank: tuple[int, ...], ranks: int, microbatches: int, *, train: bool = True) -> Program:
-    """Breadth-first: all microbatches through one stage after another, then all backward if `train`."""
+def breadth_first(stage_to_rank: tuple[int, ...], ranks: int, microbatches: int) -> Program:
+    """Breadth-first: all microbatches through one stage after another, then all backward."""
     stages = range(len(stage_to_rank) // ranks)
     row = [forward(local_stage) for local_stage in stages for _ in range(microbatches)]
-    if train:
-        row += [backward(local_stage) for local_stage in reversed(stages) for _ in range(microbatches)]
+    row += [backward(local_stage) for local_stage in reversed(stages) for _ in range(microbatches)]
     return build_program([row] * ranks, stage_to_rank, microbatches, newest_first=True)
 
 

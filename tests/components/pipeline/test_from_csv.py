@@ -40,6 +40,7 @@ def test_other_numbers_of_ranks_or_microbatches_are_refused(path: Path) -> None:
         ("0F0,0Q0\n", "not a valid schedule: row 1, column 2: '0Q0' is not an action"),
         ("0F0\n0B0\n", "not a valid schedule: ranks 0 and 1 both work on stage 0"),
         ("0F0,1F0\n2F0\n", "not a valid schedule: its 2 ranks hold different numbers of stages"),
+        ("0F0,0F1\n", "forwards alone, with which nothing is trained; add backwards"),
         ("0B0,0F0\n", "not a valid schedule: stage 0 does BF for microbatch 0"),
     ],
 )

@@ -32,12 +32,6 @@ def test_microbatches_never_are_a_problem(name: str) -> None:
     assert problems(*words) == []
 
 
-def test_inference_learns_nothing() -> None:
-    """A schedule without backwards is a problem for training."""
-    (found,) = problems("schedule.use=pipeline.schedules.inference")
-    assert found.node == "schedule" and "is forward-only and computes no gradients" in found.text
-
-
 def test_a_table_is_for_its_own_ranks(tmp_path: Path) -> None:
     """A table for other ranks than the mesh has is one problem, and so is a file that is none."""
     path = tmp_path / "table.csv"

@@ -1,0 +1,65 @@
+"""Contract of the port of staging."""
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from drawloom.components.ports.staging import Stager
+from drawloom.graph.testing import expect
+
+
+def _state(value: float) -> dict[str, Any]:
+    whole = torch.full((4, 6), value)
+    # A view and its base: what a tied or sharded parameter is.
+    return {"whole": whole, "nested": {"view": whole[1:, ::2], "step": 3, "name": "a", "none": None, "list": [1, 2]}}
+
+
+def _staged(stager: Stager, state: dict[str, Any]) -> dict[str, Any]:
+    found = stager.stage(state)
+    copied = found.result(60) if isinstance(found, Future) else found
+    stager.synchronize_staging()
+    return copied
+
+
+def _expect_state(copied: dict[str, Any], value: float, when: str) -> None:
+    wanted = _state(value)
+    for found, tensor in ((copied["whole"], wanted["whole"]), (copied["nested"]["view"], wanted["nested"]["view"])):
+        expect(found.shape == tensor.shape, f"{when}, a tensor has the shape {tuple(found.shape)}")
+        expect(bool((found == tensor).all()), f"{when}, a tensor has other values than the state had")
+    for name in ("step", "name", "none", "list"):
+        found = copied["nested"][name]
+        expect(found == wanted["nested"][name], f"{when}, {name} is {found!r}")
+
+
+def the_copy_is_the_state(stager: Stager) -> None:
+    """What is staged has the structure, shapes and values of the state."""
+    _expect_state(_staged(stager, _state(1.0)), 1.0, "staged")
+
+
+def the_state_may_change_after_staging(stager: Stager) -> None:
+    """If the stager copies, a change of the state after `synchronize_staging` does not reach the copy."""
+    state = _state(1.0)
+    copied = _staged(stager, state)
+    state["whole"].fill_(2.0)
+    _expect_state(copied, 1.0 if stager.copies else 2.0, "after a change of the state")
+
+
+def a_copy_in_use_is_not_overwritten(stager: Stager) -> None:
+    """Memory of a copy is not reused by later copies while any of its tensors is alive."""
+    states = [_state(float(number)) for number in range(3)]
+    copies = [_staged(stager, state) for state in states]
+    for number, copied in enumerate(copies):
+        _expect_state(copied, float(number), "after later copies")
+
+
+def a_value_that_cannot_be_copied_is_refused(stager: Stager) -> None:
+    """A state with a lock, which nothing copies, raises TypeError, unless the stager copies nothing."""
+    if not stager.copies:
+        return
+    try:
+        _staged(stager, {"a": {"lock": threading.Lock()}})
+    except TypeError:
+        return
+    expect(False, "a lock in the state raises no TypeError")

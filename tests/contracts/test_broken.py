@@ -1,0 +1,167 @@
+"""Contracts find implementations that break them, and accept a plugin's plain ones."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.ports.model import BatchContext, Transform
+from drawloom.components.ports.pipeline import Predictor
+from drawloom.components.ports.run import Durable, FinalTask, Phase, Restorer, Step
+from drawloom.components.ports.staging import Stager
+from drawloom.graph import component
+from drawloom.graph.testing import BrokenContract, check_port
+
+
+@component(reads=("loss",), writes=("doubled",))
+class Doubles:
+    """Reads and writes what it declares."""
+
+    def run_phase(self, step: Step) -> None:
+        """Write twice the loss."""
+        step.outputs["doubled"] = 2 * step.outputs["loss"]
+
+
+@component
+class ReadsInSecret:
+    """Reads a value without declaring it."""
+
+    def run_phase(self, step: Step) -> None:
+        """Read the loss."""
+        step.outputs["loss"]
+
+
+@component
+class WritesInSecret:
+    """Writes a value without declaring it."""
+
+    def run_phase(self, step: Step) -> None:
+        """Write a value."""
+        step.outputs["secret"] = 1
+
+
+@component
+class Skips:
+    """Changes the number of the step."""
+
+    def run_phase(self, step: Step) -> None:
+        """Go to the next step."""
+        step.index += 1
+
+
+class Wraps:
+    """A transform that hides a module in another."""
+
+    def transform(self, module: nn.Module) -> nn.Module:
+        """The module inside of another."""
+        return nn.Sequential(module)
+
+
+class Materializes:
+    """A transform that makes a module real."""
+
+    def transform(self, module: nn.Module) -> nn.Module:
+        """The module on the CPU."""
+        return module.to_empty(device="cpu")
+
+
+class Frozen:
+    """A transform as a plugin may write one."""
+
+    def transform(self, module: nn.Module) -> nn.Module:
+        """The module, frozen."""
+        return module.requires_grad_(False)
+
+
+class Aliases:
+    """A stager that says that it copies, and does not."""
+
+    copies = True
+    should_synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state itself."""
+        if any(isinstance(value, dict) and "lock" in value for value in state_dict.values()):
+            raise TypeError("a lock")
+        return state_dict
+
+    def synchronize_staging(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Peeks:
+    """A predictor whose logits depend on the tokens of a whole row."""
+
+    def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
+        """The sum of a row, and each token."""
+        return torch.stack([tokens.sum(1, keepdim=True).expand_as(tokens), tokens], -1).float()
+
+
+class NeverFinished:
+    """A task that does not know that it has run."""
+
+    def is_finished(self) -> bool:
+        """False."""
+        return False
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+
+class ForgetsSteps:
+    """A checkpointer that always begins at the start."""
+
+    def restore(self) -> int:
+        """Nothing."""
+        return 0
+
+    def save(self, step: Step) -> None:
+        """Do nothing."""
+
+    def staged(self) -> None:
+        """Do nothing."""
+
+
+class OneThread:
+    """A log that only the thread that made it can flush."""
+
+    def __init__(self) -> None:
+        self.thread = threading.current_thread()
+
+    def flush(self) -> None:
+        """Refuse other threads."""
+        if threading.current_thread() is not self.thread:
+            raise RuntimeError("another thread")
+
+
+BROKEN: list[tuple[Callable[[], Any], type, str]] = [
+    (ReadsInSecret, Phase, "reads 'loss' without declaring it"),
+    (WritesInSecret, Phase, "writes secret without declaring it"),
+    (Skips, Phase, "changes the index"),
+    (Wraps, Transform, "called otherwise"),
+    (Materializes, Transform, "made real"),
+    (Aliases, Stager, "after a change of the state"),
+    (Peeks, Predictor, "a later token changes"),
+    (NeverFinished, FinalTask, "has run and is not finished"),
+    (ForgetsSteps, Restorer, "step 1 was saved, and step 0 is restored"),
+    (OneThread, Durable, "in another thread"),
+]
+
+
+@pytest.mark.parametrize(("implementation", "port", "message"), BROKEN, ids=lambda item: getattr(item, "__name__", ""))
+def test_a_broken_implementation_is_refused(implementation: Callable[[], Any], port: type, message: str) -> None:
+    """An implementation with one fault fails the property that states it."""
+    with pytest.raises(BrokenContract, match=message):
+        check_port(implementation, port)
+
+
+@pytest.mark.parametrize(("implementation", "port"), [(Doubles, Phase), (Frozen, Transform)])
+def test_a_plain_implementation_passes(implementation: Callable[[], Any], port: type) -> None:
+    """An implementation as a plugin may write it keeps the contract."""
+    check_port(implementation, port)

@@ -1,0 +1,128 @@
+"""Every setting of every component has an effect: each is changed, and what the component does is compared."""
+
+import json
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from tokenizers import Tokenizer as HuggingFace
+from tokenizers import models, pre_tokenizers, trainers
+
+from drawloom.components.pipeline.program.notation import write_csv
+from drawloom.graph.problems import Problem, RecipeError, UserError
+from drawloom.graph.registry.registry import Registry
+from drawloom.graph.testing import Recipe, build
+from support import observers as parts
+from support import observers_of_runs as runs
+from support.qwen3 import SIZES, SPARSE_SIZES
+from support.setting_changes import ROWS, UNOBSERVED, Change, Observer
+
+REGISTRY = Registry.of("drawloom.components")
+
+
+def settings() -> Iterator[tuple[str, str]]:
+    """Each setting of each component, and each key of those that are tables."""
+    for use in REGISTRY.names():
+        spec = REGISTRY.find(use)
+        assert not isinstance(spec, Problem), spec
+        for field in (field for field in spec.fields.values() if field.kind == "setting"):
+            yield use, field.name
+            yield from ((use, f"{field.name}.{key}") for key in _keys(field.type))
+
+
+def _keys(kind: Any) -> list[str]:
+    """The keys of a table, or of the tables of a list."""
+    own = [field.name for field in attrs.fields(kind)] if attrs.has(kind) else []
+    return own + [key for part in typing.get_args(kind) for key in _keys(part)]
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that settings name."""
+    folder = tmp_path_factory.mktemp("samples")
+    (folder / "texts").mkdir()
+    for number in range(20):
+        (folder / "texts" / f"{number}.txt").write_text(f"text {number}", "utf-8")
+    (folder / "latin.txt").write_bytes(b"na\xefve")
+    for name in ("one", "other"):
+        lines = [json.dumps({"text": f"{name} {number}", "other": f"else {number}"}) for number in range(20)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines), "utf-8")
+        _write_tokenizer(folder / f"{name}_tokenizer.json", "the quick fox" if name == "one" else "thequick")
+        schedule = build("pipeline.schedules.gpipe" if name == "one" else "pipeline.schedules.one_f_one_b")
+        (folder / f"{name}.csv").write_text(write_csv(schedule.program(4, 8)))
+        for sizes, use, suffix in ((SIZES, "dense", ""), (SPARSE_SIZES, "moe", "_moe")):
+            config = parts.config_of(
+                f"model.qwen3.{use}", sizes | ({"hidden_size": 32} if name == "other" else {}), folder
+            )
+            (folder / f"{name}{suffix}.json").write_text(json.dumps(config))
+    run = {"name": "small", "folder": str(folder / "run"), "seed": 5}
+    with Recipe.load("first_run").with_values({"model": runs.TINY, "run": run}).open(only="export") as objects:
+        objects["export"].finish()
+    (folder / "run" / "export").rename(folder / "exported")
+    return folder
+
+
+def _write_tokenizer(path: Path, text: str) -> None:
+    made = HuggingFace(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator([text] * 9, trainers.BpeTrainer(special_tokens=["<a>", "<b>"], initial_alphabet=alphabet))
+    made.save(str(path))
+
+
+@attrs.frozen
+class Refusal:
+    """The message with which values are refused."""
+
+    text: str
+
+
+def observed(observer: Observer, use: str, values: dict[str, Any], place: Path) -> Any:
+    """An observation in a new folder."""
+    place.mkdir()
+    try:
+        return observer(use, values, place)
+    except (RecipeError, UserError) as error:
+        return Refusal(str(error))
+
+
+_before: dict[str, Any] = {}
+"""Observations of components as they are before a change, which many settings share."""
+
+
+def _observed_before(observer: Observer, use: str, given: dict[str, Any], folder: Path) -> Any:
+    key = f"{observer.__name__} {use} {given}"
+    if key not in _before:
+        before = observed(observer, use, given, folder / "before")
+        assert not isinstance(before, Refusal), before
+        # What differs by itself would differ after any change.
+        assert before == observed(observer, use, given, folder / "again"), "two observations of the same are different"
+        _before[key] = before
+    return _before[key]
+
+
+@pytest.mark.parametrize(("use", "name"), sorted(set(settings()) - UNOBSERVED.keys()))
+def test_a_changed_setting_has_an_effect(
+    use: str, name: str, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another value of one setting, what the component does or says is another."""
+    assert use in ROWS and name in ROWS[use].changes, f"write in ROWS how a change of {name!r} of {use!r} is observed"
+    monkeypatch.chdir(samples)
+    row = ROWS[use]
+    change = row.changes[name] if isinstance(row.changes[name], Change) else Change(row.changes[name])
+    given = {key: value for key, value in (row.base | change.given).items() if value is not None}
+    observer = change.observer or row.observer
+    before = _observed_before(observer, use, given, tmp_path)
+    after = observed(observer, use, given | {name.partition(".")[0]: change.value}, tmp_path / "after")
+    assert before != after, f"{name} = {change.value!r} in {use!r} changes nothing"
+    assert isinstance(after, Refusal) == change.refused, after
+
+
+def test_the_tables_name_no_others() -> None:
+    """No row is left over when a component or a setting is gone, and each exception has a reason."""
+    named = {(use, name) for use, row in ROWS.items() for name in row.changes}
+    assert named | UNOBSERVED.keys() == set(settings()) and not named & UNOBSERVED.keys()
+    assert all(len(reason) > 20 for reason in UNOBSERVED.values())

@@ -1,0 +1,290 @@
+"""What a component does with its settings, as a value to compare: programs, weights, losses, rows, files, messages."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.data import loader as loading
+from drawloom.components.data.bytes import Bytes
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.kernels.auto import AutoKernels
+from drawloom.components.kernels.choosing import OPERATIONS
+from drawloom.components.pipeline.program.notation import write_csv
+from drawloom.components.ports.data import Batch, Corpus, PackedDataset
+from drawloom.components.ports.distributed import Device
+from drawloom.components.ports.model import BatchContext, Head, LayerRange
+from drawloom.components.ports.run import Batching, RunInfo, Step
+from drawloom.graph import UserError
+from drawloom.graph.testing import build, fake
+from support.checkpoints import SingleRankMesh
+from support.losses import sample
+from support.metrics import measured, step_of
+from support.qwen3 import cpu_kernels
+
+Values = Mapping[str, Any]
+JOB = {"name": "test", "seed": 7, "path": Path("runs/test")}
+
+
+def program(use: str, values: Values, _place: Path) -> Any:
+    """The program of a schedule for 4 ranks and 8 microbatches."""
+    return write_csv(build(use, **values).program(4, 8))
+
+
+def model_of(use: str, values: Values, _place: Path) -> Any:
+    """Shapes of parameters, logits, and gradients, among which the router's show its auxiliary loss."""
+    model = build(use, kernels=cpu_kernels(), **values)
+    module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
+    for name, parameter in module.named_parameters():
+        model.initialise(name, parameter.data, 1)
+    tokens = torch.arange(40).reshape(2, 20) % 29
+    shared = BatchContext(torch.arange(20).repeat(2, 1), torch.zeros_like(tokens), torch.ones(2, 20))
+
+    def finish(hidden: Tensor, head: Head) -> Tensor:
+        return head.logits(hidden)
+
+    logits = module(tokens, shared, finish)
+    logits.sin().sum().backward()
+    sums = {name: (tuple(p.shape), _number(p.grad)) for name, p in module.named_parameters()}
+    return sums, logits.tolist()
+
+
+def _number(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None else float(tensor.double().abs().sum())
+
+
+def config_of(use: str, values: Values, _place: Path) -> Any:
+    """The `config.json` that an export has."""
+    return build(use, kernels=cpu_kernels(), **values).hugging_face_config()
+
+
+def chosen_kernels(use: str, values: Values, _place: Path) -> Any:
+    """The implementation of each operation, or why it can't run; on a CPU those of `auto` are eager, for a reason."""
+    kernels: AutoKernels = build(use, device=ComputeDevice(kind="cpu"), **values)
+    try:
+        return {operation: kernels.chosen(operation) for operation in OPERATIONS}
+    except UserError as error:
+        return str(error)  # without Triton's interpreter
+
+
+def filter_of(use: str, values: Values, _place: Path) -> Any:
+    """The options that a loss over the vocabulary is called with."""
+    calls: list[Any] = []
+
+    def load(operation: str, implementation: str) -> Any:
+        def record(*args: Any) -> Any:
+            calls.append(args[3])
+            return args[:2]
+
+        return record
+
+    with mock.patch("drawloom.components.kernels.auto.load", load):
+        x = torch.zeros(2, 2)
+        build(use, device=ComputeDevice(kind="cpu"), **values).linear_cross_entropy(x, x, x[0].long())
+    return calls
+
+
+@attrs.frozen
+class _Held:
+    """A matrix and a vector with gradients."""
+
+    dtype: torch.dtype = torch.float32
+    matrix: nn.Parameter = attrs.field(init=False)
+    vector: nn.Parameter = attrs.field(init=False)
+
+    @matrix.default
+    def _matrix(self) -> nn.Parameter:
+        return nn.Parameter(torch.ones(4, 4, dtype=self.dtype))
+
+    @vector.default
+    def _vector(self) -> nn.Parameter:
+        return nn.Parameter(torch.ones(4, dtype=self.dtype))
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return [("layers.0.weight", self.matrix), ("layers.0.norm", self.vector)]
+
+    def counted(self) -> list[tuple[str, nn.Parameter]]:
+        return self.named()
+
+    def sum_shared(self) -> None: ...
+
+    def differentiate(self, factor: float) -> None:
+        """Gradients of different sizes."""
+        for _, parameter in self.named():
+            numbers = torch.arange(1, parameter.numel() + 1).reshape(parameter.shape)
+            parameter.grad = (factor * numbers).to(self.dtype)
+
+
+def weights_after_steps(use: str, values: Values, _place: Path) -> Any:
+    """The weights after three steps of an optimizer, and its state."""
+    held = _Held(torch.bfloat16 if "stochastic" in use else torch.float32)
+    edges: dict[str, Any] = {"parameters": held}
+    if "stochastic" in use:
+        edges |= {"job": fake(RunInfo, **JOB), "device": fake(Device, device=torch.device("cpu"), backend="gloo")}
+    optimizer = build(use, **edges, **values)
+    optimizer.open()
+    for index in (1, 2, 3):
+        held.differentiate(1e-4 * index * (-1) ** index)
+        optimizer.run_phase(Step(index, 3, outputs={"lr_factor": 1.0}))
+    return [parameter.tolist() for _, parameter in held.named()], str(optimizer.state_dict())
+
+
+def clipped(use: str, values: Values, _place: Path) -> Any:
+    """Gradients after clipping."""
+    held = _Held()
+    held.differentiate(1.0)
+    build(use, parameters=held, **values).run_phase(Step(1, 1, outputs={"grad_norm": 40.0}))
+    return [parameter.grad.tolist() for _, parameter in held.named() if parameter.grad is not None]
+
+
+@attrs.define
+class _Recorder:
+    """A group of two ranks that records what is summed."""
+
+    rank = 0
+    size = 2
+    summed: list[Any] = attrs.field(factory=list)
+
+    def sum(self, tensor: Tensor) -> None:
+        self.summed.append((tensor.dtype, tensor.numel()))
+
+    def max(self, tensor: Tensor) -> None: ...
+
+    def gather_json(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+def sums_over_ranks(use: str, values: Values, _place: Path) -> Any:
+    """The dtypes and sizes of the tensors that two replicas sum."""
+    own = {} if use == "gradients.synchronize" else values
+    precision = build("distributed.precision", **own)
+    group, held = _Recorder(), _Held()
+    held.differentiate(1.0)
+    edges = {
+        "parameters": held,
+        "mesh": SingleRankMesh(replicas=group),
+        "precision": precision,
+        "reduce": build("distributed.sum_over_shards", mesh=SingleRankMesh()),
+    }
+    synchronize = build("gradients.synchronize", **edges, **(values if not own else {}))
+    synchronize.run_phase(step_of([1.0], [1.0]))
+    return group.summed
+
+
+def loss_of(use: str, values: Values, _place: Path) -> Any:
+    """The loss and its named sums."""
+    given = sample()
+    total, weight, sums = build(use, **values).loss(given.hidden, given.head(), given.batch)
+    return total.item(), weight.item(), {name: each.item() for name, each in sums.items()}
+
+
+def measured_by(use: str, values: Values, _place: Path) -> Any:
+    """The values of a metric over three microbatches, and its accumulators."""
+    edges: Values = {"members": [build("metrics.mean", of="loss")]} if use == "metrics.group" else {}
+    metric = build(use, **edges, **values)
+    sums = {"cross_entropy": [2.0, 5.0, 9.0], "accuracy": [1.0, 1.0, 0.0]}
+    return measured(metric, step_of([2.0, 6.0, 9.0], [1.0, 2.0, 5.0], sums)), str(metric.accumulators)
+
+
+def documents(use: str, values: Values, _place: Path) -> Any:
+    """The first documents of each split; those of a corpus are in the current directory."""
+    corpus = build(use, **values)
+    return [list(islice(corpus.documents(split), 3)) for split in ("train", "validation")]
+
+
+def tokens_of(use: str, values: Values, _place: Path) -> Any:
+    """The ids of a text, and of its end."""
+    tokenizer = build(use, **values)
+    tokenizer.open()
+    return tokenizer.encode("the quick fox").tolist(), tokenizer.eos_id
+
+
+def packed_rows(use: str, values: Values, _place: Path) -> Any:
+    """The tokens of all rows."""
+    corpus = fake(Corpus, documents=lambda split: iter(["some text", "and more"]))
+    packing = build(use, corpus=corpus, tokenizer=Bytes(), job=fake(RunInfo, **JOB), **values)
+    packing.open()
+    return packing.batch("train", range(packing.count("train"))).tokens.tolist()
+
+
+def _numbers(_split: str, indices: Any) -> Batch:
+    rows = torch.tensor(list(indices))[:, None]
+    return Batch(*(rows for _ in attrs.fields(Batch)))
+
+
+def _rows() -> Any:
+    return fake(PackedDataset, count=lambda split: 50, batch=_numbers, length=1)
+
+
+def _batching() -> Any:
+    positions = {"positions": lambda step: [[2 * step, 2 * step + 1]]}
+    return fake(Batching, global_size=2, micro_size=2, dp_size=1, dp_rank=0, microbatches=1, **positions)
+
+
+def loaded(use: str, values: Values, _place: Path) -> Any:
+    """The first microbatches, and what workers are asked for, if there are any."""
+    asked: list[Any] = []
+
+    class Workers:
+        """Workers that are no processes."""
+
+        def __init__(self, *args: Any) -> None:
+            asked.append(args[1:])
+
+        def batches(self, wanted: Iterator[Any], ahead: int, timeout: float) -> Iterator[Batch]:
+            asked.append((ahead, timeout))
+            return (_numbers("train", indices) for indices in wanted)
+
+        def close(self) -> None: ...
+
+    with mock.patch.object(loading, "Workers", Workers):
+        edges = {"rows": _rows(), "batching": _batching(), "job": fake(RunInfo, **JOB), "mesh": SingleRankMesh()}
+        loader = build(use, **edges, **values)
+        loader.open()
+        found = [batch.tokens.tolist() for _ in range(3) for batch in loader.next_step()]
+    return found, asked
+
+
+def validated(use: str, values: Values, _place: Path) -> Any:
+    """The rows of an evaluation."""
+    validation = build(use, rows=_rows(), batching=_batching(), **values)
+    return [batch.tokens.tolist() for batch in validation.batches()]
+
+
+def rows_of_steps(use: str, values: Values, _place: Path) -> Any:
+    """The positions of two steps."""
+    batching = build(use, mesh=SingleRankMesh(), **values)
+    return [batching.positions(step) for step in (1, 2)]
+
+
+def lr_factors(use: str, values: Values, _place: Path) -> Any:
+    """The factors of ten steps."""
+    phase, steps = build(use, **values), [Step(index, 10) for index in range(1, 11)]
+    for step in steps:
+        phase.run_phase(step)
+    return [step.outputs["lr_factor"] for step in steps]
+
+
+@contextmanager
+def messages(name: str) -> Iterator[list[str]]:
+    """What is logged, as text."""
+    found: list[str] = []
+
+    class Collects(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger, handler = logging.getLogger(name), Collects()
+    with ExitStack() as stack:
+        stack.callback(logger.setLevel, logger.level)
+        stack.callback(logger.removeHandler, handler)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        yield found

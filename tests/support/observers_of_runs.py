@@ -1,0 +1,272 @@
+"""What components of a run do with their settings, as a value to compare; beside `observers`."""
+
+import gc
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from drawloom.components.checkpoint import commit
+from drawloom.components.data.bytes import Bytes
+from drawloom.components.distributed import processes as joining
+from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.torchrun import Launch
+from drawloom.components.ports.data import ValidationData
+from drawloom.components.ports.distributed import Device, Processes, Timed
+from drawloom.components.ports.pipeline import Executor, Losses, Predictor
+from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
+from drawloom.components.trackers import aim
+from drawloom.graph import UserError
+from drawloom.graph.testing import Recipe, build, fake
+from support.checkpoints import SingleRankMesh, StateNode, checkpointer
+from support.observers import JOB, Values, messages
+
+TINY: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 32,
+}
+
+
+@contextmanager
+def opened(node: Any) -> Iterator[Any]:
+    """A component that is open."""
+    node.open()
+    try:
+        yield node
+    finally:
+        node.close()
+
+
+def _recipe(place: Path, **values: Any) -> Recipe:
+    run = {"name": "small", "folder": str(place / "run")}
+    return Recipe.load("first_run").with_values({"model": TINY, "run": run, **values})
+
+
+def stages_of(use: str, values: Values, place: Path) -> Any:
+    """The layers of both stages of a rank, and the dtypes and values of what is kept and of what is computed with."""
+    node = "stages" if use == "pipeline.stages" else "precision"
+    schedule = {"use": "pipeline.schedules.zero_bubble_v"}
+    with _recipe(place, **{node: dict(values)}, schedule=schedule).open(only="stages") as objects:
+        found = []
+        for stage in objects["stages"].local:
+            used = dict(stage.module.named_parameters())
+            for name, kept in stage.named_parameters():
+                dtypes = kept.dtype, kept.grad_dtype, used[name].dtype, used[name].grad_dtype
+                found.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
+        return found
+
+
+def exported(use: str, values: Values, place: Path) -> Any:
+    """The files of an export, with their sizes."""
+    with _recipe(place, export=dict(values)).open(only="export") as objects:
+        objects["export"].finish()
+    return sorted((path.name, path.stat().st_size) for path in (place / "run" / "export").iterdir())
+
+
+def sizes_of_mesh(use: str, values: Values, _place: Path) -> Any:
+    """The sizes of the dimensions over 4 ranks."""
+    world = {"rank": 0, "world_size": 4, "group": lambda name, sets: SingleProcess()}
+    mesh = build(use, processes=fake(Processes, **world), **values)
+    mesh.open()
+    return {name: mesh.size(name) for name in ("pipeline", "data_replicate", "data_shard", "context", "tensor")}
+
+
+def device_of(use: str, values: Values, _place: Path) -> Any:
+    """The device, the backend, and the threads of torch while it is open."""
+    before = torch.get_num_threads()
+    device = build(use, **values)
+    if device.device.type != "cpu" or device.backend != "gloo":
+        return device.device, device.backend  # to open these takes a GPU
+    with opened(device):
+        return device.device, device.backend, torch.get_num_threads() - before
+
+
+def joined(use: str, values: Values, _place: Path) -> Any:
+    """The timeout with which a process joins the process group."""
+
+    given: list[float] = []
+
+    def join(backend: str, timeout: Any, device_id: Any) -> None:
+        given.append(timeout.total_seconds())
+        raise RuntimeError("no other process")
+
+    launch = Launch(rank=0, world_size=2)
+    node = build(use, device=fake(Device, device=torch.device("cpu"), backend="gloo"), **values)
+    with (
+        mock.patch.object(joining, "read_launch", lambda: launch),
+        mock.patch("torch.distributed.init_process_group", join),
+        suppress(UserError),
+    ):
+        node.open()
+    return given
+
+
+def randomness_of(use: str, values: Values, _place: Path) -> Any:
+    """The run folder, numbers of a stream, and whether torch is deterministic while it is open."""
+    of_job = use == "run.job"
+    job = build(use, **values) if of_job else fake(RunInfo, **JOB)
+    node = build("run.randomness", job=job, mesh=SingleRankMesh(), **({} if of_job else values))
+    with opened(node):
+        numbers = torch.rand(3, generator=node.stream("a")).tolist()
+        return job.name, job.path, numbers, torch.are_deterministic_algorithms_enabled()
+
+
+def stops(use: str, values: Values, _place: Path) -> Any:
+    """The signals that are handled, and whether the process ends within 0.3 seconds of one."""
+    codes: list[int] = []
+    node = build(use, mesh=SingleRankMesh(), **values)
+    node.exit = codes.append
+    with messages("drawloom.run"), mock.patch("os.write"), opened(node):
+        handled = [name for name in ("SIGINT", "SIGTERM", "SIGUSR1") if _is_handled(getattr(signal, name), node)]
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+    return handled, codes
+
+
+def _is_handled(number: int, node: Any) -> bool:
+    return getattr(signal.getsignal(number), "__self__", None) is node
+
+
+def trained_steps(use: str, values: Values, _place: Path) -> Any:
+    """The steps that are run, all of which are skipped, and how it ends."""
+    steps: list[int] = []
+
+    def skip(step: Step) -> None:
+        step.skip_reason = "a test"
+        steps.append(step.index)
+
+    edges = {"phases": [fake(Phase, run_phase=skip)], "events": fake(Events), "stop": fake(Stop)}
+    trainer = build(use, randomness=fake(Randomness), **edges, **values)
+    try:
+        trainer.run()
+    except UserError as error:
+        return steps, str(error)
+    return steps, ""
+
+
+def steps_of_phase(use: str, values: Values, _place: Path) -> Any:
+    """The steps at which a phase does what it is for: an evaluation, a collection, a line in the log."""
+    one = torch.ones((), dtype=torch.float64)
+    edges: dict[str, Any] = {
+        "phases.evaluate": {"data": fake(ValidationData), "executor": fake(Executor, evaluate=Losses(one, one))},
+        "phases.report": {"device": fake(Device, device=torch.device("cpu"))},
+    }.get(use, {})
+    if use != "phases.garbage_collection":
+        edges["mesh"] = SingleRankMesh()
+    phase, found = build(use, **edges, **values), []
+    with messages("drawloom.run") as logged, mock.patch.object(gc, "collect", lambda *_: logged.append("collected")):
+        for index in range(1, 7):
+            step = Step(index, 6, outputs={"loss": 1.0})
+            phase.run_phase(step)
+            found.append((len(logged), "validation_loss" in step.outputs))
+    return found
+
+
+def checkpoints_of(use: str, values: Values, place: Path) -> Any:
+    """The checkpoints that are there after each of 6 steps, whose losses go up and down."""
+    node, found = checkpointer(place, {"memory": StateNode({"step": 1})}, **values), []
+    for index, loss in enumerate((3.0, 9.0, 1.0, 7.0, 5.0, 4.0), 1):
+        node.run_phase(Step(index, 7, outputs={"loss": loss}))
+        found.append(sorted(path.name for path in (place / "checkpoints").iterdir()))
+    node.close()
+    return found
+
+
+def failed_saves(use: str, values: Values, place: Path) -> Any:
+    """How many saves fail before the run stops."""
+    node, count = checkpointer(place, {"memory": StateNode({"step": 1})}, every=1, **values), 0
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with mock.patch.object(commit, "begin", fail, create=False), messages("drawloom.checkpoint"):
+        try:
+            for index in range(1, 9):
+                node.run_phase(Step(index, 9))
+                count = index
+        except UserError:
+            pass
+    node.close()
+    return count
+
+
+def staged(use: str, values: Values, _place: Path) -> Any:
+    """How many buffers are kept for the next copy, and what becomes of a value of an unknown type."""
+    module = __import__(build(use).__class__.__module__, fromlist=["Pool"])
+    stager, kept = build(use, **values), []
+    pool = module.Pool
+
+    def recorded(**options: Any) -> Any:
+        kept.append(options)
+        return pool(**options)
+
+    with mock.patch.object(module, "Pool", recorded):
+        try:
+            stager.stage({"a": torch.zeros(2), "b": {"c": Path("a")}})
+            stager.synchronize_staging()
+            copied = "copied"
+        except TypeError as error:
+            copied = str(error)
+        stager.close()
+    return kept, copied
+
+
+def sampled(use: str, values: Values, place: Path) -> Any:
+    """The text that is written, from logits that depend on all tokens that the model sees."""
+
+    def infer(tokens: Tensor, shared: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(int((tokens * torch.arange(1, tokens.shape[1] + 1)).sum()))
+        return 4 * torch.randn(*tokens.shape, 257, generator=generator)
+
+    edges = {
+        "model": fake(Predictor, infer=infer),
+        "tokenizer": Bytes(),
+        "folder": fake(RunFolder, folder=place),
+        "randomness": fake(Randomness, stream=lambda *_: torch.Generator().manual_seed(1)),
+        "mesh": SingleRankMesh(),
+    }
+    with messages("drawloom.run"):
+        build(use, **edges, **values).finish()
+    return (place / "sample.txt").read_text("utf-8")
+
+
+def levels_of_logging(use: str, values: Values, place: Path) -> Any:
+    """The levels of the handlers that are installed."""
+    before = list(logging.getLogger("drawloom").handlers)
+    with opened(build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), **values)):
+        return [handler.level for handler in logging.getLogger("drawloom").handlers if handler not in before]
+
+
+def events_of_run(use: str, values: Values, place: Path) -> Any:
+    """The calls of timeouts in a run of two steps, and the files that are written."""
+    timed = fake(Timed)
+    edges = {"processes": timed} if use == "listeners.timeouts" else {}
+    node = build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), **edges, **values)
+    node.on_event(Event("run_started"))
+    for index in (1, 2):
+        step = Step(index, 2)
+        for kind in ("step_started", "saving_started", "saving_ended", "step_ended"):
+            node.on_event(Event(kind, step))
+    node.on_event(Event("run_ended"))
+    return [call.arguments for call in timed.calls], sorted(path.name for path in place.rglob("*.gz"))
+
+
+def asked_of_aim(use: str, values: Values, place: Path) -> Any:
+    """The queue that is made, and for how long Aim is waited for."""
+    with mock.patch.multiple(aim, load_aim=mock.DEFAULT, AimRun=mock.DEFAULT, Background=mock.DEFAULT) as doubles:
+        edges = {"folder": fake(RunFolder, folder=place), "mesh": SingleRankMesh(), "job": fake(RunInfo, **JOB)}
+        with opened(build(use, **edges, **values)):
+            made = doubles["Background"]
+            return made.call_args.args[1], made.return_value.run.call_args.args[1]

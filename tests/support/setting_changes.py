@@ -1,0 +1,242 @@
+"""Another value of every setting of every component, and how its effect is observed; used by test_settings."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from drawloom.components.data.bytes import Bytes
+from support import observers as parts
+from support import observers_of_runs as runs
+from support.qwen3 import SIZES, SPARSE_SIZES
+
+Observer = Callable[[str, Any, Path], Any]
+
+
+@attrs.frozen
+class Change:
+    """
+    Another value of a setting.
+
+    `given` is set before and after; None there leaves a value of the row out. `refused` says that the other value's
+    effect is a message, since it takes several ranks or a GPU.
+    """
+
+    value: Any
+    given: dict[str, Any] = attrs.field(factory=dict)
+    observer: Observer | None = None
+    refused: bool = False
+
+
+@attrs.frozen
+class Row:
+    """How a component is observed, what it is given before and after, and each setting's other value."""
+
+    observer: Observer
+    base: dict[str, Any]
+    changes: dict[str, Any]
+
+
+MESH = ("data_replicate", "data_shard", "context", "tensor", "expert")
+INVALID_BYTES = Change("refuse", {"paths": ["latin.txt"], "invalid_bytes": "replace"}, refused=True)
+STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
+EVERY = {"every": 2}
+SPLIT = {"validation_fraction": 0.9}
+BETAS = {"lr": 0.02, "betas": [0.5, 0.6], "eps": 0.5, "weight_decay": 0.5}
+NO_SIZES: dict[str, Any] = dict.fromkeys(SPARSE_SIZES)
+# With this base and length, pairs of channels are on either side of the bounds and between them.
+BOUNDS = {"rope_theta": 10.0, "original_max_position_embeddings": 128}
+YARN = {"rope_type": "yarn", "factor": 4.0, **BOUNDS, "beta_fast": 8.0, "beta_slow": 4.0}
+MODEL: dict[str, Any] = {
+    "config": Change("other.json", NO_SIZES | {"config": "one.json"}),
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "intermediate_size": 48,
+    "vocab_size": 31,
+    "vocabulary_multiple": Change(64, {"vocab_size": None, "tokenizer": Bytes()}),
+    "tie_word_embeddings": True,
+    "max_position_embeddings": Change(64, observer=parts.config_of),
+    "rope_theta": 10.0,
+    "rope_scaling": YARN,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10.0},
+    "rms_norm_eps": 0.5,
+    "initializer_range": 0.5,
+}
+LLAMA = {"rope_type": "llama3", "factor": 4.0, **BOUNDS, "original_max_position_embeddings": 32}
+POLYNOMIAL = [{"to": 1.0, "curve": "polynomial"}]
+ROPE = {
+    "rope_type": (YARN, {"rope_type": "linear", "factor": 4.0}),
+    "rope_theta": (YARN, YARN | {"rope_theta": 100.0}),
+    "factor": (YARN, YARN | {"factor": 8.0}),
+    "original_max_position_embeddings": (YARN, YARN | {"original_max_position_embeddings": 32}),
+    "beta_fast": (YARN, YARN | {"beta_fast": 15.0}),
+    "beta_slow": (YARN, YARN | {"beta_slow": 2.0}),
+    "truncate": (YARN, YARN | {"truncate": False}),
+    "attention_factor": (YARN, YARN | {"attention_factor": 3.0}),
+    "low_freq_factor": (LLAMA, LLAMA | {"low_freq_factor": 0.2}),
+    "high_freq_factor": (LLAMA, LLAMA | {"high_freq_factor": 40.0}),
+}
+MODEL |= {
+    f"{name}.{key}": Change(after, {name: before})
+    for name in ("rope_scaling", "rope_parameters")
+    for key, (before, after) in ROPE.items()
+}
+EXPERTS = {
+    "intermediate_size": Change(48, {"mlp_only_layers": [0]}),
+    "config": Change("other_moe.json", NO_SIZES | {"config": "one_moe.json"}),
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [1],
+    "router_aux_loss_coef": 0.5,
+}
+TRITON = (
+    "rms_norm",
+    "add_rms_norm",
+    "swiglu",
+    "swiglu_halves",
+    "rope",
+    "qk_norm_rope",
+    "linear_cross_entropy",
+    "moe_routes",
+    "moe_permute",
+    "moe_unpermute",
+    "grouped_gemm",
+)
+
+ROWS: dict[str, Row] = {
+    "checkpoint.checkpointer": Row(
+        runs.checkpoints_of,
+        {"every": 1, "keep": 2},
+        {
+            "every": 3,
+            "keep": 4,
+            "keep_every": 2,
+            "best": "loss",
+            "best_is": Change("highest", {"best": "loss"}),
+            "failures": Change(5, {"every": None, "keep": None}, runs.failed_saves),
+        },
+    ),
+    "checkpoint.staging.blocking": Row(runs.staged, {}, {"keep": False, "type_check": False}),
+    "checkpoint.staging.overlapped": Row(runs.staged, {}, {"keep": False, "type_check": False}),
+    "data.hugging_face_tokenizer": Row(
+        parts.tokens_of,
+        {"path": "one_tokenizer.json", "end_token": "<a>"},
+        {"path": "other_tokenizer.json"} | {"end_token": "<b>"},
+    ),
+    "data.jsonl": Row(parts.documents, {"paths": ["one.jsonl"]}, SPLIT | {"paths": ["*.jsonl"], "field": "other"}),
+    "data.loader": Row(
+        parts.loaded,
+        {"workers": 1},
+        {"workers": 2, "prefetch": 3, "timeout": 7.0, "shuffle": False},
+    ),
+    "data.packing": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
+    "data.standard_library": Row(parts.documents, {}, SPLIT),
+    "data.text_files": Row(
+        parts.documents,
+        {"paths": ["texts/*.txt"]},
+        SPLIT | {"paths": ["texts/1*.txt"], "invalid_bytes": INVALID_BYTES},
+    ),
+    "data.validation": Row(parts.validated, {}, {"rows_used": 3}),
+    "distributed.device": Row(
+        runs.device_of, {"kind": "cpu"}, {"kind": "cuda", "threads": 3, "backend": Change("nccl", refused=True)}
+    ),
+    "distributed.mesh": Row(
+        runs.sizes_of_mesh,
+        {},
+        # Two replicas are not four ranks, and the other dimensions are not built yet.
+        {"pipeline": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
+    ),
+    "distributed.precision": Row(
+        runs.stages_of,
+        {},
+        {
+            "parameter": "bfloat16",
+            "compute": "bfloat16",
+            "gradient": Change("float32", {"compute": "bfloat16", "parameter": "bfloat16"}),
+            "reduce": Change("float64", observer=parts.sums_over_ranks),
+            "uncast": Change(["*norm.weight"], {"compute": "bfloat16"}),
+        },
+    ),
+    "distributed.processes": Row(runs.joined, {}, {"timeout": 7.0}),
+    "export.hugging_face": Row(runs.exported, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
+    "gradients.clip_norm": Row(parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0}),
+    "gradients.clip_value": Row(parts.clipped, {"max_value": 1.0}, {"max_value": 2.0}),
+    "gradients.synchronize": Row(parts.sums_over_ranks, {}, {"bucket_bytes": 4}),
+    "kernels.auto": Row(
+        parts.chosen_kernels,
+        {},
+        dict.fromkeys(TRITON, "triton")
+        | {"attention": "flex"}
+        | {"filter_eps": Change(0.5, {"linear_cross_entropy": "cut"}, parts.filter_of)},
+    ),
+    "learning_rate.piecewise": Row(
+        parts.lr_factors,
+        {"phases": [{"to": 1.0}]},
+        {
+            "start": 0.5,
+            "phases": [{"to": 2.0}],
+            "phases.to": [{"to": 2.0}],
+            "phases.curve": [{"to": 1.0, "curve": "cosine"}],
+            "phases.steps": [{"to": 1.0, "steps": 3}],
+            "phases.until_percent": [{"to": 1.0, "until_percent": 50.0}],
+            "phases.power": Change([POLYNOMIAL[0] | {"power": 3.0}], {"phases": POLYNOMIAL}),
+        },
+    ),
+    "listeners.logging": Row(runs.levels_of_logging, {}, {"level": "error"}),
+    "listeners.profiler": Row(runs.events_of_run, {"steps": [1]}, {"steps": [2]}),
+    "listeners.timeouts": Row(runs.events_of_run, {}, {"first_step": 7.0, "step": 7.0, "saving": 7.0}),
+    "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True}),
+    "metrics.group": Row(parts.measured_by, {}, {"prefix": "train/"}),
+    "metrics.mean": Row(parts.measured_by, {"of": "loss"}, {"of": "accuracy", "per": "microbatch", "name": "other"}),
+    "metrics.perplexity": Row(parts.measured_by, {}, {"of": "accuracy"}),
+    "metrics.spread": Row(
+        parts.measured_by,
+        {"quantiles": [0.5], "bins": 10},
+        {"of": "accuracy", "quantiles": [0.9], "low": 1.0, "high": 10.0, "bins": 7},
+    ),
+    "model.qwen3.dense": Row(parts.model_of, SIZES, MODEL),
+    "model.qwen3.moe": Row(parts.model_of, SPARSE_SIZES, MODEL | EXPERTS),
+    "optim.adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS),
+    "optim.sgd": Row(parts.weights_after_steps, {"lr": 0.01}, {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.5}),
+    "optim.stochastic_adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | {"state_dtype": "float32"}),
+    "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY),
+    "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY),
+    "phases.report": Row(runs.steps_of_phase, {}, EVERY),
+    "pipeline.from_csv": Row(parts.program, {"path": "one.csv"}, {"path": "other.csv"}),
+    "pipeline.schedules.circular": STAGES_PER_RANK,
+    "pipeline.schedules.greedy": Row(
+        parts.program,
+        {},
+        {"forward": 3.0, "backward_input": 3.0, "backward_weight": 3.0, "comm": 1.0, "memory": 3},
+    ),
+    "pipeline.schedules.interleaved_1f1b": STAGES_PER_RANK,
+    "pipeline.schedules.looped_bfs": STAGES_PER_RANK,
+    "pipeline.schedules.one_f_one_b": Row(parts.program, {}, {"hide_latency": True}),
+    "pipeline.schedules.zero_bubble_1p": STAGES_PER_RANK,
+    "pipeline.stages": Row(
+        runs.stages_of, {}, {"embedding_layer_cost": 2, "head_layer_cost": 2, "weights": "exported"}
+    ),
+    "run.batch": Row(parts.rows_of_steps, {"global_size": 8, "micro_size": 4}, {"global_size": 4, "micro_size": 2}),
+    "run.job": Row(runs.randomness_of, {"name": "one"}, {"name": "other", "folder": "elsewhere", "seed": 1}),
+    "run.randomness": Row(runs.randomness_of, {}, {"deterministic": True}),
+    "run.signals": Row(runs.stops, {}, {"grace": 0.05, "extra_signals": ["SIGUSR1"]}),
+    "run.trainer": Row(runs.trained_steps, {"steps": 3}, {"steps": 4, "max_skipped_steps": 2}),
+    "sampling.sample": Row(
+        runs.sampled,
+        {"prompt": "abc", "tokens": 20},
+        {"prompt": "xyz", "tokens": 10, "context": 2, "temperature": 0.1, "top_k": 2},
+    ),
+    "trackers.aim": Row(runs.asked_of_aim, {}, {"queue_size": 7, "timeout": 7.0}),
+}
+
+UNOBSERVED = {
+    ("optim.stochastic_adamw", "implementation"): "it is about speed: both give the same bits, as tests of kernels say",
+}
+"""Settings whose effect can't be observed on a CPU, and why."""
