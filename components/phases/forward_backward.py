@@ -10,9 +10,9 @@ from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
 
-@component(writes=("local_gradients", "losses"))
+@component(writes=("local_gradients", "losses", "batches"))
 class ForwardBackward:
-    """Accumulates the gradients of a step's microbatches, and writes this rank's `losses`."""
+    """Accumulates the gradients of a step's microbatches, and writes this rank's `losses` and `batches`."""
 
     data: TrainingData
     executor: Executor
@@ -30,4 +30,5 @@ class ForwardBackward:
         """Load the step's microbatches, and run the pipeline program on them."""
         microbatches = self.data.next_step()
         step.tokens = sum(batch.tokens.numel() for batch in microbatches)
+        step.outputs["batches"] = microbatches
         step.outputs["losses"] = self.executor.train(microbatches)

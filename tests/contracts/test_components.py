@@ -81,6 +81,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
             "moe_intermediate_size": 8,
         }
     },
+    "metrics.bits_per_byte": lambda folder: {"metrics": {"bits": {"use": "metrics.bits_per_byte"}}},
     "metrics.group": lambda folder: {"metrics": {"all": {"use": "metrics.group", "members": ["@metrics.learning"]}}},
     "metrics.layer_norms": lambda folder: {"metrics": {"layers": {"use": "metrics.layer_norms"}}},
     "metrics.mean": lambda folder: {"metrics": {"mean": {"use": "metrics.mean", "of": "loss"}}},
