@@ -81,6 +81,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
             "moe_intermediate_size": 8,
         }
     },
+    "metrics.activation_rms": lambda folder: {"metrics": {"activations": {"use": "metrics.activation_rms"}}},
     "metrics.bits_per_byte": lambda folder: {"metrics": {"bits": {"use": "metrics.bits_per_byte"}}},
     "metrics.group": lambda folder: {"metrics": {"all": {"use": "metrics.group", "members": ["@metrics.learning"]}}},
     "metrics.layer_norms": lambda folder: {"metrics": {"layers": {"use": "metrics.layer_norms"}}},

@@ -33,6 +33,9 @@ members = [
 [metrics.layers]
 use = "metrics.layer_norms"
 
+[metrics.activations]
+use = "metrics.activation_rms"
+
 [trainer]
 steps = 4
 on_finish = []
@@ -73,6 +76,7 @@ def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
         "train/loss_p50",
         "train/bits_per_byte",
         "grad_norm/0",
+        "activation_rms/1",
         "weight_norm/1",
     }
     assert names <= set(found["one"][0])
