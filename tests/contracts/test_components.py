@@ -82,6 +82,8 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         }
     },
     "metrics.activation_rms": lambda folder: {"metrics": {"activations": {"use": "metrics.activation_rms"}}},
+    "metrics.auroc": lambda folder: {"metrics": {"auroc": {"use": "metrics.auroc"}}},
+    "metrics.classification": lambda folder: {"metrics": {"f1": {"use": "metrics.classification", "classes": 3}}},
     "metrics.bits_per_byte": lambda folder: {"metrics": {"bits": {"use": "metrics.bits_per_byte"}}},
     "metrics.group": lambda folder: {"metrics": {"all": {"use": "metrics.group", "members": ["@metrics.learning"]}}},
     "metrics.layer_norms": lambda folder: {"metrics": {"layers": {"use": "metrics.layer_norms"}}},
