@@ -67,6 +67,16 @@ def ids_are_of_the_vocabulary(tokenizer: Tokenizer) -> None:
         expect(tokenizer.eos_id not in ids, f"{text!r} has eos_id among its ids")
 
 
+def ids_stand_for_all_bytes(tokenizer: Tokenizer) -> None:
+    """The bytes of a text's ids are those of the text; the end of a document has none."""
+    table = tokenizer.token_bytes()
+    expect(table.dtype == np.int64 and table.shape == (tokenizer.vocab_size,), f"{table.dtype} {table.shape} of bytes")
+    expect(table[tokenizer.eos_id] == 0, f"the end of a document has {table[tokenizer.eos_id]} bytes")
+    for text in TEXTS:
+        found, size = int(table[tokenizer.encode(text)].sum()), len(text.encode())
+        expect(found == size, f"{text!r} has {size} bytes, and its ids {found}")
+
+
 def two_agree(one: Tokenizer, other: Tokenizer) -> None:
     """Two tokenizers with the same settings give the same ids."""
     for text in TEXTS:

@@ -39,6 +39,10 @@ class Bytes:
         """The text of ids; invalid UTF-8 becomes U+FFFD, and ids that are not bytes are skipped."""
         return bytes(number for number in ids if 0 <= number < END).decode("utf-8", "replace")
 
+    def token_bytes(self) -> np.ndarray:
+        """1 for each byte, 0 for the end; int64 (257,)."""
+        return np.append(np.ones(END, np.int64), 0)
+
     def save(self, folder: Path) -> None:
         """
         Write `tokenizer.json` and `tokenizer_config.json` with which Hugging Face's libraries give the same ids.

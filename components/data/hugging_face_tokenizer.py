@@ -1,6 +1,7 @@
 """A trained tokenizer: a `tokenizer.json`, read by the package `tokenizers`."""
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from drawloom.graph import UserError, component, setting
 
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """Further files of a tokenizer that `transformers` reads from the same folder."""
+
+BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 @component(needs={"tokenizers": "drawloom[tokenizers]"})
@@ -56,6 +59,25 @@ class HuggingFaceTokenizer:
         """The text of ids; special tokens are skipped."""
         return str(self._tokenizer.decode([int(number) for number in ids], skip_special_tokens=True))
 
+    def token_bytes(self) -> np.ndarray:
+        """
+        How many bytes each id stands for, from the vocabulary: int64 (vocab_size,).
+
+        With a byte-level vocabulary a token has a byte for each character. In others a token is its own text: `<0x0A>`
+        is the one byte that a byte fallback writes so, and `▁` the space that SentencePiece writes so. Special tokens
+        and unused ids have none. What a normalizer or pre-tokenizer adds or drops, such as a space before the first
+        word, is counted as the ids have it.
+        """
+        table = np.zeros(self._vocab_size, np.int64)
+        added = self._tokenizer.get_added_tokens_decoder()
+        is_byte_level = _is_byte_level(self._tokenizer)
+        for token, number in self._tokenizer.get_vocab().items():
+            if number in added:
+                table[number] = 0 if added[number].special else len(added[number].content.encode())
+            else:
+                table[number] = len(token) if is_byte_level else len(_as_text(token).encode())
+        return table
+
     def save(self, folder: Path) -> None:
         """Copy the file and its companions that `transformers` reads."""
         shutil.copyfile(self.path, folder / "tokenizer.json")
@@ -81,6 +103,17 @@ def _read(path: Path) -> Any:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    """Whether tokens are written in GPT-2's alphabet of bytes; the decoder may be one of a sequence."""
+    parts = (tokenizer.decoder, tokenizer.pre_tokenizer)
+    return any(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
+
+
+def _as_text(token: str) -> str:
+    """The text of a token, with any one byte in place of one that a byte fallback stands for."""
+    return "?" if BYTE.fullmatch(token) else token.replace("▁", " ")
 
 
 def _package() -> Any:

@@ -15,6 +15,23 @@ def losses_of(step: Step) -> Losses | None:
 
 def total_of(losses: Losses, name: str) -> Tensor:
     """A named sum over this rank's microbatches, or `loss` itself: float64, 0-dimensional. UserError for others."""
+    found = _named(losses, name)
+    if found.ndim:
+        text = f"the loss's sum {name!r} is a tensor of shape {tuple(found.shape)}, and the metric is of one number"
+        raise UserError(f"{text}; write the name of another sum, or use another metric", exit_code=2)
+    return found
+
+
+def tensor_sum(losses: Losses, name: str, shape: tuple[int, ...], setting: str) -> Tensor:
+    """A named sum over this rank's microbatches, float64 of this shape; UserError, with the setting, for others."""
+    found = _named(losses, name)
+    if found.shape != shape:
+        text = f"the loss's sum {name!r} has shape {tuple(found.shape)}, and the metric is of one of shape {shape}"
+        raise UserError(f"{text}; write another name in `of`, or set `{setting}` as the loss has it", exit_code=2)
+    return found
+
+
+def _named(losses: Losses, name: str) -> Tensor:
     if name == "loss":
         return losses.total
     if name not in losses.sums:

@@ -19,6 +19,11 @@ class AdamW(TorchOptimizer):
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="fraction of a weight lost each step, times lr")
     _optimizer: torch.optim.Optimizer = attrs.field(init=False, default=None)
 
+    @property
+    def moments(self) -> int:
+        """Two: the means of gradients and of their squares."""
+        return 2
+
     def open(self) -> None:
         """Create the optimizer of the parameters."""
         groups = decay_groups(self.parameters.named(), self.weight_decay)

@@ -18,6 +18,11 @@ class SGD(TorchOptimizer):
     weight_decay: float = setting(default=0.0, check=at_least(0), doc="added to the gradient, times the weight")
     _optimizer: torch.optim.Optimizer = attrs.field(init=False, default=None)
 
+    @property
+    def moments(self) -> int:
+        """One, the mean of gradients, if there is momentum."""
+        return 1 if self.momentum else 0
+
     def open(self) -> None:
         """Create the optimizer of the parameters."""
         groups = decay_groups(self.parameters.named(), self.weight_decay)

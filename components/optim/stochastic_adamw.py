@@ -8,6 +8,7 @@ import torch
 
 from drawloom.components.optim.torch_optimizer import check_betas, decays, local_part, shard_of
 from drawloom.components.ports.distributed import Device
+from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import Parameters, gradient_of
 from drawloom.components.ports.run import RunInfo, Step
 from drawloom.graph import UserError, above, at_least, component, setting
@@ -75,6 +76,10 @@ class StochasticAdamW:
             self._stepper.step([local_part(gradient_of(part)) for part in parameters], scalars, self._steps)
         for parameter in parameters:
             parameter.grad = None
+
+    def memory_bytes(self) -> dict[MemoryKind, int]:
+        """Bytes of both running means."""
+        return {"optimizer_state": sum(part.exp_avg.nbytes + part.exp_avg_sq.nbytes for part in self._params.values())}
 
     def state_names(self) -> list[str]:
         """The names of the parameters that this rank trains."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed
+from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Step
 from drawloom.graph import between
@@ -123,6 +124,16 @@ class TorchOptimizer:
     parameters: Parameters
     lr: float
     _optimizer: torch.optim.Optimizer
+
+    @property
+    def moments(self) -> int:
+        """How many tensors of a parameter's shape and dtype the optimizer keeps for it, from its first step on."""
+        raise NotImplementedError
+
+    def memory_bytes(self) -> dict[MemoryKind, int]:
+        """Bytes of the moments; counters of steps, 4 bytes for a parameter, are left out."""
+        held = sum(local_part(parameter).nbytes for _, parameter in self.parameters.named())
+        return {"optimizer_state": self.moments * held}
 
     def run_phase(self, step: Step) -> None:
         """

@@ -65,7 +65,9 @@ def _packed(
             if each.op == op:
                 has_part = name in given and (op != "sum" or each.of == "data" or first_replica)
                 part = given[name] if has_part else each.identity()
-                yield part.detach().to(device, torch.float64).reshape(each.shape).flatten()
+                # Parts that are on the CPU, such as counts, wait for a GPU's queue unless they are copied like this.
+                part = part.detach().to(device, torch.float64, non_blocking=device.type == "cuda")
+                yield part.reshape(each.shape).flatten()
 
 
 def _unpacked(metrics: Sequence[Metric], op: str, packed: Tensor) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from drawloom.components.ports.distributed import Precision
+from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS
 
 
@@ -69,11 +70,11 @@ class ParameterStore:
         # An optimizer comes next, and torch's fused ones change parameters without a change of their versions.
         self._cast_at = []
 
-    def bytes(self) -> dict[str, int]:
+    def memory_bytes(self) -> dict[MemoryKind, int]:
         """Bytes of masters and of compute copies that are tensors of their own."""
         return {
             "masters": sum(master.nbytes for master, _ in self._pairs),
-            "compute copies": sum(copy.nbytes for _, copy in self._pairs),
+            "compute_copies": sum(copy.nbytes for _, copy in self._pairs),
         }
 
 

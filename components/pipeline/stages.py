@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.ports.distributed import Device, Mesh, Precision
+from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Stage, Transform, gradient_of
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
@@ -105,6 +107,20 @@ class MaterializedStages:
     def hand_over_gradients(self) -> None:
         """Give the gradients of a step's microbatches to the parameters that the optimizer keeps."""
         self._store.hand_over_gradients()
+
+    def memory_bytes(self) -> dict[MemoryKind, int]:
+        """Bytes of parameters, buffers, masters and compute copies, and of the gradients that a step will have."""
+        if not self._local:
+            return {}
+        stored = self._store.memory_bytes()
+        modules = [stage.module for stage in self._local]
+        tensors = dict.fromkeys(each for module in modules for each in chain(module.parameters(), module.buffers()))
+        trained = sum(parameter.numel() for _, parameter in self.named())
+        return {
+            **stored,
+            "parameters": sum(tensor.nbytes for tensor in tensors) - stored["compute_copies"],
+            "gradients": trained * self.precision.gradient.itemsize,
+        }
 
     def sum_shared(self) -> None:
         """Sum the gradients of parameters that several pipeline ranks hold; a rank without one adds zeros."""

@@ -47,6 +47,14 @@ class Tokenizer(Protocol):
         """The text of ids; bytes that are not UTF-8 are replaced."""
         ...
 
+    def token_bytes(self) -> np.ndarray:
+        """
+        How many bytes of UTF-8 each id stands for, int64 (vocab_size,); 0 for `eos_id` and others that are no text.
+
+        The bytes of a text's ids add up to those of the text.
+        """
+        ...
+
     def save(self, folder: Path) -> None:
         """Write the files that other programs need for the same ids: `tokenizer.json` and its configuration."""
         ...

@@ -74,7 +74,7 @@ class Losses:
     What a pass over microbatches gave on this rank: float64 sums of weighted losses, of their weights, and named ones.
 
     On the rank of the last stage `state` holds them by microbatch too: `loss` and `weight` of shape (microbatches,),
-    and `sums`, a dict of such tensors by name. Other ranks have zeros, and no named sums.
+    and `sums`, a dict of tensors (microbatches, ...) by name. Other ranks have zeros, and no named sums.
     """
 
     total: Tensor
@@ -101,10 +101,10 @@ class Loss(Protocol):
         """
         The sum of the weighted losses, to be differentiated; the sum of the weights; and further sums by name.
 
-        hidden: (rows, length, hidden_size), the last hidden states, from which `head` makes losses or logits. All sums
-        are 0-dimensional. What is reported is a sum divided by that of the weights, each over microbatches and
-        replicas, so a loss of some rows is a sum over their tokens, in which each counts by `batch.weights`. The named
-        sums are the same in every microbatch.
+        hidden: (rows, length, hidden_size), the last hidden states, from which `head` makes losses or logits. Loss and
+        weights are 0-dimensional; a named sum is, too, or it is a tensor of counts of a fixed shape. What is reported
+        is a sum divided by that of the weights, each over microbatches and replicas, so a loss of some rows is a sum
+        over their tokens, in which each counts by `batch.weights`. The named sums are the same in every microbatch.
         """
         ...
 

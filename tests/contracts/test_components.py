@@ -81,6 +81,10 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
             "moe_intermediate_size": 8,
         }
     },
+    "metrics.activation_rms": lambda folder: {"metrics": {"activations": {"use": "metrics.activation_rms"}}},
+    "metrics.auroc": lambda folder: {"metrics": {"auroc": {"use": "metrics.auroc"}}},
+    "metrics.classification": lambda folder: {"metrics": {"f1": {"use": "metrics.classification", "classes": 3}}},
+    "metrics.bits_per_byte": lambda folder: {"metrics": {"bits": {"use": "metrics.bits_per_byte"}}},
     "metrics.group": lambda folder: {"metrics": {"all": {"use": "metrics.group", "members": ["@metrics.learning"]}}},
     "metrics.layer_norms": lambda folder: {"metrics": {"layers": {"use": "metrics.layer_norms"}}},
     "metrics.mean": lambda folder: {"metrics": {"mean": {"use": "metrics.mean", "of": "loss"}}},

@@ -26,11 +26,15 @@ prefix = "train/"
 members = [
     { use = "metrics.mean", of = "accuracy" },
     { use = "metrics.perplexity" },
+    { use = "metrics.bits_per_byte" },
     { use = "metrics.spread", quantiles = [0.5] },
 ]
 
 [metrics.layers]
 use = "metrics.layer_norms"
+
+[metrics.activations]
+use = "metrics.activation_rms"
 
 [trainer]
 steps = 4
@@ -65,7 +69,16 @@ def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
         found[name] = [
             {key: value for key, value in row.items() if key not in OF_TIME} for row in rows(tmp_path / "runs" / name)
         ]
-    names = {"z_loss", "train/accuracy", "train/perplexity", "train/loss_p50", "grad_norm/0", "weight_norm/1"}
+    names = {
+        "z_loss",
+        "train/accuracy",
+        "train/perplexity",
+        "train/loss_p50",
+        "train/bits_per_byte",
+        "grad_norm/0",
+        "activation_rms/1",
+        "weight_norm/1",
+    }
     assert names <= set(found["one"][0])
     for name in ("replicas", "stages"):
         for one, other in zip(found["one"], found[name], strict=True):

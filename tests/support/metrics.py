@@ -27,12 +27,12 @@ def measured(metric: Metric, *steps: Step) -> Mapping[str, Value]:
 
 
 def step_of(
-    losses: Sequence[float], weights: Sequence[float], sums: Mapping[str, Sequence[float]] | None = None, **values: Any
+    losses: Sequence[float], weights: Sequence[float], sums: Mapping[str, Any] | None = None, **values: Any
 ) -> Step:
-    """A step as the last stage's rank sees it: losses, weights and named sums by microbatch."""
+    """A step as the last stage's rank sees it: losses, weights and named sums, also tensors, by microbatch."""
     by_name = {name: torch.tensor(each, dtype=torch.float64) for name, each in (sums or {}).items()}
     state: Any = {"loss": torch.tensor(losses, dtype=torch.float64), "weight": torch.tensor(weights), "sums": by_name}
-    totals = {name: each.double().sum() for name, each in by_name.items()}
+    totals = {name: each.double().sum(0) for name, each in by_name.items()}
     found = Losses(state["loss"].double().sum(), state["weight"].double().sum(), totals, state)
     return Step(1, 9, outputs={"losses": found, **values})
 

@@ -76,12 +76,12 @@ class ProgramRunner:
         self.p2p.finish()
 
     def losses(self, device: torch.device) -> Losses:
-        """The sums over microbatches, 0-dimensional; zeros, and no named ones, on a rank without the last stage."""
+        """The sums over microbatches, in float64; zeros, and no named ones, on a rank without the last stage."""
         whole = self.state.global_state()
         if "loss" not in whole:
             return Losses(*torch.zeros(2, dtype=torch.float64, device=device))
         # A step may have thousands of microbatches, whose losses a float32 would add up with visible rounding.
-        sums = {name: each.double().sum() for name, each in whole["sums"].items()}
+        sums = {name: each.double().sum(0) for name, each in whole["sums"].items()}
         return Losses(whole["loss"].double().sum(), whole["weight"].double().sum(), sums, whole)
 
     def _run_forward(self, action: Action) -> None:

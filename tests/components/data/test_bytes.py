@@ -31,6 +31,11 @@ def test_ids_are_bytes_and_decode_to_the_text(text: str) -> None:
     assert Bytes().decode([*ids.tolist(), Bytes().eos_id]) == text
 
 
+def test_each_byte_counts_once_and_the_end_not_at_all() -> None:
+    """257 ids, of which the last is no text."""
+    assert Bytes().token_bytes().tolist() == [1] * 256 + [0]
+
+
 @given(texts)
 @example("<|end|>")
 @example(" \n\r\0\ufeff<0x00>Ġ")

@@ -31,6 +31,12 @@ def test_a_step_without_weight_has_no_mean() -> None:
     assert measured(Mean(of="loss"), step_of([0.0], [0.0])) == {"loss": None}
 
 
+def test_a_tensor_of_counts_has_no_mean() -> None:
+    """It is refused in words, with its shape."""
+    with pytest.raises(UserError, match=r"'counts' is a tensor of shape \(2,\), and the metric is of one number"):
+        Mean(of="counts").update(step_of([1.0], [1.0], {"counts": [[1.0, 2.0]]}))
+
+
 def test_an_unknown_sum_is_refused_with_those_there_are() -> None:
     """The message lists what the loss sums."""
     with pytest.raises(UserError, match=r"no sum called 'hit', .*; write one of loss, hits"):

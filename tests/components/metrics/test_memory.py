@@ -1,11 +1,16 @@
 """How much memory the run needs."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import attrs
 import torch
 
 from drawloom.components.metrics.memory import Memory
+from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.run import Step
-from support.metrics import measured
+from drawloom.graph import Every
+from support.metrics import combined, measured
 
 
 @attrs.frozen
@@ -20,6 +25,33 @@ class Device:
         return self.bytes
 
 
+@attrs.frozen
+class User:
+    """A node that holds so many bytes."""
+
+    held: Mapping[MemoryKind, int]
+
+    def memory_bytes(self) -> Mapping[MemoryKind, int]:
+        return self.held
+
+
 def test_memory_is_what_the_device_says() -> None:
     """In bytes, a whole number."""
-    assert measured(Memory(device=Device(2**40 + 1)), Step(1, 1)) == {"memory": 2**40 + 1}
+    assert measured(Memory(device=Device(2**40 + 1), users=Every()), Step(1, 1)) == {"memory": 2**40 + 1}
+
+
+def test_memory_by_kind_is_that_of_the_rank_with_most() -> None:
+    """Each rank has its own kinds; what its peak has besides them is workspace, which may be another rank's."""
+    first: Any = {"device": Device(100), "users": Every({"a": User({"masters": 70}), "b": User({"gradients": 5})})}
+    second: Any = {"device": Device(90), "users": Every({"a": User({"parameters": 50})})}
+    metrics = [Memory(**parts, by_kind=True) for parts in (first, second)]
+    parts = [metric.update(Step(1, 1)) for metric in metrics]
+    assert metrics[0].compute(combined(metrics[0].accumulators, parts), Step(1, 1)) == {
+        "memory": 100,
+        "memory/parameters": 50,
+        "memory/masters": 70,
+        "memory/compute_copies": 0,
+        "memory/gradients": 5,
+        "memory/optimizer_state": 0,
+        "memory/workspace": 40,
+    }

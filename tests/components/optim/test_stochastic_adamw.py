@@ -68,6 +68,12 @@ def same(one: Weights, other: Weights) -> bool:
     return all(torch.equal(a, b) for (_, a), (_, b) in zip(one.named(), other.named(), strict=True))
 
 
+@pytest.mark.parametrize(("state_dtype", "size"), [("bfloat16", 2), ("float32", 4)])
+def test_memory_is_that_of_both_means(state_dtype: str, size: int) -> None:
+    """In their own dtype, for 24 elements of the matrix and 6 of the vector."""
+    assert made(Weights(), state_dtype=state_dtype).memory_bytes() == {"optimizer_state": 2 * size * (24 + 6)}
+
+
 def test_replicas_stay_equal_and_seeds_differ() -> None:
     """Replicas with the same seed get equal bits; another seed gives others."""
     assert same(after(5)[0], after(5)[0])

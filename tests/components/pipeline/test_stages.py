@@ -292,3 +292,17 @@ def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:
     assert len(made(mesh, job, Blueprint(num_hidden_layers=5), head_layer_cost=1).named()) == 3
     with pytest.raises(UserError, match="without any"):
         made(mesh, job, Blueprint(num_hidden_layers=1))
+
+
+def test_memory_counts_what_a_step_holds_once(one_rank: Any, job: Any) -> None:
+    """Casts are masters and copies, all else parameters; gradients are counted in their own dtype before they exist."""
+    model = Blueprint()
+    whole = made(one_rank, job, model)
+    assert whole.memory_bytes() == {"masters": 0, "compute_copies": 0, "parameters": 4 * 4 * 2, "gradients": 4 * 4 * 4}
+    cast = made(one_rank, job, model, precision=Half(parameter=torch.float32))
+    assert cast.memory_bytes() == {
+        "masters": 4 * 4 * 4,
+        "compute_copies": 4 * 4 * 2,
+        "parameters": 0,
+        "gradients": 4 * 4 * 4,
+    }

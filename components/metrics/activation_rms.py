@@ -1,0 +1,94 @@
+"""The size of activations, layer by layer."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.ports.distributed import Device, Mesh
+from drawloom.components.ports.model import Stages
+from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.components.storage.pytree import leaves
+from drawloom.graph import UserError, component
+
+LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)$")
+
+
+@component(impact="safe")
+class ActivationRms:
+    """
+    `activation_rms/<layer>`: the root mean square of what each layer gives, over a step's tokens and channels.
+
+    Layers are the modules `layers.<number>`, numbered as in the whole model, on all stages. Padding counts like other
+    tokens, evaluations do not. It depends neither on the size of a batch nor on how that is cut into microbatches.
+    """
+
+    stages: Stages
+    mesh: Mesh
+    device: Device
+
+    _layers: list[int] = attrs.field(init=False, factory=list)
+    _sums: Tensor = attrs.field(init=False, default=None)
+    _hooks: list[Any] = attrs.field(init=False, factory=list)
+
+    def open(self) -> None:
+        """Learn the layers of all stages, and observe those of this rank; UserError if there are none."""
+        mine = {
+            int(found[1]): module
+            for stage in self.stages.local
+            for name, module in stage.module.named_modules()
+            if (found := LAYER.match(name))
+        }
+        self._layers = sorted({each for ranks in self.mesh.group("pipeline").gather_json([*mine]) for each in ranks})
+        if not self._layers:
+            raise UserError("no module of the model is called layers.<number>; leave out metrics.activation_rms", 2)
+        self._reset()
+        self._hooks = [self._observe(module, self._layers.index(number)) for number, module in mine.items()]
+
+    def close(self) -> None:
+        """Observe no layers any more."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    @property
+    def accumulators(self) -> Mapping[str, Accumulator]:
+        """By layer, the sum of squares, and of how many numbers it is."""
+        return {"sums": Accumulator(shape=(len(self._layers), 2))}
+
+    def update(self, step: Step) -> Mapping[str, Tensor]:
+        """Sums over the forward passes since the last step."""
+        sums = self._sums
+        self._reset()
+        return {"sums": sums}
+
+    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+        """None where a layer gave nothing, or something that is not finite."""
+        means = (totals["sums"][:, 0] / totals["sums"][:, 1]).sqrt()
+        known = torch.isfinite(means).tolist()
+        return {
+            f"activation_rms/{layer}": value if is_known else None
+            for layer, value, is_known in zip(self._layers, means.tolist(), known, strict=True)
+        }
+
+    def _reset(self) -> None:
+        self._sums = torch.zeros(len(self._layers), 2, dtype=torch.float64, device=self.device.device)
+
+    def _observe(self, module: nn.Module, place: int) -> Any:
+        def add(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            # Evaluations run without gradients. A recomputed forward pass adds to the sum and to the count alike.
+            if torch.is_grad_enabled():
+                hidden = next(leaf for leaf in leaves(output) if isinstance(leaf, Tensor)).detach()
+                self._sums[place, 0] += _sum_of_squares(hidden)
+                self._sums[place, 1] += hidden.numel()
+
+        return module.register_forward_hook(add)
+
+
+def _sum_of_squares(tensor: Tensor) -> Tensor:
+    """Float64 (); of a narrower tensor without a wider copy of it."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
+    return norm.double().square()

@@ -1,0 +1,36 @@
+"""The area under the ROC curve of a loss that tells two classes apart."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from drawloom.components.metrics.class_counts import auroc
+from drawloom.components.metrics.named_sums import losses_of, tensor_sum
+from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.graph import at_least, component, setting
+
+
+@component(impact="safe")
+class Auroc:
+    """
+    `auroc`, over all microbatches and replicas, right to the width of a histogram's bins.
+
+    Of a named sum that the loss makes by `class_counts.score_histogram` with as many `bins`.
+    """
+
+    bins: int = setting(default=1000, check=at_least(2), doc="bins of the histogram of scores")
+    of: str = setting(default="score_histogram", doc="the named sum of the loss that is a histogram of scores")
+
+    @property
+    def accumulators(self) -> Mapping[str, Accumulator]:
+        """The histogram by label."""
+        return {"histogram": Accumulator(shape=(2, self.bins))}
+
+    def update(self, step: Step) -> Mapping[str, Tensor]:
+        """That of this rank's microbatches; nothing on ranks without the last stage."""
+        losses = losses_of(step)
+        return {} if losses is None else {"histogram": tensor_sum(losses, self.of, (2, self.bins), "bins")}
+
+    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+        """None in a step without items of both labels."""
+        return {"auroc": auroc(totals["histogram"])}

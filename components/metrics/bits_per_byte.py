@@ -1,0 +1,53 @@
+"""The loss by byte of text, which does not depend on the tokenizer."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.metrics.named_sums import losses_of, total_of
+from drawloom.components.ports.data import IGNORE_INDEX, Batch, Tokenizer
+from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.graph import component, setting
+
+
+@component(impact="safe")
+class BitsPerByte:
+    """
+    `bits_per_byte`: the cross entropy of all targets in bits, divided by the bytes of text that they stand for.
+
+    Both are weighted by the batch's weights. The end of a document has a loss and no bytes.
+    """
+
+    tokenizer: Tokenizer
+    of: str = setting(default="cross_entropy", doc="the named sum of the loss that is a cross entropy in nats")
+
+    accumulators: ClassVar[Mapping[str, Accumulator]] = {"nats": Accumulator(), "bytes": Accumulator()}
+    _table: Tensor = attrs.field(init=False, default=None)
+
+    def open(self) -> None:
+        """Ask the tokenizer for the bytes of each id."""
+        self._table = torch.from_numpy(self.tokenizer.token_bytes()).double()
+
+    def update(self, step: Step) -> Mapping[str, Tensor]:
+        """Cross entropy and bytes over this rank's microbatches; nothing on ranks without the last stage."""
+        if (losses := losses_of(step)) is None:
+            return {}
+        return {"nats": total_of(losses, self.of), "bytes": target_bytes(step.outputs["batches"], self._table)}
+
+    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+        """None in a step whose targets have no bytes, or where the loss is not finite."""
+        value = float(totals["nats"] / totals["bytes"]) / math.log(2)
+        return {"bits_per_byte": value if math.isfinite(value) else None}
+
+
+def target_bytes(batches: Iterable[Batch], table: Tensor) -> Tensor:
+    """The weighted bytes of all targets, float64 (); table: float64 (vocab_size,), the bytes of each id."""
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:  # on the CPU, where they were made: nothing waits for a device
+        held = table[batch.targets.clamp(min=0)] * batch.weights
+        total += held[batch.targets != IGNORE_INDEX].sum()
+    return total

@@ -1,0 +1,92 @@
+"""Memory at the start of a run, and out of memory."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from drawloom.components.listeners.memory import MemoryReport, is_out_of_memory
+from drawloom.components.ports.memory import MemoryKind
+from drawloom.components.ports.run import Event
+from drawloom.graph import Every, UserError
+
+CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79 GiB")
+
+
+@attrs.frozen
+class Device:
+    """A device with a peak of 9 GB."""
+
+    device: torch.device = torch.device("cpu")
+    backend: str = "gloo"
+
+    def memory(self) -> int:
+        return 9_000_000_000
+
+
+@attrs.frozen
+class User:
+    """A node with masters and optimizer state."""
+
+    def memory_bytes(self) -> Mapping[MemoryKind, int]:
+        return {"masters": 4_000_000, "optimizer_state": 8_000_000_000}
+
+
+@attrs.frozen
+class Sizes:
+    """Batch sizes and dtypes."""
+
+    micro_size: int = 8
+    compute: torch.dtype = torch.float32
+    parameter: torch.dtype = torch.float32
+
+
+def report(mesh: Any, **sizes: Any) -> MemoryReport:
+    """A report of one user; nodes have names of their own."""
+    parts: Any = {"batching": Every({"rows": Sizes(**sizes)}), "precision": Every({"dtypes": Sizes(**sizes)})}
+    return MemoryReport(device=Device(), users=Every({"optimizer": User()}), mesh=Every({"mesh": mesh}), **parts)
+
+
+def test_the_start_of_a_run_logs_memory_in_one_line(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The sum first, then each kind; nothing at other events."""
+    with caplog.at_level(logging.INFO, "drawloom.run"):
+        for kind in ("run_started", "run_ended"):
+            report(one_rank).on_event(Event(kind))
+    assert caplog.messages == ["memory  8.00 GB  masters 4.0 MB  optimizer state 8.00 GB"]
+
+
+def test_out_of_memory_names_the_allocation_kinds_and_settings(one_rank: Any) -> None:
+    """With the names of the recipe's nodes and present values; activations are what is left of the peak."""
+    found = report(one_rank).on_failure(CUDA)
+    assert isinstance(found, UserError)
+    assert str(found).splitlines() == [
+        "cpu is out of memory: 2.50 GiB could not be allocated",
+        "  masters                          4.0 MB",
+        "  optimizer state                 8.00 GB",
+        "  activations and workspace      996.0 MB",
+        "  peak so far                     9.00 GB",
+        "what would help:",
+        "  rows.micro_size = 8: with fewer rows, activations take less",
+        '  dtypes.compute = "float32": with "bfloat16", activations take half',
+        "  mesh.pipeline = 1: with more pipeline ranks, each holds fewer layers",
+    ]
+
+
+def test_a_setting_that_is_at_its_least_is_no_remedy(one_rank: Any) -> None:
+    """One row can't be fewer, and bfloat16 not narrower: then masters and optimizer state are what is left."""
+    found = str(report(one_rank, micro_size=1, compute=torch.bfloat16).on_failure(CUDA))
+    assert "micro_size" not in found and ".compute" not in found and 'dtypes.parameter = "float32": with' in found
+    narrow = report(one_rank, micro_size=1, compute=torch.bfloat16, parameter=torch.bfloat16)
+    assert str(narrow.on_failure(CUDA)).splitlines()[-2:][0] == "what would help:"
+
+
+def test_torchs_own_errors_of_the_cpu_are_out_of_memory(one_rank: Any) -> None:
+    """An allocation that no machine has room for raises what is recognised, with its size; other errors pass."""
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**52, dtype=torch.float64)
+    assert is_out_of_memory(raised.value) and is_out_of_memory(MemoryError())
+    assert "36,028,797.02 GB could not be allocated" in str(report(one_rank).on_failure(raised.value))
+    assert report(one_rank).on_failure(RuntimeError("shapes differ")) is None

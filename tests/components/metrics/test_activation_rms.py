@@ -1,0 +1,102 @@
+"""The size of activations, layer by layer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.metrics.activation_rms import ActivationRms
+from drawloom.components.ports.model import LayerRange, Stage
+from drawloom.components.ports.run import Step
+from drawloom.graph import UserError
+from support.metrics import combined, measured
+
+
+@attrs.frozen
+class Cpu:
+    """The CPU."""
+
+    device: torch.device = torch.device("cpu")
+    backend: str = "gloo"
+
+    def memory(self) -> int:
+        return 0
+
+
+class Layers(nn.Module):
+    """Layers that multiply what they are given by their number and two."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): nn.Identity() for number in numbers})
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for number, layer in self.layers.items():
+            hidden = layer(hidden * (int(number) + 2))
+        return hidden
+
+
+@attrs.frozen
+class Held:
+    """Stages of these modules."""
+
+    modules: Sequence[nn.Module]
+
+    @property
+    def local(self) -> list[Stage]:
+        span = LayerRange(0, 0, False, False)
+        return [Stage(number, len(self.modules), span, module) for number, module in enumerate(self.modules)]
+
+
+def opened(mesh: Any, *modules: nn.Module) -> ActivationRms:
+    """A metric of stages on one rank."""
+    metric = ActivationRms(stages=Held(modules), mesh=mesh, device=Cpu())
+    metric.open()
+    return metric
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_microbatches_of_a_step_count_alike_and_no_evaluation(one_rank: Any, dtype: torch.dtype) -> None:
+    """Over two stages and microbatches of two sizes; each step begins anew, and one without a pass has no value."""
+    first, last = Layers([0, 1]), Layers([2])
+    metric = opened(one_rank, first, last)
+    inputs = [torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows)).to(dtype) for rows in (1, 5)]
+    for each in inputs:
+        last(first(each))
+    with torch.inference_mode():
+        first(inputs[0] * 100)
+    root = float(torch.cat(inputs).double().square().mean().sqrt())
+    expected = {f"activation_rms/{layer}": size * root for layer, size in enumerate((2, 6, 24))}
+    assert measured(metric, Step(1, 2)) == pytest.approx(expected, rel=1e-2 if dtype == torch.bfloat16 else 1e-6)
+    assert measured(metric, Step(2, 2)) == dict.fromkeys(expected)
+
+
+def test_replicas_count_by_their_tokens(one_rank: Any) -> None:
+    """Two ranks with batches of two sizes have the root mean square of all; an infinite one is None."""
+    modules = [Layers([4]), Layers([4])]
+    metrics = [opened(one_rank, module) for module in modules]
+    for module, hidden in zip(modules, (torch.ones(3, 2), torch.full((1, 2), 2.0)), strict=True):
+        module(hidden)
+    parts = [metric.update(Step(1, 1)) for metric in metrics]
+    found = metrics[0].compute(combined(metrics[0].accumulators, parts), Step(1, 1))
+    assert found == pytest.approx({"activation_rms/4": 6 * ((3 * 1 + 1 * 4) / 4) ** 0.5})
+    modules[0](torch.full((1, 2), float("inf")))
+    assert measured(metrics[0], Step(1, 1)) == {"activation_rms/4": None}
+
+
+def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
+    """Hooks are removed."""
+    module = Layers([0])
+    metric = opened(one_rank, module)
+    metric.close()
+    module(torch.ones(1, 2))
+    assert measured(metric, Step(1, 1)) == {"activation_rms/0": None}
+
+
+def test_a_model_without_numbered_layers_is_refused(one_rank: Any) -> None:
+    """Before the first step, in words."""
+    with pytest.raises(UserError, match=r"no module of the model is called layers\.<number>"):
+        opened(one_rank, nn.Linear(2, 2))

@@ -1,0 +1,52 @@
+"""Bits per byte."""
+
+import math
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from drawloom.components.metrics.bits_per_byte import BitsPerByte
+from drawloom.components.ports.data import IGNORE_INDEX, Batch
+from support.metrics import measured, step_of, step_without_loss
+
+
+@attrs.frozen
+class Tokenizer:
+    """Three ids of 1, 4 and 0 bytes."""
+
+    def token_bytes(self) -> np.ndarray:
+        return np.array([1, 4, 0])
+
+
+def batch(targets: list[int], weights: list[float]) -> Batch:
+    """One row of targets."""
+    row = torch.tensor([targets])
+    return Batch(row, row, row, row, torch.tensor([weights]))
+
+
+def metric() -> BitsPerByte:
+    """An open metric."""
+    tokenizer: Any = Tokenizer()
+    found = BitsPerByte(tokenizer=tokenizer)
+    found.open()
+    return found
+
+
+def test_bits_of_all_ranks_are_divided_by_the_bytes_of_their_targets() -> None:
+    """Targets that are ignored have none, others by their weights; ranks without the last stage add nothing."""
+    first = [batch([1, 0, IGNORE_INDEX], [1.0, 0.5, 0.0]), batch([2, 2, 2], [1.0, 1.0, 1.0])]
+    steps = [
+        step_of([0.0, 0.0], [1.5, 3.0], {"cross_entropy": [3.0, 1.0]}, batches=first),
+        step_without_loss(),
+        step_of([0.0], [1.0], {"cross_entropy": [2.0]}, batches=[batch([0], [2.0])]),
+    ]
+    assert measured(metric(), *steps) == {"bits_per_byte": pytest.approx(6.0 / math.log(2) / (4 + 0.5 + 2))}
+
+
+def test_targets_without_bytes_have_no_bits_per_byte() -> None:
+    """Neither infinite nor NaN."""
+    step = step_of([0.0], [1.0], {"cross_entropy": [3.0]}, batches=[batch([2], [1.0])])
+    assert measured(metric(), step) == {"bits_per_byte": None}

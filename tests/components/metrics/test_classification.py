@@ -1,0 +1,38 @@
+"""Scores of a loss that classifies."""
+
+import pytest
+
+from drawloom.components.metrics.auroc import Auroc
+from drawloom.components.metrics.classification import Classification
+from drawloom.graph import UserError
+from support.metrics import measured, step_of, step_without_loss
+
+FIRST = [[2.0, 1.0], [0.0, 3.0]]
+SECOND = [[1.0, 0.0], [2.0, 4.0]]
+
+
+def test_scores_are_those_of_all_microbatches_and_replicas() -> None:
+    """Counts are added before anything is divided; each class and average has a name of its own."""
+    whole = step_of([0.0, 0.0], [1.0, 1.0], {"confusion": [FIRST, SECOND]})
+    parts = [step_of([0.0], [1.0], {"confusion": [each]}) for each in (FIRST, SECOND)]
+    metric = Classification(classes=2, averages=("macro", "per_class"))
+    for steps in ([whole], [parts[0], step_without_loss(), parts[1]]):
+        found = measured(metric, *steps)
+        assert found["accuracy"] == pytest.approx(10 / 13) and found["recall/1"] == pytest.approx(7 / 9)
+        assert found["recall/macro"] == pytest.approx((3 / 4 + 7 / 9) / 2) and len(found) == 1 + 3 * 3
+
+
+def test_auroc_is_that_of_all_microbatches_and_replicas() -> None:
+    """The area of the added histograms."""
+    steps = [step_of([0.0], [1.0], {"score_histogram": [each]}) for each in (FIRST, SECOND)]
+    # labels in rows: 3 and 1 items of label 0, 2 and 7 of label 1
+    assert measured(Auroc(bins=2), *steps) == {"auroc": pytest.approx((2 * 1.5 + 7 * (3 + 0.5)) / (4 * 9))}
+
+
+def test_counts_of_another_shape_are_refused() -> None:
+    """With both shapes, and the setting to change."""
+    step = step_of([0.0], [1.0], {"confusion": [FIRST], "score_histogram": [FIRST]})
+    with pytest.raises(UserError, match=r"shape \(2, 2\), and the metric is of one of shape \(3, 3\); .* `classes`"):
+        Classification(classes=3).update(step)
+    with pytest.raises(UserError, match=r"of one of shape \(2, 9\); .* `bins`"):
+        Auroc(bins=9).update(step)

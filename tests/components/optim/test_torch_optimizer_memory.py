@@ -1,0 +1,36 @@
+"""Memory that optimizers say they need."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drawloom.components.optim.adamw import AdamW
+from drawloom.components.optim.sgd import SGD
+from drawloom.components.ports.run import Step
+
+
+class Weights:
+    """A matrix in bfloat16 and a vector in float32."""
+
+    def __init__(self) -> None:
+        self.matrix = nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
+        self.vector = nn.Parameter(torch.ones(4))
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return [("matrix", self.matrix), ("vector", self.vector)]
+
+
+@pytest.mark.parametrize(("kind", "settings"), [(AdamW, {}), (SGD, {"momentum": 0.9}), (SGD, {"momentum": 0.0})])
+def test_the_state_takes_the_bytes_that_were_announced(kind: Any, settings: Any) -> None:
+    """What is said before the first step is what tensors of the state take after it, but for counters of steps."""
+    weights = Weights()
+    optimizer = kind(parameters=weights, lr=0.1, **settings)
+    optimizer.open()
+    announced = optimizer.memory_bytes()
+    for _, parameter in weights.named():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.run_phase(Step(1, 1))
+    state = [each for parts in optimizer.state_dict().values() for each in parts.values() if torch.is_tensor(each)]
+    assert announced == {"optimizer_state": sum(each.nbytes for each in state if each.ndim)}
