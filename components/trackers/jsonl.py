@@ -97,6 +97,7 @@ class JsonlTracker:
     def _write(self) -> None:
         """Write the buffered lines, as far as the disk accepts them; an error is only a warning."""
         try:
+            self._restore_if_removed()
             while self._buffer and self._file is not None:
                 self._buffer = self._buffer[os.write(self._file, self._buffer) :]
             self._written = self._tracked
@@ -105,9 +106,27 @@ class JsonlTracker:
                 self._warned = True
                 log.warning("%s: %s; lines are kept in memory until the disk accepts them", self._path, error.strerror)
 
+    def _restore_if_removed(self) -> None:
+        """Write the file anew if it was removed: its lines are still readable through the open descriptor."""
+        if self._file is None or _is_at(self._file, self._path):
+            return
+        if not os.path.lexists(self._path):  # if not, an editor has replaced it
+            replace_file(self._path, os.pread(self._file, os.fstat(self._file).st_size, 0))
+            log.warning("%s was removed during the run, and is written anew", self._path)
+        file, self._file = self._file, open_to_append(self._path)
+        os.close(file)
+
     @property
     def _path(self) -> Path:
         return self.folder.folder / "metrics.jsonl"
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether the path is that of the open file."""
+    try:
+        return os.path.samestat(os.fstat(file), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _plain(value: Value) -> Value:
