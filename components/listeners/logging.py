@@ -4,11 +4,12 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 
-from drawloom.components.listeners.rank_log import rank_log
+from drawloom.components.listeners.rank_log import LogFile, rank_log
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Event, RunFolder
 from drawloom.graph import component, setting
@@ -38,7 +39,7 @@ class RunLogging:
     def open(self) -> None:
         """Open the log file, and install the handlers."""
         top, run = logging.getLogger("drawloom"), logging.getLogger("drawloom.run")
-        self._add(top, _file(str(rank_log(self.folder, self.mesh))))
+        self._add(top, _file(rank_log(self.folder, self.mesh)))
         if self.mesh.world.rank == 0:
             self._add(run, _terminal("stdout", logging.INFO, is_run_line, "%(message)s"))
             self._add(top, _terminal("stderr", logging.getLevelNamesMapping()[self.level.upper()], is_not_run_line))
@@ -94,8 +95,8 @@ def is_not_run_line(record: logging.LogRecord) -> bool:
     return not is_run_line(record) and not getattr(record, "printed", False)
 
 
-def _file(path: str) -> logging.Handler:
-    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+def _file(path: Path) -> logging.Handler:
+    handler = LogFile(path)
     handler.setFormatter(logging.Formatter(FILE_FORMAT))
     return handler
 

@@ -1,6 +1,7 @@
 """Where log messages are written."""
 
 import logging
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -119,6 +120,19 @@ def test_tracebacks_go_to_the_file_only(opened: Any, tmp_path: Path, capsys: pyt
         logging.getLogger("drawloom.run").exception("it failed")
     assert capsys.readouterr().err == "error: it failed\n"
     assert "ValueError: oh" in (tmp_path / "log" / "rank-0.log").read_text()
+
+
+def test_a_removed_log_begins_anew_with_a_warning(opened: Any, tmp_path: Path) -> None:
+    """Messages after `rm -r log` are in a new file, which says why it begins there."""
+    opened()
+    logging.getLogger("drawloom.run").info("one")
+    shutil.rmtree(tmp_path / "log")
+    logging.getLogger("drawloom.run").info("two")
+    path = tmp_path / "log" / "rank-0.log"
+    assert _lines(path) == [
+        "INFO drawloom.run: two",
+        f"WARNING drawloom.run: {path} was removed during the run, and begins anew",
+    ]
 
 
 def test_closing_restores_logging(opened: Any) -> None:
