@@ -33,8 +33,9 @@ class FolderLock:
         self._open = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
         try:
             self._open.append(open_to_append(folder / "run.lock"))
-            _lock(*self._open, folder)
-            _write_holder(self._open[1])
+            directory, file = self._open
+            _lock(directory, file, folder)
+            _write_holder(file)
         except BaseException:
             self.release()
             raise
