@@ -1,7 +1,6 @@
 """Logging: everything to a file for each rank, step lines and warnings to the terminal of rank 0."""
 
 import logging
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,10 @@ import attrs
 from drawloom.components.listeners.rank_log import LogFile, rank_log
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Event, RunFolder
-from drawloom.graph import component, setting
+from drawloom.graph import UserError, component, setting
+from drawloom.graph.cli.terminal import Stream, print_text
+
+log = logging.getLogger("drawloom.run")
 
 FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -68,14 +70,17 @@ class RunLogging:
 class Terminal(logging.Handler):
     """Prints to the current `sys.stdout` or `sys.stderr`, which a progress bar may replace; no tracebacks."""
 
-    def __init__(self, stream: str) -> None:
+    def __init__(self, stream: Stream) -> None:
         super().__init__()
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one message."""
+        """Print one message. If standard output fails, one warning says so, and the run continues."""
         try:
-            print(self.format(record), file=getattr(sys, self._stream), flush=True)
+            print_text(self.format(record), self._stream)
+        except (BrokenPipeError, UserError) as error:
+            why = "the reader of standard output has closed it" if isinstance(error, BrokenPipeError) else error
+            log.warning("%s; step lines are not printed any more, and the run continues", why)
         except Exception:
             self.handleError(record)
 
@@ -102,7 +107,7 @@ def _file(path: Path) -> logging.Handler:
 
 
 def _terminal(
-    stream: str, level: int, wanted: Callable[[logging.LogRecord], bool], form: str | None = None
+    stream: Stream, level: int, wanted: Callable[[logging.LogRecord], bool], form: str | None = None
 ) -> logging.Handler:
     handler = Terminal(stream)
     handler.setLevel(level)

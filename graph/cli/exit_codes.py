@@ -1,10 +1,10 @@
 """Exit codes, and the console of a process, which prints problems and failures once for several processes."""
 
-import sys
 from collections.abc import Callable, Iterable
 
 import attrs
 
+from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.problems import Problem
 
 # 128 + SIGINT, as shells report a process that a signal ended.
@@ -40,10 +40,10 @@ class Console:
     def warn(self, problems: Iterable[Problem]) -> None:
         """Print warnings on stderr."""
         if self.warns and (text := format_problems(problems)):
-            print(text, file=sys.stderr)
+            print_text(text, "stderr")
 
     def fail(self, text: str, exit_code: int) -> int:
         """Print why the command fails on stderr; the exit code."""
         if self.is_first(text):
-            print(text, file=sys.stderr)
+            print_text(text, "stderr")
         return exit_code

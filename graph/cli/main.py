@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from drawloom.graph.cli.commands import COMMANDS
 from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, format_problems
 from drawloom.graph.cli.project import Project
+from drawloom.graph.cli.terminal import discard, print_text
 from drawloom.graph.problems import Problem, RecipeError, UserError
 
 # The name of a node as a key, such as @metrics.learning or @metrics.*, is an anchor of a list edit.
@@ -29,10 +30,10 @@ def main(arguments: Sequence[str] | None = None, project: Project | None = None,
         return console.fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         if console.warns:
-            print("interrupted", file=sys.stderr)
+            print_text("interrupted", "stderr")
         return INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # or Python complains at exit: the reader of the output, such as `head`, has closed it
+        discard("stdout")  # its reader, such as `head`, has closed it
         return OK
     except Exception as error:
         if console.is_first(repr(error)):
