@@ -21,6 +21,18 @@ def format_problems(problems: Iterable[Problem]) -> str:
     return "\n".join([*lines, f"and {len(problems) - MOST} more"] if len(problems) > MOST else lines)
 
 
+def shortage(error: Exception) -> str:
+    """What an error says that this machine lacks, memory or threads; empty if it is another error."""
+    text = str(error).strip()
+    # torch raises a RuntimeError for memory of the CPU, and an OutOfMemoryError for that of a GPU.
+    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if memory or (isinstance(error, RuntimeError) and "can't allocate memory" in text):
+        return f"not enough memory: {text or 'an allocation failed'}; use a smaller model or batch"
+    if isinstance(error, RuntimeError) and "can't start new thread" in text:
+        return "no more threads can be started; raise the limit of processes (`ulimit -u`, or pids.max of the cgroup)"
+    return ""
+
+
 def _always(_text: str) -> bool:
     return True
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from drawloom.components.checkpoint.reader import load_node
 from drawloom.components.commands import _trained
 from drawloom.graph import UserError
 from support.checkpoints import save_steps, state_of
@@ -18,7 +19,7 @@ def test_a_checkpoint_that_rotation_removes_while_it_is_read_is_replaced_by_a_ne
 ) -> None:
     """A run that rotates fast never makes `generate` or `export` call a removed step corrupt."""
     save_steps(tmp_path, 1)
-    read = {"_graph": lambda _project, lock: lock.read_text(), "load_node": _trained.load_node}
+    read = {"_graph": lambda _project, lock: lock.read_text(), "load_node": load_node}
     began: list[Path] = []
 
     def rotating(*arguments: Any) -> Any:
