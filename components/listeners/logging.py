@@ -41,6 +41,7 @@ class RunLogging:
     def open(self) -> None:
         """Open the log file, and install the handlers."""
         top, run = logging.getLogger("drawloom"), logging.getLogger("drawloom.run")
+        # the file first: a message that fails on the terminal is in the file
         self._add(top, _file(rank_log(self.folder, self.mesh)))
         if self.mesh.world.rank == 0:
             self._add(run, _terminal("stdout", logging.INFO, is_run_line, "%(message)s"))

@@ -22,6 +22,7 @@ def rank_log(folder: RunFolder, mesh: Mesh) -> Path:
 def open_log(path: Path) -> TextIO:
     """The log file, to append to; makes the folder `log` again if it was removed. Raises UserError."""
     make_folder(path.parent)
+    # a lone surrogate, as in a file name, must not make logging fail
     return os.fdopen(open_to_append(path), "a", encoding="utf-8", errors="backslashreplace")
 
 

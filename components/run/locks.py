@@ -137,5 +137,5 @@ def _changes(path: Path, held: bytes, recipe: ResolvedRecipe) -> list[RecipeChan
 def _refusal(folder: Path, changes: list[RecipeChange]) -> str:
     lines = [f"{folder} holds a run of another recipe; the differences are:"]
     lines += [f"  {change}" for change in changes]
-    lines += ["only free changes are allowed; use another run name, or add --accept-changes"]
+    lines += ["only safe changes are allowed; use another run name, or add --accept-changes"]
     return "\n".join(lines)

@@ -75,7 +75,7 @@ class JsonlTracker:
                 missing = f"the rows of steps {self._written + 1} to {self._tracked} are in memory only"
                 raise OSError(errno.ENOSPC, missing, str(self._path))
         if self._file is not None:
-            os.fsync(self._file)
+            os.fsync(self._file)  # write(2) alone survives a kill, but no power cut
 
     def rewind(self, step: int) -> None:
         """Truncate the file to the lines up to this step; a line that a crash left incomplete is removed too."""
@@ -87,6 +87,7 @@ class JsonlTracker:
         kept = b"".join(line + b"\n" for line in rows)
         if (last := _step_of(rows[-1]) if rows else 0) < step:
             log.warning("%s lacks the rows of steps %d to %d, which were lost", self._path, last + 1, step)
+        # usually later lines are removed from the end; a damaged line in the middle needs a new file
         if lines.startswith(kept):
             os.ftruncate(self._file, len(kept))  # works on a full disk too
         else:
@@ -98,6 +99,7 @@ class JsonlTracker:
         """Write the buffered lines, as far as the disk accepts them; an error is only a warning."""
         try:
             self._restore_if_removed()
+            # os.write may write a part only, on a disk that is nearly full
             while self._buffer and self._file is not None:
                 self._buffer = self._buffer[os.write(self._file, self._buffer) :]
             self._written = self._tracked

@@ -45,9 +45,9 @@ def test_other_changes_are_refused_and_all_listed(tmp_path: Path) -> None:
     assert caught.value.exit_code == 2
     assert str(caught.value) == (
         f"{tmp_path} holds a run of another recipe; the differences are:\n"
-        "  [checkpoint] every: 10 -> 20 (free)\n"
-        "  [optimizer] rate: 1e-3 -> 1e-4 (semantic)\n"
-        "only free changes are allowed; use another run name, or add --accept-changes"
+        "  [checkpoint] every: 10 -> 20 (safe)\n"
+        "  [optimizer] rate: 1e-3 -> 1e-4 (changes_training)\n"
+        "only safe changes are allowed; use another run name, or add --accept-changes"
     )
     assert _lock(tmp_path) == "old"
 

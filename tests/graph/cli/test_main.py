@@ -207,7 +207,7 @@ def test_importing_a_missing_package_is_a_user_error(project: Project, capsys: p
         (RuntimeError("can't start new thread"), "no more threads can be started"),
     ],
 )
-def test_what_the_machine_lacks_is_told_without_a_traceback(
+def test_what_the_machine_lacks_is_reported_without_a_traceback(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, words: str
 ) -> None:
     """Memory and threads run out in one line, with exit code 1."""
