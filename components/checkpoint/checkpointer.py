@@ -186,12 +186,15 @@ class Checkpointer:
             self._remove_expired(checkpoint)
 
     def _flush_logs(self) -> None:
-        """Flush metric logs to disk before committing, so that a checkpoint never outlives its logs."""
+        """Flush metric logs to disk before committing, so that a checkpoint does not silently outlive its logs."""
+        errors = {}  # by text: a report flushes its trackers, which are records themselves
         for name, record in self.records.items():
             try:
                 record.flush()
             except OSError as error:
-                log.warning("[%s] could not be flushed to disk and may lose lines in a power cut: %s", name, error)
+                errors[str(error)] = name
+        for text, name in errors.items():
+            log.warning("[%s] can't be flushed to disk, and a kill or a power cut would lose lines: %s", name, text)
 
     def _remove_expired(self, saved: Path) -> None:
         try:

@@ -22,6 +22,7 @@ from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage import atomic_write, durable_files
+from drawloom.components.storage.regular_file import make_folder
 from drawloom.components.storage.safetensors.writer import write_tensors
 from drawloom.components.storage.sha256_stream import Content
 from drawloom.graph import ResolvedRecipe, UserError
@@ -86,7 +87,7 @@ class CommitProtocol:
 
 def prepare(checkpoints: Path) -> None:
     """Create the folder of checkpoints, and remove what a killed run was writing or removing."""
-    checkpoints.mkdir(exist_ok=True)
+    make_folder(checkpoints)
     durable_files.sync(checkpoints.parent)
     _remove_leftovers(checkpoints)
 

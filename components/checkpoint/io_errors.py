@@ -10,13 +10,15 @@ from drawloom.components.storage import durable_files
 from drawloom.graph import UserError
 
 UNITS = ("bytes", "kB", "MB", "GB", "TB")
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL = {errno.ENOSPC, errno.EDQUOT}
 
 log = logging.getLogger("drawloom.checkpoint")
 
 
 def described(error: Agreed, checkpoints: Path, need: int) -> str:
     """An I/O error in one line; for a full disk with the bytes needed and those free."""
+    if error.errno == errno.EFBIG:
+        return f"{error}: a limit on the size of files, which `ulimit -f` shows, or one of the file system"
     if error.errno not in FULL:
         return str(error)
     try:

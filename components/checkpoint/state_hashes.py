@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import attrs
@@ -9,6 +10,7 @@ import attrs
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, Stateful, Step
 from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.regular_file import make_folder, open_to_append
 from drawloom.components.storage.state_tree import entries, pack
 from drawloom.components.storage.tensor_source import bytes_of
 from drawloom.graph import Every, component
@@ -39,12 +41,11 @@ class StateHashes:
             "step": step.index,
             "digests": state_hashes({name: node.state_dict() for name, node in self.states.items()}),
         }
-        with self._path.open("a", encoding="utf-8") as file:
+        with os.fdopen(open_to_append(self._path), "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def _begin(self, step: int) -> Path:
-        path = self.folder.folder / "digests" / f"rank-{self.mesh.world.rank}.jsonl"
-        path.parent.mkdir(exist_ok=True)
+        path = make_folder(self.folder.folder / "digests") / f"rank-{self.mesh.world.rank}.jsonl"
         kept = [line for line in read_lines(path) if json.loads(line)["step"] < step]
         replace_file(path, "".join(line + "\n" for line in kept).encode())
         return path

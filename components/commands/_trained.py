@@ -34,15 +34,26 @@ class Trained:
 @contextmanager
 def trained(project: Project, folder: Path) -> Iterator[Trained]:
     """A run's newest weights, in this process alone. The run is only read, and may continue meanwhile."""
-    checkpoint = newest(folder)
-    if checkpoint is None:
-        raise UserError(f"{folder} holds no finished checkpoint; give the folder of a run, such as runs/first_run", 2)
-    graph = _graph(project, checkpoint / LOCK)
-    ports = {"model": Model, "stages": Stages, "tokenizer": Tokenizer, "predictor": Predictor, "mesh": Mesh}
-    names = {name: _only(graph, port, checkpoint) for name, port in ports.items()}
+    graph, names, weights = _read(project, folder)
     with project.container(graph, *names.values()) as objects:
-        objects[names["stages"]].load_state_dict(load_node(checkpoint, names["stages"]))
+        objects[names["stages"]].load_state_dict(weights)
+        del weights
         yield Trained(**{field: objects[name] for field, name in names.items()})
+
+
+def _read(project: Project, folder: Path) -> tuple[Graph, dict[str, str], dict[str, Any]]:
+    """The graph of the newest checkpoint, the names of the nodes of a Trained by field, and the state of its stages."""
+    ports = {"model": Model, "stages": Stages, "tokenizer": Tokenizer, "predictor": Predictor, "mesh": Mesh}
+    while (checkpoint := newest(folder)) is not None:
+        try:
+            graph = _graph(project, checkpoint / LOCK)
+            names = {name: _only(graph, port, checkpoint) for name, port in ports.items()}
+            return graph, names, load_node(checkpoint, names["stages"])
+        except (UserError, OSError):
+            if checkpoint.exists():
+                raise
+            # The run has removed it since: there is a newer one.
+    raise UserError(f"{folder} holds no finished checkpoint; give the folder of a run, such as runs/first_run", 2)
 
 
 def _graph(project: Project, lock: Path) -> Graph:

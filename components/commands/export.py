@@ -6,6 +6,7 @@ from pathlib import Path
 from drawloom.components.commands._trained import trained
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.graph.cli.project import Project
+from drawloom.graph.cli.terminal import print_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,5 +19,5 @@ def main(options: argparse.Namespace, project: Project) -> int:
     """Export the weights and print the folder."""
     with trained(project, options.run_folder) as run:
         write_folder(options.to, run.model, run.stages, run.tokenizer)
-    print(f"exported to {options.to}")
+    print_text(f"exported to {options.to}")
     return 0

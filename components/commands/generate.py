@@ -7,6 +7,7 @@ from drawloom.components.commands._trained import trained
 from drawloom.components.distributed.rng import generator
 from drawloom.components.sampling.generate import Sampler
 from drawloom.graph.cli.project import Project
+from drawloom.graph.cli.terminal import print_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,5 +37,5 @@ def main(options: argparse.Namespace, project: Project) -> int:
         )
         # An empty prompt starts like a document: after the end of the previous one.
         prompt = [int(token) for token in run.tokenizer.encode(options.prompt)] or [run.tokenizer.eos_id]
-        print(options.prompt + run.tokenizer.decode(list(sampler.continued(prompt, options.tokens))))
+        print_text(options.prompt + run.tokenizer.decode(list(sampler.continued(prompt, options.tokens))))
     return 0

@@ -18,6 +18,7 @@ from drawloom.components.ports.pipeline import Schedule
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.project import Project, read_overrides
+from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.recipe.recipe import Recipe
 from drawloom.graph.registry.spec import Spec
 
@@ -43,16 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, project: Project) -> int:
     """Print one schedule, or a comparison of all."""
     if options.compare:
-        print(_comparison(options, project))
+        print_text(_comparison(options, project))
         return 0
     summary = _summary(options, project)
     if options.format == "json":
-        print(json.dumps(summary.as_data(), indent=1))
+        print_text(json.dumps(summary.as_data(), indent=1))
     elif options.format == "svg":
-        print(draw_svg(summary.simulation, summary.title, summary.caption), end="")
+        print_text(draw_svg(summary.simulation, summary.title, summary.caption), end="")
     else:
-        print(f"{summary.title}\n{summary.caption}\n\n{summary.by_rank()}\n")
-        print(draw_text(summary.simulation, shutil.get_terminal_size((120, 0)).columns), end="")
+        print_text(f"{summary.title}\n{summary.caption}\n\n{summary.by_rank()}\n")
+        print_text(draw_text(summary.simulation, shutil.get_terminal_size((120, 0)).columns), end="")
     return 0
 
 

@@ -7,6 +7,7 @@ from drawloom.components.checkpoint.io_errors import size
 from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, verify
 from drawloom.graph import UserError
 from drawloom.graph.cli.project import Project
+from drawloom.graph.cli.terminal import print_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +23,7 @@ def main(options: argparse.Namespace, _project: Project) -> int:
             f"{options.run_folder} holds no checkpoint; give the folder of a run, such as runs/first_run", 2
         )
     lines = [line for checkpoint in checkpoints if (line := _line(checkpoint))]
-    print("\n".join(lines))
+    print_text("\n".join(lines))
     return int(any("corrupt" in line for line in lines))
 
 

@@ -25,6 +25,7 @@ from drawloom.components.ports.run import Randomness, Tracker
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.project import Project
+from drawloom.graph.cli.terminal import print_text
 
 DIGESTS = "digests_of_verify_resume"
 MACHINE_METRICS = {"tokens_per_second", "memory"}  # metrics of the machine, not of the training
@@ -55,14 +56,16 @@ def main(options: argparse.Namespace, project: Project) -> int:
         shutil.rmtree(place)
         raise
     half = options.steps // 2
-    print(f"{options.steps} steps without interruption, and {half} steps, a kill after step {killed}, and the rest:")
+    print_text(
+        f"{options.steps} steps without interruption, and {half} steps, a kill after step {killed}, and the rest:"
+    )
     own = graph.implementers(Tracker)  # trackers keep a series per run
     difference = next(differences(place / "straight", place / "resumed", own), None)
     if difference is not None:
-        print("\n".join([str(difference), *_reasons(difference.step <= half, _device_varies(graph))]))
-        print(f"both runs are in {place}")
+        print_text("\n".join([str(difference), *_reasons(difference.step <= half, _device_varies(graph))]))
+        print_text(f"both runs are in {place}")
         return 1
-    print(f"bit-identical: {_compared(place / 'straight')}")
+    print_text(f"bit-identical: {_compared(place / 'straight')}")
     shutil.rmtree(place)
     return 0
 

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import select
-import sys
 import threading
 import time
 import traceback
@@ -27,6 +26,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from drawloom.components.distributed.rank_errors import Agreed
 from drawloom.components.distributed.torchrun import write_error_file
 from drawloom.graph import UserError
+from drawloom.graph.cli.terminal import print_text
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class FailureMonitor:
         if log.hasHandlers():
             log.error("%s", f"{trace}{text}", extra={"printed": True})
         if is_first and failure == mine:
-            print(f"{trace}{text}", file=sys.stderr, flush=True)
+            print_text(f"{trace}{text}", "stderr")
         return failure
 
     def report_exception(self, error: Exception, location: str) -> Failure:

@@ -1,17 +1,20 @@
 """Logging: everything to a file for each rank, step lines and warnings to the terminal of rank 0."""
 
 import logging
-import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 
-from drawloom.components.listeners.rank_log import rank_log
+from drawloom.components.listeners.rank_log import LogFile, rank_log
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Event, RunFolder
-from drawloom.graph import component, setting
+from drawloom.graph import UserError, component, setting
+from drawloom.graph.cli.terminal import Stream, print_text
+
+log = logging.getLogger("drawloom.run")
 
 FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -39,7 +42,7 @@ class RunLogging:
         """Open the log file, and install the handlers."""
         top, run = logging.getLogger("drawloom"), logging.getLogger("drawloom.run")
         # the file first: a message that fails on the terminal is in the file
-        self._add(top, _file(str(rank_log(self.folder, self.mesh))))
+        self._add(top, _file(rank_log(self.folder, self.mesh)))
         if self.mesh.world.rank == 0:
             self._add(run, _terminal("stdout", logging.INFO, is_run_line, "%(message)s"))
             self._add(top, _terminal("stderr", logging.getLevelNamesMapping()[self.level.upper()], is_not_run_line))
@@ -68,14 +71,17 @@ class RunLogging:
 class Terminal(logging.Handler):
     """Prints to the current `sys.stdout` or `sys.stderr`, which a progress bar may replace; no tracebacks."""
 
-    def __init__(self, stream: str) -> None:
+    def __init__(self, stream: Stream) -> None:
         super().__init__()
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one message."""
+        """Print one message. If standard output fails, one warning says so, and the run continues."""
         try:
-            print(self.format(record), file=getattr(sys, self._stream), flush=True)
+            print_text(self.format(record), self._stream)
+        except (BrokenPipeError, UserError) as error:
+            why = "the reader of standard output has closed it" if isinstance(error, BrokenPipeError) else error
+            log.warning("%s; step lines are not printed any more, and the run continues", why)
         except Exception:
             self.handleError(record)
 
@@ -95,15 +101,14 @@ def is_not_run_line(record: logging.LogRecord) -> bool:
     return not is_run_line(record) and not getattr(record, "printed", False)
 
 
-def _file(path: str) -> logging.Handler:
-    # a lone surrogate, as in a file name, must not make logging fail
-    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+def _file(path: Path) -> logging.Handler:
+    handler = LogFile(path)
     handler.setFormatter(logging.Formatter(FILE_FORMAT))
     return handler
 
 
 def _terminal(
-    stream: str, level: int, wanted: Callable[[logging.LogRecord], bool], form: str | None = None
+    stream: Stream, level: int, wanted: Callable[[logging.LogRecord], bool], form: str | None = None
 ) -> logging.Handler:
     handler = Terminal(stream)
     handler.setLevel(level)

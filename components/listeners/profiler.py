@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Event, RunFolder, Step
+from drawloom.components.storage.regular_file import make_folder
 from drawloom.graph import component, setting
 
 log = logging.getLogger("drawloom.run")
@@ -61,8 +62,8 @@ class Profiler:
             self._write(running, step)
 
     def _write(self, done: profile, step: Step) -> None:
-        path = self.folder.folder / "traces" / f"step-{step.index}-rank-{self.mesh.world.rank}.json.gz"
-        path.parent.mkdir(exist_ok=True)
+        path = make_folder(self.folder.folder / "traces") / f"step-{step.index}-rank-{self.mesh.world.rank}.json.gz"
+        path.unlink(missing_ok=True)  # torch would write through a link
         done.export_chrome_trace(str(path))
 
 

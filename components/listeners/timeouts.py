@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import attrs
 
-from drawloom.components.listeners.rank_log import rank_log
+from drawloom.components.listeners.rank_log import open_log, rank_log
 from drawloom.components.listeners.watchdog import Watchdog
 from drawloom.components.ports.distributed import Mesh, Timed
 from drawloom.components.ports.run import Event, RunFolder
@@ -130,7 +130,7 @@ class Timeouts:
         phase = f" in phase [{self._phase}]" if self._phase else ""
         path = rank_log(self.folder, self.mesh)
         rank = self.mesh.world.rank
-        with path.open("a") as file:
+        with open_log(path) as file:
             faulthandler.dump_traceback(file, all_threads=True)
         diagnosis = self.processes.diagnose()
         why = f"; {diagnosis}" if diagnosis else ""

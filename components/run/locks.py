@@ -1,7 +1,8 @@
 """
 The locks of a run folder: one run at a time (flock), and one recipe (recipe.lock.toml).
 
-The run's lock is flock(2) on a file that stays open. The lock belongs to the open file description, which forked
+The run's lock is flock(2) on the folder and on a file in it, which stay open: the folder's lock lasts though the file
+is removed, and network file systems lock files only. A lock belongs to the open file description, which forked
 children share; a child closes its copy after the fork, or a worker that outlives a killed run would hold the lock.
 """
 
@@ -16,22 +17,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.regular_file import open_regular_file, open_to_append
 from drawloom.graph import RecipeError, ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
 
-# what flock returns on file systems without locks, such as some network mounts
-NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
+# What flock returns on file systems without locks, such as some network mounts; on NFS EBADF for a folder, because it
+# has to be open for writing (flock(2), "NFS details").
+NO_LOCKS = {errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
 
 
 class FolderLock:
     """Locks a folder until it is released or the process ends. Raises UserError if another process has locked it."""
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "run.lock"
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._open = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
         try:
-            _lock(self._file, folder)
-            _write_holder(self._file)
+            self._open.append(open_to_append(folder / "run.lock"))
+            directory, file = self._open
+            _lock(directory, file, folder)
+            _write_holder(file)
         except BaseException:
             self.release()
             raise
@@ -40,9 +44,8 @@ class FolderLock:
 
     def release(self) -> None:
         """Release the lock. A second call does nothing."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        while self._open:
+            os.close(self._open.pop())
 
 
 def _release(lock: FolderLock | None) -> None:
@@ -50,18 +53,29 @@ def _release(lock: FolderLock | None) -> None:
         lock.release()
 
 
-def _lock(file: int, folder: Path) -> None:
+def _lock(directory: int, file: int, folder: Path) -> None:
+    """Lock the folder, where its file system can, and the file in it. Raises UserError."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(directory)
+        reason = _flock(file)
     except BlockingIOError:
         raise UserError(f"{folder} is in use by {_holder(file)}; wait for it, or use another run name") from None
+    if reason:
+        raise UserError(
+            f"{folder} is on a file system without file locks ({reason}), where a second run could corrupt "
+            "this one; choose a folder on another disk"
+        )
+
+
+def _flock(descriptor: int) -> str:
+    """Lock an open file; returns why its file system can't. Raises BlockingIOError if another process has the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        raise UserError(
-            f"{folder} is on a file system without file locks ({error.strerror}), where a second run could corrupt "
-            "this one; choose a folder on another disk"
-        ) from error
+        return os.strerror(error.errno)
+    return ""
 
 
 def _write_holder(file: int) -> None:
@@ -95,18 +109,20 @@ def claim_recipe(folder: Path, recipe: ResolvedRecipe) -> None:
     path = folder / LOCK
     if not path.exists():
         return replace_file(path, recipe.text.encode())
-    changes = _changes(path, recipe)
+    with open_regular_file(path, "remove it, or use another run name") as file:
+        held = file.read(0, file.size)
+    changes = _changes(path, held, recipe)
     if not recipe.accept_changes and any(change.impact != "safe" for change in changes):
         raise UserError(_refusal(folder, changes), exit_code=2)
     for change in changes:
         log.info("%s: the recipe changed: %s", folder, change)
-    if path.read_bytes() != recipe.text.encode():
+    if held != recipe.text.encode():
         replace_file(path, recipe.text.encode())
 
 
-def _changes(path: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
+def _changes(path: Path, held: bytes, recipe: ResolvedRecipe) -> list[RecipeChange]:
     try:
-        return recipe.changes(path.read_text("utf-8"))
+        return recipe.changes(held.decode("utf-8"))
     except (RecipeError, ValueError) as error:
         if recipe.accept_changes:
             log.warning("%s can't be read and is replaced: %s", path, error)

@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 
+from drawloom.components.distributed.rank_errors import Agreed
 from drawloom.components.ports.run import Event, Events, FinalTask, Listener, Phase, Randomness, Restorer, Step, Stop
 from drawloom.graph import Ordered, UserError, at_least, component, setting
 from drawloom.graph.component import Traits
@@ -41,10 +42,20 @@ class Trainer:
             log.info("resuming after step %d", done)
         for index in range(done + 1, self.steps + 1):
             self._run_step(Step(index, self.steps))
-        for task in self.on_finish:
-            if not task.is_finished():
-                task.finish()
+        self._finish()
         self.events.emit(Event("run_ended"))
+
+    def _finish(self) -> None:
+        """Run the final tasks; the first error that all ranks have agreed on is raised after the last task."""
+        errors = []
+        for task in self.on_finish:
+            try:
+                if not task.is_finished():
+                    task.finish()
+            except Agreed as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _run_step(self, step: Step) -> None:
         self.events.emit(Event("step_started", step))

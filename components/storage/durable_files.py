@@ -86,8 +86,10 @@ def free(folder: Path) -> int:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with everything in it, if it exists."""
-    if path.exists():
+    """Remove a folder with everything in it, if it exists; of a link or a file only its name."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
         shutil.rmtree(path)
 
 

@@ -1,10 +1,10 @@
-"""Opens regular files for reading: links are not followed, and pipes and devices are refused before they block."""
+"""Opens regular files: links are not followed, and pipes and devices are refused before they block."""
 
 import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import attrs
@@ -75,16 +75,10 @@ class RegularFile:
 @contextmanager
 def regular_file(path: Path, *, hashed: bool = False) -> Iterator[RegularFile]:
     """A file, open for reading; OSError if it is missing, a link, or not a regular file."""
-    try:
-        _check_kind(path, os.lstat(path))  # before it is opened: opening alone has effects on some devices
-    except ValueError as error:  # a NUL in the name
-        raise OSError(errno.EINVAL, str(error), str(path)) from error
-    # O_NONBLOCK: opening a pipe would wait for a writer. It has no effect on regular files.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = open_descriptor(path, os.O_RDONLY)
     sha256 = Sha256Stream() if hashed else None
     try:
         found = os.fstat(descriptor)
-        _check_kind(path, found)  # again: another file may have taken the name meanwhile
         identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
         yield RegularFile(path, descriptor, identity, sha256)
     finally:
@@ -103,6 +97,48 @@ def open_regular_file(
             yield file
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}); {remedy}") from error
+
+
+def open_descriptor(path: Path, flags: int) -> int:
+    """
+    The descriptor of a regular file, opened with the flags of open(2); OSError if it is a link or not a regular file.
+
+    A run folder that a stranger sent may hold links to files outside of it, so a run opens the files that it keeps
+    under a fixed name here.
+    """
+    try:
+        with suppress(FileNotFoundError):
+            _check_kind(path, os.lstat(path))  # before it is opened: opening alone has effects on some devices
+        # O_NONBLOCK: opening a pipe would wait for a writer. It has no effect on regular files.
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except ValueError as error:  # a NUL in the name
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
+    try:
+        _check_kind(path, os.fstat(descriptor))  # again: another file may have taken the name meanwhile
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_to_append(path: Path) -> int:
+    """The descriptor of a file to read and append to, created if it is missing; UserError if that can't be done."""
+    try:
+        return open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    except OSError as error:
+        raise UserError(f"{path} can't be written ({error.strerror}); remove it, or use another run name") from error
+
+
+def make_folder(path: Path) -> Path:
+    """A folder in a run folder, created if it is missing; UserError if a link or a file has its name."""
+    try:
+        path.mkdir(exist_ok=True)
+        if path.is_symlink():
+            raise OSError(errno.ENOTDIR, "it is a symbolic link, which may lead anywhere", str(path))
+    except OSError as error:
+        text = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
+        raise UserError(f"{path} can't be written to ({text}); remove it, or use another run name") from error
+    return path
 
 
 def read_file(path: Path, limit: int) -> tuple[bytes, Content]:

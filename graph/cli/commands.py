@@ -2,13 +2,13 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from drawloom.graph.cli.exit_codes import INVALID, OK
 from drawloom.graph.cli.project import Project
+from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.drawing.draw import FORMATS, draw
 from drawloom.graph.inspect.changes import diff, resolve
 from drawloom.graph.inspect.explain import explain
@@ -89,7 +89,7 @@ def _run(options: argparse.Namespace, project: Project) -> int:
             objects[project.root].run()
     finally:
         if options.timings:
-            print(timing_table(objects.timings), file=sys.stderr)
+            print_text(timing_table(objects.timings), "stderr")
     return OK
 
 
@@ -97,7 +97,7 @@ def _check(options: argparse.Namespace, project: Project) -> int:
     if options.format == "json":
         return _check_json(options, project)
     graph = _graph(options, project).or_error()
-    print(f"{options.recipe}: {len(graph.nodes)} nodes, no problems")
+    print_text(f"{options.recipe}: {len(graph.nodes)} nodes, no problems")
     return OK
 
 
@@ -108,24 +108,24 @@ def _check_json(options: argparse.Namespace, project: Project) -> int:
     except RecipeError as error:
         problems, nodes = tuple(error.problems), 0
     found = {"recipe": options.recipe, "nodes": nodes, "problems": [problem.as_data() for problem in problems]}
-    print(json.dumps(found, indent=1))
+    print_text(json.dumps(found, indent=1))
     return OK if all(problem.warning for problem in problems) else INVALID
 
 
 def _show(options: argparse.Namespace, project: Project) -> int:
-    print(resolve(_graph(options, project).or_error()).text, end="")
+    print_text(resolve(_graph(options, project).or_error()).text, end="")
     return OK
 
 
 def _draw(options: argparse.Namespace, project: Project) -> int:
     graph = _graph(options, project).or_error()
     title = Path(options.recipe).stem
-    print(draw(graph, title, project.root, options.format, options.focus, step=options.step), end="")
+    print_text(draw(graph, title, project.root, options.format, options.focus, step=options.step), end="")
     return OK
 
 
 def _explain(options: argparse.Namespace, project: Project) -> int:
-    print(explain(_graph(options, project).or_error(), options.target or "", project.root))
+    print_text(explain(_graph(options, project).or_error(), options.target or "", project.root))
     return OK
 
 
@@ -133,7 +133,7 @@ def _diff(options: argparse.Namespace, project: Project) -> int:
     # Without a root: recipes of runs and parts of recipes are compared alike, and unused nodes count.
     new = project.graph(project.load(options.recipe, options.overlay, options.words), root="")
     found = diff(project.load(options.old), new)
-    print("\n".join(map(str, found)) or "no differences")
+    print_text("\n".join(map(str, found)) or "no differences")
     return OK
 
 
@@ -141,14 +141,16 @@ def _schema(options: argparse.Namespace, project: Project) -> int:
     schema = recipe_schema(project.registry, project.usual())
     text = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
     if options.output is None:
-        print(text, end="")
+        print_text(text, end="")
     else:
         options.output.write_text(text, "utf-8")
     return OK
 
 
 def _list(options: argparse.Namespace, project: Project) -> int:
-    print(list_plugins(project.registry) if options.plugins else list_components(project.registry, options.subject))
+    print_text(
+        list_plugins(project.registry) if options.plugins else list_components(project.registry, options.subject)
+    )
     return OK
 
 

@@ -1,10 +1,10 @@
 """Exit codes, and the console of a process, which prints problems and failures once for several processes."""
 
-import sys
 from collections.abc import Callable, Iterable
 
 import attrs
 
+from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.problems import Problem
 
 # 128 + SIGINT, as shells report a process that a signal ended.
@@ -19,6 +19,18 @@ def format_problems(problems: Iterable[Problem]) -> str:
     problems = list(problems)
     lines = [str(problem) for problem in problems[:MOST]]
     return "\n".join([*lines, f"and {len(problems) - MOST} more"] if len(problems) > MOST else lines)
+
+
+def shortage(error: Exception) -> str:
+    """What an error says that this machine lacks, memory or threads; empty if it is another error."""
+    text = str(error).strip()
+    # torch raises a RuntimeError for memory of the CPU, and an OutOfMemoryError for that of a GPU.
+    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if memory or (isinstance(error, RuntimeError) and "can't allocate memory" in text):
+        return f"not enough memory: {text or 'an allocation failed'}; use a smaller model or batch"
+    if isinstance(error, RuntimeError) and "can't start new thread" in text:
+        return "no more threads can be started; raise the limit of processes (`ulimit -u`, or pids.max of the cgroup)"
+    return ""
 
 
 def _always(_text: str) -> bool:
@@ -40,10 +52,10 @@ class Console:
     def warn(self, problems: Iterable[Problem]) -> None:
         """Print warnings on stderr."""
         if self.warns and (text := format_problems(problems)):
-            print(text, file=sys.stderr)
+            print_text(text, "stderr")
 
     def fail(self, text: str, exit_code: int) -> int:
         """Print why the command fails on stderr; the exit code."""
         if self.is_first(text):
-            print(text, file=sys.stderr)
+            print_text(text, "stderr")
         return exit_code

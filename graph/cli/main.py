@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -9,8 +10,9 @@ from itertools import islice
 from typing import Any, NoReturn
 
 from drawloom.graph.cli.commands import COMMANDS
-from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, format_problems
+from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, format_problems, shortage
 from drawloom.graph.cli.project import Project
+from drawloom.graph.cli.terminal import discard, print_text
 from drawloom.graph.problems import Problem, RecipeError, UserError
 
 # The name of a node as a key, such as @metrics.learning or @metrics.*, is an anchor of a list edit.
@@ -29,24 +31,35 @@ def main(arguments: Sequence[str] | None = None, project: Project | None = None,
         return console.fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         if console.warns:
-            print("interrupted", file=sys.stderr)
+            print_text("interrupted", "stderr")
         return INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # or Python complains at exit: the reader of the output, such as `head`, has closed it
+        discard("stdout")  # its reader, such as `head`, has closed it
         return OK
     except Exception as error:
+        if reason := shortage(error):
+            return console.fail(reason, FAILED)
         if console.is_first(repr(error)):
             raise
         return FAILED
 
 
 def _command(arguments: Sequence[str], project: Project, console: Console) -> int:
+    if not _has_current_folder():
+        raise UserError("the current folder has been removed; change to another one")
     rest, words = split_words(arguments)
     options = _parser(project, rest).parse_args(rest)
     options.words, options.console = words, console
     if words and not hasattr(options, "overlay"):
         raise RecipeError([Problem("DL110", f"{options.command} takes no values like {words[0]!r}")])
     return int(options.main(options, project.importing(getattr(options, "imports", ()))))
+
+
+def _has_current_folder() -> bool:
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False
 
 
 def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -13,6 +13,9 @@ from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.toml.parsing import LARGEST, decode, parse
 
+DEEPEST = 50
+"""Recipes in a chain of `extends`; more than any project needs, and far below Python's limit of recursion."""
+
 
 @attrs.frozen
 class RecipeFolder:
@@ -78,6 +81,9 @@ class _Reader:
             if base.resolve() in within:
                 self._problem("DL104", f"{base_shown} extends itself, by way of {shown}", "", place)
             # resolve(): the same base may be reached by different paths and links.
+            elif len(within) >= DEEPEST:
+                text = f"{base_shown} is the base of {DEEPEST} recipes that extend each other in a row"
+                self._problem("DL104", text, "merge some of them", place)
             elif base.resolve() not in self._done:
                 self._read(base, base_shown, place, within)
         self._done.add(path.resolve())

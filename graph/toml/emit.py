@@ -5,7 +5,7 @@ from datetime import date, datetime, time
 from typing import Any
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
-_ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
+_ESCAPED = re.compile(r'["\\\x00-\x1f\x7f-\x9f]')
 _SHORT = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
 
 

@@ -1,5 +1,6 @@
 """The entry point `python -m drawloom`: signal handlers, and then the command line."""
 
+import io
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 
 def main() -> int:
     """Install signal handlers, and run the command line. Returns its exit code."""
+    _open_streams()
     # Before the imports below, which take seconds in which a signal or a dead parent must already be noticed.
     parent = os.getppid()
     _handle(signal.SIGTERM, _end)
@@ -27,6 +29,19 @@ def main() -> int:
     finally:  # Python restores the default handlers while it shuts down
         _handle(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to workers that end shortly after the first
         _handle(signal.SIGINT, _end)
+
+
+def _open_streams() -> None:
+    """Open closed standard streams on /dev/null, and escape characters that the encoding of the others lacks."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:  # a file that is opened later would get the descriptor, and what is printed
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free, which is `number`
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _handle(number: signal.Signals, handler: Any) -> None:

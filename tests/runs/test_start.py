@@ -112,3 +112,26 @@ def _catches(pid: int) -> bool:
     """Whether a process has a handler of SIGTERM, the first thing that drawloom installs."""
     caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def _shell(place: Path, command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**ENVIRONMENT, "DRAWLOOM": f"{sys.executable} -m drawloom"}
+    return subprocess.run(command, shell=True, cwd=place, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_closed_streams_get_no_file(place: Path) -> None:
+    """A file that a run opens never gets descriptor 1 or 2, where messages would overwrite it."""
+    numbers = (
+        "import os, sys, drawloom.__main__ as m; m._open_streams(); print('lost'); print('lost', file=sys.stderr);"
+    )
+    numbers += "sys.exit(os.open('file', os.O_CREAT | os.O_RDWR))"
+    assert _shell(place, f'{sys.executable} -c "{numbers}" <&- >&- 2>&-').returncode == 3
+    assert (place / "file").read_bytes() == b""
+    assert _shell(place, "$DRAWLOOM check tiny.toml >&- 2>&-").returncode == 0
+
+
+def test_an_ascii_terminal_gets_escapes(place: Path) -> None:
+    """Boxes and letters that the encoding lacks end no command."""
+    drawn = _shell(place, "PYTHONIOENCODING=ascii $DRAWLOOM draw tiny.toml")
+    assert (drawn.returncode, drawn.stderr) == (0, "")
+    assert "\\u251c" in drawn.stdout

@@ -20,9 +20,11 @@ from drawloom.components.model.qwen3.settings import choose_architecture, faults
 from drawloom.components.ports.data import Tokenizer
 from drawloom.components.ports.model import Kernels, LayerRange, TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.graph import Problem, above, at_least, setting
+from drawloom.graph import Problem, above, at_least, between, setting
 
 RESIDUAL_OUTPUTS = (".self_attn.o_proj.weight", ".mlp.down_proj.weight", ".mlp.experts.down_proj")
+
+MAX_LAYERS = 10_000  # ten times the deepest transformers; building many more would take hours
 
 
 def fill_with_initial_weights(
@@ -65,7 +67,7 @@ class Qwen3Builder:
     tokenizer: Tokenizer | None = None
     config: Path | None = setting(default=None, doc="a Hugging Face config.json or its folder, instead of what follows")
     _num_hidden_layers: int | None = setting(
-        default=None, alias="num_hidden_layers", check=at_least(1), doc="how many layers"
+        default=None, alias="num_hidden_layers", check=between(1, MAX_LAYERS), doc="how many layers"
     )
     hidden_size: int | None = setting(default=None, check=at_least(1), doc="channels of the hidden states")
     num_attention_heads: int | None = setting(default=None, check=at_least(1), doc="query heads")

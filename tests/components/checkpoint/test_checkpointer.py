@@ -152,6 +152,18 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "checkpoints")) == [".damaged-step-3-1", "notes", "step-1"]
 
 
+def test_a_link_among_the_leftovers_blocks_no_start(tmp_path: Path) -> None:
+    """The link is removed, and what it leads to stays."""
+    save_steps(tmp_path, 1)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("")
+    (tmp_path / "checkpoints" / ".trash-step-0").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "checkpoints" / ".tmp-step-2").symlink_to("gone")
+    checkpointer(tmp_path, {})
+    assert os.listdir(tmp_path / "checkpoints") == ["step-1"]
+    assert os.listdir(tmp_path / "elsewhere") == ["file"]
+
+
 def test_a_corrupt_checkpoint_neither_counts_nor_expires(tmp_path: Path) -> None:
     """After a fallback from a flipped bit, retention keeps the valid ones, and the corrupt one stays for inspection."""
     save_steps(tmp_path, 1, 2, 3)

@@ -26,7 +26,7 @@ def _failed(code: int) -> Agreed:
     return caught.value
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_reported_with_path_need_and_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
@@ -39,6 +39,12 @@ def test_a_full_disk_is_reported_with_path_need_and_free_space(
 def test_other_io_errors_keep_the_message_of_the_system(tmp_path: Path) -> None:
     """The message has the path."""
     assert described(_failed(errno.EIO), tmp_path, 1) == "/runs/x/file: Input/output error"
+
+
+def test_a_limit_on_the_size_of_files_is_no_full_disk(tmp_path: Path) -> None:
+    """Freeing space would not help, so the message names the limit."""
+    text = described(_failed(errno.EFBIG), tmp_path, 1)
+    assert text.startswith("/runs/x/file: File too large: a limit on the size of files")
 
 
 def test_free_space_of_a_missing_folder_is_no_second_error(tmp_path: Path) -> None:

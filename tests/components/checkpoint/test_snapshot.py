@@ -345,4 +345,7 @@ def test_metric_logs_are_flushed_before_the_commit(tmp_path: Path, caplog: pytes
     record.fault = OSError(errno.EIO, "Input/output error")
     node.save(Step(2, 9))
     assert seen == [[], ["step-1"]]
-    assert "[trackers.jsonl] could not be flushed to disk and may lose lines in a power cut: [Errno 5]" in caplog.text
+    assert (
+        "[trackers.jsonl] can't be flushed to disk, and a kill or a power cut would lose lines: [Errno 5]"
+        in caplog.text
+    )

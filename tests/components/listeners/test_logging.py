@@ -1,6 +1,8 @@
 """Where log messages are written."""
 
+import io
 import logging
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -121,6 +123,19 @@ def test_tracebacks_go_to_the_file_only(opened: Any, tmp_path: Path, capsys: pyt
     assert "ValueError: oh" in (tmp_path / "log" / "rank-0.log").read_text()
 
 
+def test_a_removed_log_begins_anew_with_a_warning(opened: Any, tmp_path: Path) -> None:
+    """Messages after `rm -r log` are in a new file, which says why it begins there."""
+    opened()
+    logging.getLogger("drawloom.run").info("one")
+    shutil.rmtree(tmp_path / "log")
+    logging.getLogger("drawloom.run").info("two")
+    path = tmp_path / "log" / "rank-0.log"
+    assert _lines(path) == [
+        "INFO drawloom.run: two",
+        f"WARNING drawloom.run: {path} was removed during the run, and begins anew",
+    ]
+
+
 def test_closing_restores_logging(opened: Any) -> None:
     """Handlers, level and warnings.showwarning are as before."""
     loggers = [logging.getLogger(name) for name in ("drawloom", "drawloom.run")]
@@ -134,6 +149,34 @@ def test_closing_restores_logging(opened: Any) -> None:
     logs.close()
     logs.close()
     assert state() == before
+
+
+@pytest.mark.parametrize("fault", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on device")])
+def test_a_standard_output_that_fails_ends_no_run(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, fault: OSError
+) -> None:
+    """`drawloom run recipe.toml | head -1` trains to its end, with a warning on standard error and no traceback."""
+
+    class Failing(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise fault
+
+    opened()
+    monkeypatch.setattr(sys, "stdout", Failing())
+    logging.getLogger("drawloom.run").info("step 1/9")
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: ")
+    assert line.endswith("; step lines are not printed any more, and the run continues")
+    assert len(_lines(tmp_path / "log" / "rank-0.log")) == 2
+
+
+def test_a_sample_sends_no_commands_to_the_terminal(
+    opened: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A model may have learned escape sequences."""
+    opened()
+    logging.getLogger("drawloom.run").info("a sample:\n%s", "\x1b]52;c;cm0gLXJm\x07")
+    assert capsys.readouterr().out == "a sample:\n\\x1b]52;c;cm0gLXJm\\x07\n"
 
 
 def test_lines_go_to_the_current_stdout(opened: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -32,10 +33,8 @@ def _outlive_a_killed_holder(folder: Path) -> tuple[bool, str]:
     holder = os.fork()
     if holder == 0:
         lock = FolderLock(folder)
-        worker = os.fork()
-        if worker == 0:
-            time.sleep(60)
-        os.write(writing, str(worker).encode())
+        if os.fork() == 0:
+            os.write(writing, str(os.getpid()).encode())  # the worker: its copy of the lock is closed by now
         time.sleep(60)
         lock.release()
     worker = int(os.read(reading, 100))
@@ -55,6 +54,31 @@ def test_two_runs_in_one_folder_second_is_refused(tmp_path: Path) -> None:
     assert timedelta(0) <= datetime.now(UTC) - started < timedelta(seconds=60)
     lock.release()
     assert run_ranks(_try, 1, tmp_path) == ["free"]
+
+
+def test_removing_the_lock_file_lets_no_second_run_in(tmp_path: Path) -> None:
+    """The folder itself is locked."""
+    lock = FolderLock(tmp_path)
+    (tmp_path / "run.lock").unlink()
+    assert run_ranks(_try, 1, tmp_path) == [
+        f"{tmp_path} is in use by another process; wait for it, or use another run name"
+    ]
+    lock.release()
+
+
+def test_a_file_system_that_locks_files_only_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS refuses to lock a folder that is open for reading; the file's lock still refuses a second run."""
+    flock = fcntl.flock
+
+    def locked(descriptor: int, operation: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", locked)
+    lock = FolderLock(tmp_path)
+    assert "is in use" in _try(tmp_path)
+    lock.release()
 
 
 def test_the_lock_ends_with_its_holder_though_a_worker_survives(tmp_path: Path) -> None:

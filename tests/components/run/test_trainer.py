@@ -6,6 +6,7 @@ import attrs
 import pytest
 import torch
 
+from drawloom.components.distributed.rank_errors import Agreed
 from drawloom.components.ports.run import Event, Step
 from drawloom.components.run.trainer import Trainer
 from drawloom.graph import Ordered, UserError, component
@@ -84,6 +85,19 @@ def test_an_unfinished_final_task_is_repeated() -> None:
     """With all steps done but a final task missing, only the final task runs."""
     record = Record(restored=3)
     trainer(record).run()
+    assert record.calls == ["finish"]
+
+
+def test_a_final_task_that_fails_does_not_stop_the_next() -> None:
+    """An export that can't be written costs no sample; its error still ends the run."""
+
+    class Failing(Record):
+        def finish(self) -> None:
+            raise Agreed("export exists already", 1, 0)
+
+    record = Record(restored=3)
+    with pytest.raises(Agreed, match="export exists already"):
+        trainer(record, on_finish=[Failing(), record]).run()
     assert record.calls == ["finish"]
 
 

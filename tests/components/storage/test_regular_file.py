@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.storage.regular_file import CHUNK, hash_file, open_regular_file, read_file, regular_file
+from drawloom.components.storage.regular_file import (
+    CHUNK,
+    hash_file,
+    make_folder,
+    open_regular_file,
+    open_to_append,
+    read_file,
+    regular_file,
+)
 from drawloom.components.storage.sha256_stream import Content
 from drawloom.graph import UserError
 
@@ -51,6 +59,39 @@ def test_a_path_that_is_not_a_regular_file_is_refused_without_blocking(tmp_path:
     assert time.perf_counter() - began < 1
     assert str(path) in str(caught.value)
     assert ("symbolic link" in str(caught.value)) == ("link" in kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_written_through_a_path_that_is_not_a_regular_file(tmp_path: Path, kind: str) -> None:
+    """A run folder from a stranger makes no run write to a file outside of it, and none wait for a pipe."""
+    path = made(tmp_path, kind)
+    began = time.perf_counter()
+    with pytest.raises(UserError, match="can't be written") as caught:
+        open_to_append(path)
+    assert time.perf_counter() - began < 1
+    assert str(path) in str(caught.value)
+    assert not (tmp_path / "gone").exists()
+
+
+def test_a_new_file_is_created_and_an_old_one_appended_to(tmp_path: Path) -> None:
+    """What a file holds stays."""
+    for word in (b"one", b"two"):
+        descriptor = open_to_append(tmp_path / "file")
+        os.write(descriptor, word)
+        os.close(descriptor)
+    assert (tmp_path / "file").read_bytes() == b"onetwo"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "link that leads out", "dangling link"])
+def test_a_folder_that_is_a_link_or_a_file_is_refused(tmp_path: Path, kind: str) -> None:
+    """A link to a folder elsewhere would make every file in it one outside."""
+    path = made(tmp_path, kind)
+    with pytest.raises(UserError, match="can't be written to"):
+        make_folder(path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "log").symlink_to("elsewhere")
+    with pytest.raises(UserError, match="it is a symbolic link"):
+        make_folder(tmp_path / "log")
 
 
 @pytest.mark.parametrize("name", ["gone", "nul\0", "x" * 300])

@@ -143,6 +143,59 @@ def test_a_full_disk_loses_no_lines(
     ]
 
 
+def test_flush_names_the_steps_that_the_disk_has_not_accepted(
+    tracker: JsonlTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that outlives its rows is not committed in silence; once the disk accepts them, flush succeeds."""
+
+    def full(_file: int, _data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    tracker.track(1, {"loss": 1.0})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        tracker.track(2, {"loss": 1.0})
+        tracker.track(3, {"loss": 1.0})
+        with pytest.raises(OSError, match="the rows of steps 2 to 3 are in memory only"):
+            tracker.flush()
+    tracker.flush()
+
+
+def test_a_removed_file_is_written_anew(
+    tracker: JsonlTracker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No row is lost if somebody removes metrics.jsonl under the run, and one warning says that it happened."""
+    for step in (1, 2, 3, 4):
+        tracker.track(step, {"loss": 1.0})
+        if step == 2:
+            (tmp_path / "metrics.jsonl").unlink()
+    assert [json.loads(line)["step"] for line in _text(tmp_path).splitlines()] == [1, 2, 3, 4]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/metrics.jsonl was removed during the run, and is written anew"
+    ]
+
+
+def test_a_file_that_an_editor_replaced_gets_the_later_rows(tracker: JsonlTracker, tmp_path: Path) -> None:
+    """Rows go into the file that has the name, and not into the one that was replaced."""
+    tracker.track(1, {})
+    (tmp_path / "new").write_text("{}\n")
+    (tmp_path / "new").rename(tmp_path / "metrics.jsonl")
+    tracker.track(2, {})
+    assert _text(tmp_path) == '{}\n{"step": 2, "format": 1}\n'
+
+
+@pytest.mark.parametrize(("lines", "message"), [(1, "lacks the rows of steps 2 to 3"), (0, "of steps 1 to 3"), (3, "")])
+def test_rewind_to_a_step_without_a_row_warns(
+    tracker: JsonlTracker, caplog: pytest.LogCaptureFixture, lines: int, message: str
+) -> None:
+    """Rows that a killed run never wrote, or that a partial copy lacks, are named when the run resumes."""
+    for step in range(1, lines + 1):
+        tracker.track(step, {})
+    tracker.rewind(3)
+    assert message in caplog.text
+    assert bool(caplog.records) == bool(message)
+
+
 def test_buffered_lines_are_limited(tracker: JsonlTracker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond some megabytes lines are dropped."""
     monkeypatch.setattr("drawloom.components.trackers.jsonl.BUFFER_SIZE", 100)

@@ -197,3 +197,35 @@ def test_importing_a_missing_package_is_a_user_error(project: Project, capsys: p
     assert main(["list", "--import", "os", "--plugins"], project) == 2
     assert main(["list", "--plugins"], project) == 0
     assert "no installed package declares" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "not enough memory: an allocation failed"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes."), "not enough memory: Default"),
+        (RuntimeError("can't start new thread"), "no more threads can be started"),
+    ],
+)
+def test_what_the_machine_lacks_is_reported_without_a_traceback(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, words: str
+) -> None:
+    """Memory and threads run out in one line, with exit code 1."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Project, "load", fail)
+    assert main(["check", "small"], project) == 1
+    assert capsys.readouterr().err.startswith(words)
+
+
+def test_a_removed_current_folder_is_an_error_in_words(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No traceback from getcwd."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["check", "small"], project) == 1
+    assert capsys.readouterr().err == "the current folder has been removed; change to another one\n"

@@ -1,0 +1,43 @@
+"""Prints text on standard output and standard error: no control characters, and no traceback if a stream fails."""
+
+import os
+import re
+import sys
+from contextlib import suppress
+from typing import Literal
+
+from drawloom.graph.problems import UserError
+
+Stream = Literal["stdout", "stderr"]
+
+# All of C0, DEL and C1 but tabs and line ends: from ESC or U+009B on, text would be commands to the terminal, such as
+# writing to the clipboard (ECMA-48). A lone surrogate, as in a file name that is not UTF-8, has no encoding.
+CONTROL = re.compile("(?!\r\n)[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text in which control characters are escaped as in Python: ESC is `\\x1b`."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def print_text(text: str, stream: Stream = "stdout", *, end: str = "\n") -> None:
+    """
+    Print text from anywhere, such as a model or the name of a file.
+
+    If standard output fails, raises BrokenPipeError if its reader has closed it, as `head` does, and UserError if not;
+    later output is discarded. A failure of standard error is ignored, because there is no place to tell it.
+    """
+    try:
+        print(printable(text), end=end, file=getattr(sys, stream), flush=True)
+    except OSError as error:
+        discard(stream)
+        if stream == "stdout" and isinstance(error, BrokenPipeError):
+            raise
+        if stream == "stdout":
+            raise UserError(f"standard output can't be written: {error.strerror}") from error
+
+
+def discard(stream: Stream) -> None:
+    """Connect a stream to /dev/null; if not, what its buffer holds would fail again when Python exits."""
+    with suppress(OSError, ValueError), open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), getattr(sys, stream).fileno())

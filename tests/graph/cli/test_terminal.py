@@ -1,0 +1,62 @@
+"""Text on its way to a terminal."""
+
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from drawloom.graph import UserError
+from drawloom.graph.cli.terminal import print_text, printable
+
+ROOT = Path(__file__).parents[3]
+
+
+class Failing(io.StringIO):
+    """A stream whose disk is full or whose reader has gone."""
+
+    def __init__(self, fault: OSError) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def write(self, _text: str) -> int:
+        """Fail."""
+        raise self.fault
+
+
+def test_control_characters_are_escaped_and_all_else_stays() -> None:
+    """No text can command the terminal by C0, DEL or C1, or fail to be encoded; tabs and line ends stay."""
+    commands = [*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), "\ud83d", "\udc80"]
+    left = [letter for letter in commands if printable(letter) == letter]
+    assert left == ["\t", "\n"]
+    assert all(printable(letter).isascii() for letter in commands)
+    assert printable("\x1b]0;title\x07 \x9b2J \rover") == "\\x1b]0;title\\x07 \\x9b2J \\rover"
+    assert printable("é 字 😀 a\r\nb\tc\\x1b") == "é 字 😀 a\r\nb\tc\\x1b"
+
+
+def test_a_full_disk_under_standard_output_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`drawloom check > /dev/full` ends with one line, and not with exit code 0."""
+    monkeypatch.setattr(sys, "stdout", Failing(OSError(28, "No space left on device")))
+    with pytest.raises(UserError, match="standard output can't be written: No space left on device"):
+        print_text("text")
+
+
+def test_a_closed_pipe_is_no_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`drawloom draw | head -1` is no failure."""
+    monkeypatch.setattr(sys, "stdout", Failing(BrokenPipeError(32, "Broken pipe")))
+    with pytest.raises(BrokenPipeError):
+        print_text("text")
+
+
+def test_a_failing_standard_error_hides_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message is lost, and the command ends as it would."""
+    monkeypatch.setattr(sys, "stderr", Failing(OSError(28, "No space left on device")))
+    print_text("text", "stderr")
+
+
+def test_nothing_is_printed_without_the_filter() -> None:
+    """Every command, message and log line goes through `print_text`."""
+    files = [path for name in ("graph", "components") for path in (ROOT / name).rglob("*.py")]
+    printing = [path for path in files if re.search(r"(?<![\w.])print\(", path.read_text("utf-8"))]
+    assert printing == [ROOT / "graph/cli/terminal.py"]
