@@ -276,14 +276,19 @@ class Stop(Protocol):
 
 @port
 class FinalTask(Protocol):
-    """A task after the last step, such as an export. It is atomic, so that it can be retried."""
+    """
+    A task after the last step, such as an export. It is atomic, so that it can be retried.
 
-    def is_finished(self) -> bool:
-        """Whether the task was completed, perhaps by an earlier process."""
+    Its result records the step of the weights that it was made from: a run that is continued to more steps makes it
+    again.
+    """
+
+    def is_finished(self, step: int) -> bool:
+        """Whether the task was completed with the weights after this step, perhaps by an earlier process."""
         ...
 
-    def finish(self) -> None:
-        """Run the task."""
+    def finish(self, step: int) -> None:
+        """Run the task with the weights after this step, and replace the result of an earlier step."""
         ...
 
 

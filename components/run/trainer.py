@@ -35,15 +35,16 @@ class Trainer:
         """Train from the newest checkpoint, or from the start, to the last step."""
         self.events.emit(Event("run_started"))
         done = self.checkpointer.restore() if self.checkpointer else 0
-        if done >= self.steps and all(task.is_finished() for task in self.on_finish):
+        last = max(done, self.steps)
+        if done >= self.steps and all(task.is_finished(last) for task in self.on_finish):
             log.info("finished: all %d steps are done, there is nothing left to do", self.steps)
         elif done:
             log.info("resuming after step %d", done)
         for index in range(done + 1, self.steps + 1):
             self._run_step(Step(index, self.steps))
         for task in self.on_finish:
-            if not task.is_finished():
-                task.finish()
+            if not task.is_finished(last):
+                task.finish(last)
         self.events.emit(Event("run_ended"))
 
     def _run_step(self, step: Step) -> None:

@@ -17,7 +17,7 @@ class Record:
 
     calls: list[str] = attrs.field(factory=list)
     restored: int = 0
-    finished: bool = False
+    finished: int = 0
     signal_after: int = 0
     last: int = 0
 
@@ -34,12 +34,12 @@ class Record:
     def staged(self) -> None:
         self.calls.append("staged")
 
-    def is_finished(self) -> bool:
-        return self.finished
+    def is_finished(self, step: int) -> bool:
+        return self.finished == step
 
-    def finish(self) -> None:
-        self.finished = True
-        self.calls.append("finish")
+    def finish(self, step: int) -> None:
+        self.finished = step
+        self.calls.append(f"finish {step}")
 
     def agreed(self) -> int:
         return 15 if self.signal_after and self.last >= self.signal_after else 0
@@ -62,20 +62,20 @@ def test_steps_count_from_one_to_the_last() -> None:
     """Every step runs the phases once; the final tasks run after the last."""
     record = Record()
     trainer(record).run()
-    assert record.calls == ["phase 1/3", "phase 2/3", "phase 3/3", "finish"]
+    assert record.calls == ["phase 1/3", "phase 2/3", "phase 3/3", "finish 3"]
 
 
 def test_a_resumed_run_starts_after_its_checkpoint() -> None:
     """No step is repeated or skipped."""
     record = Record(restored=2)
     trainer(record).run()
-    assert record.calls == ["phase 3/3", "finish"]
+    assert record.calls == ["phase 3/3", "finish 3"]
 
 
 @pytest.mark.parametrize(("restored", "calls"), [(3, []), (5, [])])
 def test_a_finished_run_does_nothing(restored: int, calls: list[str]) -> None:
     """With all steps and final tasks done, nothing runs."""
-    record = Record(restored=restored, finished=True)
+    record = Record(restored=restored, finished=restored)
     trainer(record).run()
     assert record.calls == calls
 
@@ -84,7 +84,14 @@ def test_an_unfinished_final_task_is_repeated() -> None:
     """With all steps done but a final task missing, only the final task runs."""
     record = Record(restored=3)
     trainer(record).run()
-    assert record.calls == ["finish"]
+    assert record.calls == ["finish 3"]
+
+
+def test_final_tasks_of_an_earlier_step_are_repeated_after_more_steps() -> None:
+    """A result that was made after step 2 does not count after step 3."""
+    record = Record(restored=2, finished=2)
+    trainer(record).run()
+    assert record.calls == ["phase 3/3", "finish 3"]
 
 
 def test_a_signal_saves_and_exits_with_its_code() -> None:

@@ -1,0 +1,36 @@
+"""Starting a run again: with more steps, with another recipe, or from where its folder was moved to."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.runs import drawloom, write_corpus
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a corpus and the tiny recipe."""
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+def exported_step(run: Path) -> int:
+    """The step that an export records."""
+    return int(json.loads((run / "export" / "trainer_state.json").read_text())["global_step"])
+
+
+def test_results_of_a_continued_run_are_of_its_last_step(place: Path) -> None:
+    """After more steps, export and sample are those of the new last step, as in a run that was not interrupted."""
+    run, straight = place / "runs/tiny", place / "runs/straight"
+    constant = ["lr.phases=[{ to = 1.0 }]", "lr.start=1.0"]  # or the rate of each step depends on the number of steps
+    assert drawloom(place, "run", "tiny.toml", *constant, "trainer.steps=2")[0].code == 0
+    assert exported_step(run) == 2
+    early = (run / "export/model.safetensors").read_bytes(), (run / "sample.txt").read_bytes()
+    again = drawloom(place, "run", "tiny.toml", *constant, "trainer.steps=4", "--accept-changes")[0]
+    assert again.code == 0, again.text
+    assert drawloom(place, "run", "tiny.toml", *constant, "trainer.steps=4", "run.name=straight")[0].code == 0
+    late = (run / "export/model.safetensors").read_bytes(), (run / "sample.txt").read_bytes()
+    assert exported_step(run) == 4 and all(old != new for old, new in zip(early, late, strict=True))
+    assert late[0] == (straight / "export/model.safetensors").read_bytes()
+    assert late[1] == (straight / "sample.txt").read_bytes()
