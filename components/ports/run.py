@@ -257,6 +257,15 @@ class Restorer(Protocol):
 
 
 @port
+class AfterRestore(Protocol):
+    """Acts when the state of the run has been restored."""
+
+    def after_restore(self) -> None:
+        """Called once on every rank, before the first step; also in a new run, which has nothing to restore."""
+        ...
+
+
+@port
 class Randomness(Protocol):
     """Random generators of a run."""
 

@@ -1,5 +1,6 @@
-"""The run folder: locked by one run at a time, and bound to one recipe."""
+"""The run folder: locked by one run at a time (run.lock), and bound to one recipe (recipe.lock.toml)."""
 
+import logging
 from pathlib import Path
 
 import attrs
@@ -7,8 +8,12 @@ import attrs
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.run.locks import FolderLock, claim_recipe
-from drawloom.graph import ResolvedRecipe, UserError, component
+from drawloom.components.run.locks import FolderLock
+from drawloom.components.storage.atomic_write import replace_file
+from drawloom.graph import RecipeError, ResolvedRecipe, UserError, component
+from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
+
+log = logging.getLogger("drawloom.run")
 
 
 @component(impact="safe")
@@ -20,6 +25,7 @@ class LockedFolder:
     recipe: ResolvedRecipe
 
     _lock: FolderLock | None = attrs.field(init=False, default=None)
+    _changes: list[RecipeChange] = attrs.field(init=False, factory=list)
 
     @property
     def folder(self) -> Path:
@@ -35,6 +41,10 @@ class LockedFolder:
             self.close()
             raise
 
+    def after_restore(self) -> None:
+        """Write the recipe into the folder: only now, or a resume that fails would replace the run's own recipe."""
+        run_on_rank0(self.mesh.world, lambda: write_recipe(self.folder, self.recipe, self._changes))
+
     def close(self) -> None:
         """Release the lock."""
         if self._lock is not None:
@@ -44,7 +54,7 @@ class LockedFolder:
     def _acquire(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
-        claim_recipe(self.folder, self.recipe)
+        self._changes = check_recipe(self.folder, self.recipe)
 
     def _compare_ranks(self) -> None:
         hashes = self.mesh.world.gather_json(self.recipe.hash)
@@ -53,3 +63,44 @@ class LockedFolder:
                 f"rank {other[0]} has a different recipe from rank 0; start all ranks with the same command and files",
                 exit_code=2,
             )
+
+
+def check_recipe(folder: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
+    """
+    The changes since the folder's recipe.lock.toml; none if there is no such file.
+
+    Raises UserError if any is not safe or if the file can't be read, unless changes are accepted.
+    """
+    path = folder / LOCK
+    if not path.exists():
+        return []
+    try:
+        changes = recipe.changes(path.read_text("utf-8"))
+    except (RecipeError, ValueError) as error:
+        if recipe.accept_changes:
+            log.warning("%s can't be read and is replaced: %s", path, error)
+            return []
+        raise UserError(
+            f"{path} can't be read, so this recipe can't be compared with it: {error}; "
+            "to continue anyway, add --accept-changes",
+            exit_code=2,
+        ) from error
+    if not recipe.accept_changes and any(change.impact != "safe" for change in changes):
+        raise UserError(_refusal(folder, changes), exit_code=2)
+    return changes
+
+
+def write_recipe(folder: Path, recipe: ResolvedRecipe, changes: list[RecipeChange]) -> None:
+    """Write recipe.lock.toml, unless the folder has the same already, and log what has changed in it."""
+    for change in changes:
+        log.info("%s: the recipe changed: %s", folder, change)
+    path, text = folder / LOCK, recipe.text.encode()
+    if not path.exists() or path.read_bytes() != text:
+        replace_file(path, text)
+
+
+def _refusal(folder: Path, changes: list[RecipeChange]) -> str:
+    lines = [f"{folder} holds a run of another recipe; the differences are:"]
+    lines += [f"  {change}" for change in changes]
+    lines += ["only safe changes are allowed; use another run name, or add --accept-changes"]
+    return "\n".join(lines)

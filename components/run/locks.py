@@ -1,23 +1,20 @@
 """
-The locks of a run folder: one run at a time (flock), and one recipe (recipe.lock.toml).
+The lock of a run folder: one run at a time.
 
-The run's lock is flock(2) on a file that stays open. The lock belongs to the open file description, which forked
+It is flock(2) on a file that stays open. The lock belongs to the open file description, which forked
 children share; a child closes its copy after the fork, or a worker that outlives a killed run would hold the lock.
 """
 
 import errno
 import fcntl
 import json
-import logging
 import os
 import socket
 import weakref
 from datetime import UTC, datetime
 from pathlib import Path
 
-from drawloom.components.storage.atomic_write import replace_file
-from drawloom.graph import RecipeError, ResolvedRecipe, UserError
-from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
+from drawloom.graph import UserError
 
 # what flock returns on file systems without locks, such as some network mounts
 NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
@@ -81,45 +78,3 @@ def _holder(file: int) -> str:
         return f"process {holder['pid']} on host {holder['host']} since {holder['started']}"
     except (ValueError, KeyError, TypeError):
         return "another process"
-
-
-log = logging.getLogger("drawloom.run")
-
-
-def claim_recipe(folder: Path, recipe: ResolvedRecipe) -> None:
-    """
-    Bind the folder to this recipe, by writing recipe.lock.toml.
-
-    Raises UserError if the folder has a recipe that differs in more than free settings, unless changes are accepted.
-    """
-    path = folder / LOCK
-    if not path.exists():
-        return replace_file(path, recipe.text.encode())
-    changes = _changes(path, recipe)
-    if not recipe.accept_changes and any(change.impact != "safe" for change in changes):
-        raise UserError(_refusal(folder, changes), exit_code=2)
-    for change in changes:
-        log.info("%s: the recipe changed: %s", folder, change)
-    if path.read_bytes() != recipe.text.encode():
-        replace_file(path, recipe.text.encode())
-
-
-def _changes(path: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
-    try:
-        return recipe.changes(path.read_text("utf-8"))
-    except (RecipeError, ValueError) as error:
-        if recipe.accept_changes:
-            log.warning("%s can't be read and is replaced: %s", path, error)
-            return []
-        raise UserError(
-            f"{path} can't be read, so this recipe can't be compared with it: {error}; "
-            "to continue anyway, add --accept-changes",
-            exit_code=2,
-        ) from error
-
-
-def _refusal(folder: Path, changes: list[RecipeChange]) -> str:
-    lines = [f"{folder} holds a run of another recipe; the differences are:"]
-    lines += [f"  {change}" for change in changes]
-    lines += ["only free changes are allowed; use another run name, or add --accept-changes"]
-    return "\n".join(lines)

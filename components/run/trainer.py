@@ -5,8 +5,19 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.ports.run import Event, Events, FinalTask, Listener, Phase, Randomness, Restorer, Step, Stop
-from drawloom.graph import Ordered, UserError, at_least, component, setting
+from drawloom.components.ports.run import (
+    AfterRestore,
+    Event,
+    Events,
+    FinalTask,
+    Listener,
+    Phase,
+    Randomness,
+    Restorer,
+    Step,
+    Stop,
+)
+from drawloom.graph import Every, Ordered, UserError, at_least, component, setting
 from drawloom.graph.component import Traits
 
 log = logging.getLogger("drawloom.run")
@@ -23,6 +34,7 @@ class Trainer:
     stop: Stop
     randomness: Randomness
     checkpointer: Restorer | None = None
+    restored: Every[AfterRestore]
     on_finish: list[FinalTask] = attrs.field(factory=list)
     steps: int = setting(check=at_least(1), doc="optimizer steps in the whole run")
     max_skipped_steps: int = setting(
@@ -35,6 +47,8 @@ class Trainer:
         """Train from the newest checkpoint, or from the start, to the last step."""
         self.events.emit(Event("run_started"))
         done = self.checkpointer.restore() if self.checkpointer else 0
+        for node in self.restored.values():
+            node.after_restore()
         last = max(done, self.steps)
         if done >= self.steps and all(task.is_finished(last) for task in self.on_finish):
             log.info("finished: all %d steps are done, there is nothing left to do", self.steps)

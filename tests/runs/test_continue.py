@@ -34,3 +34,17 @@ def test_results_of_a_continued_run_are_of_its_last_step(place: Path) -> None:
     assert exported_step(run) == 4 and all(old != new for old, new in zip(early, late, strict=True))
     assert late[0] == (straight / "export/model.safetensors").read_bytes()
     assert late[1] == (straight / "sample.txt").read_bytes()
+
+
+def test_a_failed_resume_leaves_the_recipe_of_the_run(place: Path) -> None:
+    """A change that is refused, or that fails when the state is restored, leaves the original command working."""
+    command, lock = ["run", "tiny.toml", "trainer.steps=4"], place / "runs/tiny/recipe.lock.toml"
+    assert drawloom(place, *command)[0].code == 0
+    before = lock.read_bytes()
+    refused = drawloom(place, *command, "model.hidden_size=32")[0]
+    failed = drawloom(place, *command, "model.hidden_size=32", "--accept-changes")[0]
+    assert refused.code == 2 and "--accept-changes" in refused.text
+    assert failed.code != 0 and "Traceback" not in failed.text, failed.text
+    assert lock.read_bytes() == before
+    again = drawloom(place, *command)[0]
+    assert again.code == 0 and "nothing left to do" in again.text, again.text

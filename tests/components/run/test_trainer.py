@@ -8,7 +8,7 @@ import torch
 
 from drawloom.components.ports.run import Event, Step
 from drawloom.components.run.trainer import Trainer
-from drawloom.graph import Ordered, UserError, component
+from drawloom.graph import Every, Ordered, UserError, component
 
 
 @attrs.define
@@ -27,6 +27,9 @@ class Record:
 
     def restore(self) -> int:
         return self.restored
+
+    def after_restore(self) -> None:
+        self.calls.append("after restore")
 
     def save(self, step: Step) -> None:
         self.calls.append(f"save {step.index}")
@@ -54,8 +57,31 @@ class Record:
 
 def trainer(record: Record, steps: int = 3, **changes: Any) -> Trainer:
     """A trainer with one record as every part."""
-    parts: dict[str, Any] = {"events": record, "stop": record, "checkpointer": record, "on_finish": [record], **changes}
+    parts: dict[str, Any] = {
+        "events": record,
+        "stop": record,
+        "checkpointer": record,
+        "on_finish": [record],
+        "restored": Every(),
+        **changes,
+    }
     return Trainer(phases=Ordered([record], ["only"]), randomness=record, steps=steps, **parts)
+
+
+def test_nodes_act_after_the_restore_and_before_the_first_step() -> None:
+    """Every node with `after_restore` is called once, and not at all if the restore fails."""
+    record = Record(restored=2)
+    trainer(record, restored=Every({"folder": record})).run()
+    assert record.calls == ["after restore", "phase 3/3", "finish 3"]
+
+    class Failing(Record):
+        def restore(self) -> int:
+            raise UserError("no valid checkpoint")
+
+    failing = Failing()
+    with pytest.raises(UserError):
+        trainer(failing, restored=Every({"folder": failing})).run()
+    assert failing.calls == []
 
 
 def test_steps_count_from_one_to_the_last() -> None:
@@ -165,6 +191,12 @@ def test_phases_that_change_weights_wait_for_staging() -> None:
     """The trainer waits before each phase that declares weights as written or changed, and no other."""
     record = Record()
     phases = [Reader(record=record), Writer(record=record), Changer(record=record)]
-    parts: dict[str, Any] = {"events": record, "stop": record, "checkpointer": record, "randomness": record}
+    parts: dict[str, Any] = {
+        "events": record,
+        "stop": record,
+        "checkpointer": record,
+        "randomness": record,
+        "restored": Every(),
+    }
     Trainer(phases=Ordered(phases, ["a", "b", "c"]), steps=1, **parts).run()
     assert record.calls == ["write", "staged", "write", "staged", "write"]
