@@ -76,7 +76,7 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
 
 
 def _graph(options: argparse.Namespace, project: Project) -> Any:
-    graph = project.graph(project.load(options.recipe, options.overlay, options.words))
+    graph = project.graph(project.in_its_folder(project.load(options.recipe, options.overlay, options.words)))
     options.console.warn(problem for problem in graph.problems if problem.warning)
     return graph
 

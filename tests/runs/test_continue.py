@@ -48,3 +48,16 @@ def test_a_failed_resume_leaves_the_recipe_of_the_run(place: Path) -> None:
     assert lock.read_bytes() == before
     again = drawloom(place, *command)[0]
     assert again.code == 0 and "nothing left to do" in again.text, again.text
+
+
+def test_a_moved_run_folder_resumes_where_it_is(place: Path) -> None:
+    """A run folder that was moved is resumed in place from its checkpoint; with another name its recipe starts anew."""
+    assert drawloom(place, "run", "tiny.toml", "trainer.steps=4")[0].code == 0
+    (place / "moved").mkdir()
+    (place / "runs/tiny").rename(place / "moved/kept")
+    again = drawloom(place, "run", "moved/kept", "evaluate.every=2")[0]
+    assert again.code == 0 and "nothing left to do" in again.text, again.text
+    assert not list((place / "runs").iterdir())
+    assert drawloom(place, "run", "moved/kept", "run.name=other", "trainer.steps=1")[0].code == 0
+    assert [path.name for path in (place / "runs").iterdir()] == ["other"]
+    assert [path.name for path in (place / "moved").iterdir()] == ["kept"]
