@@ -8,11 +8,9 @@ from typing import Any
 import attrs
 import tomli
 
+from drawloom.components.checkpoint.manifest import step_of
 from drawloom.components.checkpoint.reader import load_node, newest
-from drawloom.components.ports.data import Tokenizer
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import Model, Stages
-from drawloom.components.ports.pipeline import Predictor
+from drawloom.components.ports.model import Stages
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.project import Project
@@ -22,27 +20,31 @@ from drawloom.graph.recipe.recipe import Recipe
 
 @attrs.frozen
 class Trained:
-    """The open components of a run that commands use."""
+    """The open components of a run, by port, and the step of its newest checkpoint."""
 
-    model: Model
-    stages: Stages
-    tokenizer: Tokenizer
-    predictor: Predictor
-    mesh: Mesh
+    step: int
+    _objects: dict[type, Any]
+
+    def __getitem__(self, port: type) -> Any:
+        return self._objects[port]
 
 
 @contextmanager
-def trained(project: Project, folder: Path) -> Iterator[Trained]:
-    """A run's newest weights, in this process alone. The run is only read, and may continue meanwhile."""
+def trained(project: Project, folder: Path, *ports: type) -> Iterator[Trained]:
+    """
+    A run's newest weights, in this process alone: what implements these ports, and nothing that they do not need.
+
+    The run is only read, and may continue meanwhile.
+    """
     checkpoint = newest(folder)
     if checkpoint is None:
         raise UserError(f"{folder} holds no finished checkpoint; give the folder of a run, such as runs/first_run", 2)
     graph = _graph(project, checkpoint / LOCK)
-    ports = {"model": Model, "stages": Stages, "tokenizer": Tokenizer, "predictor": Predictor, "mesh": Mesh}
-    names = {name: _only(graph, port, checkpoint) for name, port in ports.items()}
+    names = {port: _only(graph, port, checkpoint) for port in (Stages, *ports)}
+    graph = graph.restricted_to(names.values())
     with project.container(graph, *names.values()) as objects:
-        objects[names["stages"]].load_state_dict(load_node(checkpoint, names["stages"]))
-        yield Trained(**{field: objects[name] for field, name in names.items()})
+        objects[names[Stages]].load_state_dict(load_node(checkpoint, names[Stages]))
+        yield Trained(step_of(checkpoint), {port: objects[name] for port, name in names.items()})
 
 
 def _graph(project: Project, lock: Path) -> Graph:
@@ -57,11 +59,13 @@ def _graph(project: Project, lock: Path) -> Graph:
             }  # a single process holds the whole model
         if isinstance(node, dict) and str(node.get("use")).startswith("pipeline.schedules."):
             data[name] = {"use": "pipeline.schedules.one_f_one_b"}  # others may need more than one rank
-    return project.graph(Recipe.of(data, str(lock)), root="").or_error()
+    return project.graph(Recipe.of(data, str(lock)), root="")
 
 
 def _only(graph: Graph, port: type, checkpoint: Path) -> str:
     names = graph.implementers(port)
+    if not names:
+        graph.or_error()  # such a node may have a problem, such as an unknown component
     if len(names) != 1:
         raise UserError(f"{checkpoint} has {len(names)} nodes that are a {port.__name__}; one is required", 2)
     return names[0]

@@ -5,6 +5,9 @@ from pathlib import Path
 
 from drawloom.components.commands._trained import trained
 from drawloom.components.distributed.rng import generator
+from drawloom.components.ports.data import Tokenizer
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.sampling.generate import Sampler
 from drawloom.graph.cli.project import Project
 
@@ -24,17 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Print the prompt and its continuation."""
-    with trained(project, options.run_folder) as run:
+    with trained(project, options.run_folder, Predictor, Tokenizer, Mesh) as run:
+        tokenizer = run[Tokenizer]
         sampler = Sampler(
-            model=run.predictor,
-            pipeline=run.mesh.group("pipeline"),
+            model=run[Predictor],
+            pipeline=run[Mesh].group("pipeline"),
             generator=generator(options.seed, "sample"),
-            end=run.tokenizer.eos_id,
+            end=tokenizer.eos_id,
             context=options.context,
             temperature=options.temperature,
             top_k=options.top_k,
         )
         # An empty prompt starts like a document: after the end of the previous one.
-        prompt = [int(token) for token in run.tokenizer.encode(options.prompt)] or [run.tokenizer.eos_id]
-        print(options.prompt + run.tokenizer.decode(list(sampler.continued(prompt, options.tokens))))
+        prompt = [int(token) for token in tokenizer.encode(options.prompt)] or [tokenizer.eos_id]
+        print(options.prompt + tokenizer.decode(list(sampler.continued(prompt, options.tokens))))
     return 0

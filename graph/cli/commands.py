@@ -22,11 +22,12 @@ def _add_recipe(parser: argparse.ArgumentParser, name: str = "RECIPE", what: str
     help = what or "a path, the name of a shipped recipe, or a run folder"
     parser.add_argument("recipe", metavar=name, help=help)
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    _add_packages(parser)
+    add_packages(parser)
     parser.epilog = "Single values are set by node.key=value."
 
 
-def _add_packages(parser: argparse.ArgumentParser) -> None:
+def add_packages(parser: argparse.ArgumentParser) -> None:
+    """Add `--import`, which every command takes."""
     help = "also offer the components of this package, by their dotted path"
     parser.add_argument("--import", action="append", default=[], metavar="PACKAGE", dest="imports", help=help)
 
@@ -64,7 +65,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the schema to this file")
-    _add_packages(parser)
+    add_packages(parser)
 
 
 def _add_subject(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +73,7 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plugins", action="store_true", help="components of installed packages, with their distributions"
     )
-    _add_packages(parser)
+    add_packages(parser)
 
 
 def _graph(options: argparse.Namespace, project: Project) -> Any:
