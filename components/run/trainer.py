@@ -14,6 +14,7 @@ from drawloom.components.ports.run import (
     Phase,
     Randomness,
     Restorer,
+    RunCheck,
     Step,
     Stop,
 )
@@ -34,6 +35,7 @@ class Trainer:
     stop: Stop
     randomness: Randomness
     checkpointer: Restorer | None = None
+    checks: Every[RunCheck]
     restored: Every[AfterRestore]
     on_finish: list[FinalTask] = attrs.field(factory=list)
     steps: int = setting(check=at_least(1), doc="optimizer steps in the whole run")
@@ -42,10 +44,13 @@ class Trainer:
     )
 
     _skipped: int = attrs.field(init=False, default=0)
+    _skip_reason: str = attrs.field(init=False, default="")
 
     def run(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
         self.events.emit(Event("run_started"))
+        for check in self.checks.values():
+            check.check_run()
         done = self.checkpointer.restore() if self.checkpointer else 0
         for node in self.restored.values():
             node.after_restore()
@@ -60,6 +65,7 @@ class Trainer:
             if not task.is_finished(last):
                 task.finish(last)
         self.events.emit(Event("run_ended"))
+        self._fail_if_skipped()
 
     def _run_step(self, step: Step) -> None:
         self.events.emit(Event("step_started", step))
@@ -77,11 +83,21 @@ class Trainer:
     def _count_skipped(self, step: Step) -> None:
         """Raise a UserError after `max_skipped_steps` in a row; all ranks skip the same steps."""
         self._skipped = self._skipped + 1 if step.skip_reason else 0
+        self._skip_reason = step.skip_reason
         if self._skipped >= self.max_skipped_steps:
             raise UserError(
                 f"{self._skipped} steps in a row were skipped, at last step {step.index}: {step.skip_reason}; "
                 "to go back, remove the checkpoints saved since then (the newest with a finite loss is always kept), "
                 "lower the learning rate or clip more, and start the run again"
+            )
+
+    def _fail_if_skipped(self) -> None:
+        """Raise a UserError if the run ends with skipped steps: what it has learned is not what its steps suggest."""
+        if self._skipped:
+            many = "step was" if self._skipped == 1 else f"{self._skipped} steps were"
+            raise UserError(
+                f"the last {many} skipped, at last step {self.steps}: {self._skip_reason}; the results are of the "
+                "weights before; lower the learning rate or clip more, and start again under another run name"
             )
 
     def _stop(self, step: Step, signal: int) -> None:

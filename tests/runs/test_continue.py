@@ -61,3 +61,12 @@ def test_a_moved_run_folder_resumes_where_it_is(place: Path) -> None:
     assert drawloom(place, "run", "moved/kept", "run.name=other", "trainer.steps=1")[0].code == 0
     assert [path.name for path in (place / "runs").iterdir()] == ["other"]
     assert [path.name for path in (place / "moved").iterdir()] == ["kept"]
+
+
+def test_a_run_whose_last_steps_were_skipped_fails(place: Path) -> None:
+    """A learning rate that ruins the weights ends with an error that says so, and not with a sample alone."""
+    [ended] = drawloom(place, "run", "tiny.toml", "optimizer.lr=1e6")
+    assert ended.code == 1 and "Traceback" not in ended.text, ended.text
+    last = ended.text.splitlines()[-1]
+    assert last.startswith("the last ") and "steps were skipped, at last step 10: the norm of the gradients" in last
+    assert "lower the learning rate" in last

@@ -62,6 +62,7 @@ def trainer(record: Record, steps: int = 3, **changes: Any) -> Trainer:
         "stop": record,
         "checkpointer": record,
         "on_finish": [record],
+        "checks": Every(),
         "restored": Every(),
         **changes,
     }
@@ -82,6 +83,19 @@ def test_nodes_act_after_the_restore_and_before_the_first_step() -> None:
     with pytest.raises(UserError):
         trainer(failing, restored=Every({"folder": failing})).run()
     assert failing.calls == []
+
+
+def test_a_failed_check_ends_the_run_before_the_restore() -> None:
+    """Nothing is restored or run that open nodes refuse."""
+
+    class Refusing(Record):
+        def check_run(self) -> None:
+            raise UserError("the tokenizer does not fit")
+
+    record = Refusing()
+    with pytest.raises(UserError, match="does not fit"):
+        trainer(record, checks=Every({"rows": record}), restored=Every({"folder": record})).run()
+    assert record.calls == []
 
 
 def test_steps_count_from_one_to_the_last() -> None:
@@ -154,6 +168,16 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(skipped: set[int], last: i
     assert record.last == last
 
 
+def test_a_run_that_ends_with_skipped_steps_fails_after_its_final_tasks() -> None:
+    """The results are made, as the weights are those of the last applied step; then it is an error."""
+    record = Skipping(which={2, 4, 5})
+    words = "the last 2 steps were skipped, at last step 5: the loss is nan; the results are of the weights before"
+    with pytest.raises(UserError, match=words):
+        trainer(record, steps=5).run()
+    assert record.calls[-1] == "finish 5"
+    trainer(Skipping(which={2}), steps=5).run()
+
+
 def test_events_surround_steps_and_phases() -> None:
     """Listeners get the events of the run, each step and each phase by name, in order."""
     kinds: list[str] = []
@@ -196,6 +220,7 @@ def test_phases_that_change_weights_wait_for_staging() -> None:
         "stop": record,
         "checkpointer": record,
         "randomness": record,
+        "checks": Every(),
         "restored": Every(),
     }
     Trainer(phases=Ordered(phases, ["a", "b", "c"]), steps=1, **parts).run()
