@@ -11,6 +11,7 @@ import tomli
 from drawloom.components.checkpoint.manifest import step_of
 from drawloom.components.checkpoint.reader import load_node, newest
 from drawloom.components.ports.model import Stages
+from drawloom.components.ports.run import FILES
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.project import Project
@@ -39,7 +40,7 @@ def trained(project: Project, folder: Path, *ports: type) -> Iterator[Trained]:
     checkpoint = newest(folder)
     if checkpoint is None:
         raise UserError(f"{folder} holds no finished checkpoint; give the folder of a run, such as runs/first_run", 2)
-    graph = _graph(project, checkpoint / LOCK)
+    graph = _graph(project, checkpoint / LOCK, folder / FILES)
     names = {port: _only(graph, port, checkpoint) for port in (Stages, *ports)}
     graph = graph.restricted_to(names.values())
     with project.container(graph, *names.values()) as objects:
@@ -47,7 +48,8 @@ def trained(project: Project, folder: Path, *ports: type) -> Iterator[Trained]:
         yield Trained(step_of(checkpoint), {port: objects[name] for port, name in names.items()})
 
 
-def _graph(project: Project, lock: Path) -> Graph:
+def _graph(project: Project, lock: Path, files: Path) -> Graph:
+    """The graph of a run for a single process; files that it read are read from their copies in the run folder."""
     data: dict[str, Any] = tomli.loads(lock.read_text("utf-8"))
     for name, node in data.items():
         if isinstance(node, dict) and node.get("use") == "pipeline.stages":
@@ -59,7 +61,19 @@ def _graph(project: Project, lock: Path) -> Graph:
             }  # a single process holds the whole model
         if isinstance(node, dict) and str(node.get("use")).startswith("pipeline.schedules."):
             data[name] = {"use": "pipeline.schedules.one_f_one_b"}  # others may need more than one rank
+    for copies in files.glob("*/*"):
+        _use_copies(data, copies)
     return project.graph(Recipe.of(data, str(lock)), root="")
+
+
+def _use_copies(data: dict[str, Any], copies: Path) -> None:
+    """Have a setting of a node name the copy of its file, or the folder of copies if it named a folder."""
+    node: Any = data
+    for part in copies.parent.name.split("."):  # a member of a group is a table in the group's table
+        node = node.get(part) if isinstance(node, dict) else None
+    if isinstance(node, dict) and isinstance(named := node.get(copies.name), str):
+        copy = copies / Path(named).name
+        node[copies.name] = str(copy if copy.is_file() else copies)
 
 
 def _only(graph: Graph, port: type, checkpoint: Path) -> str:

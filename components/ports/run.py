@@ -1,7 +1,7 @@
 """Ports of the training run: its identity, folder, steps, phases, events, metrics, checkpoints and signals."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -271,6 +271,19 @@ class AfterRestore(Protocol):
 
     def after_restore(self) -> None:
         """Called once on every rank, before the first step; also in a new run, which has nothing to restore."""
+        ...
+
+
+FILES = "files"
+"""The folder in a run folder with copies of the files that nodes read: files/NODE/SETTING/NAME."""
+
+
+@port
+class ReadsFiles(Protocol):
+    """Reads files outside of the run folder without which its checkpoints are of no use: a tokenizer, a config."""
+
+    def files_read(self) -> Mapping[str, Sequence[Path]]:
+        """The files, which exist, by the setting that names them or their folder; the run folder keeps copies."""
         ...
 
 

@@ -1,16 +1,17 @@
 """The run folder: locked by one run at a time (run.lock), and bound to one recipe (recipe.lock.toml)."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import RunInfo
+from drawloom.components.ports.run import FILES, ReadsFiles, RunInfo
 from drawloom.components.run.locks import FolderLock
 from drawloom.components.storage.atomic_write import replace_file
-from drawloom.graph import RecipeError, ResolvedRecipe, UserError, component
+from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, component
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
 
 log = logging.getLogger("drawloom.run")
@@ -23,6 +24,7 @@ class LockedFolder:
     job: RunInfo
     mesh: Mesh
     recipe: ResolvedRecipe
+    readers: Every[ReadsFiles] = attrs.field(factory=Every)
 
     _lock: FolderLock | None = attrs.field(init=False, default=None)
     _changes: list[RecipeChange] = attrs.field(init=False, factory=list)
@@ -42,8 +44,8 @@ class LockedFolder:
             raise
 
     def after_restore(self) -> None:
-        """Write the recipe into the folder: only now, or a resume that fails would replace the run's own recipe."""
-        run_on_rank0(self.mesh.world, lambda: write_recipe(self.folder, self.recipe, self._changes))
+        """Write the recipe and the files that it names: only now, or a resume that fails would replace them."""
+        run_on_rank0(self.mesh.world, self._write)
 
     def close(self) -> None:
         """Release the lock."""
@@ -55,6 +57,12 @@ class LockedFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
         self._changes = check_recipe(self.folder, self.recipe)
+
+    def _write(self) -> None:
+        write_recipe(self.folder, self.recipe, self._changes)
+        for node, reader in self.readers.items():
+            for setting, paths in reader.files_read().items():
+                copy_files(self.folder / FILES / node / setting, paths)
 
     def _compare_ranks(self) -> None:
         hashes = self.mesh.world.gather_json(self.recipe.hash)
@@ -97,6 +105,15 @@ def write_recipe(folder: Path, recipe: ResolvedRecipe, changes: list[RecipeChang
     path, text = folder / LOCK, recipe.text.encode()
     if not path.exists() or path.read_bytes() != text:
         replace_file(path, text)
+
+
+def copy_files(folder: Path, paths: Sequence[Path]) -> None:
+    """Copy files into a folder, which the run folder keeps so that it can be used without the originals."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in paths:
+        content, copy = path.read_bytes(), folder / path.name
+        if not copy.exists() or copy.read_bytes() != content:
+            replace_file(copy, content)
 
 
 def _refusal(folder: Path, changes: list[RecipeChange]) -> str:
