@@ -7,8 +7,7 @@ import shutil
 from collections.abc import Iterator
 from typing import get_args
 
-from drawloom.components.pipeline.program.costs import Costs
-from drawloom.components.pipeline.program.timing import Deadlock
+from drawloom.components.pipeline.program.timing import Costs, Deadlock
 from drawloom.components.pipeline.simulation.contention import Channels
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.summary import Summary, compare

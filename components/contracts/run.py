@@ -63,6 +63,7 @@ def handles_a_whole_run(listener: Listener) -> None:
 
 def handles_unexpected_events(listener: Listener) -> None:
     """Events out of order and before any step raise nothing."""
+    # a listener may join late, and a run may fail between any two events
     for kind in reversed(typing.get_args(EventKind)):
         listener.on_event(Event(kind, Step(1, 1), "optimizer"))
 
@@ -210,6 +211,7 @@ def steps_can_be_rewound(tracker: Tracker) -> None:
     """Steps can be deleted and tracked again, also when there are none to delete."""
     for step in (1, 2, 3):
         tracker.track(step, {"loss": float(step)})
+    # twice: a run may be killed and resumed again before it tracks anything
     tracker.rewind(1)
     tracker.rewind(1)
     for step in (2, 3):

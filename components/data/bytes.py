@@ -55,6 +55,7 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 
 def _config() -> dict[str, Any]:
+    # without this cleanup setting, decoding would drop spaces before punctuation
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_NAME,

@@ -79,6 +79,7 @@ def _parse(line: bytes, where: str) -> object:
         return json.loads(line.decode("utf-8"))
     except json.JSONDecodeError as error:
         raise UserError(f"{where}:{error.colno}: not JSON ({error.msg}); repair or remove the line") from error
+    # RecursionError: deep nesting; ValueError: invalid UTF-8, and integers of too many digits
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: can't be read ({error}); repair or remove the line") from error
 

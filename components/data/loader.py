@@ -70,6 +70,7 @@ class Loader:
         if self._stream is None:
             self._stream = self._batches(self._step + 1)
         batches = [next(self._stream) for _ in range(self.batching.microbatches)]
+        # once is enough: later steps follow from the same seed, rows and order
         if not self._checked:
             check_consistency(self.mesh.world, self.batching.dp_rank, self.rows.count("train"), batches[0])
             self._checked = True

@@ -88,6 +88,7 @@ class Packing:
     def _pack(self, split: Split) -> Packed:
         dtype = np.uint16 if self.tokenizer.vocab_size <= 1 << 16 else np.int32
         encoded = (self.tokenizer.encode(text).astype(dtype) for text in self.corpus.documents(split))
+        # an empty document would be a row's end token without anything before it
         documents = [document for document in encoded if len(document)]
         if split == "train":
             order = permutation(self.job.seed, "documents", 0, len(documents))

@@ -39,5 +39,6 @@ class Validation:
     def row_indices(self) -> list[int]:
         """The indices of the evaluated rows, in order."""
         available = self.rows.count("validation")
+        # evenly spaced: neighbouring rows are often of one document
         used = min(self.rows_used, available)
         return [index * available // used for index in range(used)]

@@ -82,7 +82,7 @@ class ComputeDevice:
             raise UserError("the device is 'cuda', but torch finds no GPU here; write kind = 'cpu' or 'auto'", 2)
         if self.device.index >= torch.cuda.device_count():
             raise UserError(
-                f"process {self.device.index} of this machine has no GPU of its own, there are only "
+                f"process {self.device.index} of this machine has no GPU, there are only "
                 f"{torch.cuda.device_count()}; start as many processes as there are GPUs, or write kind = 'cpu'",
                 exit_code=2,
             )

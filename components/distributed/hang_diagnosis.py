@@ -2,7 +2,7 @@
 Hang diagnosis: when a rank times out, every rank reports the collective it is blocked in.
 
 A thread in each process polls the store every quarter of a second for a request, and answers it whatever the main
-thread is blocked in. The thread has a connection to the store of its own, for a process that hangs may hold the lock
+thread is blocked in. The thread has a separate connection to the store, for a process that hangs may hold the lock
 of the others.
 """
 

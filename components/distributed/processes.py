@@ -15,11 +15,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed.failure_monitor import FailureMonitor, connect
 from drawloom.components.distributed.hang_diagnosis import HangMonitor
-from drawloom.components.distributed.machine import machine
 from drawloom.components.distributed.p2p_links import TorchCommunicator
 from drawloom.components.distributed.parent import watch_parent
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup, peer_errors
-from drawloom.components.distributed.torchrun import Launch, read_launch
+from drawloom.components.distributed.torchrun import Launch, machine, read_launch
 from drawloom.components.ports.distributed import Communicator, Device, Group
 from drawloom.graph import UserError, above, component, setting
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -140,3 +141,9 @@ def _is_first(launch: Launch, text: str) -> bool:
 
 def _ignore(*_arguments: Any, **_named: Any) -> None:
     """A `warnings.showwarning` that prints nothing."""
+
+
+def machine() -> str:
+    """The boot id and the pid namespace: equal for processes that can open one another's /proc/PID/fd."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

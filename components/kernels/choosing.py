@@ -45,7 +45,7 @@ OPERATIONS = {
         {
             "eager": "attention.EAGER",
             "flex": "attention_flex.FLEX",
-            "varlen": "attention_varlen.VARLEN",
+            "varlen": "attention.VARLEN",
         },
         ("flex", "eager"),
     ),

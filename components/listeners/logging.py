@@ -38,6 +38,7 @@ class RunLogging:
     def open(self) -> None:
         """Open the log file, and install the handlers."""
         top, run = logging.getLogger("drawloom"), logging.getLogger("drawloom.run")
+        # the file first: a message that fails on the terminal is in the file
         self._add(top, _file(str(rank_log(self.folder, self.mesh))))
         if self.mesh.world.rank == 0:
             self._add(run, _terminal("stdout", logging.INFO, is_run_line, "%(message)s"))
@@ -95,6 +96,7 @@ def is_not_run_line(record: logging.LogRecord) -> bool:
 
 
 def _file(path: str) -> logging.Handler:
+    # a lone surrogate, as in a file name, must not make logging fail
     handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter(FILE_FORMAT))
     return handler

@@ -307,10 +307,10 @@ class Parameters(Protocol):
     """
     The parameters that this rank trains, as the optimizer keeps them, in `precision.parameter`.
 
-    Layers may compute with casts of them (`Stages`): whoever changes a parameter does so in place, and the next forward
-    pass uses the new numbers. Between forward_backward and the optimizer the gradient of each is its `.grad`, summed
-    over this rank's microbatches, in `precision.gradient`; it is None if nothing reached the parameter. Clippers,
-    metrics and optimizers read and change it there, and the optimizer sets it to None.
+    Layers may compute with casts of them (`TrainableStages`): a parameter is changed in place, and the forward passes
+    of the next step use the new values. Between forward_backward and the optimizer the gradient of each is its `.grad`,
+    summed over this rank's microbatches, in `precision.gradient`; it is None if nothing reached the parameter.
+    Clippers, metrics and optimizers read and change it there, and the optimizer sets it to None.
     """
 
     def named(self) -> list[tuple[str, nn.Parameter]]:

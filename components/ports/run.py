@@ -74,6 +74,7 @@ class Phase(Protocol):
         ...
 
 
+# all arithmetic with batch sizes is behind this port, so that no component divides by the world size itself
 @port
 class Batching(Protocol):
     """Batch sizes, and which rows each rank sees in a step."""
@@ -323,6 +324,7 @@ class FinalTask(Protocol):
         ...
 
 
+# "last" and "never" instead of 0 or -1: a recipe says which of the two it means
 Cadence = int | Literal["last", "never"]
 
 

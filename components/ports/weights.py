@@ -24,7 +24,7 @@ class TensorGroup:
                 raise ValueError(f"a group's {what} are {names}; write at least one name, and each once")
 
     def inverse(self) -> "TensorGroup":
-        """The inverse group. Raises ValueError if there is none."""
+        """The group that converts the outputs, of any shape, back to the inputs. Raises ValueError if there is none."""
         if self.revert is None:
             raise ValueError(f"the conversion of {', '.join(self.inputs)} to {', '.join(self.outputs)} has no inverse")
         return TensorGroup(self.outputs, self.inputs, self.revert, self.convert)

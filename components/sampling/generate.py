@@ -40,6 +40,7 @@ class Sampler:
 
     def _next(self, window: Tensor) -> int:
         positions = torch.arange(window.shape[1]).unsqueeze(0)
+        # no key-value cache: samples are short, and the model has no other inference path
         logits = self.model.infer(window, BatchContext(positions, torch.zeros_like(window)))
         drawn = 0 if logits is None else draw(logits[0, -1].float().cpu(), self.temperature, self.top_k, self.generator)
         agreed = torch.tensor([drawn])

@@ -60,7 +60,7 @@ class JsonlTracker:
     def flush(self) -> None:
         """Return when every line is on disk."""
         if self._file is not None:
-            os.fsync(self._file)
+            os.fsync(self._file)  # write(2) alone survives a kill, but no power cut
 
     def rewind(self, step: int) -> None:
         """Truncate the file to the lines up to this step; a line that a crash left incomplete is removed too."""
@@ -68,6 +68,7 @@ class JsonlTracker:
             return
         lines = self._path.read_bytes()
         kept = b"".join(line + b"\n" for line in lines.split(b"\n") if _step_of(line) <= step)
+        # usually later lines are removed from the end; a damaged line in the middle needs a new file
         if lines.startswith(kept):
             os.ftruncate(self._file, len(kept))  # works on a full disk too
         else:
@@ -78,6 +79,7 @@ class JsonlTracker:
     def _write(self) -> None:
         """Write the buffered lines, as far as the disk accepts them; an error is only a warning."""
         try:
+            # os.write may write a part only, on a disk that is nearly full
             while self._buffer and self._file is not None:
                 self._buffer = self._buffer[os.write(self._file, self._buffer) :]
         except OSError as error:

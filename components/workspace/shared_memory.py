@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.machine import machine
+from drawloom.components.distributed.torchrun import machine
 from drawloom.components.storage.durable_files import FileWriter
 from drawloom.components.storage.safetensors.header import BadHeader
 from drawloom.components.storage.safetensors.reader import tensors_in

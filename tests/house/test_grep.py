@@ -14,7 +14,7 @@ QUESTIONS = {
     "what is a corrupt checkpoint?": ("corrupt", "components/checkpoint/manifest.py"),
     "where is the auxiliary loss of the router?": ("aux_loss", "components/model/qwen3/experts.py"),
     "where is the hidden size of a model set?": ("hidden_size: int", "components/model/qwen3/builder.py"),
-    "where is the deterministic mode?": ("deterministic", "components/run/determinism.py"),
+    "where is the deterministic mode?": ("deterministic", "components/run/randomness.py"),
     "where is a dependency cycle found?": ("cycle", "graph/build/graph.py"),
     "where are point-to-point communicators made?": ("communicator", "components/distributed/p2p_links.py"),
     "where is the reason of a hang found?": ("hang", "components/distributed/hang_diagnosis.py"),

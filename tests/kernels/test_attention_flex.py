@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from drawloom.kernels.attention import Implementation, attention_eager, causal_document_mask
+from drawloom.kernels.attention import VARLEN, Implementation, attention_eager, causal_document_mask
 from drawloom.kernels.attention_flex import FLEX, _dense_mask, attention_flex, block_mask
-from drawloom.kernels.attention_varlen import VARLEN
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

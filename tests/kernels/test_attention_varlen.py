@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from drawloom.kernels.attention import attention_eager, causal_document_mask
-from drawloom.kernels.attention_varlen import attention_varlen, document_offsets
+from drawloom.kernels.attention import attention_eager, attention_varlen, causal_document_mask, document_offsets
 
 
 def test_documents_begin_where_ids_or_rows_change() -> None:

@@ -81,7 +81,7 @@ def test_a_run_that_does_not_stop_in_time_is_killed(
 def _slow_to_save(folder: Path, arguments: Sequence[str], seconds: float) -> Outcome:
     """A process of a run of which rank 1 is slow to write."""
     slow = os.environ["RANK"] == "1"
-    _delayed(commit, "write_rank", seconds, lambda aside, *_: slow and aside.name == ".tmp-step-2", lambda: None)
+    _delayed(commit, "write_rank", seconds, lambda temp, *_: slow and temp.name == ".tmp-step-2", lambda: None)
     return command(folder, arguments, None)
 
 

@@ -5,8 +5,8 @@ from typing import Any, get_args
 
 import pytest
 
-from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.simulation.contention import Channels, run_events
 from drawloom.components.pipeline.simulation.simulator import Simulation, simulate
 from support.schedules import schedule

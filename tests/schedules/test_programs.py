@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.program.validity import violations
 from drawloom.components.pipeline.simulation.contention import Channels, run_events
 from drawloom.components.pipeline.simulation.simulator import simulate

@@ -22,7 +22,7 @@ def _assert_sound(findings: Findings) -> None:
     assert not findings.lost  # no committed step, ever
     assert not findings.torn  # what has the name of a step is whole
     assert not findings.grown  # the disk holds no more than it should
-    assert not findings.stuck  # whoever loses a peer ends
+    assert not findings.stuck  # a rank that loses a peer ends
 
 
 def test_a_minute_of_kills(tmp_path: Path) -> None:

@@ -70,20 +70,20 @@ def _io_errors(base: Path, rank: int, code: int) -> list[tuple[list[str], int, l
             mesh.world.gather_json(None)
             fault = FailAt(number if mesh.world.rank == rank else -1, code)
             node = _node(folder, mesh, 3)
-            told = []
+            errors = []
             with watched(fault):
                 for step in (3, 4):
                     try:
                         node.save(Step(step, 100))
                     except UserError as error:
-                        told.append(str(error))
+                        errors.append(str(error))
             restored, left = _node(folder, mesh, 0).restore(), sorted(os.listdir(folder / "checkpoints"))
             if not any(mesh.world.gather_json(fault.hit is not None)):
                 return found
-            everybody: list[list[str]] = mesh.world.gather_json(told)
-            if everybody[0] != everybody[1]:
-                raise ValueError(f"the ranks were told different things: {everybody}")
-            found.append((told, restored, left))
+            every: list[list[str]] = mesh.world.gather_json(errors)
+            if every[0] != every[1]:
+                raise ValueError(f"the ranks raised different errors: {every}")
+            found.append((errors, restored, left))
     raise ValueError("there is no end to the calls")
 
 
@@ -94,13 +94,13 @@ def test_an_io_error_of_one_rank_skips_the_save_on_both(tmp_path: Path, rank: in
     run_ranks(_save, 2, tmp_path / "good", 1, 2)
     for found in run_ranks(_io_errors, 2, tmp_path, rank, code):
         assert len(found) > (6 if rank else 14)
-        for told, restored, left in found:
-            assert restored == 4 or (restored == 3 and "after step 4 failed" in told[0])
+        for errors, restored, left in found:
+            assert restored == 4 or (restored == 3 and "after step 4 failed" in errors[0])
             assert not [name for name in left if name.startswith((".tmp", ".trash"))]
-            for line in told:
+            for line in errors:
                 assert f"rank {rank}: {tmp_path}" in line and os.strerror(code) in line
                 assert ("disk full: needs " in line) == (code == errno.ENOSPC)
-        assert sum(bool(told) for told, *_ in found) >= (5 if rank else 12)
+        assert sum(bool(errors) for errors, *_ in found) >= (5 if rank else 12)
 
 
 @pytest.mark.soak

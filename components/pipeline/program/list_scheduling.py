@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, build_program, vee
-from drawloom.components.pipeline.program.costs import Costs
-from drawloom.components.pipeline.program.timing import dependencies
+from drawloom.components.pipeline.program.timing import Costs, dependencies
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 
 Ints = NDArray[np.int64]

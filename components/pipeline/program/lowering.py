@@ -12,8 +12,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.pipeline.program.costs import Costs
-from drawloom.components.pipeline.program.timing import Timing, time
+from drawloom.components.pipeline.program.timing import Costs, Timing, time
 from drawloom.components.ports.program import (
     BACKWARD,
     BACKWARD_INPUT,

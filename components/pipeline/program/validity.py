@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from itertools import product
 
-from drawloom.components.pipeline.program.costs import Costs
-from drawloom.components.pipeline.program.timing import Deadlock, time
+from drawloom.components.pipeline.program.timing import Costs, Deadlock, time
 from drawloom.components.ports.program import Program, flat
 
 TRAINS = ("FB", "FIW")

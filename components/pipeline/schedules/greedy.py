@@ -7,8 +7,8 @@ memory than that order needs, a rank runs whatever is ready, the most urgent fir
 """
 
 from drawloom.components.pipeline.program.builders import vee
-from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.list_scheduling import fill_bubbles, list_schedule
+from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
 from drawloom.components.ports.program import Program
 from drawloom.graph import above, at_least, component, setting

@@ -7,8 +7,8 @@ same memory, for ops of equal cost, leaves 3 p - 7 (3 p - 6 if p is odd).
 """
 
 from drawloom.components.pipeline.program.builders import vee
-from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.list_scheduling import list_schedule
+from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.ports.program import Program
 from drawloom.graph import component
 

@@ -12,8 +12,7 @@ from typing import Literal
 
 import attrs
 
-from drawloom.components.pipeline.program.costs import Costs
-from drawloom.components.pipeline.program.timing import Deadlock
+from drawloom.components.pipeline.program.timing import Costs, Deadlock
 from drawloom.components.ports.program import OPS, Action, RankProgram, flat
 
 Channels = Literal["free", "direction", "pair", "rank", "blocking"]

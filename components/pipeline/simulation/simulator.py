@@ -6,9 +6,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.lowering import with_messages
-from drawloom.components.pipeline.program.timing import time
+from drawloom.components.pipeline.program.timing import Costs, time
 from drawloom.components.pipeline.simulation.contention import Channels, Name, TimedEvent, event_name, run_events
 from drawloom.components.ports.program import (
     BACKWARD,

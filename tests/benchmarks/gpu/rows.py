@@ -271,8 +271,8 @@ def _attentions(tiny: bool) -> Iterator[Row]:
     product = 2.0 * batch * heads * length * length * channels  # causal: half of two products
     fast: dict[str, Callable[..., Any]] = {}
     if DEVICE.type == "cuda":
+        from drawloom.kernels.attention import VARLEN
         from drawloom.kernels.attention_flex import FLEX
-        from drawloom.kernels.attention_varlen import VARLEN
 
         fast = {"drawloom flex": _masked(FLEX, documents), "drawloom varlen": _masked(VARLEN, documents)}
     eager = _masked(EAGER, documents)

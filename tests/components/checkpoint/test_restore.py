@@ -133,9 +133,9 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_both(tmp_path: Path, rank: in
     """Both raise the same message, with rank and file; both restore the previous step, and nothing is left over."""
     run_ranks(_save, 2, tmp_path, 1)
     main, other = run_ranks(_fault, 2, tmp_path, "write_file", "full", rank)
-    aside = tmp_path / "checkpoints" / ".tmp-step-2"
-    words = f"the checkpoint after step 2 failed: disk full: needs 0 bytes, * free in {aside.parent} "
-    words += f"(rank {rank}: {aside}/rank-{rank}.json: No space left on device)"
+    temp = tmp_path / "checkpoints" / ".tmp-step-2"
+    words = f"the checkpoint after step 2 failed: disk full: needs 0 bytes, * free in {temp.parent} "
+    words += f"(rank {rank}: {temp}/rank-{rank}.json: No space left on device)"
     error, *rest = main
     assert fnmatch(error, words)
     assert rest == [1, {"step": 1, "rank": 0}]

@@ -17,7 +17,7 @@ class View:
 
     settings: dict[str, Any]
 
-    def fault(self, key: str, text: str, hint: str = "") -> str:
+    def problem(self, key: str, text: str, hint: str = "") -> str:
         """The key of the problem."""
         return key
 
@@ -58,7 +58,7 @@ def test_more_processes_than_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) 
     """A process never shares another's GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(UserError, match="process 0 of this machine has no GPU of its own, there are only 0"):
+    with pytest.raises(UserError, match="process 0 of this machine has no GPU, there are only 0"):
         ComputeDevice(kind="cuda").open()
 
 

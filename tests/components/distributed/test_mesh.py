@@ -44,7 +44,7 @@ class View:
 
     settings: dict[str, Any]
 
-    def fault(self, key: str, text: str, hint: str = "") -> tuple[str, str]:
+    def problem(self, key: str, text: str, hint: str = "") -> tuple[str, str]:
         """The key and the text of the problem."""
         return key, text
 

@@ -48,8 +48,8 @@ def test_a_missing_variable_is_named(missing: str) -> None:
         ("RANK", "8", "RANK=8, which is not below WORLD_SIZE=8"),
         ("LOCAL_RANK", "4", "LOCAL_RANK=4, which is not below LOCAL_WORLD_SIZE=4"),
         ("WORLD_SIZE", "0", "RANK=5, which is not below WORLD_SIZE=0"),
-        ("RANK", "-1", "RANK='-1', which is no number"),
-        ("WORLD_SIZE", "", "WORLD_SIZE='', which is no number"),
+        ("RANK", "-1", "RANK='-1', not a number"),
+        ("WORLD_SIZE", "", "WORLD_SIZE='', not a number"),
     ],
 )
 def test_invalid_ranks_are_refused(name: str, value: str, words: str) -> None:

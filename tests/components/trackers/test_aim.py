@@ -254,7 +254,7 @@ def test_what_aim_raises_is_one_warning(
 def test_a_repository_that_cannot_be_opened_is_tried_once(
     make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file in its place: one warning, and the run goes on."""
+    """A file in its place: one warning, and the run continues."""
     (tmp_path / ".aim").write_text("")
     tracker = make()
     for step in range(1, 5):

@@ -1,4 +1,4 @@
-"""The pull towards experts that are used alike."""
+"""The gradients of the load-balancing loss."""
 
 import torch
 from hypothesis import given
@@ -10,23 +10,24 @@ from support.seeding import seeds
 
 @given(seeds, st.integers(0, 3), st.integers(0, 7), st.integers(1, 6), st.data())
 def test_gradient_is_that_of_the_loss(_seed: object, rows: int, length: int, experts: int, data: st.DataObject) -> None:
-    """Probabilities pass, and back comes what autograd finds of the formula, added to what came from behind."""
+    """Probabilities pass unchanged; the gradient of the formula is added to the incoming one."""
     choices = data.draw(st.integers(1, experts))
     probabilities = torch.randn(rows, length, experts, dtype=torch.float64).softmax(-1).requires_grad_()
-    chosen, weights = probabilities.topk(choices).indices, torch.rand(rows)
-    behind = torch.randn_like(probabilities)
+    chosen = probabilities.topk(choices).indices
+    weights = torch.rand(rows, dtype=torch.float64)  # in float32 the reference would round its own products
+    incoming = torch.randn_like(probabilities)
     found = inject_aux_loss_grad(probabilities, chosen, weights)
     assert torch.equal(found, probabilities)
-    loss = (probabilities * behind).sum()
+    loss = (probabilities * incoming).sum()
     for row in range(rows if length else 0):
         share = chosen[row].flatten().bincount(minlength=experts) / length
         loss = loss + weights[row] * experts * (share * probabilities[row].mean(0)).sum()
     expected = torch.autograd.grad(loss, probabilities)
-    torch.testing.assert_close(torch.autograd.grad(found, probabilities, behind), expected)
+    torch.testing.assert_close(torch.autograd.grad(found, probabilities, incoming), expected)
 
 
-def test_evens_experts_out() -> None:
-    """Under the pull alone, a router that sends most tokens to two of five experts comes to use all alike."""
+def test_balances_experts() -> None:
+    """Trained on this loss alone, a router that sends most tokens to two of five experts uses all alike."""
     torch.manual_seed(0)
     bias = torch.tensor([3.0, 2.0, 0.0, 0.0, -1.0], requires_grad=True)
     noise, counts = torch.randn(4, 64, 5), []

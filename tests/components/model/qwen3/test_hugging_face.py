@@ -253,7 +253,7 @@ def test_refuses_what_a_stranger_may_write(tmp_path: Path, text: str, message: s
 def test_waits_for_no_pipe(tmp_path: Path) -> None:
     """A pipe in the place of a config is refused at once, without waiting for a writer."""
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(UserError, match=r"config\.json can't be read \(it is no regular file\)"):
+    with pytest.raises(UserError, match=r"config\.json can't be read \(it is not a regular file\)"):
         read_config(DENSE, tmp_path)
 
 

@@ -5,9 +5,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.list_scheduling import fill_bubbles, list_schedule
 from drawloom.components.pipeline.program.notation import read_program
+from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.program.validity import violations
 from drawloom.components.pipeline.simulation.simulator import simulate
 from support.schedules import schedule, texts

@@ -2,9 +2,8 @@
 
 import pytest
 
-from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.notation import read_program
-from drawloom.components.pipeline.program.timing import Deadlock, time
+from drawloom.components.pipeline.program.timing import Costs, Deadlock, time
 
 
 def test_actions_wait_for_their_inputs() -> None:

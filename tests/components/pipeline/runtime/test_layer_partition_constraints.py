@@ -35,7 +35,7 @@ def test_microbatches_never_are_a_problem(name: str) -> None:
 def test_inference_learns_nothing() -> None:
     """A schedule without backwards is a problem for training."""
     (found,) = problems("schedule.use=pipeline.schedules.inference")
-    assert found.node == "schedule" and "only goes forward, so that nothing would be learned" in found.text
+    assert found.node == "schedule" and "is forward-only and computes no gradients" in found.text
 
 
 def test_a_table_is_for_its_own_ranks(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """DualPipeV; its order is that of torch, see tests/schedules/test_torch.py."""
 
-from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.ports.program import Overlap

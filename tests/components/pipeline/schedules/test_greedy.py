@@ -2,7 +2,7 @@
 
 import pytest
 
-from drawloom.components.pipeline.program.costs import Costs
+from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.schedules.greedy import Greedy
 from drawloom.components.pipeline.simulation.simulator import simulate
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.pipeline.program.costs import Costs
+from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.schedules.one_f_one_b import OneFOneB
 from drawloom.components.pipeline.simulation.simulator import simulate
 from support.schedules import texts

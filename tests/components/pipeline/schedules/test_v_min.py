@@ -1,6 +1,6 @@
 """V-Min."""
 
-from drawloom.components.pipeline.program.costs import Costs
+from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.schedules.v_min import VMin
 from drawloom.components.pipeline.simulation.simulator import simulate
 

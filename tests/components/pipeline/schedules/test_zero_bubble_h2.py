@@ -1,6 +1,6 @@
 """ZB-H2."""
 
-from drawloom.components.pipeline.program.costs import Costs
+from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.schedules.zero_bubble_h2 import ZeroBubbleH2
 from drawloom.components.pipeline.simulation.simulator import simulate
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from drawloom.components.pipeline.program.costs import Costs
-from drawloom.components.pipeline.program.timing import Deadlock
+from drawloom.components.pipeline.program.timing import Costs, Deadlock
 from drawloom.components.pipeline.simulation.contention import Channels, run_events
 from drawloom.components.ports.program import Action, RankProgram
 

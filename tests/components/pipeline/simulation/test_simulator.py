@@ -4,9 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from drawloom.components.pipeline.program.costs import Costs
 from drawloom.components.pipeline.program.notation import read_program
-from drawloom.components.pipeline.program.timing import Deadlock
+from drawloom.components.pipeline.program.timing import Costs, Deadlock
 from drawloom.components.pipeline.simulation.simulator import simulate
 
 PROGRAM = read_program("0: 0F0 0F1 0F2 0I0 0W0 0B1 0B2\n1: 1F0 1I0 1F1 1I1 1W0 1F2 1W1 1B2\n")

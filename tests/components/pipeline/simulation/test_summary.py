@@ -1,6 +1,6 @@
 """The figures of simulations as JSON and text."""
 
-from drawloom.components.pipeline.program.costs import Costs
+from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.summary import Summary, compare, table
 from support.schedules import schedule

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from drawloom.components.pipeline.program.costs import Costs
+from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.simulation.simulator import Simulation, simulate
 from drawloom.components.pipeline.simulation.svg import LEFT, draw_svg
 from support.schedules import NAMES, schedule

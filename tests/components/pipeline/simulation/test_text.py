@@ -2,7 +2,7 @@
 
 import re
 
-from drawloom.components.pipeline.program.costs import Costs
+from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.text import draw_text
 from support.schedules import schedule

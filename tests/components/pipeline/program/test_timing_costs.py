@@ -1,6 +1,6 @@
 """The durations of ops."""
 
-from drawloom.components.pipeline.program.costs import Costs
+from drawloom.components.pipeline.program.timing import Costs
 
 
 def test_a_whole_backward_costs_its_parts() -> None:

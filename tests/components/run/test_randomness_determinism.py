@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.run.determinism import WORKSPACE, Determinism
-from drawloom.components.run.randomness import ProcessRandomness
+from drawloom.components.run.randomness import WORKSPACE, Determinism, ProcessRandomness
 from drawloom.graph import UserError
 
 
