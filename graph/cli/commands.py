@@ -13,7 +13,7 @@ from drawloom.graph.drawing.draw import FORMATS, draw
 from drawloom.graph.inspect.changes import diff, resolve
 from drawloom.graph.inspect.explain import explain
 from drawloom.graph.inspect.listing import list_components, list_plugins
-from drawloom.graph.problems import RecipeError
+from drawloom.graph.problems import RecipeError, UserError
 from drawloom.graph.runtime.container import timing_table
 from drawloom.graph.schema import recipe_schema
 
@@ -144,7 +144,12 @@ def _schema(options: argparse.Namespace, project: Project) -> int:
     if options.output is None:
         print(text, end="")
     else:
-        options.output.write_text(text, "utf-8")
+        try:
+            options.output.write_text(text, "utf-8")
+        except OSError as error:
+            raise UserError(
+                f"--output {options.output}: {error.strerror}; write a path in a folder that exists"
+            ) from error
     return OK
 
 
