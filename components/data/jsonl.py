@@ -19,7 +19,7 @@ class JsonLines:
     Documents in JSON-lines files: one object per line, with its text in one field.
 
     The split of a document depends only on its text, so that lines may be moved and added, and duplicates are never in
-    both splits. Of a few documents, the end of each is held out instead.
+    both splits. Of a few documents, the end of each is validation data.
     """
 
     paths: list[str] = setting(

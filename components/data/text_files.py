@@ -14,7 +14,7 @@ class TextFiles:
     Text files by glob, one document each.
 
     The split of a file depends only on its name below the glob's first wildcard: neither other files nor the corpus's
-    location move it to the other split. Of a few files, or a single one, the end of each is held out instead.
+    location move it to the other split. Of a few files, or a single one, the end of each is validation data.
     """
 
     paths: list[str] = setting(
