@@ -1,10 +1,14 @@
 """continue a prompt with a run's newest weights"""
 
 import argparse
+import math
 from pathlib import Path
 
 from drawloom.components.commands._trained import trained
 from drawloom.components.distributed.rng import generator
+from drawloom.components.ports.data import Tokenizer
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.sampling.generate import Sampler
 from drawloom.graph.cli.project import Project
 from drawloom.graph.cli.terminal import print_text
@@ -14,28 +18,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="the beginning of the text")
-    parser.add_argument("--tokens", type=int, default=200, help="most tokens to sample (default 200)")
-    parser.add_argument("--context", type=int, default=256, help="tokens of context for the model (default 256)")
+    parser.add_argument("--tokens", type=_count, default=200, help="most tokens to sample (default 200)")
+    parser.add_argument("--context", type=_count, default=256, help="tokens of context for the model (default 256)")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="sampling temperature; 0 is greedy (default 0.8)"
+        "--temperature", type=_temperature, default=0.8, help="sampling temperature; 0 is greedy (default 0.8)"
     )
-    parser.add_argument("--top-k", type=int, default=None, help="sample from the K most likely tokens only")
+    parser.add_argument("--top-k", type=_count, default=None, help="sample from the K most likely tokens only")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on; 0 takes the most likely token each time")
+    return number
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Print the prompt and its continuation."""
-    with trained(project, options.run_folder) as run:
+    with trained(project, options.run_folder, Predictor, Tokenizer, Mesh) as run:
+        tokenizer = run[Tokenizer]
         sampler = Sampler(
-            model=run.predictor,
-            pipeline=run.mesh.group("pipeline"),
+            model=run[Predictor],
+            pipeline=run[Mesh].group("pipeline"),
             generator=generator(options.seed, "sample"),
-            end=run.tokenizer.eos_id,
+            end=tokenizer.eos_id,
             context=options.context,
             temperature=options.temperature,
             top_k=options.top_k,
         )
         # An empty prompt starts like a document: after the end of the previous one.
-        prompt = [int(token) for token in run.tokenizer.encode(options.prompt)] or [run.tokenizer.eos_id]
-        print_text(options.prompt + run.tokenizer.decode(list(sampler.continued(prompt, options.tokens))))
+        prompt = [int(token) for token in tokenizer.encode(options.prompt)] or [tokenizer.eos_id]
+        print_text(options.prompt + tokenizer.decode(list(sampler.continued(prompt, options.tokens))))
     return 0

@@ -24,6 +24,9 @@ from drawloom.graph.registry.spec import Spec
 
 FOLDER = "pipeline.schedules."
 
+# The largest schedule takes about 5 s to simulate; the picture grows with the square of ranks.
+MOST_RANKS, MOST_WORK = 1000, 50_000
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -125,6 +128,11 @@ def _check_stages(options: argparse.Namespace, name: str, schedule: Schedule) ->
 
 
 def _simulated(options: argparse.Namespace, name: str, schedule: Schedule, ranks: int, microbatches: int) -> Summary:
+    work = ranks * microbatches * schedule.stages_per_rank
+    if ranks > MOST_RANKS or work > MOST_WORK:
+        size = f"{ranks} ranks with {microbatches} microbatches on {schedule.stages_per_rank} stages each"
+        limits = f"{MOST_RANKS} ranks, and {MOST_WORK} microbatches times ranks times stages"
+        raise UserError(f"{size} take too long to simulate; write at most {limits}", 2)
     try:
         program = schedule.program(ranks, microbatches)
         return Summary(name, simulate(program, Costs(**options.costs), options.channels))

@@ -194,9 +194,10 @@ def _command(options: argparse.Namespace, graph: Graph) -> list[str]:
         *(f"checkpoint.every={options.steps // 2}", f"{DIGESTS}.use=checkpoint.state_hashes"),
     ]
     overlays = [word for path in options.overlay for word in ("--overlay", path)]
+    imports = [word for package in options.imports for word in ("--import", package)]
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}", "-m"]
     module = [*(launcher if options.ranks > 1 else []), "drawloom"]
-    return [sys.executable, "-m", *module, "run", options.recipe, *overlays, *options.words, *words]
+    return [sys.executable, "-m", *module, "run", options.recipe, *overlays, *imports, *options.words, *words]
 
 
 def _compared(run: Path) -> str:

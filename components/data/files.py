@@ -2,10 +2,12 @@
 
 import glob
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
+from typing import get_args
 
 import attrs
 
@@ -17,6 +19,36 @@ def split_of(key: bytes, validation_fraction: float) -> Split:
     """The split of a document, by a hash of its key; `validation_fraction` is 0 to 1."""
     fraction = int.from_bytes(blake2b(key, digest_size=8).digest(), "big") / 2**64
     return "validation" if fraction < validation_fraction else "train"
+
+
+def split_texts(documents: Iterable[tuple[bytes, Callable[[], str]]], split: Split, fraction: float) -> Iterator[str]:
+    """
+    The texts of one split; a document is given by the key that determines its split and a function that reads it.
+
+    A corpus so small that a split would be empty is divided within documents instead: the last part of each, `fraction`
+    of its characters, is in the validation split. With a fraction of 0 or 1, one split is empty. `documents` is
+    iterated twice.
+    """
+    if 0 < fraction < 1 and not _has_both_splits(documents, fraction):
+        yield from (_part(read(), split, fraction) for _, read in documents)
+    else:
+        yield from (read() for key, read in documents if split_of(key, fraction) == split)
+
+
+def _has_both_splits(documents: Iterable[tuple[bytes, Callable[[], str]]], fraction: float) -> bool:
+    """Whether each split has a text that is not empty; in a large corpus the first few documents show it."""
+    missing = set(get_args(Split))
+    for key, read in documents:
+        if (found := split_of(key, fraction)) in missing and read():
+            missing.discard(found)
+        if not missing:
+            return True
+    return False
+
+
+def _part(text: str, split: Split, fraction: float) -> str:
+    cut = int(len(text) * (1 - fraction))
+    return text[:cut] if split == "train" else text[cut:]
 
 
 @attrs.frozen
@@ -44,10 +76,13 @@ def find(patterns: Iterable[str]) -> list[TextFile]:
 def documents(
     files: Iterable[TextFile], split: Split, validation_fraction: float, replace: bool = False
 ) -> Iterator[str]:
-    """The texts of one split's files. Invalid UTF-8 is replaced by U+FFFD, or raises UserError."""
-    for file in files:
-        if split_of(os.fsencode(file.name), validation_fraction) == split:
-            yield decode(read(file.path), file.path, replace)
+    """The texts of one split, by the names of files. Invalid UTF-8 is replaced by U+FFFD, or raises UserError."""
+    named = [(os.fsencode(file.name), partial(_text, file.path, replace)) for file in files]
+    return split_texts(named, split, validation_fraction)
+
+
+def _text(path: Path, replace: bool) -> str:
+    return decode(read(path), path, replace)
 
 
 def read(path: Path) -> bytes:

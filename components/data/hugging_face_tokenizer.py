@@ -78,14 +78,18 @@ class HuggingFaceTokenizer:
                 table[number] = len(token) if is_byte_level else len(_as_text(token).encode())
         return table
 
-    def save(self, folder: Path) -> None:
-        """Copy the file and its companions that `transformers` reads."""
-        shutil.copyfile(self.path, folder / "tokenizer.json")
+    def files_read(self) -> dict[str, list[Path]]:
+        """The file and its companions that `transformers` reads."""
         companions = [self.path.parent / name for name in COMPANIONS]
+        return {"path": [self.path, *(path for path in companions if path.is_file())]}
+
+    def save(self, folder: Path) -> None:
+        """Copy the file and its companions."""
+        source, *companions = self.files_read()["path"]
+        shutil.copyfile(source, folder / "tokenizer.json")
         for path in companions:
-            if path.is_file():
-                shutil.copyfile(path, folder / path.name)
-        if not companions[0].is_file():
+            shutil.copyfile(path, folder / path.name)
+        if not (folder / COMPANIONS[0]).is_file():
             config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end_token}
             (folder / COMPANIONS[0]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 

@@ -1,11 +1,14 @@
 """A corpus of JSON lines, one document per line."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import attrs
+
 from drawloom.components.data import files
-from drawloom.components.data.files import split_of
+from drawloom.components.data.files import split_texts
 from drawloom.components.ports.data import Split
 from drawloom.graph import UserError, between, component, setting
 
@@ -16,7 +19,7 @@ class JsonLines:
     Documents in JSON-lines files: one object per line, with its text in one field.
 
     The split of a document depends only on its text, so that lines may be moved and added, and duplicates are never in
-    both splits.
+    both splits. Of a few documents, the end of each is validation data.
     """
 
     paths: list[str] = setting(
@@ -25,16 +28,18 @@ class JsonLines:
     )
     field: str = setting(default="text", doc="the field of each object with the text")
     validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of the documents in the validation split"
+        default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
     )
 
     def documents(self, split: Split) -> Iterator[str]:
         """The texts of one split, in the order of files and lines. Raises UserError with the position of a bad line."""
+        return split_texts(_Documents(self), split, self.validation_fraction)
+
+    def texts(self) -> Iterator[str]:
+        """The texts of both splits, in the order of files and lines."""
         for file in files.find(self.paths):
             for number, line in self._lines(file.path):
-                text = self._text(line, f"{file.path}:{number}")
-                if split_of(text.encode(), self.validation_fraction) == split:
-                    yield text
+                yield self._text(line, f"{file.path}:{number}")
 
     def _lines(self, path: Path) -> Iterator[tuple[int, bytes]]:
         """The lines that are not blank, with their numbers from 1."""
@@ -56,6 +61,17 @@ class JsonLines:
                 f'{where}: the object has no field "{self.field}", only {fields}; set `field` to one of them'
             )
         return _unicode(value[self.field], self.field, where)
+
+
+@attrs.frozen
+class _Documents:
+    """The documents of a corpus for `split_texts`, which iterates them twice; read anew, as they may not fit memory."""
+
+    corpus: JsonLines
+
+    def __iter__(self) -> Iterator[tuple[bytes, Callable[[], str]]]:
+        for text in self.corpus.texts():
+            yield text.encode(), partial(str, text)
 
 
 def _parse(line: bytes, where: str) -> object:

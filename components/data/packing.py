@@ -10,8 +10,9 @@ import numpy as np
 from drawloom.components.data.order import permutation
 from drawloom.components.data.packed import Packed, pack
 from drawloom.components.ports.data import Batch, Corpus, Split, Tokenizer
+from drawloom.components.ports.model import Model
 from drawloom.components.ports.run import RunInfo
-from drawloom.graph import ResolvedRecipe, UserError, component, setting
+from drawloom.graph import Every, ResolvedRecipe, UserError, component, setting
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
@@ -31,6 +32,7 @@ class Packing:
     corpus: Corpus
     tokenizer: Tokenizer
     job: RunInfo
+    models: Every[Model] = attrs.field(factory=Every)
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
     length: int = setting(
         check=lambda length: None if length >= 2 else f"a row of {length} tokens has nothing to predict",
@@ -46,6 +48,17 @@ class Packing:
     def close(self) -> None:
         """Free the tokens."""
         self._packed.clear()
+
+    def check_run(self) -> None:
+        """Raise UserError if the tokenizer has more ids than any model of the run."""
+        sizes = [model.vocab_size for model in self.models.values()]
+        if sizes and max(sizes) < self.tokenizer.vocab_size:
+            ids = self.tokenizer.vocab_size
+            raise UserError(
+                f"the tokenizer has {ids} ids, but the model's vocabulary only {max(sizes)}; "
+                f"write vocab_size = {ids} in the model, or use another tokenizer",
+                exit_code=2,
+            )
 
     def count(self, split: Split) -> int:
         """The number of rows of a split; 0 if it has no document."""
@@ -84,7 +97,7 @@ class Packing:
 
     def __getstate__(self) -> dict[str, Any]:
         """The rows only: what a worker process needs, and what can be pickled."""
-        return {**self.__dict__, "corpus": None, "tokenizer": None, "job": None, "recipe": None}
+        return {**self.__dict__, "corpus": None, "tokenizer": None, "job": None, "recipe": None, "models": None}
 
 
 def _rows(then: dict[str, Any], now: dict[str, Any]) -> str:

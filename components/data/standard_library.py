@@ -20,7 +20,7 @@ class StandardLibrary:
     """The standard library's source, one document per module, without tests and installed packages."""
 
     validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of the files in the validation split"
+        default=0.05, check=between(0, 1), doc="fraction of the files to hold out for evaluation; 0: none"
     )
 
     def documents(self, split: Split) -> Iterator[str]:

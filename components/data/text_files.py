@@ -14,7 +14,7 @@ class TextFiles:
     Text files by glob, one document each.
 
     The split of a file depends only on its name below the glob's first wildcard: neither other files nor the corpus's
-    location move it to the other split.
+    location move it to the other split. Of a few files, or a single one, the end of each is validation data.
     """
 
     paths: list[str] = setting(
@@ -22,7 +22,7 @@ class TextFiles:
         doc="globs of UTF-8 files, relative to the current directory; `**` crosses folders",
     )
     validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of the files in the validation split"
+        default=0.05, check=between(0, 1), doc="fraction of the files to hold out for evaluation; 0: none"
     )
     invalid_bytes: Literal["refuse", "replace"] = setting(
         default="refuse", doc="a file that is not UTF-8: stop, or replace its invalid bytes by U+FFFD"

@@ -14,6 +14,18 @@ from drawloom.components.ports.model import Model, Stages
 from drawloom.components.weights.save import MAX_SHARD, PlannedFile
 from drawloom.components.workspace.workspace import get_configs_parallel
 
+STATE = "trainer_state.json"
+"""The file with the step of the weights, by the name that Hugging Face's Trainer gives it."""
+
+
+def exported_step(folder: Path) -> int | None:
+    """The step of an exported folder's weights; None if there is no folder, or if it does not say."""
+    try:
+        state = json.loads((folder / STATE).read_text("utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return state.get("global_step") if isinstance(state, dict) else None
+
 
 def write_folder(
     target: Path,
@@ -25,13 +37,15 @@ def write_folder(
     workspace: Path | None = None,
     max_shard: int = MAX_SHARD,
     dtype: torch.dtype | None = None,
+    step: int | None = None,
 ) -> None:
     """
     Write safetensors, the tokenizer's files and, last, `config.json`; the folder appears complete or not at all.
 
     The stages of all ranks of the group make up the model. All ranks call this, and exchange what they hold through
     `workspace`, a folder that all ranks see, or through shared memory of their machine. `max_shard` is in bytes;
-    without `dtype` tensors keep theirs. Raises UserError if the stages are not the whole model or the target exists.
+    without `dtype` tensors keep theirs; `step` is that of the weights, if known. Raises UserError if the stages are not
+    the whole model or the target exists.
     """
     group = SingleProcess() if group is None else group
     mapper = model.hugging_face_mapper()
@@ -43,6 +57,8 @@ def write_folder(
     def finish(folder: Path, files: list[PlannedFile]) -> None:
         if tokenizer is not None:
             tokenizer.save(folder)
+        if step is not None:
+            (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
         _write_config(folder, model, files)
 
     write_shares(target, mine, group, max_shard, finish)

@@ -7,11 +7,12 @@ from typing import Literal
 import torch
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.export.hf_writer import exported_step, write_folder
 from drawloom.components.ports.data import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Model, Stages
 from drawloom.components.ports.run import RunFolder
+from drawloom.components.storage.atomic_write import remove_folder
 from drawloom.components.weights.save import MAX_SHARD
 from drawloom.graph import at_least, component, setting
 
@@ -20,7 +21,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @component(impact="safe")
 class HuggingFaceExport:
-    """Writes `<run folder>/export/`: config.json, safetensors and the tokenizer's files."""
+    """
+    Writes `<run folder>/export/`: config.json, safetensors, the tokenizer's files and trainer_state.json.
+
+    The last has the step of the weights as `global_step`, as in a checkpoint of Hugging Face's Trainer.
+    """
 
     model: Model
     stages: Stages
@@ -32,14 +37,15 @@ class HuggingFaceExport:
         default=None, doc="dtype of the exported tensors; as trained if left out"
     )
 
-    def is_finished(self) -> bool:
-        """Whether the folder exists; it is never incomplete. A collective, with the same result on all ranks."""
-        return bool(run_on_rank0(self.mesh.world, (self._target / "config.json").is_file))
+    def is_finished(self, step: int) -> bool:
+        """Whether the folder, which is never incomplete, is of this step. A collective with one result on all ranks."""
+        return bool(run_on_rank0(self.mesh.world, lambda: exported_step(self._target) == step))
 
-    def finish(self) -> None:
+    def finish(self, step: int) -> None:
         """Write the folder, each rank the tensors that it owns. A collective: all ranks call it."""
-        if self.is_finished():
+        if self.is_finished(step):
             return
+        run_on_rank0(self.mesh.world, lambda: remove_folder(self._target))  # the export of an earlier step
         # In the run folder, which all ranks see also across machines.
         workspace = self.folder.folder / "export.workspace" if self.mesh.world.size > 1 else None
         write_folder(
@@ -51,6 +57,7 @@ class HuggingFaceExport:
             workspace=workspace,
             max_shard=self.max_shard,
             dtype=None if self.dtype is None else DTYPES[self.dtype],
+            step=step,
         )
         if workspace is not None and self.mesh.world.rank == 0:
             with suppress(OSError):  # an empty folder does no harm

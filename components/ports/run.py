@@ -1,7 +1,7 @@
 """Ports of the training run: its identity, folder, steps, phases, events, metrics, checkpoints and signals."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -258,6 +258,37 @@ class Restorer(Protocol):
 
 
 @port
+class RunCheck(Protocol):
+    """Checks that open nodes fit one another, where that can't be seen before they are open."""
+
+    def check_run(self) -> None:
+        """Called on every rank when all nodes are open, before a restore. Raises UserError on every rank or none."""
+        ...
+
+
+@port
+class AfterRestore(Protocol):
+    """Acts when the state of the run has been restored."""
+
+    def after_restore(self) -> None:
+        """Called once on every rank, before the first step; also in a new run, which has nothing to restore."""
+        ...
+
+
+FILES = "files"
+"""The folder in a run folder with copies of the files that nodes read: files/NODE/SETTING/NAME."""
+
+
+@port
+class ReadsFiles(Protocol):
+    """Reads files outside of the run folder without which its checkpoints are of no use: a tokenizer, a config."""
+
+    def files_read(self) -> Mapping[str, Sequence[Path]]:
+        """The files, which exist, by the setting that names them or their folder; the run folder keeps copies."""
+        ...
+
+
+@port
 class Randomness(Protocol):
     """Random generators of a run."""
 
@@ -277,14 +308,19 @@ class Stop(Protocol):
 
 @port
 class FinalTask(Protocol):
-    """A task after the last step, such as an export. It is atomic, so that it can be retried."""
+    """
+    A task after the last step, such as an export. It is atomic, so that it can be retried.
 
-    def is_finished(self) -> bool:
-        """Whether the task was completed, perhaps by an earlier process."""
+    Its result records the step of the weights that it was made from: a run that is continued to more steps makes it
+    again.
+    """
+
+    def is_finished(self, step: int) -> bool:
+        """Whether the task was completed with the weights after this step, perhaps by an earlier process."""
         ...
 
-    def finish(self) -> None:
-        """Run the task."""
+    def finish(self, step: int) -> None:
+        """Run the task with the weights after this step, and replace the result of an earlier step."""
         ...
 
 

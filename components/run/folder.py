@@ -1,14 +1,20 @@
-"""The run folder: locked by one run at a time, and bound to one recipe."""
+"""The run folder: locked by one run at a time (run.lock), and bound to one recipe (recipe.lock.toml)."""
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import RunInfo
-from drawloom.components.run.locks import FolderLock, claim_recipe
-from drawloom.graph import ResolvedRecipe, UserError, component
+from drawloom.components.ports.run import FILES, ReadsFiles, RunInfo
+from drawloom.components.run.locks import FolderLock
+from drawloom.components.storage.atomic_write import replace_file
+from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, component
+from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
+
+log = logging.getLogger("drawloom.run")
 
 
 @component(impact="safe")
@@ -18,8 +24,10 @@ class LockedFolder:
     job: RunInfo
     mesh: Mesh
     recipe: ResolvedRecipe
+    readers: Every[ReadsFiles] = attrs.field(factory=Every)
 
     _lock: FolderLock | None = attrs.field(init=False, default=None)
+    _changes: list[RecipeChange] = attrs.field(init=False, factory=list)
 
     @property
     def folder(self) -> Path:
@@ -35,6 +43,10 @@ class LockedFolder:
             self.close()
             raise
 
+    def after_restore(self) -> None:
+        """Write the recipe and the files that it names: only now, or a resume that fails would replace them."""
+        run_on_rank0(self.mesh.world, self._write)
+
     def close(self) -> None:
         """Release the lock."""
         if self._lock is not None:
@@ -44,7 +56,13 @@ class LockedFolder:
     def _acquire(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
-        claim_recipe(self.folder, self.recipe)
+        self._changes = check_recipe(self.folder, self.recipe)
+
+    def _write(self) -> None:
+        write_recipe(self.folder, self.recipe, self._changes)
+        for node, reader in self.readers.items():
+            for setting, paths in reader.files_read().items():
+                copy_files(self.folder / FILES / node / setting, paths)
 
     def _compare_ranks(self) -> None:
         hashes = self.mesh.world.gather_json(self.recipe.hash)
@@ -53,3 +71,53 @@ class LockedFolder:
                 f"rank {other[0]} has a different recipe from rank 0; start all ranks with the same command and files",
                 exit_code=2,
             )
+
+
+def check_recipe(folder: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
+    """
+    The changes since the folder's recipe.lock.toml; none if there is no such file.
+
+    Raises UserError if any is not safe or if the file can't be read, unless changes are accepted.
+    """
+    path = folder / LOCK
+    if not path.exists():
+        return []
+    try:
+        changes = recipe.changes(path.read_text("utf-8"))
+    except (RecipeError, ValueError) as error:
+        if recipe.accept_changes:
+            log.warning("%s can't be read and is replaced: %s", path, error)
+            return []
+        raise UserError(
+            f"{path} can't be read, so this recipe can't be compared with it: {error}; "
+            "to continue anyway, add --accept-changes",
+            exit_code=2,
+        ) from error
+    if not recipe.accept_changes and any(change.impact != "safe" for change in changes):
+        raise UserError(_refusal(folder, changes), exit_code=2)
+    return changes
+
+
+def write_recipe(folder: Path, recipe: ResolvedRecipe, changes: list[RecipeChange]) -> None:
+    """Write recipe.lock.toml, unless the folder has the same already, and log what has changed in it."""
+    for change in changes:
+        log.info("%s: the recipe changed: %s", folder, change)
+    path, text = folder / LOCK, recipe.text.encode()
+    if not path.exists() or path.read_bytes() != text:
+        replace_file(path, text)
+
+
+def copy_files(folder: Path, paths: Sequence[Path]) -> None:
+    """Copy files into a folder, which the run folder keeps so that it can be used without the originals."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in paths:
+        content, copy = path.read_bytes(), folder / path.name
+        if not copy.exists() or copy.read_bytes() != content:
+            replace_file(copy, content)
+
+
+def _refusal(folder: Path, changes: list[RecipeChange]) -> str:
+    lines = [f"{folder} holds a run of another recipe; the differences are:"]
+    lines += [f"  {change}" for change in changes]
+    lines += ["only safe changes are allowed; use another run name, or add --accept-changes"]
+    return "\n".join(lines)

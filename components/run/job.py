@@ -1,6 +1,9 @@
 """The run's name, folder and seed."""
 
+import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from drawloom.graph import between, component, setting
 
@@ -16,10 +19,27 @@ class NamedRun:
     """A name, a folder and a seed."""
 
     name: str = setting(impact="safe", check=_plain_name, doc="name of the run, and of its folder")
-    folder: Path | None = setting(default=None, impact="safe", doc="the run folder; by default runs/ and the name")
+    folder: Path | None = setting(
+        default=None,
+        impact="safe",
+        doc="the run folder; by default runs/ and the name, or the run folder that was given as the recipe",
+    )
     seed: int = setting(default=0, check=between(0, 2**63), doc="seed of all random numbers of the run")
 
     @property
     def path(self) -> Path:
         """The path of the run folder."""
-        return Path("runs") / self.name if self.folder is None else self.folder
+        return _path(self.name, self.folder)
+
+    @classmethod
+    def in_folder(cls, settings: Mapping[str, Any], given: Collection[str], folder: str) -> dict[str, Any]:
+        """A run folder is the folder of its run, also after a move; unless another folder or name is given."""
+        if "folder" in given:
+            return {}
+        recorded = _path(settings["name"], settings.get("folder"))
+        target = _path(settings["name"], None) if "name" in given else Path(folder)
+        return {} if os.path.realpath(recorded) == os.path.realpath(target) else {"folder": str(target)}
+
+
+def _path(name: str, folder: Path | str | None) -> Path:
+    return Path("runs") / name if folder is None else Path(folder)

@@ -1,5 +1,5 @@
 """
-The locks of a run folder: one run at a time (flock), and one recipe (recipe.lock.toml).
+The lock of a run folder: one run at a time.
 
 The run's lock is flock(2) on the folder and on a file in it, which stay open: the folder's lock lasts though the file
 is removed, and network file systems lock files only. A lock belongs to the open file description, which forked
@@ -9,17 +9,14 @@ children share; a child closes its copy after the fork, or a worker that outlive
 import errno
 import fcntl
 import json
-import logging
 import os
 import socket
 import weakref
 from datetime import UTC, datetime
 from pathlib import Path
 
-from drawloom.components.storage.atomic_write import replace_file
-from drawloom.components.storage.regular_file import open_regular_file, open_to_append
-from drawloom.graph import RecipeError, ResolvedRecipe, UserError
-from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
+from drawloom.components.storage.regular_file import open_to_append
+from drawloom.graph import UserError
 
 # What flock returns on file systems without locks, such as some network mounts; on NFS EBADF for a folder, because it
 # has to be open for writing (flock(2), "NFS details").
@@ -95,47 +92,3 @@ def _holder(file: int) -> str:
         return f"process {holder['pid']} on host {holder['host']} since {holder['started']}"
     except (ValueError, KeyError, TypeError):
         return "another process"
-
-
-log = logging.getLogger("drawloom.run")
-
-
-def claim_recipe(folder: Path, recipe: ResolvedRecipe) -> None:
-    """
-    Bind the folder to this recipe, by writing recipe.lock.toml.
-
-    Raises UserError if the folder has a recipe that differs in more than free settings, unless changes are accepted.
-    """
-    path = folder / LOCK
-    if not path.exists():
-        return replace_file(path, recipe.text.encode())
-    with open_regular_file(path, "remove it, or use another run name") as file:
-        held = file.read(0, file.size)
-    changes = _changes(path, held, recipe)
-    if not recipe.accept_changes and any(change.impact != "safe" for change in changes):
-        raise UserError(_refusal(folder, changes), exit_code=2)
-    for change in changes:
-        log.info("%s: the recipe changed: %s", folder, change)
-    if held != recipe.text.encode():
-        replace_file(path, recipe.text.encode())
-
-
-def _changes(path: Path, held: bytes, recipe: ResolvedRecipe) -> list[RecipeChange]:
-    try:
-        return recipe.changes(held.decode("utf-8"))
-    except (RecipeError, ValueError) as error:
-        if recipe.accept_changes:
-            log.warning("%s can't be read and is replaced: %s", path, error)
-            return []
-        raise UserError(
-            f"{path} can't be read, so this recipe can't be compared with it: {error}; "
-            "to continue anyway, add --accept-changes",
-            exit_code=2,
-        ) from error
-
-
-def _refusal(folder: Path, changes: list[RecipeChange]) -> str:
-    lines = [f"{folder} holds a run of another recipe; the differences are:"]
-    lines += [f"  {change}" for change in changes]
-    lines += ["only safe changes are allowed; use another run name, or add --accept-changes"]
-    return "\n".join(lines)

@@ -6,8 +6,20 @@ from typing import Any
 import attrs
 
 from drawloom.components.distributed.rank_errors import Agreed
-from drawloom.components.ports.run import Event, Events, FinalTask, Listener, Phase, Randomness, Restorer, Step, Stop
-from drawloom.graph import Ordered, UserError, at_least, component, setting
+from drawloom.components.ports.run import (
+    AfterRestore,
+    Event,
+    Events,
+    FinalTask,
+    Listener,
+    Phase,
+    Randomness,
+    Restorer,
+    RunCheck,
+    Step,
+    Stop,
+)
+from drawloom.graph import Every, Ordered, UserError, at_least, component, setting
 from drawloom.graph.component import Traits
 
 log = logging.getLogger("drawloom.run")
@@ -24,6 +36,8 @@ class Trainer:
     stop: Stop
     randomness: Randomness
     checkpointer: Restorer | None = None
+    checks: Every[RunCheck]
+    restored: Every[AfterRestore]
     on_finish: list[FinalTask] = attrs.field(factory=list)
     steps: int = setting(check=at_least(1), doc="optimizer steps in the whole run")
     max_skipped_steps: int = setting(
@@ -31,27 +45,34 @@ class Trainer:
     )
 
     _skipped: int = attrs.field(init=False, default=0)
+    _skip_reason: str = attrs.field(init=False, default="")
 
     def run(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
         self.events.emit(Event("run_started"))
+        for check in self.checks.values():
+            check.check_run()
         done = self.checkpointer.restore() if self.checkpointer else 0
-        if done >= self.steps and all(task.is_finished() for task in self.on_finish):
+        for node in self.restored.values():
+            node.after_restore()
+        last = max(done, self.steps)
+        if done >= self.steps and all(task.is_finished(last) for task in self.on_finish):
             log.info("finished: all %d steps are done, there is nothing left to do", self.steps)
         elif done:
             log.info("resuming after step %d", done)
         for index in range(done + 1, self.steps + 1):
             self._run_step(Step(index, self.steps))
-        self._finish()
+        self._finish(last)
         self.events.emit(Event("run_ended"))
+        self._fail_if_skipped()
 
-    def _finish(self) -> None:
+    def _finish(self, last: int) -> None:
         """Run the final tasks; the first error that all ranks have agreed on is raised after the last task."""
         errors = []
         for task in self.on_finish:
             try:
-                if not task.is_finished():
-                    task.finish()
+                if not task.is_finished(last):
+                    task.finish(last)
             except Agreed as error:
                 errors.append(error)
         if errors:
@@ -73,11 +94,21 @@ class Trainer:
     def _count_skipped(self, step: Step) -> None:
         """Raise a UserError after `max_skipped_steps` in a row; all ranks skip the same steps."""
         self._skipped = self._skipped + 1 if step.skip_reason else 0
+        self._skip_reason = step.skip_reason
         if self._skipped >= self.max_skipped_steps:
             raise UserError(
                 f"{self._skipped} steps in a row were skipped, at last step {step.index}: {step.skip_reason}; "
                 "to go back, remove the checkpoints saved since then (the newest with a finite loss is always kept), "
                 "lower the learning rate or clip more, and start the run again"
+            )
+
+    def _fail_if_skipped(self) -> None:
+        """Raise a UserError if the run ends with skipped steps: what it has learned is not what its steps suggest."""
+        if self._skipped:
+            many = "step was" if self._skipped == 1 else f"{self._skipped} steps were"
+            raise UserError(
+                f"the last {many} skipped, at last step {self.steps}: {self._skip_reason}; the results are of the "
+                "weights before; lower the learning rate or clip more, and start again under another run name"
             )
 
     def _stop(self, step: Step, signal: int) -> None:

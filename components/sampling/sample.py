@@ -16,7 +16,7 @@ log = logging.getLogger("drawloom.run")
 
 @component(impact="safe")
 class Sample:
-    """Continues a prompt, prints the text and writes it to `sample.txt` in the run folder."""
+    """Continues a prompt, prints the text and writes it below a line with the step to `<run folder>/sample.txt`."""
 
     model: Predictor
     tokenizer: Tokenizer
@@ -29,11 +29,11 @@ class Sample:
     temperature: float = setting(default=0.8, check=at_least(0), doc="0 is greedy: the most likely token each time")
     top_k: int | None = setting(default=None, check=above(0), doc="sample from this many most likely tokens only")
 
-    def is_finished(self) -> bool:
-        """Whether rank 0 finds the text's file; equal on all ranks."""
-        return bool(self.mesh.world.gather_json(self._target.exists())[0])
+    def is_finished(self, step: int) -> bool:
+        """Whether rank 0 finds a text of this step; equal on all ranks."""
+        return bool(self.mesh.world.gather_json(self._holds(step))[0])
 
-    def finish(self) -> None:
+    def finish(self, step: int) -> None:
         """Sample the text on the first pipeline, and write it on rank 0."""
         if self.mesh.replicas.rank != 0:
             return
@@ -41,7 +41,7 @@ class Sample:
         text = self.prompt + self.tokenizer.decode(list(self._sampler().continued(prompt, self.tokens)))
         if self.mesh.world.rank == 0:
             log.info("a sample:\n%s", text)
-            replace_file(self._target, text.encode())
+            replace_file(self._target, f"{_heading(step)}{text}\n".encode())
 
     def _sampler(self) -> Sampler:
         return Sampler(
@@ -54,6 +54,13 @@ class Sample:
             top_k=self.top_k,
         )
 
+    def _holds(self, step: int) -> bool:
+        return self._target.exists() and self._target.read_bytes().startswith(_heading(step).encode())
+
     @property
     def _target(self) -> Path:
         return self.folder.folder / "sample.txt"
+
+
+def _heading(step: int) -> str:
+    return f"# after step {step}\n"

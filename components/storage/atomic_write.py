@@ -57,6 +57,15 @@ class TempFolder:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def remove_folder(target: Path) -> None:
+    """Remove a folder, if it exists: it disappears at once, and its files are removed under a temporary name."""
+    target = target.absolute()
+    if target.is_dir():
+        hidden = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")  # removed by `begin` after a kill
+        rename(target, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
 def begin(target: Path) -> TempFolder:
     """
     A new folder to write into, on the file system of the target, so that the rename is atomic.

@@ -99,6 +99,12 @@ class Graph:
                 stack += [(need, False) for need in reversed(needs) if need not in order]
         return list(order)
 
+    def restricted_to(self, roots: Iterable[str]) -> "Graph":
+        """The graph of what `roots` need, with the problems of these nodes only: others need not even be known."""
+        nodes = {name: self.nodes[name] for name in self.topological_order(roots)}
+        problems = tuple(problem for problem in self.problems if problem.node in nodes)
+        return attrs.evolve(self, nodes=MappingProxyType(nodes), problems=problems)
+
     def find_cycle(self) -> list[str]:
         """A dependency cycle, with its first node repeated at the end; empty if there is none."""
         done: set[str] = set()

@@ -13,7 +13,7 @@ from drawloom.graph.drawing.draw import FORMATS, draw
 from drawloom.graph.inspect.changes import diff, resolve
 from drawloom.graph.inspect.explain import explain
 from drawloom.graph.inspect.listing import list_components, list_plugins
-from drawloom.graph.problems import RecipeError
+from drawloom.graph.problems import RecipeError, UserError
 from drawloom.graph.runtime.container import timing_table
 from drawloom.graph.schema import recipe_schema
 
@@ -22,11 +22,12 @@ def _add_recipe(parser: argparse.ArgumentParser, name: str = "RECIPE", what: str
     help = what or "a path, the name of a shipped recipe, or a run folder"
     parser.add_argument("recipe", metavar=name, help=help)
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    _add_packages(parser)
+    add_packages(parser)
     parser.epilog = "Single values are set by node.key=value."
 
 
-def _add_packages(parser: argparse.ArgumentParser) -> None:
+def add_packages(parser: argparse.ArgumentParser) -> None:
+    """Add `--import`, which every command takes."""
     help = "also offer the components of this package, by their dotted path"
     parser.add_argument("--import", action="append", default=[], metavar="PACKAGE", dest="imports", help=help)
 
@@ -64,7 +65,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the schema to this file")
-    _add_packages(parser)
+    add_packages(parser)
 
 
 def _add_subject(parser: argparse.ArgumentParser) -> None:
@@ -72,11 +73,11 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plugins", action="store_true", help="components of installed packages, with their distributions"
     )
-    _add_packages(parser)
+    add_packages(parser)
 
 
 def _graph(options: argparse.Namespace, project: Project) -> Any:
-    graph = project.graph(project.load(options.recipe, options.overlay, options.words))
+    graph = project.graph(project.in_its_folder(project.load(options.recipe, options.overlay, options.words)))
     options.console.warn(problem for problem in graph.problems if problem.warning)
     return graph
 
@@ -143,7 +144,12 @@ def _schema(options: argparse.Namespace, project: Project) -> int:
     if options.output is None:
         print_text(text, end="")
     else:
-        options.output.write_text(text, "utf-8")
+        try:
+            options.output.write_text(text, "utf-8")
+        except OSError as error:
+            raise UserError(
+                f"--output {options.output}: {error.strerror}; write a path in a folder that exists"
+            ) from error
     return OK
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NoReturn
 
-from drawloom.graph.cli.commands import COMMANDS
+from drawloom.graph.cli.commands import COMMANDS, add_packages
 from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, format_problems, shortage
 from drawloom.graph.cli.project import Project
 from drawloom.graph.cli.terminal import discard, print_text
@@ -106,4 +106,5 @@ def _add_module(commands: Any, project: Project, name: str, *, imported: bool) -
     if imported:
         module = importlib.import_module(f"{project.registry.package}.commands.{name}")
         module.add_arguments(command)
+        add_packages(command)
         command.set_defaults(main=module.main)

@@ -1,5 +1,6 @@
 """A project: its components and recipes, and the way from a recipe's name to a graph and a container."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from drawloom.graph.build.graph import Graph
 from drawloom.graph.inspect.changes import resolve
 from drawloom.graph.inspect.serialize import serialize_recipe
 from drawloom.graph.problems import COMMAND_LINE, Problem, RecipeError, UserError
-from drawloom.graph.recipe.layers import Layer
+from drawloom.graph.recipe.layers import Layer, Leaf
 from drawloom.graph.recipe.loading import RecipeFolder, read_layers
+from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.recipe import Recipe, merge
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.runtime.container import Container
@@ -55,6 +57,20 @@ class Project:
         values = read_overrides(words)
         layers = read_layers(recipe, overlays, RecipeFolder(self.recipes))
         return merge(recipe, [*layers, Layer(str(COMMAND_LINE), values)])
+
+    def in_its_folder(self, recipe: Recipe) -> Recipe:
+        """A recipe that was read from a run folder as the recipe of a run there, wherever the folder was moved to."""
+        lock = os.path.join(recipe.source, LOCK)
+        if not os.path.isfile(lock):
+            return recipe
+        for name, table in recipe.nodes.items():
+            leaves = {key: item for key, item in table.items.items() if isinstance(item, Leaf)}
+            component = self.registry.find(str(leaves["use"].value)) if "use" in leaves else None
+            if in_folder := getattr(getattr(component, "cls", None), "in_folder", None):
+                given = [key for key, leaf in leaves.items() if leaf.layer.source != lock]
+                values = in_folder({key: leaf.value for key, leaf in leaves.items()}, given, recipe.source)
+                recipe = recipe.with_values(_nested(name, values), recipe.source) if values else recipe
+        return recipe
 
     def usual(self) -> dict[str, list[str]]:
         """The names of nodes in the shipped recipes, each with the components that it uses there."""
@@ -113,6 +129,13 @@ def _table(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | str:
         if not isinstance(tree, dict):
             return part
     return tree
+
+
+def _nested(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a node as a recipe has them: the node may be a member of a group."""
+    for part in reversed(name.split(".")):
+        values = {part: values}
+    return values
 
 
 def _problem(text: str, hint: str = "") -> Problem:

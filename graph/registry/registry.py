@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterator
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
@@ -226,8 +227,24 @@ class Registry:
         if inside:
             return f"it contains {', '.join(inside)}"
         beside = [name for name in names if name.partition(".")[0] == use.partition(".")[0]]
+        if not beside and _may_be_own(use):
+            package = use.partition(".")[0]
+            return f"to offer the components of the package {package!r}, add --import {package}"
         near = nearest(use, beside) or nearest(use, names)
-        return f"did you mean {near!r}?" if near else "`drawloom list` shows all components"
+        unknown = "`drawloom list` shows all components; those of your own package need --import PACKAGE"
+        return f"did you mean {near!r}?" if near else unknown
+
+
+def _may_be_own(use: str) -> bool:
+    """Whether a name may be that of a component in an installed package; the package is found, but not imported."""
+    package = use.partition(".")[0]
+    if not NAME.fullmatch(use) or package in sys.stdlib_module_names:
+        return False
+    try:
+        found = importlib.util.find_spec(package)
+    except ValueError:
+        return False
+    return found is not None and bool(found.submodule_search_locations)
 
 
 def _instead(candidate: Candidate) -> str:

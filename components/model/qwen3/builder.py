@@ -129,6 +129,12 @@ class Qwen3Builder:
         tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
         return choose_architecture(self.family, settings, tokens)
 
+    def files_read(self) -> dict[str, list[Path]]:
+        """The config.json, if the sizes are in one."""
+        if self.config is None:
+            return {}
+        return {"config": [self.config / "config.json" if self.config.is_dir() else self.config]}
+
     @property
     def num_hidden_layers(self) -> int:
         return self.architecture.num_hidden_layers

@@ -146,3 +146,13 @@ def test_all_are_compared(capsys: Capture) -> None:
 def test_wrong_arguments_are_user_errors(capsys: Capture, words: list[str], error: str) -> None:
     """A command line that can't be is refused with exit code 2 and one sentence."""
     assert error in printed(capsys, *words, code=2)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(100_000, 1), (64, 2000)])
+def test_a_schedule_that_takes_too_long_is_refused(
+    capsys: pytest.CaptureFixture[str], ranks: int, microbatches: int
+) -> None:
+    """At once, with the largest that is simulated."""
+    words = ["one_f_one_b", "--ranks", str(ranks), "--microbatches", str(microbatches)]
+    assert main(["schedule", *words]) == 2
+    assert "take too long to simulate; write at most 1000 ranks" in capsys.readouterr().err

@@ -62,7 +62,7 @@ def test_a_file_s_split_does_not_depend_on_other_files() -> None:
 
     def splits() -> tuple[set[str], set[str]]:
         found = find(["corpus/**/*.txt"])
-        return set(documents(found, "train", 0.5)), set(documents(found, "validation", 0.5))
+        return set(documents(found, "train", 0.735)), set(documents(found, "validation", 0.735))
 
     train, validation = splits()
     assert train | validation == {"corpus/z.txt", "corpus/b/a.txt", "corpus/a.txt", "corpus/b/c/d.txt"}

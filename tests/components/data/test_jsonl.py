@@ -69,3 +69,10 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, reason: str) -> None:
     """A line that is not a document is an error with file, line and reason."""
     with pytest.raises(UserError, match=rf"a\.jsonl:2(:\d+)?: .*{reason}"):
         list(corpus(tmp_path, b'{"text": "a"}\n' + line + b"\n").documents("train"))
+
+
+def test_a_few_lines_hold_out_their_ends(tmp_path: Path) -> None:
+    """A file with one document is divided within it."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "0123456789"}) + "\n")
+    corpus = JsonLines(paths=[f"{tmp_path}/a.jsonl"], validation_fraction=0.2)
+    assert [list(corpus.documents(split)) for split in ("train", "validation")] == [["01234567"], ["89"]]

@@ -1,5 +1,6 @@
 """The validation split."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.data.validation import Validation
-from drawloom.graph import UserError
 
 
 @attrs.frozen
@@ -58,7 +58,10 @@ def test_every_evaluation_has_the_same_rows(rows: Any, names: Any) -> None:
     assert names(list(data.batches())) == names(list(data.batches()))
 
 
-def test_an_empty_validation_split_is_an_error(rows_of: Callable[..., Any]) -> None:
-    """The error names the setting to change."""
-    with pytest.raises(UserError, match="`validation_fraction`"):
-        validation(rows_of(train=3))
+def test_an_empty_validation_split_has_nothing_to_evaluate(
+    rows_of: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A corpus that holds nothing out is no error: there is no batch, and the log says so."""
+    caplog.set_level(logging.INFO)
+    assert list(validation(rows_of(train=3)).batches()) == []
+    assert "the validation split is empty, so there is no evaluation" in caplog.text

@@ -53,13 +53,24 @@ def test_the_export_implements_its_port() -> None:
 def test_writes_export_once(tmp_path: Path, one_rank: Any) -> None:
     """Finishing writes `export/`, is seen as finished, and done again changes nothing."""
     export = export_of(tmp_path, one_rank)
-    assert not export.is_finished()
-    export.finish()
-    assert export.is_finished()
+    assert not export.is_finished(6)
+    export.finish(6)
+    assert export.is_finished(6)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "export").iterdir()}
-    export.finish()
+    export.finish(6)
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "export").iterdir()}
-    assert before.keys() == {"config.json", "model.safetensors"}
+    assert before.keys() == {"config.json", "model.safetensors", "trainer_state.json"}
+
+
+def test_an_export_of_an_earlier_step_is_replaced(tmp_path: Path, one_rank: Any) -> None:
+    """The folder belongs to one step: for a later one it is not finished, and is written again whole."""
+    export_of(tmp_path, one_rank, max_shard=4000).finish(6)
+    export = export_of(tmp_path, one_rank)
+    assert not export.is_finished(12)
+    export.finish(12)
+    assert export.is_finished(12) and not export.is_finished(6)
+    assert os.listdir(tmp_path) == ["export"]
+    assert sorted(os.listdir(tmp_path / "export")) == ["config.json", "model.safetensors", "trainer_state.json"]
 
 
 @attrs.frozen
@@ -76,23 +87,23 @@ def _replicas(folder: Path, late: bool) -> list[str]:
     torch.manual_seed(0)
     mesh: Any = WorldMesh(world)
     export = export_of(folder, mesh)
-    assert not export.is_finished()
+    assert not export.is_finished(6)
     if late and world.rank == 0:
         time.sleep(0.3)
-    export.finish()
-    assert export.is_finished()
+    export.finish(6)
+    assert export.is_finished(6)
     return sorted(os.listdir(folder))
 
 
 def test_replicas_write_one_folder(tmp_path: Path) -> None:
     """Replicas write the model once, and remove their workspace."""
     assert run_ranks(_replicas, 2, tmp_path, True) == [["export"], ["export"]]
-    assert sorted(os.listdir(tmp_path / "export")) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "export")) == ["config.json", "model.safetensors", "trainer_state.json"]
 
 
 def test_settings_reach_the_files(tmp_path: Path, one_rank: Any) -> None:
     """`dtype` and `max_shard` are those of the files."""
-    export_of(tmp_path, one_rank, dtype="float16", max_shard=4000).finish()
+    export_of(tmp_path, one_rank, dtype="float16", max_shard=4000).finish(6)
     files = sorted((tmp_path / "export").glob("*.safetensors"))
     assert len(files) > 1
     assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {torch.float16}

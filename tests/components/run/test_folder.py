@@ -34,6 +34,7 @@ def _open_on_ranks(path: Path, own_hash: bool = False) -> tuple[str, int, bool]:
     try:
         folder.open()
         holds = folder._lock is not None
+        folder.after_restore()
         mesh.world.gather_json("both are in")
         folder.close()
         return "open", 0, holds
@@ -82,6 +83,18 @@ def test_ranks_with_different_recipes_are_refused(tmp_path: Path) -> None:
         assert "rank 1 has a different recipe from rank 0" in text
         assert code == 2
     assert not (tmp_path / "x").exists()
+
+
+def test_a_failed_restore_leaves_the_recipe_of_the_folder(tmp_path: Path, job: Any, one_rank: Any) -> None:
+    """The recipe is written after the restore, not when the folder opens."""
+    (tmp_path / "recipe.lock.toml").write_text("another")
+    recipe = ResolvedRecipe("text", "hash", True, _changes)
+    folder = LockedFolder(job=attrs.evolve(job, path=tmp_path), mesh=one_rank, recipe=recipe)
+    folder.open()
+    assert (tmp_path / "recipe.lock.toml").read_text() == "another"
+    folder.after_restore()
+    assert (tmp_path / "recipe.lock.toml").read_text() == "text"
+    folder.close()
 
 
 def test_close_releases_the_lock(tmp_path: Path, job: Any, one_rank: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from drawloom.components.distributed.rank_errors import Agreed
 from drawloom.components.ports.run import Event, Step
 from drawloom.components.run.trainer import Trainer
-from drawloom.graph import Ordered, UserError, component
+from drawloom.graph import Every, Ordered, UserError, component
 
 
 @attrs.define
@@ -18,7 +18,7 @@ class Record:
 
     calls: list[str] = attrs.field(factory=list)
     restored: int = 0
-    finished: bool = False
+    finished: int = 0
     signal_after: int = 0
     last: int = 0
 
@@ -29,18 +29,21 @@ class Record:
     def restore(self) -> int:
         return self.restored
 
+    def after_restore(self) -> None:
+        self.calls.append("after restore")
+
     def save(self, step: Step) -> None:
         self.calls.append(f"save {step.index}")
 
     def staged(self) -> None:
         self.calls.append("staged")
 
-    def is_finished(self) -> bool:
-        return self.finished
+    def is_finished(self, step: int) -> bool:
+        return self.finished == step
 
-    def finish(self) -> None:
-        self.finished = True
-        self.calls.append("finish")
+    def finish(self, step: int) -> None:
+        self.finished = step
+        self.calls.append(f"finish {step}")
 
     def agreed(self) -> int:
         return 15 if self.signal_after and self.last >= self.signal_after else 0
@@ -55,28 +58,65 @@ class Record:
 
 def trainer(record: Record, steps: int = 3, **changes: Any) -> Trainer:
     """A trainer with one record as every part."""
-    parts: dict[str, Any] = {"events": record, "stop": record, "checkpointer": record, "on_finish": [record], **changes}
+    parts: dict[str, Any] = {
+        "events": record,
+        "stop": record,
+        "checkpointer": record,
+        "on_finish": [record],
+        "checks": Every(),
+        "restored": Every(),
+        **changes,
+    }
     return Trainer(phases=Ordered([record], ["only"]), randomness=record, steps=steps, **parts)
+
+
+def test_nodes_act_after_the_restore_and_before_the_first_step() -> None:
+    """Every node with `after_restore` is called once, and not at all if the restore fails."""
+    record = Record(restored=2)
+    trainer(record, restored=Every({"folder": record})).run()
+    assert record.calls == ["after restore", "phase 3/3", "finish 3"]
+
+    class Failing(Record):
+        def restore(self) -> int:
+            raise UserError("no valid checkpoint")
+
+    failing = Failing()
+    with pytest.raises(UserError):
+        trainer(failing, restored=Every({"folder": failing})).run()
+    assert failing.calls == []
+
+
+def test_a_failed_check_ends_the_run_before_the_restore() -> None:
+    """Nothing is restored or run that open nodes refuse."""
+
+    class Refusing(Record):
+        def check_run(self) -> None:
+            raise UserError("the tokenizer does not fit")
+
+    record = Refusing()
+    with pytest.raises(UserError, match="does not fit"):
+        trainer(record, checks=Every({"rows": record}), restored=Every({"folder": record})).run()
+    assert record.calls == []
 
 
 def test_steps_count_from_one_to_the_last() -> None:
     """Every step runs the phases once; the final tasks run after the last."""
     record = Record()
     trainer(record).run()
-    assert record.calls == ["phase 1/3", "phase 2/3", "phase 3/3", "finish"]
+    assert record.calls == ["phase 1/3", "phase 2/3", "phase 3/3", "finish 3"]
 
 
 def test_a_resumed_run_starts_after_its_checkpoint() -> None:
     """No step is repeated or skipped."""
     record = Record(restored=2)
     trainer(record).run()
-    assert record.calls == ["phase 3/3", "finish"]
+    assert record.calls == ["phase 3/3", "finish 3"]
 
 
 @pytest.mark.parametrize(("restored", "calls"), [(3, []), (5, [])])
 def test_a_finished_run_does_nothing(restored: int, calls: list[str]) -> None:
     """With all steps and final tasks done, nothing runs."""
-    record = Record(restored=restored, finished=True)
+    record = Record(restored=restored, finished=restored)
     trainer(record).run()
     assert record.calls == calls
 
@@ -85,7 +125,14 @@ def test_an_unfinished_final_task_is_repeated() -> None:
     """With all steps done but a final task missing, only the final task runs."""
     record = Record(restored=3)
     trainer(record).run()
-    assert record.calls == ["finish"]
+    assert record.calls == ["finish 3"]
+
+
+def test_final_tasks_of_an_earlier_step_are_repeated_after_more_steps() -> None:
+    """A result that was made after step 2 does not count after step 3."""
+    record = Record(restored=2, finished=2)
+    trainer(record).run()
+    assert record.calls == ["phase 3/3", "finish 3"]
 
 
 def test_a_final_task_that_fails_does_not_stop_the_next() -> None:
@@ -135,6 +182,16 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(skipped: set[int], last: i
     assert record.last == last
 
 
+def test_a_run_that_ends_with_skipped_steps_fails_after_its_final_tasks() -> None:
+    """The results are made, as the weights are those of the last applied step; then it is an error."""
+    record = Skipping(which={2, 4, 5})
+    words = "the last 2 steps were skipped, at last step 5: the loss is nan; the results are of the weights before"
+    with pytest.raises(UserError, match=words):
+        trainer(record, steps=5).run()
+    assert record.calls[-1] == "finish 5"
+    trainer(Skipping(which={2}), steps=5).run()
+
+
 def test_events_surround_steps_and_phases() -> None:
     """Listeners get the events of the run, each step and each phase by name, in order."""
     kinds: list[str] = []
@@ -172,6 +229,13 @@ def test_phases_that_change_weights_wait_for_staging() -> None:
     """The trainer waits before each phase that declares weights as written or changed, and no other."""
     record = Record()
     phases = [Reader(record=record), Writer(record=record), Changer(record=record)]
-    parts: dict[str, Any] = {"events": record, "stop": record, "checkpointer": record, "randomness": record}
+    parts: dict[str, Any] = {
+        "events": record,
+        "stop": record,
+        "checkpointer": record,
+        "randomness": record,
+        "checks": Every(),
+        "restored": Every(),
+    }
     Trainer(phases=Ordered(phases, ["a", "b", "c"]), steps=1, **parts).run()
     assert record.calls == ["write", "staged", "write", "staged", "write"]

@@ -144,6 +144,17 @@ def test_schema_is_json(project: Project, tmp_path: Path, capsys: pytest.Capture
     assert "stores.memory" in json.loads(text)["definitions"]
 
 
+def test_a_schema_that_cannot_be_written_is_an_error(
+    project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message names the option and the path; there is no traceback."""
+    target = tmp_path / "none" / "schema.json"
+    assert main(["schema", "--output", str(target)], project) == 1
+    assert capsys.readouterr().err == (
+        f"--output {target}: No such file or directory; write a path in a folder that exists\n"
+    )
+
+
 def test_draw_and_list_show_what_there_is(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """The tree has every node of the run; the list every component, and settings with types and defaults."""
     main(["draw", "small"], project)

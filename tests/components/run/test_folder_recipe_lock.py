@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.run.locks import claim_recipe
+from drawloom.components.run.folder import check_recipe, write_recipe
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
 
@@ -15,6 +15,11 @@ HEAVY = RecipeChange("optimizer", "rate", "1e-3", "1e-4", "changes_training")
 
 def _recipe(text: str, *changes: RecipeChange, accept: bool = False) -> ResolvedRecipe:
     return ResolvedRecipe(text, "hash", accept, lambda older: list(changes) if older != text else [])
+
+
+def claim_recipe(folder: Path, recipe: ResolvedRecipe) -> None:
+    """What a run does with its folder's recipe."""
+    write_recipe(folder, recipe, check_recipe(folder, recipe))
 
 
 def _lock(folder: Path) -> str:
@@ -28,7 +33,7 @@ def test_a_new_folder_gets_the_recipe(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.lock.toml"]
 
 
-def test_free_changes_are_logged_and_accepted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_safe_changes_are_logged_and_accepted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The folder then has the new recipe."""
     caplog.set_level(logging.INFO)
     claim_recipe(tmp_path, _recipe("old"))

@@ -1,0 +1,104 @@
+"""Runs with components of one's own package, which only the person at the command line can offer."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.runs import Outcome, write_corpus
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+METRIC = '''"""A metric of one's own."""
+
+from drawloom.components.ports.run import Step
+from drawloom.graph import component
+
+
+@component(impact="safe")
+class Index:
+    """The number of the step."""
+
+    @property
+    def accumulators(self):
+        return {}
+
+    def update(self, step: Step):
+        return {}
+
+    def compute(self, totals, step: Step):
+        return {"index": step.index}
+'''
+TOKENIZER = '''"""A tokenizer of one's own."""
+
+from pathlib import Path
+
+from drawloom.components.data.bytes import Bytes
+from drawloom.graph import component
+
+
+@component
+class OwnBytes:
+    """Bytes as tokens."""
+
+    vocab_size = property(lambda self: 257)
+    eos_id = property(lambda self: 256)
+
+    def encode(self, text: str):
+        return Bytes().encode(text)
+
+    def decode(self, ids):
+        return Bytes().decode(ids)
+
+    def save(self, folder: Path) -> None:
+        Bytes().save(folder)
+'''
+IMPORT = ("--import", "my_lab")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a corpus, the tiny recipe, and a package with a metric and a tokenizer."""
+    write_corpus(tmp_path)
+    package = tmp_path / "lib" / "my_lab"
+    package.mkdir(parents=True)
+    for name, text in {"__init__": "", "index": METRIC, "own_bytes": TOKENIZER}.items():
+        (package / f"{name}.py").write_text(text, "utf-8")
+    return tmp_path
+
+
+def drawloom(place: Path, *arguments: str) -> Outcome:
+    """The command in a process of its own, which finds the package."""
+    environment = {"PYTHONPATH": f"{SOURCE}:{place / 'lib'}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    found = subprocess.run(
+        [sys.executable, "-m", "drawloom", *arguments], cwd=place, env=environment, capture_output=True, text=True
+    )
+    return Outcome(found.returncode, found.stdout + found.stderr)
+
+
+def test_generate_and_export_need_no_components_that_they_do_not_use(place: Path) -> None:
+    """A run with a metric of an own package is sampled and exported without that package."""
+    done = drawloom(place, "run", "tiny.toml", *IMPORT, "metrics.own.use=my_lab.index", "trainer.steps=2")
+    assert done.code == 0, done.text
+    generated = drawloom(place, "generate", "runs/tiny", "--prompt", "def ", "--tokens", "4")
+    assert generated.code == 0 and generated.text.startswith("def "), generated.text
+    exported = drawloom(place, "export", "runs/tiny", "--to", "whole")
+    assert exported.code == 0 and (place / "whole/config.json").exists(), exported.text
+
+
+def test_every_command_takes_the_package_of_own_components(place: Path) -> None:
+    """What a command needs of an own package is named together with `--import`, and found with it."""
+    own = ("tokenizer.use=my_lab.own_bytes",)
+    assert drawloom(place, "run", "tiny.toml", *IMPORT, *own, "trainer.steps=2").code == 0
+    refused = drawloom(place, "generate", "runs/tiny", "--prompt", "def ")
+    assert refused.code == 2 and "no component is called 'my_lab.own_bytes'" in refused.text
+    assert "add --import my_lab" in refused.text and "Traceback" not in refused.text
+    for command in (
+        ("generate", "runs/tiny", "--prompt", "def ", "--tokens", "4"),
+        ("export", "runs/tiny", "--to", "whole"),
+        ("verify", "runs/tiny"),
+        ("schedule", "tiny.toml", *own),
+        ("verify-resume", "tiny.toml", *own, "--steps", "8"),
+    ):
+        found = drawloom(place, *command, *IMPORT)
+        assert found.code == 0, found.text
