@@ -25,12 +25,12 @@ def _assert_sound(findings: Findings) -> None:
     assert not findings.stuck  # a rank that loses a peer ends
 
 
-def test_a_minute_of_kills(tmp_path: Path) -> None:
-    """The test below for at most a minute: one and two processes, each kind of staging."""
-    findings = _soak(tmp_path, JOBS[:4], kills=30, seed=1, seconds=40)
+def test_a_few_kills(tmp_path: Path) -> None:
+    """The test below for a quarter of a minute: one and two processes, each kind of staging."""
+    findings = _soak(tmp_path, JOBS[:4], kills=30, seed=1, seconds=15)
     _assert_sound(findings)
-    assert findings.kills.total() >= 10
-    assert findings.finished >= 4
+    assert findings.kills.total() >= 3
+    assert findings.finished >= 1
 
 
 @pytest.mark.soak

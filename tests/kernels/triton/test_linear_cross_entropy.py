@@ -85,8 +85,8 @@ def test_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunk by chunk, the last one smaller, over more words than a program takes at once, gives the whole."""
     monkeypatch.setattr(linear_cross_entropy, "MAX_LOGITS", 1)
     monkeypatch.setattr(linear_cross_entropy, "BLOCK", 64)
-    hidden, weight = drawn("contiguous", 300, 8), drawn("contiguous", 600, 8)
-    targets, wide = targets_of((300,), 600), exact(hidden, weight)
+    hidden, weight = drawn("contiguous", 150, 8), drawn("contiguous", 200, 8)
+    targets, wide = targets_of((150,), 200), exact(hidden, weight)
     found = losses_of(hidden, weight, targets)
     expected = eager_losses(wide[0], wide[1], targets)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
