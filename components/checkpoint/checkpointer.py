@@ -192,7 +192,7 @@ class Checkpointer:
             try:
                 record.flush()
             except OSError as error:
-                errors[str(error)] = name
+                errors[error.strerror or str(error)] = name
         for text, name in errors.items():
             log.warning("[%s] can't be flushed to disk, and a kill or a power cut would lose lines: %s", name, text)
 

@@ -346,6 +346,6 @@ def test_metric_logs_are_flushed_before_the_commit(tmp_path: Path, caplog: pytes
     node.save(Step(2, 9))
     assert seen == [[], ["step-1"]]
     assert (
-        "[trackers.jsonl] can't be flushed to disk, and a kill or a power cut would lose lines: [Errno 5]"
+        "[trackers.jsonl] can't be flushed to disk, and a kill or a power cut would lose lines: Input/output error"
         in caplog.text
     )
