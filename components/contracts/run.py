@@ -10,6 +10,7 @@ import torch
 
 from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.run import (
+    AfterRestore,
     Batching,
     Durable,
     Event,
@@ -20,7 +21,9 @@ from drawloom.components.ports.run import (
     Metric,
     Phase,
     Randomness,
+    ReadsFiles,
     Restorer,
+    RunCheck,
     RunFolder,
     RunInfo,
     Stateful,
@@ -329,7 +332,25 @@ def a_step_may_be_saved_twice(restorer: Restorer) -> None:
 
 def a_task_is_finished_once(task: FinalTask) -> None:
     """A task is not finished before `finish` and finished after it, and `finish` may be called again."""
-    expect(not task.is_finished(), "the task is finished before it has run")
+    expect(not task.is_finished(1), "the task is finished before it has run")
     for _ in range(2):
-        task.finish()
-        expect(task.is_finished(), "the task has run and is not finished")
+        task.finish(1)
+        expect(task.is_finished(1), "the task has run and is not finished")
+
+
+def a_check_of_a_fitting_run_passes(check: RunCheck) -> None:
+    """In a recipe that fits, nothing is refused, and a check may be repeated."""
+    for _ in range(2):
+        check.check_run()
+
+
+def nothing_to_restore_is_no_error(node: AfterRestore) -> None:
+    """In a new run the call comes too."""
+    node.after_restore()
+
+
+def files_that_are_read_exist(node: ReadsFiles) -> None:
+    """Copies can be made of them: each is a file, under the name of a setting."""
+    for setting, paths in node.files_read().items():
+        expect(isinstance(setting, str) and setting, f"{setting!r} is not the name of a setting")
+        expect(all(path.is_file() for path in paths), f"{setting} names something that is not a file: {paths}")

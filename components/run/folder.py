@@ -11,10 +11,13 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import FILES, ReadsFiles, RunInfo
 from drawloom.components.run.locks import FolderLock
 from drawloom.components.storage.atomic_write import replace_file
+from drawloom.components.storage.regular_file import make_folder, open_regular_file
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, component
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
 
 log = logging.getLogger("drawloom.run")
+
+REMEDY = "remove it, or use another run name"
 
 
 @component(impact="safe")
@@ -62,7 +65,7 @@ class LockedFolder:
         write_recipe(self.folder, self.recipe, self._changes)
         for node, reader in self.readers.items():
             for setting, paths in reader.files_read().items():
-                copy_files(self.folder / FILES / node / setting, paths)
+                copy_files(make_folder(make_folder(self.folder / FILES) / node) / setting, paths)
 
     def _compare_ranks(self) -> None:
         hashes = self.mesh.world.gather_json(self.recipe.hash)
@@ -82,8 +85,10 @@ def check_recipe(folder: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
     path = folder / LOCK
     if not path.exists():
         return []
+    with open_regular_file(path, REMEDY) as file:
+        held = file.read(0, file.size)
     try:
-        changes = recipe.changes(path.read_text("utf-8"))
+        changes = recipe.changes(held.decode("utf-8"))
     except (RecipeError, ValueError) as error:
         if recipe.accept_changes:
             log.warning("%s can't be read and is replaced: %s", path, error)
@@ -103,17 +108,25 @@ def write_recipe(folder: Path, recipe: ResolvedRecipe, changes: list[RecipeChang
     for change in changes:
         log.info("%s: the recipe changed: %s", folder, change)
     path, text = folder / LOCK, recipe.text.encode()
-    if not path.exists() or path.read_bytes() != text:
+    if _content(path) != text:
         replace_file(path, text)
 
 
 def copy_files(folder: Path, paths: Sequence[Path]) -> None:
     """Copy files into a folder, which the run folder keeps so that it can be used without the originals."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for path in paths:
         content, copy = path.read_bytes(), folder / path.name
-        if not copy.exists() or copy.read_bytes() != content:
+        if _content(copy) != content:
             replace_file(copy, content)
+
+
+def _content(path: Path) -> bytes | None:
+    """The bytes of a file in the run folder, which may have come from a stranger; None if it is missing."""
+    if not path.exists():
+        return None
+    with open_regular_file(path, REMEDY) as file:
+        return file.read(0, file.size)
 
 
 def _refusal(folder: Path, changes: list[RecipeChange]) -> str:

@@ -106,11 +106,11 @@ class Peeks:
 class NeverFinished:
     """A task that does not know that it has run."""
 
-    def is_finished(self) -> bool:
+    def is_finished(self, step: int) -> bool:
         """False."""
         return False
 
-    def finish(self) -> None:
+    def finish(self, step: int) -> None:
         """Do nothing."""
 
 

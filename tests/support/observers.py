@@ -22,7 +22,7 @@ from drawloom.components.ports.data import Batch, Corpus, PackedDataset
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.model import BatchContext, Head, LayerRange
 from drawloom.components.ports.run import Batching, RunInfo, Step
-from drawloom.graph import UserError
+from drawloom.graph import Every, UserError
 from drawloom.graph.testing import build, fake
 from support.checkpoints import SingleRankMesh
 from support.losses import sample
@@ -191,6 +191,31 @@ def measured_by(use: str, values: Values, _place: Path) -> Any:
     metric = build(use, **edges, **values)
     sums = {"cross_entropy": [2.0, 5.0, 9.0], "accuracy": [1.0, 1.0, 0.0]}
     return measured(metric, step_of([2.0, 6.0, 9.0], [1.0, 2.0, 5.0], sums)), str(metric.accumulators)
+
+
+def counted_by(use: str, values: Values, _place: Path) -> Any:
+    """The values of a metric of counts over one microbatch, from two named sums of its shape."""
+    metric = build(use, **values)
+    [each] = metric.accumulators.values()
+    first = torch.arange(1.0, 1 + torch.Size(each.shape).numel()).view(each.shape)
+    sums = {"confusion": first, "score_histogram": first, "other": first.flip(0)}
+    return measured(metric, step_of([1.0], [1.0], {name: [part.tolist()] for name, part in sums.items()}))
+
+
+def bits_measured_by(use: str, values: Values, _place: Path) -> Any:
+    """The values of a metric over one microbatch of bytes."""
+    metric = build(use, tokenizer=Bytes(), **values)
+    metric.open()
+    row = torch.tensor([[65, 66, 67]])
+    batch = Batch(row, row, row, row, torch.ones(1, 3))
+    sums = {"cross_entropy": [2.0], "accuracy": [1.0]}
+    return measured(metric, step_of([2.0], [3.0], sums, batches=[batch]))
+
+
+def names_measured_by(use: str, values: Values, _place: Path) -> Any:
+    """The names of a metric's values."""
+    metric = build(use, device=ComputeDevice(kind="cpu"), users=Every(), **values)
+    return sorted(measured(metric, Step(1, 1)))
 
 
 def documents(use: str, values: Values, _place: Path) -> Any:

@@ -193,8 +193,14 @@ ROWS: dict[str, Row] = {
     "listeners.profiler": Row(runs.events_of_run, {"steps": [1]}, {"steps": [2]}),
     "listeners.timeouts": Row(runs.events_of_run, {}, {"first_step": 7.0, "step": 7.0, "saving": 7.0}),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True}),
+    "metrics.auroc": Row(parts.counted_by, {"bins": 4}, {"bins": 6, "of": "other"}),
+    "metrics.bits_per_byte": Row(parts.bits_measured_by, {}, {"of": "accuracy"}),
+    "metrics.classification": Row(
+        parts.counted_by, {"classes": 2}, {"classes": 3, "of": "other", "averages": ["macro", "weighted"]}
+    ),
     "metrics.group": Row(parts.measured_by, {}, {"prefix": "train/"}),
     "metrics.mean": Row(parts.measured_by, {"of": "loss"}, {"of": "accuracy", "per": "microbatch", "name": "other"}),
+    "metrics.memory": Row(parts.names_measured_by, {}, {"by_kind": True}),
     "metrics.perplexity": Row(parts.measured_by, {}, {"of": "accuracy"}),
     "metrics.spread": Row(
         parts.measured_by,

@@ -1,16 +1,29 @@
 """Reading the newest weights of a run that goes on."""
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 from drawloom.components.checkpoint.reader import load_node
 from drawloom.components.commands import _trained
+from drawloom.components.ports.model import Stages
 from drawloom.graph import UserError
 from support.checkpoints import save_steps, state_of
+
+
+@attrs.frozen
+class _Graph:
+    """A graph that is never built."""
+
+    text: str
+
+    def restricted_to(self, _names: Iterable[str]) -> "_Graph":
+        return self
 
 
 @pytest.mark.parametrize("moment", ["_graph", "load_node"])
@@ -19,7 +32,7 @@ def test_a_checkpoint_that_rotation_removes_while_it_is_read_is_replaced_by_a_ne
 ) -> None:
     """A run that rotates fast never makes `generate` or `export` call a removed step corrupt."""
     save_steps(tmp_path, 1)
-    read = {"_graph": lambda _project, lock: lock.read_text(), "load_node": load_node}
+    read: dict[str, Any] = {"_graph": lambda _project, lock, _files: _Graph(lock.read_text()), "load_node": load_node}
     began: list[Path] = []
 
     def rotating(*arguments: Any) -> Any:
@@ -33,7 +46,7 @@ def test_a_checkpoint_that_rotation_removes_while_it_is_read_is_replaced_by_a_ne
     monkeypatch.setattr(_trained, "_only", lambda *_: "memory")
     monkeypatch.setattr(_trained, moment, rotating)
     project: Any = None
-    _, _, state = _trained._read(project, tmp_path)
+    _, _, _, state = _trained._read(project, tmp_path, (Stages,))
     assert torch.equal(state["weight"], state_of(2)["weight"])
     assert len(began) == 2
 
@@ -41,8 +54,8 @@ def test_a_checkpoint_that_rotation_removes_while_it_is_read_is_replaced_by_a_ne
 def test_a_checkpoint_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with a checkpoint that is still there is not tried again for ever."""
     save_steps(tmp_path, 1)
-    monkeypatch.setattr(_trained, "_graph", lambda *_: None)
+    monkeypatch.setattr(_trained, "_graph", lambda *_: _Graph(""))
     monkeypatch.setattr(_trained, "_only", lambda *_: "gone")
     project: Any = None
     with pytest.raises(UserError, match=r"has no state of \[gone\]"):
-        _trained._read(project, tmp_path)
+        _trained._read(project, tmp_path, (Stages,))

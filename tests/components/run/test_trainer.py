@@ -139,13 +139,13 @@ def test_a_final_task_that_fails_does_not_stop_the_next() -> None:
     """An export that can't be written costs no sample; its error still ends the run."""
 
     class Failing(Record):
-        def finish(self) -> None:
+        def finish(self, step: int) -> None:
             raise Agreed("export exists already", 1, 0)
 
     record = Record(restored=3)
     with pytest.raises(Agreed, match="export exists already"):
         trainer(record, on_finish=[Failing(), record]).run()
-    assert record.calls == ["finish"]
+    assert record.calls == ["finish 3"]
 
 
 def test_a_signal_saves_and_exits_with_its_code() -> None:
