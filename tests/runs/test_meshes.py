@@ -58,10 +58,10 @@ def test_a_mesh_that_does_not_fit_names_the_torchrun_command(place: Path) -> Non
 
 
 def test_a_diverged_step_is_skipped_on_all_ranks(place: Path) -> None:
-    """Steps whose loss is not finite are tracked as skipped, and no update is applied."""
+    """Steps whose loss is not finite are tracked as skipped, and no update is applied; a run that ends so fails."""
     diverge = ["optimizer.lr=1e30", "clip.max_norm=1e30", "trainer.steps=4", "trainer.on_finish=[]"]
     outcomes = drawloom(place, "run", "tiny.toml", "run.name=diverged", "batch.micro_size=2", *diverge, ranks=2)
     written: list[dict[str, Any]] = rows(place / "runs/diverged")
-    assert [outcome.code for outcome in outcomes] == [0, 0]
+    assert [outcome.code for outcome in outcomes] == [1, 1] and "skipped" in outcomes[0].text
     assert [row.get("skipped", False) for row in written] == [False, True, True, True]
     assert written[1]["loss"] is None
