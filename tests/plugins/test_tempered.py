@@ -69,6 +69,7 @@ def test_its_parameter_is_trained_and_saved_but_not_exported(place: Path) -> Non
     assert names == {name for name in state if not name.startswith("loss.")}
 
 
+@pytest.mark.soak
 def test_two_pipeline_ranks_learn_what_one_does(place: Path, installed: dict[str, str]) -> None:
     """With a tied embedding on both ranks, and a backward pass in two parts, losses and the parameter are the same."""
     launch(installed, place, 2, "run.name=two", "mesh.pipeline=2", "schedule.use=pipeline.schedules.zero_bubble_1p")

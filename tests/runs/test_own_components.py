@@ -89,6 +89,7 @@ def test_generate_and_export_need_no_components_that_they_do_not_use(place: Path
     assert exported.code == 0 and (place / "whole/config.json").exists(), exported.text
 
 
+@pytest.mark.soak
 def test_every_command_takes_the_package_of_own_components(place: Path) -> None:
     """What a command needs of an own package is named together with `--import`, and found with it."""
     own = ("tokenizer.use=my_lab.own_bytes",)
