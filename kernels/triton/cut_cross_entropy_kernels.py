@@ -101,8 +101,10 @@ def grad_logits_kernel(
         if soft_cap is not None:
             share = logits / soft_cap
             values *= 1.0 - share * share
+        values = tl.where(inside, values, 0.0)
         at = grad_logits + token.to(tl.int64)[:, None] * logits_stride + word[None, :]
-        tl.store(at, values.to(grad_logits.dtype.element_ty), mask=inside)
+        # The padding of a row is written too: torch's bfloat16 matmul on a CPU reads it, and NaN * 0 is NaN.
+        tl.store(at, values.to(grad_logits.dtype.element_ty), mask=(token < tokens)[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens"])

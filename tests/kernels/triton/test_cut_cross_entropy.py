@@ -168,6 +168,22 @@ def test_is_an_operation_of_torch() -> None:
     torch.library.opcheck(torch.ops.drawloom.cut_cross_entropy_backward.default, arguments)
 
 
+def test_the_padding_of_the_gradients_of_logits_reaches_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nothing wrote holds NaN here; torch's bfloat16 matmul on a CPU reads behind the end of a row."""
+    new_empty: Any = Tensor.new_empty
+
+    def poisoned(self: Tensor, *size: Any, **options: Any) -> Any:
+        made = new_empty(self, *size, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+    hidden = drawn("contiguous", 17, 24, dtype=torch.bfloat16)
+    weight = drawn("contiguous", 33, 24, dtype=torch.bfloat16)
+    found = cut_cross_entropy_triton(hidden, weight, targets_of((17,), 33))
+    grads = torch.autograd.grad(found, (hidden, weight), [torch.ones(17, device=DEVICE)] * 2)
+    assert all(grad.isfinite().all() for grad in grads)
+
+
 @few
 @given(
     seeds,
