@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
 from drawloom.kernels.linear_cross_entropy import skip_unused_grads, split_grads, weighted
+from drawloom.kernels.operation import accumulation_dtype
 from drawloom.kernels.vocab_parallel import VocabularyPart, all_gather_lse, all_reduce, local_targets
 
 
@@ -173,7 +174,7 @@ def order_of_vocab(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
-    lse = hidden.new_empty(len(hidden), dtype=_accumulation_dtype(hidden))
+    lse = hidden.new_empty(len(hidden), dtype=accumulation_dtype(hidden))
     target_logit = torch.zeros_like(lse)
     for chunk in chunks(len(hidden), len(weight), cut):
         logits = _logits(hidden[chunk], weight, cut)
@@ -196,7 +197,7 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     order = order_of_vocab(hidden, weight) if cut.filter_eps and len(hidden) else None
     grad_hidden = torch.empty_like(hidden) if needs.hidden else None
-    grad_weight = torch.zeros_like(weight, dtype=_accumulation_dtype(weight)) if needs.weight else None
+    grad_weight = torch.zeros_like(weight, dtype=accumulation_dtype(weight)) if needs.weight else None
     for chunk in chunks(len(hidden), len(weight), cut):
         of_lse = None if grad_lse is None else grad_lse[chunk]
         inputs = hidden[chunk], weight, targets[chunk], lse[chunk], grad[chunk], of_lse
@@ -246,12 +247,8 @@ def _active_tiles(sizes: Tensor, cut: Cut) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight: Tensor, cut: Cut) -> Tensor:
-    logits = (hidden @ weight.T).to(_accumulation_dtype(hidden))
+    logits = (hidden @ weight.T).to(accumulation_dtype(hidden))
     return logits if cut.soft_cap is None else (logits / cut.soft_cap).tanh() * cut.soft_cap
-
-
-def _accumulation_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 EAGER = Implementation(_forward, _backward)

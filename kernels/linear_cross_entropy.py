@@ -10,6 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
+from drawloom.kernels.operation import accumulation_dtype
 
 MIN_CHUNK_TOKENS = 2048
 MIN_CHUNK_LOGITS = 2**24
@@ -70,7 +71,7 @@ class _LinearCrossEntropy(Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, weight_gradient: WeightGradient
     ) -> tuple[Tensor, Tensor]:
         chunks = list(_chunks(len(hidden), len(weight)))
-        losses = hidden.new_empty(len(hidden), dtype=_accumulation_dtype(hidden))
+        losses = hidden.new_empty(len(hidden), dtype=accumulation_dtype(hidden))
         lse = torch.empty_like(losses)
         kept = None
         for chunk in chunks:
@@ -90,7 +91,7 @@ class _LinearCrossEntropy(Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, targets, kept = ctx.saved_tensors
         learned = targets != ctx.ignore_index
-        grads = split_grads(grad_losses, grad_lse, learned, _accumulation_dtype(hidden))
+        grads = split_grads(grad_losses, grad_lse, learned, accumulation_dtype(hidden))
         targets = targets.where(learned, 0)  # any index will do, as the factors there are 0
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         if kept is None:
@@ -113,7 +114,7 @@ def _in_chunks(
     """Both gradients, with each chunk's probabilities computed again; the weight's is summed in at least float32."""
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
     # A bfloat16 sum stops growing once it is 256 times as large as a part.
-    grad_weight = torch.zeros_like(weight, dtype=_accumulation_dtype(weight)) if needs_weight else None
+    grad_weight = torch.zeros_like(weight, dtype=accumulation_dtype(weight)) if needs_weight else None
     for chunk in _chunks(len(hidden), len(weight)):
         log_probs, _ = _log_softmax(hidden[chunk], weight)
         of_lse = None if grad_lse is None else grad_lse[chunk]
@@ -137,7 +138,7 @@ def _chunks(tokens: int, vocab: int) -> Iterator[slice]:
 def _log_softmax(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """log softmax of the logits (tokens, vocabulary), and their lse (tokens,)."""
     logits = hidden @ weight.T
-    log_probs = F.log_softmax(logits, dim=-1, dtype=_accumulation_dtype(hidden))
+    log_probs = F.log_softmax(logits, dim=-1, dtype=accumulation_dtype(hidden))
     # log p = logit - lse for every word; at the largest logit the difference rounds least.
     return log_probs, logits.amax(-1) - log_probs.amax(-1)
 
@@ -147,7 +148,3 @@ def _grad_logits(log_probs: Tensor, targets: Tensor, grad: Tensor, grad_lse: Ten
     on_target = grad if grad_lse is None else grad - grad_lse
     result = log_probs.exp().mul_(grad.unsqueeze(-1))
     return result.scatter_add_(1, targets.unsqueeze(-1), -on_target.unsqueeze(-1))
-
-
-def _accumulation_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

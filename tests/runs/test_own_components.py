@@ -102,6 +102,7 @@ def test_every_command_takes_the_package_of_own_components(place: Path) -> None:
         ("export", "runs/tiny", "--to", "whole"),
         ("verify", "runs/tiny"),
         ("schedule", "tiny.toml", *own),
+        ("verify-resume", "tiny.toml", *own, "--steps", "8"),
     ):
         found = drawloom(place, *command, *IMPORT)
         assert found.code == 0, found.text
