@@ -9,6 +9,8 @@ import pytest
 from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.phases import report
+from drawloom.components.phases.metric_totals import Measured
 from drawloom.components.phases.report import Report, step_line
 from drawloom.components.ports.run import Accumulator, Step, Value
 
@@ -122,3 +124,51 @@ def test_a_tracker_that_fails_is_dropped(one_rank: Any, caplog: pytest.LogCaptur
     assert [record.getMessage() for record in caplog.records] == [
         "Broken failed and gets no more values; the run continues"
     ]
+
+
+class Arrival:
+    """An event of a GPU, as a late step has it."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+
+def test_a_late_step_is_written_once_with_the_next_or_before_a_checkpoint(
+    one_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the host waits for a step's numbers when the next one is measured, or earlier if they are flushed."""
+    arrivals: list[Arrival] = []
+
+    def late(metrics: Any, step: Step, *_: Any) -> Measured:
+        arrivals.append(Arrival())
+        arrived: Any = arrivals[-1]
+        return Measured(step, {}, arrived)
+
+    monkeypatch.setattr(report, "measure", late)
+    tracker = Recorder()
+    reports = report_of(one_rank, metrics=[Fixed({"a": 1.0})], trackers=[tracker], every="never")
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def note() -> None:
+        steps = [call[0] for call in tracker.calls if not isinstance(call, str)]
+        seen.append((steps, [arrival.waited for arrival in arrivals]))
+
+    for index in (1, 2, 3):
+        reports.run_phase(Step(index, 9))
+        note()
+    reports.flush()
+    note()
+    reports.run_phase(Step(9, 9))
+    note()
+    reports.close()
+    assert seen == [
+        ([], [0]),
+        ([1], [1, 0]),
+        ([1, 2], [1, 1, 0]),
+        ([1, 2, 3], [1, 1, 1]),
+        ([1, 2, 3, 9], [1, 1, 1, 1]),
+    ]
+    assert len(tracker.calls) == 5
