@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.gradients.norm import total_norm
-from drawloom.components.ports.distributed import Mesh, Precision, Reduce
+from drawloom.components.ports.distributed import DATA, Mesh, Precision, Reduce
 from drawloom.components.ports.model import SpreadParameters, gradient_of
 from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.run import Step
@@ -51,7 +51,7 @@ class Synchronize:
         sums = torch.stack([losses.total, losses.weight])
         self.mesh.group("pipeline").sum(sums)
         sums = torch.cat([sums, sums.new_tensor([tokens])])
-        self.mesh.replicas.sum(sums)
+        self.mesh.group(*DATA).sum(sums)
         total, weight, tokens_of_all = sums.tolist()
         return total, weight, int(tokens_of_all)
 

@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, dataclass_transform
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.qwen3.config import Qwen3Config
+from drawloom.components.model.qwen3.decoder_layer import Block
 from drawloom.components.model.qwen3.hugging_face import Family, config_of, mapper_of
 from drawloom.components.model.qwen3.model import Qwen3ForCausalLM
 from drawloom.components.model.qwen3.rope import RopeScaling
@@ -149,6 +150,9 @@ class Qwen3Builder:
 
     def build(self, span: LayerRange) -> nn.Module:
         return Qwen3ForCausalLM(self.architecture, span, self.kernels, self.mlp_of)
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        return [part for part in module.modules() if isinstance(part, Block)]
 
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         """A function of seed, name and index alone, for parameters of any shape and slices of them."""

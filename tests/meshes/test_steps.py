@@ -1,0 +1,51 @@
+"""Steps on every kind of mesh, against the same steps in one process."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from support import pipelines
+from support.processes import run_ranks
+
+SCHEDULES = ("one_f_one_b", "zero_bubble_v")
+
+
+@attrs.frozen
+class Meshed:
+    """Cases on a mesh; pipeline ranks are what the other sizes leave of four."""
+
+    name: str
+    sizes: Mapping[str, int]
+    cases: list[pipelines.Case]
+
+
+MESHES = [
+    Meshed("shards", {"data_shard": 4}, [("gpipe", 8, True, False, "tempered"), ("gpipe", 4, False, True, "plain")]),
+    Meshed("replicas of shards", {"data_replicate": 2, "data_shard": 2}, [("gpipe", 8, False, False, "smoothed")]),
+    Meshed("pipelines of shards", {"data_shard": 2}, [(name, 8, True, False, "plain") for name in pipelines.TRAINING]),
+]
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Three steps of each case in one process, by what the case is beside its schedule."""
+    cases = sorted({("gpipe", *case[1:]) for mesh in MESHES for case in mesh.cases})
+    return {case[1:]: found for case, found in zip(cases, pipelines.steps(cases, taken=3), strict=True)}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: mesh.name)
+def test_three_steps_are_those_of_one_process(mesh: Meshed, whole: Any) -> None:
+    """Losses, norms, gradients and weights after updates equal those of one process in float64, to 1e-10."""
+    ranks = run_ranks(pipelines.steps, 4, mesh.cases, mesh.sizes, "cpu", pipelines.FLOAT64, 3, timeout=120)
+    for number, case in enumerate(mesh.cases):
+        expected, mine = whole[case[1:]], [found[number] for found in ranks]
+        assert sum(part["loss"] for part in mine) == pytest.approx(expected["loss"], rel=1e-10), case
+        assert [part["norm"] for part in mine] == [pytest.approx(expected["norm"], rel=1e-10)] * 4, case
+        for what in ("grads", "weights"):
+            found = pipelines.assembled(mine, what)
+            assert found.keys() == expected[what].keys(), case
+            for name, tensor in found.items():
+                torch.testing.assert_close(tensor, expected[what][name], rtol=1e-10, atol=1e-12, msg=f"{case} {name}")
