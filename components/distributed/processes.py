@@ -114,7 +114,9 @@ class TorchProcesses:
         key = tuple(map(tuple, sets))
         if key not in self._handles:
             self._handles[key] = self._make(name, own, sets)
-        return SingleProcess() if len(own) == 1 else TorchGroup(name, own, self._handles[key], self._where, self._monitor)
+        return (
+            SingleProcess() if len(own) == 1 else TorchGroup(name, own, self._handles[key], self._where, self._monitor)
+        )
 
     def communicator(self, name: str, sender: int, receiver: int) -> Communicator:
         """

@@ -6,7 +6,6 @@ from drawloom.components.ports.distributed import SHARDS, Mesh
 from drawloom.graph import component
 
 
-
 @component(impact="safe")
 class SumOverParameters:
     """All-reduces over every mesh dimension that splits the parameters."""

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import LOSS, TensorSlice
+from drawloom.components.ports.model import LOSS
+from drawloom.components.ports.slices import TensorSlice
 
 
 @attrs.define(eq=False)

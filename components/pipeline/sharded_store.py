@@ -1,10 +1,10 @@
 """
 Parameters that FSDP2 shards over ranks: every rank keeps a slice of each, and gathers a block's to compute with it.
 
-torch's `fully_shard` does the work: Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277. Its hooks assume one forward and
-one backward at a time. A pipeline's program has several microbatches in flight and may split a backward pass, so that
-the program says here when gradients are final; until then each rank adds up its own, as without shards. What follows
-uses private names of torch (tried on 2.11 and 2.13): it stands in this file alone.
+torch's `fully_shard` does the work: Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277. Its hooks assume one forward
+and one backward at a time. A pipeline's program has several microbatches in flight and may split a backward pass, so
+that the program says here when gradients are final; until then each rank adds up its own, as without shards. This file
+alone uses private names of torch (tried on 2.11 and 2.13).
 """
 
 from collections import Counter
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype, is_dtensor
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import LOSS, TensorSlice
+from drawloom.components.ports.model import LOSS
+from drawloom.components.ports.slices import TensorSlice
 
 Blocks = Callable[[nn.Module], Sequence[nn.Module]]
 """The blocks of a stage's module, each of which is gathered by itself."""
@@ -219,5 +220,5 @@ def slice_of(tensor: Any) -> TensorSlice:
     """Where this rank's slice of a DTensor of any shape lies in the whole."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return TensorSlice(tuple(tensor.shape), tuple(offsets))
+    size, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return TensorSlice(tuple(tensor.shape), tuple(offsets), tuple(size))

@@ -20,9 +20,10 @@ from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, local_part, shard, slice_of
 from drawloom.components.ports.distributed import SHARDS, Device, Group, Mesh, Precision
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Stage, TensorSlice, Transform, gradient_of
+from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Stage, Transform, gradient_of
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.weights.load import load_folder, persistent_tensors
 from drawloom.graph import Problem, UserError, at_least, component, setting
 from drawloom.graph.build.node import NodeView
@@ -102,6 +103,10 @@ class MaterializedStages:
         """The trained parameters of all local stages, each once."""
         return [(name, parameter) for name, parameter in self._all().items() if parameter.requires_grad]
 
+    def slices(self) -> dict[str, TensorSlice | None]:
+        """Of each trained parameter, the slice that this rank has; None for a whole one."""
+        return {name: self._store.slices.get(name) for name, _ in self.named()}
+
     def counted(self) -> list[tuple[str, nn.Parameter]]:
         """Those of `named` that no earlier rank holds, of those that differ in their index along pipeline or shards."""
         other = set() if self.mesh.group(*SHARDS).rank == 0 else {name for name, _ in self._replicated()}
@@ -133,8 +138,8 @@ class MaterializedStages:
         """Sum the gradients of parameters that several ranks hold; a pipeline rank without one adds zeros."""
         mine = dict(self.named())
         wide = torch.promote_types(self.precision.gradient, self.precision.reduce)
-        for _, parameter in self._replicated():
-            self._sum(gradient_of(parameter), self.mesh.group(*SHARDS), wide)
+        for _, whole in self._replicated():
+            self._sum(gradient_of(whole), self.mesh.group(*SHARDS), wide)
         for name, shape in self._shared.items():
             if (parameter := mine.get(name)) is None:
                 # A collective of the whole group: ranks without the parameter take part with zeros.

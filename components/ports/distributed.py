@@ -14,6 +14,7 @@ SHARDS = ("data_shard", "context")
 DATA = ("data_replicate", *SHARDS)
 """Mesh dimensions along which ranks see other tokens, so that losses and counts are summed over them."""
 
+
 class Group(Protocol):
     """A process group. In a group of one rank, collectives cost nothing."""
 

@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 
@@ -33,14 +34,6 @@ class BatchContext:
     positions: Tensor
     document_ids: Tensor
     weights: Tensor | None = None
-
-
-@attrs.frozen
-class TensorSlice:
-    """A slice of a tensor of shape `shape`: it begins at `offsets` and has the shape of the tensor that holds it."""
-
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
 
 
 class Head(Protocol):
@@ -351,6 +344,10 @@ class Parameters(Protocol):
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Fully qualified names and parameters, each once, in a stable order."""
+        ...
+
+    def slices(self) -> dict[str, TensorSlice | None]:
+        """Of each of these parameters, the slice that this rank has; None for a whole one."""
         ...
 
 

@@ -19,7 +19,8 @@ from drawloom.components.model.qwen3.model import Qwen3ForCausalLM
 from drawloom.components.model.qwen3.rope import RopeScaling
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
 from drawloom.components.ports.data import Tokenizer
-from drawloom.components.ports.model import Kernels, LayerRange, TensorSlice
+from drawloom.components.ports.model import Kernels, LayerRange
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import Problem, above, at_least, between, setting
 
@@ -45,7 +46,7 @@ def fill_with_initial_weights(
         return
     # Each layer adds two outputs to the stream: attention's and the feed-forward network's.
     scale = std / math.sqrt(2 * layers) if name.endswith(RESIDUAL_OUTPUTS) else std
-    part = part_of or TensorSlice(tuple(parameter.shape), (0,) * parameter.ndim)
+    part = part_of or TensorSlice.whole(tuple(parameter.shape))
     fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
 
 

@@ -1,5 +1,7 @@
 """Gradient clipping by total norm."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,9 @@ class Weights:
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return [(str(number), parameter) for number, parameter in enumerate(self.parameters)]
+
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(name for name, _ in self.named())
 
 
 @pytest.mark.parametrize(("bound", "expected"), [(1.0, (0.6, 0.8)), (10.0, (3.0, 4.0))])

@@ -26,6 +26,9 @@ class Weights:
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return self._named
 
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(name for name, _ in self.named())
+
     def give_gradients(self, *names: str) -> None:
         for name, parameter in self._named:
             parameter.grad = torch.full_like(parameter, 0.5) if name in names else None

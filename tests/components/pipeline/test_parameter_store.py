@@ -40,6 +40,9 @@ class Weights:
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return [*self.parameters.items()]
 
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(name for name, _ in self.named())
+
 
 def test_each_layer_computes_in_its_dtype() -> None:
     """Hooks see bfloat16 weights and activations everywhere but in the layers that a pattern leaves as they are."""
