@@ -120,8 +120,9 @@ class Reader:
         pieces: dict[str, dict[str, list[Any]]] = {}
         for rank in ranks:
             for node, state in self.states(rank, pick).items():
+                found = pieces.setdefault(node, {})
                 for entry, piece in state.items():
-                    pieces.setdefault(node, {}).setdefault(entry, []).append(piece)
+                    found.setdefault(entry, []).append(piece)
         try:
             return {
                 node: {entry: assemble(found, _place(pick, node, entry)) for entry, found in state.items()}

@@ -102,7 +102,7 @@ def test_a_rank_without_parameters_steps_and_resumes(kind: str) -> None:
     step = Step(1, 2)
     optimizer.run_phase(step)
     assert step.outputs["lr"] == 0.1
-    assert optimizer.state_names() == [] and optimizer.state_dict() == {}
+    assert optimizer.state_slices() == {} and optimizer.state_dict() == {}
     resumed.load_state_dict(optimizer.state_dict())
     resumed.run_phase(Step(2, 2))
 
