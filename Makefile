@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test figures bench soak clean test-gpu bench-gpu bench-train-gpu bench-pipeline-gpu
+.PHONY: train test figures bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu bench-pipeline-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -46,6 +46,9 @@ bench-gpu: .venv/test
 
 bench-train-gpu: .venv/test
 	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/training.py $(ONLY)
+
+bench-precision-gpu: .venv/test
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/precision.py $(ONLY)
 
 bench-pipeline-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/pipeline.py $(ONLY)
