@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 import attrs
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -233,3 +234,17 @@ def assembled(parts: Sequence[Mapping[str, Any]], what: str) -> dict[str, Tensor
             assert target is not None
             target[tuple(slice(at, at + size) for at, size in zip(place.offsets, tensor.shape, strict=True))] = tensor
     return whole
+
+
+def assert_same_steps(ranks: Sequence[Mapping[str, Any]], whole: Mapping[str, Any]) -> None:
+    """Losses, norms, gradients and weights of all ranks together equal those of one process in float64, to 1e-10."""
+    assert sum(each["loss"] for each in ranks) == pytest.approx(whole["loss"], rel=1e-10)
+    assert {round(each["norm"] / whole["norm"], 10) for each in ranks} == {1.0}
+    for what in ("grads", "weights"):
+        found = assembled(ranks, what)
+        assert found.keys() == whole[what].keys()
+        for name, tensor in found.items():
+            if tensor is None or whole[what][name] is None:
+                assert tensor is None and whole[what][name] is None, name
+                continue
+            torch.testing.assert_close(tensor, whole[what][name], rtol=1e-10, atol=1e-12, msg=name)
