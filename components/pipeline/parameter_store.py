@@ -83,8 +83,13 @@ class ParameterStore:
         """Bytes of masters and of compute copies that are tensors of their own."""
         return {
             "masters": sum(master.nbytes for master, _ in self._pairs),
-            "compute_copies": sum(copy.nbytes for _, copy in self._pairs),
+            "compute_copies": self.copied_bytes,
         }
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the compute copies among the parameters of the modules."""
+        return sum(copy.nbytes for _, copy in self._pairs)
 
 
 def compute_dtype(name: str, precision: Precision) -> torch.dtype:

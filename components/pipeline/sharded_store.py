@@ -28,7 +28,7 @@ Blocks = Callable[[nn.Module], Sequence[nn.Module]]
 @attrs.frozen(eq=False)
 class ShardedModule:
     """
-    A stage's module whose parameters are sharded; `units` are its blocks and, last, the module for all others.
+    A stage's module whose parameters are sharded; `units` are the module, for what no block holds, and its blocks.
 
     `by_block` gathers each block when it is used and frees it afterwards, in forward and backward. Otherwise the
     program gathers the whole stage before its first use in a step, and its gradients' reduction frees it.
@@ -45,7 +45,9 @@ class ShardedModule:
         from torch.distributed.fsdp import fully_shard
 
         by_block = how["reshard_after_forward"]
-        for unit in (units := [*blocks(module), module]):
+        # The parameters of a block belong to the innermost unit, which must be sharded first.
+        units = [module, *blocks(module)]
+        for unit in reversed(units):
             fully_shard(unit, ignored_params=whole, **how)
             sharded: Any = unit
             # Sums, because a loss is divided by the weight of all tokens, once. gloo has no scaled sum.
@@ -92,6 +94,11 @@ class ShardedModule:
             for group in _groups(unit):
                 group.post_backward()
         self.root._get_fsdp_state()._root_post_backward_final_callback()
+
+    def gathered_bytes(self) -> int:
+        """The most bytes that are gathered at one time; of blocks the one in use and the next."""
+        sizes = [sum(part.unsharded_param.nbytes for part in _parts(unit)) for unit in self.units]
+        return sizes[0] + (2 * max(sizes[1:], default=0) if self.by_block else sum(sizes[1:]))
 
     def sharded(self) -> Iterator[tuple[str, Any]]:
         """The sharded parameters (DTensors) by name, while they are not gathered."""
@@ -155,13 +162,20 @@ class ShardedStore:
         # Fused optimizers change parameters without a change of their versions.
         self._gathered_at = []
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the compute copies among the parameters of the modules."""
+        return self._whole.copied_bytes
+
     def shards_of(self, module: nn.Module) -> ShardedModule:
         """The shards of one of the modules."""
         return next(each for each in self.modules if each.root is module)
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Bytes of the slices and, if the layers compute in another dtype, of what is gathered at one time."""
-        return self._whole.memory_bytes()
+        """Bytes of masters that have copies, and of these copies and what is gathered at one time."""
+        whole = self._whole.memory_bytes()
+        gathered = sum(module.gathered_bytes() for module in self.modules)
+        return {**whole, "compute_copies": whole["compute_copies"] + gathered}
 
 
 def shard(

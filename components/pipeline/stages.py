@@ -53,6 +53,12 @@ class MaterializedStages:
         impact="safe",
         doc="cost of the head in layers, of which the last stage holds fewer",
     )
+    reshard_after_forward: bool | None = setting(
+        default=None,
+        impact="safe",
+        doc="whether sharded parameters of a layer are freed after its forward and gathered again in its backward, "
+        "which takes less memory and more time; if left out, with one pipeline rank",
+    )
     weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
     _local: list[Stage] = attrs.field(init=False, factory=list)
     _store: ParameterStore | ShardedStore = attrs.field(init=False, default=None)
@@ -62,7 +68,9 @@ class MaterializedStages:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """The module of a loss belongs to the stages, so the loss itself can't be one."""
+        """The module of a loss belongs to the stages, so the loss itself can't be one; and dtypes fit shards."""
+        for mesh, precision in zip(node.neighbours("mesh"), node.neighbours("precision"), strict=True):
+            yield from misfits_of_shards(mesh, precision)
         for loss in node.neighbours("loss"):
             if issubclass(loss.component, nn.Module):
                 where = f"under [{loss.name}] and [{node.name}]"
@@ -130,7 +138,7 @@ class MaterializedStages:
         trained = sum(parameter.numel() for _, parameter in self.named())
         return {
             **stored,
-            "parameters": sum(tensor.nbytes for tensor in tensors) - stored["compute_copies"],
+            "parameters": sum(map(_local_bytes, tensors)) - self._store.copied_bytes,
             "gradients": trained * self.precision.gradient.itemsize,
         }
 
@@ -235,9 +243,10 @@ class MaterializedStages:
         """Shard the parameters over the ranks of the mesh that do so; nothing without such ranks."""
         if self.mesh.group(*SHARDS).size == 1:
             return []
-        # With one stage its blocks are gathered one at a time. Microbatches of a pipeline would gather each block anew,
-        # so that a whole stage is gathered once a step there.
-        by_block = self.mesh.size("pipeline") == 1
+        # Each microbatch of a pipeline would gather each block anew, so that a stage is gathered once a step there.
+        by_block = self.reshard_after_forward
+        if by_block is None:
+            by_block = self.mesh.size("pipeline") == 1
         return shard(modules, self.model.blocks, self.mesh.torch_mesh(*SHARDS), self.precision, by_block)
 
     def _fill(self, modules: Iterable[nn.Module]) -> None:
@@ -260,6 +269,18 @@ class MaterializedStages:
                     self.model.initialise(name, local_part(parameter), seed, slice_of(parameter))
                 else:
                     self.model.initialise(name, parameter.data, seed)
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    return local_part(tensor).nbytes if is_dtensor(tensor) else tensor.nbytes
+
+
+def misfits_of_shards(mesh: NodeView, precision: NodeView) -> Iterator[Problem]:
+    """Dtypes that sharded parameters can't have: FSDP keeps the slices of gradients in the dtype of parameters."""
+    kept, summed = precision.settings["parameter"], precision.settings["gradient"]
+    if any(mesh.settings.get(name, 1) > 1 for name in SHARDS) and summed is not None and summed != kept:
+        text = f"gradients of sharded parameters are kept in the parameters' dtype, {kept!r}, and not in {summed!r}"
+        yield precision.problem("gradient", text, f"write parameter = {summed!r}, or leave gradient out")
 
 
 def tie(modules: Sequence[nn.Module]) -> None:

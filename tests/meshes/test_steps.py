@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
 from support import pipelines
 from support.processes import run_ranks
@@ -41,3 +42,18 @@ def test_three_steps_are_those_of_one_process(mesh: Meshed, whole: Any) -> None:
     ranks = run_ranks(pipelines.steps, 4, mesh.cases, mesh.sizes, "cpu", pipelines.FLOAT64, 3, timeout=120)
     for number, case in enumerate(mesh.cases):
         pipelines.assert_same_steps([found[number] for found in ranks], whole[case[1:]])
+
+
+def test_mixed_precision_on_shards_is_that_of_one_process() -> None:
+    """With float32 masters and bfloat16 compute, shards have the loss and gradients of one process, to bfloat16."""
+    cases: list[pipelines.Case] = [("gpipe", 4, True, False, "plain"), ("zero_bubble_v", 4, False, False, "plain")]
+    sizes = {"data_shard": 2}
+    for case in cases:
+        ranks = 2 if case[0] == "gpipe" else 4
+        [one] = run_ranks(pipelines.steps, 1, [("gpipe", *case[1:])], {}, "cpu", pipelines.MIXED)
+        meshed = run_ranks(pipelines.steps, ranks, [case], sizes, "cpu", pipelines.MIXED, timeout=120)
+        assert sum(each[0]["loss"] for each in meshed) == pytest.approx(one[0]["loss"], rel=1e-4)
+        for name, grad in pipelines.assembled([each[0] for each in meshed], "grads").items():
+            expected = one[0]["grads"][name]
+            assert grad is not None and grad.dtype == torch.float32
+            assert (grad - expected).norm() < 0.01 * expected.norm(), name

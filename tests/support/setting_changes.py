@@ -243,6 +243,10 @@ ROWS: dict[str, Row] = {
 }
 
 UNOBSERVED = {
+    (
+        "pipeline.stages",
+        "reshard_after_forward",
+    ): "it needs ranks that shard: test_sharded_store.py has them",
     ("optim.stochastic_adamw", "implementation"): "it is about speed: both give the same bits, as tests of kernels say",
 }
 """Settings whose effect can't be observed on a CPU, and why."""

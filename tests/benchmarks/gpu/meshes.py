@@ -71,14 +71,14 @@ class Case:
     microbatches: int
     sizes: Mapping[str, int] = {}
     peer: bool = False
+    reshard: bool = True
 
     @property
     def name(self) -> str:
         """What a line calls it."""
+        who = ", FSDP2 + transformers" if self.peer else "" if self.reshard else ", gathered once a step"
         mesh = " ".join(f"{name}={size}" for name, size in self.sizes.items()) or "one GPU"
-        return (
-            f"{self.model}, {self.rows} x {LENGTH} x {self.microbatches}, {mesh}{', FSDP2 + transformers' * self.peer}"
-        )
+        return f"{self.model}, {self.rows} x {LENGTH} x {self.microbatches}, {mesh}{who}"
 
 
 MODELS = {"Qwen3-0.6B": DENSE, "Llama-3-8B shape": LLAMA}
@@ -93,6 +93,7 @@ def cases(ranks: int) -> list[Case]:
     found = [Case(*shape, sizes) for shape in SHAPES for sizes in MESHES]
     # Each replica of the large model would need more memory than the one GPU, for buckets of gradients.
     found = [case for case in found if "8B" not in case.model or "data_shard" in case.sizes]
+    found += [attrs.evolve(case, reshard=False) for case in found if "data_shard" in case.sizes]
     return [*found, *(Case(*shape, {"data_shard": 2}, peer=True) for shape in SHAPES if shape[2] == 1)]
 
 
@@ -129,7 +130,7 @@ def _worker() -> None:
 
 
 def _line(case: Case, processes: TorchProcesses, device: ComputeDevice, ones: dict[str, float]) -> None:
-    mesh = RankMesh(processes=processes, **({"data_replicate": 1} | case.sizes))
+    mesh = RankMesh(processes=processes, **{"data_replicate": 1, **case.sizes})
     mesh.open()
     shape = f"{case.model} {case.rows} {case.microbatches}"
     try:
@@ -157,10 +158,11 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     precision, schedule, loss = DtypePolicy(parameter=dtype), pipelines.schedule("one_f_one_b"), NextToken()
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
     stages = MaterializedStages(model=model, loss=loss, precision=precision, job=pipelines.Job(), **common)
+    stages.reshard_after_forward = case.reshard
     stages.open()
     executor = Executor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
     executor.open()
-    phases = [
+    phases: list[Any] = [
         Synchronize(parameters=stages, mesh=mesh, precision=precision, reduce=SumOverParameters(mesh=mesh)),
         ClipNorm(parameters=stages, max_norm=1.0),
         optimizer := AdamW(parameters=stages, lr=1e-5),
