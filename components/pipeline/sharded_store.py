@@ -97,8 +97,9 @@ class ShardedModule:
 
     def gathered_bytes(self) -> int:
         """The most bytes that are gathered at one time; of blocks the one in use and the next."""
-        sizes = [sum(part.unsharded_param.nbytes for part in _parts(unit)) for unit in self.units]
-        return sizes[0] + (2 * max(sizes[1:], default=0) if self.by_block else sum(sizes[1:]))
+        sizes: list[int] = [sum(part.unsharded_param.nbytes for part in _parts(unit)) for unit in self.units]
+        blocks: int = 2 * max(sizes[1:], default=0) if self.by_block else sum(sizes[1:])
+        return sizes[0] + blocks
 
     def sharded(self) -> Iterator[tuple[str, Any]]:
         """The sharded parameters (DTensors) by name, while they are not gathered."""
