@@ -168,7 +168,7 @@ ROWS: dict[str, Row] = {
     "export.hugging_face": Row(runs.exported, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
     "gradients.clip_norm": Row(parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0}),
     "gradients.clip_value": Row(parts.clipped, {"max_value": 1.0}, {"max_value": 2.0}),
-    "gradients.synchronize": Row(parts.sums_over_ranks, {}, {"bucket_bytes": 4}),
+    "gradients.synchronize": Row(parts.sums_over_ranks, {}, {"bucket_bytes": 4, "norm": "device"}),
     "kernels.auto": Row(
         parts.chosen_kernels,
         {},
