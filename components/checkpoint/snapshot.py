@@ -101,6 +101,7 @@ def _has(node: str, entry: str, place: list[list[int]] | None, held: Mapping[str
 
 def _values(step: Step) -> dict[str, float | None]:
     """The numbers among a step's outputs, None for one that is not finite; a skipped step has no loss."""
+    step.settle()
     numbers = {name: value for name, value in step.outputs.items() if type(value) in (int, float)}
     values = {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
     return values | {"loss": None} if step.skip_reason else values

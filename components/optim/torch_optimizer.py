@@ -124,14 +124,16 @@ class TorchOptimizer:
 
     def run_phase(self, step: Step) -> None:
         """
-        Update the weights unless the step is skipped, and clear the gradients.
+        Update the weights unless the step is skipped, which the device may decide, and clear the gradients.
 
         The learning rate is `lr` times the step's `lr_factor` (1 without one); it is put into the outputs as `lr`.
         """
         step.outputs["lr"] = self.lr * step.outputs.get("lr_factor", 1.0)
         for group in self._optimizer.param_groups:
             group["lr"] = step.outputs["lr"]
-        if not step.skip_reason:
+        if step.found_inf is not None or not step.skip_reason:
+            # The name under which torch's fused optimizers read it, as GradScaler sets it.
+            self._optimizer.found_inf = step.found_inf  # type: ignore[attr-defined]
             with self._narrow_gradients():
                 self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

@@ -38,7 +38,7 @@ class Row:
     changes: dict[str, Any]
 
 
-MESH = ("data_replicate", "data_shard", "context", "tensor", "expert")
+MESH = ("data_replicate", "context", "tensor", "expert")
 INVALID_BYTES = Change("refuse", {"paths": ["latin.txt"], "invalid_bytes": "replace"}, refused=True)
 STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
@@ -151,7 +151,7 @@ ROWS: dict[str, Row] = {
         runs.sizes_of_mesh,
         {},
         # Two replicas are not four ranks, and the other dimensions are not built yet.
-        {"pipeline": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
+        {"pipeline": 2, "data_shard": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
     ),
     "distributed.precision": Row(
         runs.stages_of,
@@ -168,7 +168,7 @@ ROWS: dict[str, Row] = {
     "export.hugging_face": Row(runs.exported, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
     "gradients.clip_norm": Row(parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0}),
     "gradients.clip_value": Row(parts.clipped, {"max_value": 1.0}, {"max_value": 2.0}),
-    "gradients.synchronize": Row(parts.sums_over_ranks, {}, {"bucket_bytes": 4}),
+    "gradients.synchronize": Row(parts.sums_over_ranks, {}, {"bucket_bytes": 4, "norm": "device"}),
     "kernels.auto": Row(
         parts.chosen_kernels,
         {},
