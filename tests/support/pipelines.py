@@ -125,9 +125,11 @@ def steps(
     replicas: int = 1,
     kind: Literal["cpu", "cuda"] = "cpu",
     dtypes: Mapping[str, Any] = FLOAT64,
+    layers: int = 8,
 ) -> list[dict[str, Any]]:
     """
-    What a step of each case leaves on this rank, in all processes that were started together, or in this one.
+    What a step of each case leaves on this rank, in all processes that were started together, or in this one; the model
+    has so many layers.
 
     With several replicas each takes its part of the microbatches, and gradients are summed over replicas, too.
     """
@@ -138,7 +140,7 @@ def steps(
     try:
         mesh = RankMesh(processes=processes, pipeline=processes.world_size // replicas, data_replicate=replicas)
         mesh.open()
-        return [_step(*case, mesh, device, DtypePolicy(**dtypes)) for case in cases]
+        return [_step(*case, mesh, device, DtypePolicy(**dtypes), layers) for case in cases]
     finally:
         processes.close()
 
@@ -152,9 +154,12 @@ def _step(
     mesh: RankMesh,
     device: Any,
     precision: DtypePolicy,
+    layers: int,
 ) -> dict[str, Any]:
     """Gradients by name, as the optimizer gets them; this rank's loss and sums, and its validation loss."""
     sizes: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "vocab_size": 20,
         "hidden_size": 16,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
@@ -162,7 +167,7 @@ def _step(
         "intermediate_size": 24,
     }
     stages = MaterializedStages(
-        model=Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=tied, num_hidden_layers=8, vocab_size=20, **sizes),
+        model=Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=tied, **sizes),
         loss=LOSSES[kind](),
         schedule=schedule(name),
         mesh=mesh,
