@@ -35,7 +35,7 @@ def random_case(rows: int, length: int, heads: int, kv_heads: int, dtype: torch.
     return q, k, v, torch.randint(2, (rows, length)).cumsum(1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     _seed=seeds, rows=st.integers(0, 2), length=st.integers(1, 9), kv_heads=st.integers(1, 2), group=st.integers(1, 3)
 )
