@@ -63,7 +63,7 @@ def _graph(project: Project, lock: Path, files: Path) -> Graph:
     """The graph of a run for a single process; files that it read are read from their copies in the run folder."""
     data: dict[str, Any] = tomli.loads(lock.read_text("utf-8"))
     for name, node in data.items():
-        if isinstance(node, dict) and node.get("use") == "pipeline.stages":
+        if isinstance(node, dict) and node.get("use") == "pipeline.stages" and not node.get("adapters"):
             node.pop("weights", None)  # the initial weights are not needed, and may be gone
         if isinstance(node, dict) and node.get("use") == "distributed.mesh":
             data[name] = {

@@ -17,19 +17,30 @@ from drawloom.components.pipeline.parameter_store import ParameterStore, compute
 from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
+from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Stage, Transform, gradient_of
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
+from drawloom.components.weights.adapted import adapted_model, adapter_names, fill_adapters, inject
+from drawloom.components.weights.fingerprint import folder_fingerprint
 from drawloom.components.weights.load import load_folder, persistent_tensors
 from drawloom.graph import Problem, UserError, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 
+FROZEN = "frozen"
+"""The entry of a state with the fingerprint of the weights that it leaves out; parameters' names have dots."""
+
 
 @component
 class MaterializedStages:
-    """This rank's stages: built on the meta device, transformed, materialised, then initialised or loaded."""
+    """
+    This rank's stages: built on the meta device, adapted and transformed, materialised, then initialised or loaded.
+
+    With `adapters` the model is frozen but for what these train. A checkpoint holds what is trained; the rest is made
+    again from the same folder or seed, of which it holds a fingerprint.
+    """
 
     model: Model
     loss: Loss
@@ -38,6 +49,7 @@ class MaterializedStages:
     device: Device
     precision: Precision
     job: RunInfo
+    adapters: list[Adapter] = attrs.field(factory=list)
     transforms: list[Transform] = attrs.field(factory=list)
     embedding_layer_cost: int = setting(
         default=0,
@@ -57,6 +69,7 @@ class MaterializedStages:
     _boundaries: ActivationSpecs = attrs.field(init=False, default=None)
     _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
     _on_earlier_ranks: set[str] = attrs.field(init=False, factory=set)
+    _fingerprint: str = attrs.field(init=False, default="")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -73,13 +86,17 @@ class MaterializedStages:
         spans = self._split(len(owners))
         mine = stages_of(self.mesh.index("pipeline"), owners)
         self._boundaries = ActivationSpecs(spans, self._build_for_compute)
+        if self.adapters:
+            adapted_model(self.model, self.adapters)  # a pattern may match nothing on this rank, but somewhere
         modules = {index: self._build(spans[index]) for index in mine}
         run_on_all(self.mesh.world, lambda: self._fill(modules.values()))
         tie(list(modules.values()))
         self._store = ParameterStore.of(modules.values(), self.precision)
         self._local = [
-            Stage(index, len(spans), spans[index], module, self._store.masters) for index, module in modules.items()
+            Stage(index, len(spans), spans[index], module, self._store.masters, self.adapters)
+            for index, module in modules.items()
         ]
+        self._fingerprint = self._origin_of_frozen()
         self._check_patterns()
         self._find_shared()
 
@@ -137,17 +154,21 @@ class MaterializedStages:
             gradient.copy_(total)
 
     def state_names(self) -> list[str]:
-        """The names of the parameters and persistent buffers that this rank holds."""
+        """The names of the trained parameters and persistent buffers that this rank holds."""
         return list(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """Every parameter and every persistent buffer by its name."""
-        return {name: tensor.detach() for held in self._held() for name, tensor in held.items()}
+        """Every trained parameter and every persistent buffer by its name; a fingerprint of what is frozen."""
+        state: dict[str, Any] = {name: tensor.detach() for held in self._held() for name, tensor in held.items()}
+        return state | ({FROZEN: self._fingerprint} if self._fingerprint else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy saved tensors into place."""
         if other := set(self.state_names()) ^ state.keys():
             raise KeyError(f"parameters differ: {sorted(other)}")
+        if state.get(FROZEN) != (self._fingerprint or None):
+            where = f"the weights in {self.weights}" if self.weights else "the random weights of this seed"
+            raise UserError(f"{where} are not those that the run started from; name those in stages.weights")
         with torch.no_grad():
             # By stage, because two stages of this rank may each hold a buffer of one name.
             for held in self._held():
@@ -167,8 +188,15 @@ class MaterializedStages:
         return {name: parameter for stage in self._local for name, parameter in stage.named_parameters()}
 
     def _held(self) -> list[dict[str, Tensor]]:
-        """What each local stage keeps from step to step."""
-        return [{**persistent_tensors(stage.module), **dict(stage.named_parameters())} for stage in self._local]
+        """What changes from step to step in each local stage."""
+        every = [{**persistent_tensors(stage.module), **dict(stage.named_parameters())} for stage in self._local]
+        return [{name: each for name, each in held.items() if _changes(each)} for held in every]
+
+    def _origin_of_frozen(self) -> str:
+        """What the values of frozen parameters follow from; empty if all are trained."""
+        if all(parameter.requires_grad for parameter in self._all().values()):
+            return ""
+        return f"seed {self.job.seed}" if self.weights is None else folder_fingerprint(self.weights)
 
     def _check_patterns(self) -> None:
         """UserError for a pattern of `precision.uncast` that is the name of no parameter on any rank."""
@@ -192,6 +220,7 @@ class MaterializedStages:
     def _build(self, span: LayerRange) -> nn.Module:
         with torch.device("meta"):
             module = self.model.build(span)
+            inject(self.adapters, module)
         if span.head and (of_loss := getattr(self.loss, "module", None)) is not None:
             module.add_module(LOSS, of_loss)
         for transform in self.transforms:
@@ -220,11 +249,23 @@ class MaterializedStages:
             if (of_loss := getattr(module, LOSS, None)) is not None:
                 fill_parameters(LOSS, of_loss, device, seed)
             if self.weights is not None:
-                load_folder(self.weights, module, self.model.hugging_face_mapper().inverse(), device)
-                continue
-            for name, parameter in module.named_parameters():
-                if not name.startswith(f"{LOSS}."):
-                    self.model.initialise(name, parameter.data, seed)
+                mapper = self.model.hugging_face_mapper().inverse()
+                load_folder(self.weights, module, mapper, device, without=adapter_names(module))
+            else:
+                self._initialise(module)
+            fill_adapters(module, device, seed)
+
+    def _initialise(self, module: nn.Module) -> None:
+        """Give the model's parameters their random values."""
+        others = adapter_names(module)
+        for name, parameter in module.named_parameters():
+            if not name.startswith(f"{LOSS}.") and name not in others:
+                self.model.initialise(name, parameter.data, self.job.seed)
+
+
+def _changes(tensor: Tensor) -> bool:
+    """Whether a parameter is trained, or a tensor is a buffer."""
+    return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
 
 
 def tie(modules: Sequence[nn.Module]) -> None:

@@ -1,12 +1,13 @@
 """Models that build their modules, the heads and kernels that these compute with, and stages of a pipeline."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 
@@ -247,6 +248,7 @@ class Stage:
 
     The last stage's module holds the loss's, too, as `loss`.
     The module computes with its own parameters. Where these are casts, `masters` holds what they are cast from.
+    `adapters` have been injected into the module; without any, every parameter is trained unless a transform froze it.
     """
 
     index: int
@@ -254,9 +256,10 @@ class Stage:
     span: LayerRange
     module: nn.Module
     masters: Mapping[str, nn.Parameter] = attrs.field(factory=dict)
+    adapters: Sequence[Adapter] = ()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What checkpoints and exports save: the master of each parameter, or the parameter itself if it has none."""
+        """What exports and, if it is trained, checkpoints save: each parameter's master, or itself if it has none."""
         for name, parameter in self.module.named_parameters():
             yield name, self.masters.get(name, parameter)
 
@@ -340,7 +343,7 @@ class SpreadParameters(Parameters, Protocol):
 
 @port
 class Transform(Protocol):
-    """Changes a stage's module while it is on the meta device: adapters, sharding, recomputation, compilation."""
+    """Changes a stage's module while it is on the meta device: sharding, recomputation, compilation."""
 
     def transform(self, module: nn.Module) -> nn.Module:
         """The module to use instead."""

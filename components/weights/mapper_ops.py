@@ -133,6 +133,15 @@ def gather(name: str) -> Mapper:
     return Mapper((TensorGroup((name,), (name,), _whole),))
 
 
+def to_dtype(name: str, dtype: torch.dtype) -> Mapper:
+    """Cast a tensor of any shape, if it is floating-point; without an inverse."""
+
+    def cast(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+
+    return Mapper((TensorGroup((name,), (name,), cast),))
+
+
 def like(name: str, tensor: Tensor) -> Mapper:
     """Distribute a full tensor with the mesh and placements of `tensor` (any shape), if that is a DTensor."""
     if is_sharded(tensor):

@@ -39,6 +39,11 @@ TINY: dict[str, Any] = {
 }
 """What makes the first recipe small."""
 
+LORA: dict[str, Any] = {
+    "lora": {"use": "adapters.lora", "targets": ["q_proj"], "rank": 2, "alpha": 4.0},
+    "stages": {"adapters": ["@lora"]},
+}
+
 LETTERS = "the quick brown fox jumps over the lazy dog\n" * 20
 
 
@@ -80,6 +85,16 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 8,
         }
+    },
+    "adapters.full_tuning": lambda folder: {
+        "adapter": {"use": "adapters.full_tuning", "targets": ["norm"]},
+        "stages": {"adapters": ["@adapter"]},
+    },
+    "adapters.lora": lambda folder: LORA,
+    "export.adapter": lambda folder: {
+        **LORA,
+        "adapter": {"use": "export.adapter"},
+        "trainer": {"on_finish": ["@adapter"]},
     },
     "metrics.activation_rms": lambda folder: {"metrics": {"activations": {"use": "metrics.activation_rms"}}},
     "metrics.auroc": lambda folder: {"metrics": {"auroc": {"use": "metrics.auroc"}}},

@@ -111,6 +111,12 @@ TRITON = (
 )
 
 ROWS: dict[str, Row] = {
+    "adapters.full_tuning": Row(runs.adapted_by, {"targets": ["norm"]}, {"targets": ["layers.0"]}),
+    "adapters.lora": Row(
+        runs.adapted_by,
+        {"targets": ["q_proj"], "rank": 2, "alpha": 4.0},
+        {"targets": ["k_proj"], "rank": 3, "alpha": 5.0, "rslora": True, "dora": True, "dropout": 0.5},
+    ),
     "checkpoint.checkpointer": Row(
         runs.checkpoints_of,
         {"every": 1, "keep": 2},
@@ -165,6 +171,7 @@ ROWS: dict[str, Row] = {
         },
     ),
     "distributed.processes": Row(runs.joined, {}, {"timeout": 7.0}),
+    "export.adapter": Row(runs.exported_adapter, {}, {"base_model": "some/model"}),
     "export.hugging_face": Row(runs.exported, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
     "gradients.clip_norm": Row(parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0}),
     "gradients.clip_value": Row(parts.clipped, {"max_value": 1.0}, {"max_value": 2.0}),

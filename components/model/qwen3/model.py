@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drawloom.components.model.layers import Embedding, Linear, LinearHead, RMSNorm
+from drawloom.components.model.layers import Embedding, Linear, RMSNorm
 from drawloom.components.model.qwen3.config import Qwen3Config
 from drawloom.components.model.qwen3.decoder_layer import Block
 from drawloom.components.model.qwen3.rope import scaling_of
-from drawloom.components.ports.model import BatchContext, Finish, Kernels, LayerRange
+from drawloom.components.ports.model import BatchContext, Finish, Head, Kernels, LayerRange
 from drawloom.kernels.rope_frequencies import rope_angles
 
 
@@ -80,6 +80,5 @@ class Qwen3ForCausalLM(nn.Module):
         hidden = self.model(inputs, shared)
         return finish(hidden, self._head()) if self.span.head and finish is not None else hidden
 
-    def _head(self) -> LinearHead:
-        # Made anew for each forward: wrappers may have put another tensor in the weight's place.
-        return LinearHead(self.model.embed_tokens.weight if self.tied else self.lm_head.weight, self.kernels)
+    def _head(self) -> Head:
+        return (self.model.embed_tokens if self.tied else self.lm_head).head()
