@@ -7,8 +7,8 @@ from torch import nn
 
 from drawloom.components.adapters.lora_layers import FUSED, LoraEmbedding, LoraExperts, LoraForm, LoraLinear
 from drawloom.components.adapters.targets import matching, no_pattern
+from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.layers import Embedding, Linear
-from drawloom.components.model.qwen3.experts import Experts
 from drawloom.components.ports.adapters import AdaptedLayer
 from drawloom.graph import UserError, above, at_least, component, setting
 

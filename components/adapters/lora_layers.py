@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from drawloom.components.adapters.dora import dora_scale
 from drawloom.components.distributed.rng import derive_seed, fill_normal
+from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
-from drawloom.components.model.qwen3.experts import Experts
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.model import Head
 from drawloom.components.ports.weights import Mapper, TensorGroup
@@ -65,8 +65,8 @@ class LoraLinear(Linear, AdaptedLayer):
 
     def __init__(self, base: Linear, form: LoraForm) -> None:
         outputs, inputs = base.weight.shape
-        super().__init__(inputs, outputs, base.kernels)
-        self.weight = base.weight
+        super().__init__(inputs, outputs, base.kernels, base.bias is not None)
+        self.weight, self.bias = base.weight, base.bias
         self.form = form
         self.lora_A = _factor(form.rank, inputs, like=base.weight)
         self.lora_B = _factor(outputs, form.rank, like=base.weight)
@@ -82,7 +82,7 @@ class LoraLinear(Linear, AdaptedLayer):
         change = self.kernels.linear(low, self.lora_B) * self.form.scale
         if self.form.dora:
             scale = dora_scale(self.weight, self.lora_A, self.lora_B, self.form.scale, self.lora_magnitude)
-            plain = y if dropped is x else super().forward(dropped)
+            plain = self.kernels.linear(dropped, self.weight) if dropped is not x or self.bias is not None else y
             change = (scale - 1).to(y.dtype) * plain + scale.to(y.dtype) * change
         return y + change.to(y.dtype)
 

@@ -12,18 +12,18 @@ from drawloom.components.ports.model import Head, Kernels
 
 
 class Linear(nn.Linear):
-    """x @ weight.T, without a bias; the weight is (outputs, inputs)."""
+    """x @ weight.T, with or without a bias (outputs,); the weight is (outputs, inputs)."""
 
-    def __init__(self, inputs: int, outputs: int, kernels: Kernels) -> None:
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, inputs: int, outputs: int, kernels: Kernels, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias)
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs), of any floating dtype, to (..., outputs), in the weight's dtype."""
-        return self.kernels.linear(x.to(self.weight.dtype), self.weight)
+        return self.kernels.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
     def head(self) -> Head:
-        """The layer as the head of a model. Made anew for each forward: wrappers may replace the weight."""
+        """The layer, without a bias, as a head. Made anew for each forward: wrappers may replace the weight."""
         return LinearHead(self.weight, self.kernels)
 
 

@@ -138,8 +138,8 @@ class Model(Protocol):
 class Kernels(Protocol):
     """The operations that a model computes with; which implementation of each is the recipe's choice."""
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x @ weight.T: x (..., inputs), weight (outputs, inputs); gives (..., outputs)."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x @ weight.T + bias: x (..., inputs), weight (outputs, inputs), bias (outputs,); gives (..., outputs)."""
         ...
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -172,11 +172,12 @@ class Kernels(Protocol):
         """
         ...
 
-    def attention_mask(self, documents: Tensor) -> Any:
+    def attention_mask(self, documents: Tensor, window: int | None = None) -> Any:
         """
         Which tokens see which, in the form that `attention` takes; made once for all layers that see a microbatch.
 
-        documents int64 (rows, length): a token sees itself and those before it that have its number.
+        documents int64 (rows, length): a token sees itself and those before it that have its number; with a window
+        `window` tokens at most, itself included.
         """
         ...
 

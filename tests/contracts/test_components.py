@@ -76,6 +76,9 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.jsonl": jsonl_file,
     "data.standard_library": lambda folder: {},
     "loss.dft": lambda folder: {"loss": {"use": "loss.dft"}},
+    "model.llama": lambda folder: {"model": {**TINY["model"], "use": "model.llama", "vocab_size": 257, "attention_bias": True}},
+    "model.mistral": lambda folder: {"model": {**TINY["model"], "use": "model.mistral", "vocab_size": 257, "sliding_window": 4}},
+    "model.qwen2": lambda folder: {"model": {**TINY["model"], "use": "model.qwen2", "vocab_size": 257}},
     "model.qwen3.moe": lambda folder: {
         "model": {
             **TINY["model"],

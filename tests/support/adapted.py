@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drawloom.components.adapters.lora import Lora
-from drawloom.components.model.qwen3.builder import Qwen3Builder
+from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.model import LayerRange, Stage
 from drawloom.components.weights.adapted import fill_adapters, inject
@@ -33,7 +33,7 @@ def lora(*targets: str, **changes: Any) -> Lora:
     return Lora(**(settings | changes))
 
 
-def adapted(model: Qwen3Builder, *adapters: Adapter) -> nn.Module:
+def adapted(model: DecoderBuilder, *adapters: Adapter) -> nn.Module:
     """
     A whole model with random weights, the same ones whatever the adapters; what these train is not where it begins.
     """

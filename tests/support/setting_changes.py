@@ -66,6 +66,13 @@ MODEL: dict[str, Any] = {
     "rms_norm_eps": 0.5,
     "initializer_range": 0.5,
 }
+
+
+def config(family: str) -> Change:
+    """Another config.json of a family."""
+    return Change(f"other_{family}.json", NO_SIZES | {"config": f"one_{family}.json"})
+
+
 LLAMA = {"rope_type": "llama3", "factor": 4.0, **BOUNDS, "original_max_position_embeddings": 32}
 POLYNOMIAL = [{"to": 1.0, "curve": "polynomial"}]
 ROPE = {
@@ -213,6 +220,21 @@ ROWS: dict[str, Row] = {
         parts.measured_by,
         {"quantiles": [0.5], "bins": 10},
         {"of": "accuracy", "quantiles": [0.9], "low": 1.0, "high": 10.0, "bins": 7},
+    ),
+    "model.llama": Row(
+        parts.model_of, SIZES, MODEL | {"config": config("llama")} | {"attention_bias": True, "mlp_bias": True}
+    ),
+    "model.mistral": Row(parts.model_of, SIZES, MODEL | {"config": config("mistral"), "sliding_window": 3}),
+    "model.qwen2": Row(
+        parts.model_of,
+        SIZES,
+        MODEL
+        | {"config": config("qwen2")}
+        | {
+            "use_sliding_window": Change(True, {"sliding_window": 3, "max_window_layers": 1}),
+            "sliding_window": Change(3, {"use_sliding_window": True, "max_window_layers": 1}),
+            "max_window_layers": Change(1, {"use_sliding_window": True, "sliding_window": 3}),
+        },
     ),
     "model.qwen3.dense": Row(parts.model_of, SIZES, MODEL),
     "model.qwen3.moe": Row(parts.model_of, SPARSE_SIZES, MODEL | EXPERTS),

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from drawloom.components.model.decoder.config import MoeConfig
 from drawloom.components.model.layers import Linear
-from drawloom.components.model.qwen3.config import Qwen3MoeConfig
 from drawloom.components.ports.model import ExpertKernels
 
 
@@ -50,7 +50,7 @@ class SparseMoeBlock(nn.Module):
     Modules and parameters carry the names of transformers 5's Qwen3MoeSparseMoeBlock: the router is `gate`.
     """
 
-    def __init__(self, architecture: Qwen3MoeConfig, kernels: ExpertKernels) -> None:
+    def __init__(self, architecture: MoeConfig, kernels: ExpertKernels) -> None:
         super().__init__()
         self.gate = Router(architecture.hidden_size, architecture.num_experts, kernels)
         self.experts = Experts(architecture, kernels)
@@ -87,7 +87,7 @@ class Experts(nn.Module):
     the gate's, and `down_proj`, (num_experts, hidden_size, moe_intermediate_size).
     """
 
-    def __init__(self, architecture: Qwen3MoeConfig, kernels: ExpertKernels) -> None:
+    def __init__(self, architecture: MoeConfig, kernels: ExpertKernels) -> None:
         super().__init__()
         experts, width, inner = architecture.num_experts, architecture.hidden_size, architecture.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, width))
