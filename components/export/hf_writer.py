@@ -78,7 +78,7 @@ def _log_merge_error(mine: MergeError, group: Group) -> None:
     """Print what merging adapters into a narrow dtype has lost, over all ranks."""
     each = [MergeError(*sums) for sums in group.gather_json([mine.change, mine.lost])]
     total = MergeError(sum(one.change for one in each), sum(one.lost for one in each))
-    if total.change and group.rank == 0:
+    if total.lost and group.rank == 0:
         text = "merged the adapters into the weights: rounding loses %.2g %% of the change"
         log.info(text, 100 * total.relative)
 

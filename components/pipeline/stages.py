@@ -63,7 +63,9 @@ class MaterializedStages:
         impact="safe",
         doc="cost of the head in layers, of which the last stage holds fewer",
     )
-    weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
+    weights: Path | None = setting(
+        default=None, doc="a Hugging Face folder to start from; that of `model.auto`, or random weights, if left out"
+    )
     _local: list[Stage] = attrs.field(init=False, factory=list)
     _store: ParameterStore = attrs.field(init=False, default=None)
     _boundaries: ActivationSpecs = attrs.field(init=False, default=None)
@@ -167,7 +169,7 @@ class MaterializedStages:
         if other := set(self.state_names()) ^ state.keys():
             raise KeyError(f"parameters differ: {sorted(other)}")
         if state.get(FROZEN) != (self._fingerprint or None):
-            where = f"the weights in {self.weights}" if self.weights else "the random weights of this seed"
+            where = f"the weights in {self._folder}" if self._folder else "the random weights of this seed"
             raise UserError(f"{where} are not those that the run started from; name those in stages.weights")
         with torch.no_grad():
             # By stage, because two stages of this rank may each hold a buffer of one name.
@@ -196,7 +198,12 @@ class MaterializedStages:
         """What the values of frozen parameters follow from; empty if all are trained."""
         if all(parameter.requires_grad for parameter in self._all().values()):
             return ""
-        return f"seed {self.job.seed}" if self.weights is None else folder_fingerprint(self.weights)
+        return f"seed {self.job.seed}" if self._folder is None else folder_fingerprint(self._folder)
+
+    @property
+    def _folder(self) -> Path | None:
+        """The folder of the weights to start from: the one that is named, or the model's own."""
+        return self.weights or getattr(self.model, "initial_weights", None)
 
     def _check_patterns(self) -> None:
         """UserError for a pattern of `precision.uncast` that is the name of no parameter on any rank."""
@@ -243,14 +250,14 @@ class MaterializedStages:
         device, seed = self.device.device, self.job.seed
         for module in modules:
             # Weights of a folder make parameters real one by one, without a second copy of the model.
-            if self.weights is None:
+            if self._folder is None:
                 module.to_empty(device=device)
             fill_buffers(module, device, seed)
             if (of_loss := getattr(module, LOSS, None)) is not None:
                 fill_parameters(LOSS, of_loss, device, seed)
-            if self.weights is not None:
+            if self._folder is not None:
                 mapper = self.model.hugging_face_mapper().inverse()
-                load_folder(self.weights, module, mapper, device, without=adapter_names(module))
+                load_folder(self._folder, module, mapper, device, without=adapter_names(module))
             else:
                 self._initialise(module)
             fill_adapters(module, device, seed)

@@ -15,14 +15,15 @@ LORA = """
 extends = "./tiny.toml"
 
 [model]
-num_hidden_layers = 2
+use = "model.auto"
+path = "runs/tiny/export"
+tokenizer = "@tokenizer"
 
 [batch]
 global_size = 4
 micro_size = 1
 
 [stages]
-weights = "runs/tiny/export"
 adapters = ["@lora", "@norms"]
 
 [lora]

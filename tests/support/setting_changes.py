@@ -221,6 +221,11 @@ ROWS: dict[str, Row] = {
         {"quantiles": [0.5], "bins": 10},
         {"of": "accuracy", "quantiles": [0.9], "low": 1.0, "high": 10.0, "bins": 7},
     ),
+    "model.auto": Row(
+        parts.model_of,
+        {"path": "one.json", "weights": False},
+        {"path": "other_llama.json", "weights": Change(True, {"path": "exported"}, parts.initial_weights_of)},
+    ),
     "model.llama": Row(
         parts.model_of, SIZES, MODEL | {"config": config("llama")} | {"attention_bias": True, "mlp_bias": True}
     ),
