@@ -60,6 +60,11 @@ def _number(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None else float(tensor.double().abs().sum())
 
 
+def initial_weights_of(use: str, values: Values, _place: Path) -> Any:
+    """The folder from which stages load their first weights."""
+    return build(use, kernels=cpu_kernels(), **values).initial_weights
+
+
 def config_of(use: str, values: Values, _place: Path) -> Any:
     """The `config.json` that an export has."""
     return build(use, kernels=cpu_kernels(), **values).hugging_face_config()
