@@ -11,7 +11,7 @@ from typing import get_args
 
 import attrs
 
-from drawloom.components.ports.data import Split
+from drawloom.components.ports.corpus import Split
 from drawloom.graph import UserError
 
 

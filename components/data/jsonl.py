@@ -9,7 +9,7 @@ import attrs
 
 from drawloom.components.data import files
 from drawloom.components.data.files import split_texts
-from drawloom.components.ports.data import Split
+from drawloom.components.ports.corpus import Split
 from drawloom.graph import UserError, between, component, setting
 
 

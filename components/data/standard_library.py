@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drawloom.components.data import files
-from drawloom.components.ports.data import Split
+from drawloom.components.ports.corpus import Split
 from drawloom.graph import UserError, between, component, setting
 
 TESTS = {"test", "tests", "idle_test"}

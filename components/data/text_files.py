@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from drawloom.components.data import files
-from drawloom.components.ports.data import Split
+from drawloom.components.ports.corpus import Split
 from drawloom.graph import between, component, setting
 
 

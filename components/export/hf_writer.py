@@ -8,7 +8,7 @@ import torch
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.export.shard_writer import choose_owners, holding, share, write_shares
-from drawloom.components.ports.data import Tokenizer
+from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import Model, Stages
 from drawloom.components.weights.save import MAX_SHARD, PlannedFile

@@ -136,7 +136,7 @@ ROWS: dict[str, Row] = {
         {"workers": 1},
         {"workers": 2, "prefetch": 3, "timeout": 7.0, "shuffle": False},
     ),
-    "data.packing": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
+    "data.packing.concatenated": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
     "data.standard_library": Row(parts.documents, {}, SPLIT),
     "data.text_files": Row(
         parts.documents,

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -17,10 +17,10 @@ from drawloom.components.model.qwen3.hugging_face import Family, config_of, mapp
 from drawloom.components.model.qwen3.model import Qwen3ForCausalLM
 from drawloom.components.model.qwen3.rope import RopeScaling
 from drawloom.components.model.qwen3.settings import choose_architecture, faults
-from drawloom.components.ports.data import Tokenizer
+from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import Kernels, LayerRange, TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.graph import Problem, above, at_least, between, setting
+from drawloom.graph import Problem, above, at_least, between, inherited, setting
 
 RESIDUAL_OUTPUTS = (".self_attn.o_proj.weight", ".mlp.down_proj.weight", ".mlp.experts.down_proj")
 
@@ -46,15 +46,6 @@ def fill_with_initial_weights(
     scale = std / math.sqrt(2 * layers) if name.endswith(RESIDUAL_OUTPUTS) else std
     part = part_of or TensorSlice(tuple(parameter.shape), (0,) * parameter.ndim)
     fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
-
-
-T = TypeVar("T")
-
-
-@dataclass_transform(kw_only_default=True, field_specifiers=(setting, attrs.field))
-def inherited(cls: type[T]) -> type[T]:
-    """Let components inherit a class's fields; type checkers see these as a `component`'s."""
-    return attrs.define(cls, slots=False, eq=False, kw_only=True)
 
 
 @inherited
