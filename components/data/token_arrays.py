@@ -9,12 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drawloom.components.data.store.shard import id_dtype
 from drawloom.components.ports.corpus import Corpus, Split, Tokenizer
-
-
-def id_dtype(vocab_size: int) -> type[np.generic]:
-    """The least unsigned width that holds every id of a vocabulary."""
-    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
 @attrs.frozen(eq=False)

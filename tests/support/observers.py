@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from drawloom.components.data import loader as loading
 from drawloom.components.data.bytes import Bytes
+from drawloom.components.data.text_files import TextFiles
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.kernels.auto import AutoKernels
@@ -232,6 +233,25 @@ def tokens_of(use: str, values: Values, _place: Path) -> Any:
     tokenizer = build(use, **values)
     tokenizer.open()
     return tokenizer.encode("the quick fox").tolist(), tokenizer.eos_id
+
+
+def first_tokens(use: str, values: Values, _place: Path) -> Any:
+    """The tokens of the first document of each split; stores are in the current directory."""
+    corpus = build(use, **values)
+    corpus.open()
+    splits = [corpus.documents(split) for split in ("train", "validation")]
+    return [split.tokens(0, 0, 99).tolist() if len(split.lengths) else [] for split in splits]
+
+
+def cached(use: str, values: Values, place: Path) -> Any:
+    """Where the stores are, below the current directory or the place."""
+    (place / "a.txt").write_text("text")
+    corpus = TextFiles(paths=[str(place / "a.txt")])
+    job = fake(RunInfo, **JOB | {"path": place / "runs" / "test"})
+    tokens = build(use, corpus=corpus, tokenizer=Bytes(), job=job, **values)
+    tokens.open()
+    tokens.close()
+    return sorted(path.parent.parent.name for root in (Path(), place) for path in root.rglob("*-train/store.json"))
 
 
 def packed_rows(use: str, values: Values, _place: Path) -> Any:

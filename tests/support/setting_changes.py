@@ -136,6 +136,12 @@ ROWS: dict[str, Row] = {
         {"workers": 1},
         {"workers": 2, "prefetch": 3, "timeout": 7.0, "shuffle": False},
     ),
+    "data.tokenized": Row(
+        parts.first_tokens,
+        {"path": "one_store", "validation_fraction": 0.0},
+        {"path": "other_store", "validation_fraction": 0.5, "validation_path": "other_store"},
+    ),
+    "data.tokenized_text": Row(parts.cached, {}, {"cache": "another"}),
     "data.packing.concatenated": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
     "data.standard_library": Row(parts.documents, {}, SPLIT),
     "data.text_files": Row(

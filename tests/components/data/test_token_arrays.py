@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from drawloom.components.data.token_arrays import TokenArrays, id_dtype
+from drawloom.components.data.store.shard import id_dtype
+from drawloom.components.data.token_arrays import TokenArrays
 
 
 def arrays(*documents: list[int], weights: list[list[float]] | None = None) -> TokenArrays:
