@@ -74,7 +74,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Signals to end raise SystemExit: the run, which gets none in its session, is killed, and its folder is removed."""
+    """Signals to end raise SystemExit, so that the run, which gets none in its session, is killed and removed."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
