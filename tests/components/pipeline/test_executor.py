@@ -192,7 +192,7 @@ LAYERS = {2: 4, 4: 8}
 @pytest.fixture(scope="module")
 def parts() -> dict[int, list[list[dict[str, Any]]]]:
     """For each number of ranks what every rank had after a step of each case."""
-    common = 1, "cpu", pipelines.FLOAT64
+    common: tuple[Any, ...] = {}, "cpu", pipelines.FLOAT64, 1
     return {
         ranks: run_ranks(pipelines.steps, ranks, cases, *common, LAYERS[ranks], timeout=120)
         for ranks, cases in CASES.items()
@@ -215,7 +215,8 @@ REPLICATED: list[pipelines.Case] = [(name, 6, True, False, "smoothed") for name 
 
 def test_replicas_of_a_pipeline_have_the_gradients_of_one_process(wholes: Any) -> None:
     """Two pipelines of two ranks, each with half of the microbatches, agree with one process in float64."""
-    parts = run_ranks(pipelines.steps, 4, REPLICATED, 2, "cpu", pipelines.FLOAT64, LAYERS[2], timeout=120)
+    common = {"data_replicate": 2}, "cpu", pipelines.FLOAT64, 1
+    parts = run_ranks(pipelines.steps, 4, REPLICATED, *common, LAYERS[2], timeout=120)
     for number, case in enumerate(REPLICATED):
         whole, mine = wholes[case[1:]], [found[number] for found in parts]
         assert sum(part["loss"] for part in mine) == pytest.approx(whole["loss"], rel=1e-12), case

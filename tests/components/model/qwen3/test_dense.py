@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.model.qwen3.rope import RopeScaling
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.graph import UserError

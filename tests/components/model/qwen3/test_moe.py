@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.qwen3.moe import Qwen3Moe
-from drawloom.components.model.qwen3.rope import RopeScaling
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.graph.types.port_match import mismatches
