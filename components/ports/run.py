@@ -358,6 +358,10 @@ class Stop(Protocol):
         """The number of a signal that any rank received, 0 if none; a collective, equal on all ranks."""
         ...
 
+    def raise_at_once(self) -> None:
+        """Called after the last step, when all state is saved: from now on a signal raises SystemExit at once."""
+        ...
+
 
 @port
 class FinalTask(Protocol):
