@@ -1,7 +1,8 @@
 """
 The total norm of all gradients of a model: sums of this rank, one small all-reduce, and the root.
 
-The exact norm is bitwise the same for any order and any sharding of the parameters, and the host waits for the device:
+The exact norm is bitwise the same for any order of the parameters and any distribution of whole ones over ranks (of
+slices, to the last bits), and the host waits for the device:
 a float64 is an integer multiple of the smallest one; the sum of these integers is reduced over ranks in digits, each a
 float64 small enough that adding does not round. The norm on the device is a sum in float64 there, which the host need
 not know.

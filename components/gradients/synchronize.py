@@ -15,7 +15,7 @@ from torch import Tensor
 from drawloom.components.distributed.host_copy import HostCopy
 from drawloom.components.gradients.norm import EXACT, ON_DEVICE, Norm, Summation, total_norm
 from drawloom.components.gradients.scaling import scale
-from drawloom.components.ports.distributed import Mesh, Precision, Reduce
+from drawloom.components.ports.distributed import DATA, Mesh, Precision, Reduce
 from drawloom.components.ports.model import SpreadParameters, gradient_of
 from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.run import LateValues, Step
@@ -83,7 +83,7 @@ class Synchronize:
         self.mesh.group("pipeline").sum(sums)
         # Filled on the device: a copy of a number of the host's would wait for the device.
         sums = torch.cat([sums, torch.full_like(sums[:1], tokens)])
-        self.mesh.replicas.sum(sums)
+        self.mesh.group(*DATA).sum(sums)
         return sums
 
     def _buckets(self, gradients: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -6,11 +6,12 @@ from typing import Any, Literal
 import attrs
 import torch
 
-from drawloom.components.optim.torch_optimizer import check_betas, decays, local_part, shard_of
+from drawloom.components.optim.torch_optimizer import check_betas, decays, shard_of
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import Parameters, gradient_of
 from drawloom.components.ports.run import RunInfo, Step
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
@@ -58,8 +59,9 @@ class StochasticAdamW:
 
     def open(self) -> None:
         """Create the optimizer state of all parameters, filled with zeros."""
+        slices = self.parameters.slices()
         for name, parameter in self.parameters.named():
-            weight, shard = local_part(parameter.detach()), shard_of(parameter, PER_DRAW)
+            weight, shard = parameter.detach(), shard_of(slices[name], PER_DRAW)
             exp_avg, exp_avg_sq = (torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for _ in range(2))
             decay = self.weight_decay if decays(parameter) else 0.0
             # An FSDP shard that is not one contiguous range of elements gets a key of its own.
@@ -74,7 +76,7 @@ class StochasticAdamW:
         number = self._steps_taken() + 1
         if step.found_inf is not None or not step.skip_reason:
             scalars = step_scalars(step.outputs["lr"], self.betas, self.eps, number)
-            gradients = [local_part(gradient_of(part)) for part in parameters]
+            gradients = [gradient_of(part) for part in parameters]
             self._stepper.step(gradients, scalars, number, step.found_inf)
         self._last = step
         for parameter in parameters:
@@ -91,9 +93,9 @@ class StochasticAdamW:
         """Bytes of both running means."""
         return {"optimizer_state": sum(part.exp_avg.nbytes + part.exp_avg_sq.nbytes for part in self._params.values())}
 
-    def state_names(self) -> list[str]:
-        """The names of the parameters that this rank trains."""
-        return list(self._params)
+    def state_slices(self) -> dict[str, TensorSlice | None]:
+        """The parameters that this rank trains, and of which it has a slice."""
+        return self.parameters.slices()
 
     def state_dict(self) -> dict[str, Any]:
         """Both running means of each parameter (its shape, `state_dtype`), and the number of steps."""

@@ -166,9 +166,10 @@ class Stateful(Protocol):
     A node that a checkpoint saves, under the node's name.
 
     State is a nested dict with tensors, numbers, strings, booleans, None, or lists of those as leaves. The class
-    attribute `state_is_local = True` declares a separate state on each rank. A method `state_names()` declares that
-    the entries of the state are sharded over ranks, and returns the names of those that this rank holds; these are
-    loaded again, whichever ranks saved them.
+    attribute `state_is_local = True` declares a separate state on each rank. A method `state_slices()` declares that
+    the entries of the state are sharded over ranks: it returns those that this rank holds by name, each with the
+    TensorSlice of which its tensors are, or None for a whole one. They are loaded again, whichever ranks saved them,
+    in whatever slices; tensors with as many dimensions as the slice are slices, others are not.
 
     Tensors of a state are read until the next phase that writes weights begins; a node that changes one earlier
     returns a copy.

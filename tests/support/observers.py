@@ -110,6 +110,9 @@ class _Held:
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return [("layers.0.weight", self.matrix), ("layers.0.norm", self.vector)]
 
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(name for name, _ in self.named())
+
     def counted(self) -> list[tuple[str, nn.Parameter]]:
         return self.named()
 

@@ -38,7 +38,7 @@ class Row:
     changes: dict[str, Any]
 
 
-MESH = ("data_replicate", "data_shard", "context", "tensor", "expert")
+MESH = ("data_replicate", "context", "tensor", "expert")
 INVALID_BYTES = Change("refuse", {"paths": ["latin.txt"], "invalid_bytes": "replace"}, refused=True)
 STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
@@ -158,7 +158,7 @@ ROWS: dict[str, Row] = {
         runs.sizes_of_mesh,
         {},
         # Two replicas are not four ranks, and the other dimensions are not built yet.
-        {"pipeline": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
+        {"pipeline": 2, "data_shard": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
     ),
     "distributed.precision": Row(
         runs.stages_of,
@@ -250,6 +250,10 @@ ROWS: dict[str, Row] = {
 }
 
 UNOBSERVED = {
+    (
+        "pipeline.stages",
+        "reshard_after_forward",
+    ): "it needs ranks that shard: test_sharded_store.py has them",
     ("optim.stochastic_adamw", "implementation"): "it is about speed: both give the same bits, as tests of kernels say",
 }
 """Settings whose effect can't be observed on a CPU, and why."""

@@ -1,6 +1,7 @@
 """Gradient clipping by total norm."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ class Weights:
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return [(str(number), parameter) for number, parameter in enumerate(self.parameters)]
+
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(name for name, _ in self.named())
 
 
 @pytest.mark.parametrize("norm", [5.0, torch.tensor(5.0, dtype=torch.float64)], ids=["known", "on the device"])

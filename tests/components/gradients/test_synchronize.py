@@ -41,6 +41,9 @@ class Weights:
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return [("first", self.first), ("second", self.second)]
 
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(name for name, _ in self.named())
+
     def counted(self) -> list[tuple[str, nn.Parameter]]:
         return self.named()
 

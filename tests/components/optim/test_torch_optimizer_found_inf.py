@@ -35,6 +35,9 @@ class Weights:
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.parameters.items())
 
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(self.parameters)
+
     def give_gradients(self, seed: int, finite: bool) -> None:
         generator = torch.Generator().manual_seed(seed)
         for _, parameter in self.named():
