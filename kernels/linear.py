@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
+from drawloom.kernels.deferred_grads import MatrixProduct, WeightGradient, deferring, weight_gradient_of
 
 
 def linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -43,8 +43,7 @@ class _Linear(Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return torch.mm(grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+_weight_gradient = MatrixProduct(lambda grad, x: (grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1])))
 
 
 def embedding_eager(tokens: Tensor, weight: Tensor) -> Tensor:
