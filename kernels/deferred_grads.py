@@ -1,5 +1,5 @@
 """
-Weight gradients that autograd does not add: those that are deferred, and products that are added in their epilogue.
+Weight gradients that autograd does not add: those that are deferred, and those that are added while they are computed.
 
 Deferral is for zero bubble: a backward pass for a stage's inputs queues what weight gradients need.
 
@@ -10,14 +10,15 @@ recorded under a deferral is an ordinary one, except for backward passes within 
 Queued tensors are held, not copied. If one is changed in place before its gradient is computed, its version counter
 tells, as it does for tensors that autograd saves.
 
-A full backward pass of what ran within `accumulating` adds a product, such as a linear layer's weight gradient, to the
-`.grad` of its weight while it is computed, in the dtype of that sum. Autograd would write the product in the weight's
-dtype, cast it, and add it: on a GPU with bfloat16 weights and float32 gradients 20 bytes an element in place of 8.
+A full backward pass of what ran within `accumulating` adds summands that are `Addable`, such as a linear layer's weight
+gradient, to the `.grad` of the weight while they are computed, in the dtype of that sum. Autograd would write a product
+in the weight's dtype, cast it, and add it: with bfloat16 weights and float32 gradients 20 bytes an element, not 8.
 
 What a forward pass records to is the only ambient state, a context variable of the calling thread. The backward pass,
 which on an accelerator runs in autograd's threads, reads it from `ctx`; a recomputed forward needs none.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
@@ -34,9 +35,25 @@ Compute = Callable[..., Tensor]
 """Computes a weight's gradient, or one summand of it, from tensors."""
 
 
+class Addable(ABC):
+    """A `Compute` that can add its summand to a sum without writing it first, in the sum's dtype."""
+
+    @abstractmethod
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """The summand (the weight's shape), in the dtype of what it is computed from."""
+
+    @abstractmethod
+    def in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+        """The summand (the weight's shape) in a dtype that is at least as wide."""
+
+    @abstractmethod
+    def add_to(self, summed: Tensor, *tensors: Tensor) -> None:
+        """Add the summand to a contiguous tensor of its shape, of a dtype that is at least as wide."""
+
+
 @dataclass(frozen=True)
-class MatrixProduct:
-    """A `Compute` of a summand (rows, columns) that is the matrix product of two `factors` made from the tensors."""
+class MatrixProduct(Addable):
+    """A summand (rows, columns) that is the matrix product of two `factors` made from the tensors."""
 
     factors: Callable[..., tuple[Tensor, Tensor]]
 
@@ -44,49 +61,44 @@ class MatrixProduct:
         """The product (rows, columns) in the dtype of the factors."""
         return torch.mm(*self.factors(*tensors))
 
+    def in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+        """The product (rows, columns) in a dtype."""
+        a, b = self.factors(*tensors)
+        if dtype != a.dtype and _has_wide_product(a, dtype):
+            return torch.mm(a, b, out_dtype=dtype)
+        return torch.mm(a.to(dtype), b.to(dtype))
+
+    def add_to(self, summed: Tensor, *tensors: Tensor) -> None:
+        """summed (rows, columns) += the product, in its epilogue."""
+        a, b = self.factors(*tensors)
+        if summed.dtype != a.dtype and _has_wide_product(a, summed.dtype):
+            torch.addmm(summed, a, b, out_dtype=summed.dtype, out=summed)
+        else:
+            torch.addmm(summed, a.to(summed.dtype), b.to(summed.dtype), out=summed)
+
 
 FUSED = {"cuda"}
-"""Types of devices on which products are added in their epilogue: on a CPU torch's has no dtype of its own."""
+"""Types of devices on which summands are added without being written: on a CPU torch's products have no such dtype."""
 
 
 def add_to_grad(weight: Tensor, compute: Compute, *tensors: Tensor) -> Tensor | None:
     """
-    Add a summand to the gradient of a leaf (its shape) if it is a product, and return None; else return it.
+    Add a summand to the gradient of a leaf (its shape) if it is `Addable`, and return None; else return it.
 
-    It is returned, too, where `.grad` is None and where hooks of the weight wait for it; a product has the dtype in
-    which gradients are summed then.
+    It is returned, too, where `.grad` is None and where hooks of the weight wait for it, in the dtype in which
+    gradients are summed.
     """
-    if not isinstance(compute, MatrixProduct) or weight.device.type not in FUSED:
+    if not isinstance(compute, Addable) or weight.device.type not in FUSED:
         return compute(*tensors)
-    a, b = compute.factors(*tensors)
     grad: Tensor | None = weight.grad
     if grad is None or not grad.is_contiguous() or _has_hooks(weight):
-        return _product(a, b, weight.grad_dtype)
-    _add_product(grad, a, b)
+        return compute.in_dtype(weight.grad_dtype or tensors[0].dtype, *tensors)
+    compute.add_to(grad, *tensors)
     return None
 
 
 def _has_hooks(weight: Tensor) -> bool:
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """a @ b in a dtype, None for that of the factors."""
-    if dtype is None or dtype == a.dtype:
-        return torch.mm(a, b)
-    if _has_wide_product(a, dtype):
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a.to(dtype), b.to(dtype))
-
-
-def _add_product(summed: Tensor, a: Tensor, b: Tensor) -> None:
-    """summed (rows, columns) += a (rows, inner) @ b (inner, columns), in the dtype of the sum."""
-    if summed.dtype == a.dtype:
-        torch.addmm(summed, a, b, out=summed)
-    elif _has_wide_product(a, summed.dtype):
-        torch.addmm(summed, a, b, out_dtype=summed.dtype, out=summed)
-    else:
-        summed.addmm_(a.to(summed.dtype), b.to(summed.dtype))
 
 
 def _has_wide_product(a: Tensor, dtype: torch.dtype) -> bool:

@@ -18,16 +18,17 @@ CASES: list[pipelines.Case] = [
 def added(monkeypatch: pytest.MonkeyPatch, dtypes: Any) -> tuple[list[dict[str, Any]], int]:
     """A step of each case with fused products, and how many were added."""
     calls: list[bool] = []
-    add = deferred_grads._add_product
+    add = deferred_grads.add_to_grad
 
-    def noted(*tensors: torch.Tensor) -> None:
-        calls.append(True)
-        add(*tensors)
+    def noted(weight: torch.Tensor, *given: Any) -> torch.Tensor | None:
+        part = add(weight, *given)
+        calls.append(part is None)
+        return part
 
     with monkeypatch.context() as patch:
         patch.setattr(deferred_grads, "FUSED", {"cpu"})
-        patch.setattr(deferred_grads, "_add_product", noted)
-        return pipelines.steps(CASES, dtypes=dtypes), len(calls)
+        patch.setattr(deferred_grads, "add_to_grad", noted)
+        return pipelines.steps(CASES, dtypes=dtypes), sum(calls)
 
 
 def test_fused_products_give_the_gradients_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
