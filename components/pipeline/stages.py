@@ -18,20 +18,31 @@ from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, local_part, shard, slice_of
+from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import SHARDS, Device, Group, Mesh, Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Stage, Transform, gradient_of
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.weights.adapted import adapted_model, adapter_names, fill_adapters, inject
+from drawloom.components.weights.fingerprint import folder_fingerprint
 from drawloom.components.weights.load import load_folder, persistent_tensors
 from drawloom.graph import Problem, UserError, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 
+FROZEN = "frozen"
+"""The entry of a state with the fingerprint of the weights that it leaves out; parameters' names have dots."""
+
 
 @component
 class MaterializedStages:
-    """This rank's stages: built on the meta device, transformed, materialised, then initialised or loaded."""
+    """
+    This rank's stages: built on the meta device, adapted and transformed, materialised, then initialised or loaded.
+
+    With `adapters` the model is frozen but for what these train. A checkpoint holds what is trained; the rest is made
+    again from the same folder or seed, of which it holds a fingerprint.
+    """
 
     model: Model
     loss: Loss
@@ -40,6 +51,7 @@ class MaterializedStages:
     device: Device
     precision: Precision
     job: RunInfo
+    adapters: list[Adapter] = attrs.field(factory=list)
     transforms: list[Transform] = attrs.field(factory=list)
     embedding_layer_cost: int = setting(
         default=0,
@@ -59,12 +71,15 @@ class MaterializedStages:
         doc="whether sharded parameters of a layer are freed after its forward and gathered again in its backward, "
         "which takes less memory and more time; if left out, with one pipeline rank",
     )
-    weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
+    weights: Path | None = setting(
+        default=None, doc="a Hugging Face folder to start from; that of `model.auto`, or random weights, if left out"
+    )
     _local: list[Stage] = attrs.field(init=False, factory=list)
     _store: ParameterStore | ShardedStore = attrs.field(init=False, default=None)
     _boundaries: ActivationSpecs = attrs.field(init=False, default=None)
     _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
     _on_earlier_ranks: set[str] = attrs.field(init=False, factory=set)
+    _fingerprint: str = attrs.field(init=False, default="")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -83,18 +98,30 @@ class MaterializedStages:
         spans = self._split(len(owners))
         mine = stages_of(self.mesh.index("pipeline"), owners)
         self._boundaries = ActivationSpecs(spans, self._build_for_compute)
+        if self.adapters:
+            adapted_model(self.model, self.adapters)  # a pattern may match nothing on this rank, but somewhere
         modules = {index: self._build(spans[index]) for index in mine}
         sharded = self._shard(modules.values())
         run_on_all(self.mesh.world, lambda: self._fill(modules.values()))
+        self._fill_adapters(modules.values(), sharded)
         tie(list(modules.values()))
         if sharded:
             self._store = ShardedStore.of(sharded, self.precision)
         else:
             self._store = ParameterStore.of(modules.values(), self.precision)
         self._local = [
-            Stage(index, len(spans), spans[index], module, self._store.masters, self._store.shards_of(module))
+            Stage(
+                index,
+                len(spans),
+                spans[index],
+                module,
+                self._store.masters,
+                self._store.shards_of(module),
+                self.adapters,
+            )
             for index, module in modules.items()
         ]
+        self._fingerprint = self._origin_of_frozen()
         self._check_patterns()
         self._find_shared()
 
@@ -156,17 +183,21 @@ class MaterializedStages:
             self._sum(gradient_of(parameter), self.mesh.group("pipeline"), wide)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
-        """The parameters and persistent buffers that this rank holds, and of which it holds a slice."""
+        """The trained parameters and persistent buffers that this rank holds, and of which it holds a slice."""
         return {name: self._store.slices.get(name) for name in self.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Every parameter and every persistent buffer by its name."""
-        return {name: tensor.detach() for held in self._held() for name, tensor in held.items()}
+        """Every trained parameter and every persistent buffer by its name; a fingerprint of what is frozen."""
+        state: dict[str, Any] = {name: tensor.detach() for held in self._held() for name, tensor in held.items()}
+        return state | ({FROZEN: self._fingerprint} if self._fingerprint else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy saved tensors into place."""
         if other := self.state_slices().keys() ^ state.keys():
             raise KeyError(f"parameters differ: {sorted(other)}")
+        if state.get(FROZEN) != (self._fingerprint or None):
+            where = f"the weights in {self._folder}" if self._folder else "the random weights of this seed"
+            raise UserError(f"{where} are not those that the run started from; name those in stages.weights")
         with torch.no_grad():
             # By stage, because two stages of this rank may each hold a buffer of one name.
             for held in self._held():
@@ -197,8 +228,20 @@ class MaterializedStages:
         return {name: parameter for stage in self._local for name, parameter in stage.named_parameters()}
 
     def _held(self) -> list[dict[str, Tensor]]:
-        """What each local stage keeps from step to step."""
-        return [{**persistent_tensors(stage.module), **dict(stage.named_parameters())} for stage in self._local]
+        """What changes from step to step in each local stage."""
+        every = [{**persistent_tensors(stage.module), **dict(stage.named_parameters())} for stage in self._local]
+        return [{name: each for name, each in held.items() if _changes(each)} for held in every]
+
+    def _origin_of_frozen(self) -> str:
+        """What the values of frozen parameters follow from; empty if all are trained."""
+        if all(parameter.requires_grad for parameter in self._all().values()):
+            return ""
+        return f"seed {self.job.seed}" if self._folder is None else folder_fingerprint(self._folder)
+
+    @property
+    def _folder(self) -> Path | None:
+        """The folder of the weights to start from: the one that is named, or the model's own."""
+        return self.weights or getattr(self.model, "initial_weights", None)
 
     def _check_patterns(self) -> None:
         """UserError for a pattern of `precision.uncast` that is the name of no parameter on any rank."""
@@ -222,6 +265,7 @@ class MaterializedStages:
     def _build(self, span: LayerRange) -> nn.Module:
         with torch.device("meta"):
             module = self.model.build(span)
+            inject(self.adapters, module)
         if span.head and (of_loss := getattr(self.loss, "module", None)) is not None:
             module.add_module(LOSS, of_loss)
         for transform in self.transforms:
@@ -254,21 +298,43 @@ class MaterializedStages:
         device, seed = self.device.device, self.job.seed
         for module in modules:
             # Weights of a folder make parameters real one by one, without a second copy of the model.
-            if self.weights is None or any(map(is_dtensor, module.parameters())):
+            if self._folder is None or any(map(is_dtensor, module.parameters())):
                 module.to_empty(device=device)
             fill_buffers(module, device, seed)
             if (of_loss := getattr(module, LOSS, None)) is not None:
                 fill_parameters(LOSS, of_loss, device, seed)
-            if self.weights is not None:
-                load_folder(self.weights, module, self.model.hugging_face_mapper().inverse(), device)
+            if self._folder is not None:
+                mapper = self.model.hugging_face_mapper().inverse()
+                load_folder(self._folder, module, mapper, device, without=adapter_names(module))
+            else:
+                self._initialise(module)
+
+    def _initialise(self, module: nn.Module) -> None:
+        """Give the model's parameters their random values."""
+        others = adapter_names(module)
+        for name, parameter in module.named_parameters():
+            if name.startswith(f"{LOSS}.") or name in others:
                 continue
-            for name, parameter in module.named_parameters():
-                if name.startswith(f"{LOSS}."):
-                    continue
-                if is_dtensor(parameter):
-                    self.model.initialise(name, local_part(parameter), seed, slice_of(parameter))
-                else:
-                    self.model.initialise(name, parameter.data, seed)
+            if is_dtensor(parameter):
+                self.model.initialise(name, local_part(parameter), self.job.seed, slice_of(parameter))
+            else:
+                self.model.initialise(name, parameter.data, self.job.seed)
+
+    def _fill_adapters(self, modules: Iterable[nn.Module], sharded: Sequence[ShardedModule]) -> None:
+        """Fill what adapters have added; DoRA reads the weights that it adapts, so that these are gathered here."""
+        if not self.adapters:
+            return
+        for each in sharded:
+            each.unshard()
+        for module in modules:
+            fill_adapters(module, self.device.device, self.job.seed)
+        for each in sharded:
+            each.reshard()
+
+
+def _changes(tensor: Tensor) -> bool:
+    """Whether a parameter is trained, or a tensor is a buffer."""
+    return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
 
 
 def _local_bytes(tensor: Tensor) -> int:

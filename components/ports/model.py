@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
@@ -138,8 +139,8 @@ class Model(Protocol):
 class Kernels(Protocol):
     """The operations that a model computes with; which implementation of each is the recipe's choice."""
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x @ weight.T: x (..., inputs), weight (outputs, inputs); gives (..., outputs)."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x @ weight.T + bias: x (..., inputs), weight (outputs, inputs), bias (outputs,); gives (..., outputs)."""
         ...
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -172,11 +173,12 @@ class Kernels(Protocol):
         """
         ...
 
-    def attention_mask(self, documents: Tensor) -> Any:
+    def attention_mask(self, documents: Tensor, window: int | None = None) -> Any:
         """
         Which tokens see which, in the form that `attention` takes; made once for all layers that see a microbatch.
 
-        documents int64 (rows, length): a token sees itself and those before it that have its number.
+        documents int64 (rows, length): a token sees itself and those before it that have its number; with a window
+        `window` tokens at most, itself included.
         """
         ...
 
@@ -273,7 +275,8 @@ class Stage:
 
     The last stage's module holds the loss's, too, as `loss`.
     The module computes with its own parameters. Where these are casts, `masters` holds what they are cast from; where
-    they are gathered from the `shards` of several ranks, it holds this rank's slices.
+    they are gathered from the `shards` of several ranks, it holds this rank's slices. `adapters` have been injected
+    into the module; without any, every parameter is trained unless a transform froze it.
     """
 
     index: int
@@ -282,9 +285,10 @@ class Stage:
     module: nn.Module
     masters: Mapping[str, nn.Parameter] = attrs.field(factory=dict)
     shards: Shards | None = None
+    adapters: Sequence[Adapter] = ()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What checkpoints and exports save: the master of each parameter, or the parameter itself if it has none."""
+        """What exports and, if it is trained, checkpoints save: each parameter's master, or itself if it has none."""
         for name, parameter in self.module.named_parameters():
             yield name, self.masters.get(name, parameter)
 
@@ -373,7 +377,7 @@ class SpreadParameters(Parameters, Protocol):
 
 @port
 class Transform(Protocol):
-    """Changes a stage's module while it is on the meta device: adapters, sharding, recomputation, compilation."""
+    """Changes a stage's module while it is on the meta device: sharding, recomputation, compilation."""
 
     def transform(self, module: nn.Module) -> nn.Module:
         """The module to use instead."""

@@ -144,10 +144,12 @@ def test_each_rank_owns_its_part(rank: int, per_rank: int, names: str, mesh_of: 
 
 
 def test_transforms_come_before_the_parameters_are_real(one_rank: Any, job: Any) -> None:
-    """What a transform froze is no parameter to train, but is saved."""
+    """What a transform froze is neither trained nor saved: the state says what it follows from."""
     stages = made(one_rank, job, Blueprint(), transforms=[Freeze()])
     assert [name for name, _ in stages.named()] == ["0.weight"]
-    assert len(stages.state_dict()) == 4
+    assert stages.state_dict().keys() == {"0.weight", "frozen"}
+    assert stages.state_dict()["frozen"] == f"seed {job.seed}"
+    assert stages.memory_bytes()["gradients"] == 4 * torch.float32.itemsize
 
 
 def test_state_goes_from_one_to_another(one_rank: Any, job: Any) -> None:
@@ -278,7 +280,7 @@ def test_weights_are_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_
     save_file(theirs, tmp_path / "model.safetensors")
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
     stages = made(mesh, job, Blueprint(), transforms=[Freeze()], weights=tmp_path)
-    held = stages.state_dict()
+    held = dict(stages.local[0].named_parameters())
     assert list(held) == [f"{layer}.weight" for layer in ((0, 1), (2, 3))[rank]]
     assert all(torch.equal(tensor, theirs[f"theirs.{name[0]}"].bfloat16()) for name, tensor in held.items())
     assert [name for name, _ in stages.named()] == ["0.weight"][rank:]
