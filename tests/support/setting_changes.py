@@ -164,7 +164,14 @@ ROWS: dict[str, Row] = {
     ),
     "data.validation": Row(parts.validated, {}, {"rows_used": 3}),
     "distributed.device": Row(
-        runs.device_of, {"kind": "cpu"}, {"kind": "cuda", "threads": 3, "backend": Change("nccl", refused=True)}
+        runs.device_of,
+        {"kind": "cpu"},
+        {
+            "kind": "cuda",
+            "threads": 3,
+            "backend": Change("nccl", refused=True),
+            "tf32": Change(True, refused=True),
+        },
     ),
     "distributed.mesh": Row(
         runs.sizes_of_mesh,
