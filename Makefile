@@ -3,7 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test figures bench soak clean test-gpu bench-gpu bench-train-gpu bench-pipeline-gpu
+.PHONY: train test figures bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu bench-pipeline-gpu \
+	bench-mesh-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -47,8 +48,14 @@ bench-gpu: .venv/test
 bench-train-gpu: .venv/test
 	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/training.py $(ONLY)
 
+bench-precision-gpu: .venv/test
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/precision.py $(ONLY)
+
 bench-pipeline-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/pipeline.py $(ONLY)
+
+bench-mesh-gpu: .venv/test
+	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py $(ONLY)
 
 clean:
 	rm -rf .venv runs dist .mypy_cache .pytest_cache .ruff_cache

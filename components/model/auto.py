@@ -1,7 +1,7 @@
 """The component `model.auto`: a model as a Hugging Face folder has it, of whichever family."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from drawloom.components.model.qwen2 import Qwen2
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.ports.data import Tokenizer
-from drawloom.components.ports.model import ExpertKernels, LayerRange, TensorSlice
+from drawloom.components.ports.model import ExpertKernels, LayerRange
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import Problem, UserError, component, setting
 
@@ -78,6 +79,9 @@ class AutoModel:
 
     def build(self, span: LayerRange) -> nn.Module:
         return self.builder.build(span)
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        return self.builder.blocks(module)
 
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         """A function of seed, name and index alone, for parameters of any shape and slices of them."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.adapters import Adapter
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 
@@ -34,14 +35,6 @@ class BatchContext:
     positions: Tensor
     document_ids: Tensor
     weights: Tensor | None = None
-
-
-@attrs.frozen
-class TensorSlice:
-    """A slice of a tensor of shape `shape`: it begins at `offsets` and has the shape of the tensor that holds it."""
-
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
 
 
 class Head(Protocol):
@@ -113,6 +106,14 @@ class Model(Protocol):
         The module of a span, with parameters on torch's default device, which for stages is the meta device.
 
         A submodule that owns buffers fills them in `reset_parameters()`: on the meta device they have no values.
+        """
+        ...
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        """
+        The layers of a module that `build` made, in the order of their use.
+
+        Each is a unit of what is done piece by piece, such as gathering sharded parameters.
         """
         ...
 
@@ -242,14 +243,40 @@ LOSS = "loss"
 """The name under which the last stage's module holds the module of the loss, if the loss has one."""
 
 
+class Shards(Protocol):
+    """A stage's parameters on several ranks: gathered before they are used, their gradients reduced to slices."""
+
+    @property
+    def by_block(self) -> bool:
+        """Whether each block is gathered when it is used, so that the program need not gather the stage."""
+        ...
+
+    def unshard(self) -> None:
+        """Start to gather the whole stage."""
+        ...
+
+    def reshard(self) -> None:
+        """Free what was gathered."""
+        ...
+
+    def reduce_next(self) -> None:
+        """With the stage's next backward pass its gradients are final."""
+        ...
+
+    def reduce(self) -> None:
+        """Reduce all gradients now."""
+        ...
+
+
 @attrs.frozen
 class Stage:
     """
     One stage of the pipeline that this rank owns: its number, how many there are in all, and its real module.
 
     The last stage's module holds the loss's, too, as `loss`.
-    The module computes with its own parameters. Where these are casts, `masters` holds what they are cast from.
-    `adapters` have been injected into the module; without any, every parameter is trained unless a transform froze it.
+    The module computes with its own parameters. Where these are casts, `masters` holds what they are cast from; where
+    they are gathered from the `shards` of several ranks, it holds this rank's slices. `adapters` have been injected
+    into the module; without any, every parameter is trained unless a transform froze it.
     """
 
     index: int
@@ -257,6 +284,7 @@ class Stage:
     span: LayerRange
     module: nn.Module
     masters: Mapping[str, nn.Parameter] = attrs.field(factory=dict)
+    shards: Shards | None = None
     adapters: Sequence[Adapter] = ()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -265,8 +293,8 @@ class Stage:
             yield name, self.masters.get(name, parameter)
 
     def model_parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by name, without the loss's."""
-        named = self.named_parameters()
+        """The model's parameters by name, without the loss's; sharded ones as DTensors."""
+        named = self.named_parameters() if self.shards is None else self.module.named_parameters()
         return {name: parameter for name, parameter in named if not name.startswith(f"{LOSS}.")}
 
 
@@ -309,7 +337,8 @@ class StageInputs(Protocol):
 @port
 class Parameters(Protocol):
     """
-    The parameters that this rank trains, as the optimizer keeps them, in `precision.parameter`.
+    The parameters that this rank trains, as the optimizer keeps them, in `precision.parameter`; of sharded ones its
+    slices.
 
     Layers may compute with casts of them (`TrainableStages`): a parameter is changed in place, and the forward passes
     of the next step use the new values. Between forward_backward and the optimizer the gradient of each is its `.grad`,
@@ -319,6 +348,10 @@ class Parameters(Protocol):
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Fully qualified names and parameters, each once, in a stable order."""
+        ...
+
+    def slices(self) -> dict[str, TensorSlice | None]:
+        """Of each of these parameters, the slice that this rank has; None for a whole one."""
         ...
 
 

@@ -6,11 +6,12 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.adapters import AdaptedLayer, Adapter
+from drawloom.components.ports.adapters import AdaptedLayer, Adapter, Fill
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import convert
 from drawloom.components.weights.mapper import parallel
+from drawloom.components.weights.mapper_ops import gather
 from drawloom.graph import UserError
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
@@ -49,7 +50,7 @@ def adapter_names(module: nn.Module) -> set[str]:
     return {f"{name}.{leaf}" for name, layer in adapted_layers(module) for leaf in layer.adapter_names}
 
 
-def fill_adapters(module: nn.Module, device: torch.device, seed: int) -> None:
+def fill_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:
     """Make the adapters' parameters real, with their initial values; all other parameters have theirs."""
     for name, layer in adapted_layers(module):
         for leaf in layer.adapter_names:
@@ -57,7 +58,7 @@ def fill_adapters(module: nn.Module, device: torch.device, seed: int) -> None:
             if parameter.is_meta:
                 empty = torch.empty_like(parameter, device=device)
                 setattr(layer, leaf, nn.Parameter(empty, parameter.requires_grad))
-        layer.fill_adapter(name, seed)
+        layer.fill_adapter(name, fill)
 
 
 def merge_mapper(whole: nn.Module, tied: bool) -> Mapper:
@@ -84,13 +85,18 @@ class MergeError:
 
 
 def merge_error(mapper: Mapper, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> MergeError:
-    """What merging loses of the changes of these tensors, of any shape, in a dtype or, if None, in the weights' own."""
+    """
+    What merging loses of the changes of these tensors, of any shape, in a dtype or, if None, in the weights' own.
+
+    A collective of the ranks that shard a tensor.
+    """
     error = MergeError()
     for group in mapper.groups:
         if not tensors.keys() >= set(group.inputs):
             continue
-        base = tensors[group.inputs[0]].detach()
-        wide = {name: tensors[name].detach().float() for name in group.inputs}
+        whole = convert(parallel(*map(gather, group.inputs)), tensors)
+        base = whole[group.inputs[0]]
+        wide = {name: tensor.float() for name, tensor in whole.items()}
         merged = convert(Mapper((group,)), wide)[group.outputs[0]]
         lost = merged - merged.to(dtype or base.dtype).float()
         change = merged - wide[group.inputs[0]]

@@ -37,8 +37,11 @@ class FakeMesh:
     world: Any = attrs.field(factory=OneRankGroup)
     replicas: Any = attrs.field(factory=OneRankGroup)
 
-    def group(self, dimension: str) -> Any:
-        return OneRankGroup()
+    def group(self, *dimensions: str) -> Any:
+        return self.replicas if "data_replicate" in dimensions else OneRankGroup()
+
+    def torch_mesh(self, *dimensions: str) -> Any:
+        raise AssertionError("nothing is sharded")
 
     def size(self, dimension: str) -> int:
         return self.sizes.get(dimension, 1)

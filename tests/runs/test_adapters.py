@@ -96,6 +96,7 @@ def test_only_what_is_trained_is_saved_and_changed(place: Path) -> None:
 LAYOUTS: dict[str, tuple[Sequence[str], float]] = {
     "split": (("mesh.pipeline=2", "schedule.use=pipeline.schedules.zero_bubble_1p"), 1e-5),
     "replicas": (("batch.micro_size=2",), 1e-5),
+    "shards": (("mesh.data_shard=2", "batch.micro_size=2"), 1e-5),
 }
 
 

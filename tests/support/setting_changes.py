@@ -38,7 +38,7 @@ class Row:
     changes: dict[str, Any]
 
 
-MESH = ("data_replicate", "data_shard", "context", "tensor", "expert")
+MESH = ("data_replicate", "context", "tensor", "expert")
 INVALID_BYTES = Change("refuse", {"paths": ["latin.txt"], "invalid_bytes": "replace"}, refused=True)
 STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
@@ -164,7 +164,7 @@ ROWS: dict[str, Row] = {
         runs.sizes_of_mesh,
         {},
         # Two replicas are not four ranks, and the other dimensions are not built yet.
-        {"pipeline": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
+        {"pipeline": 2, "data_shard": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
     ),
     "distributed.precision": Row(
         runs.stages_of,
@@ -182,7 +182,7 @@ ROWS: dict[str, Row] = {
     "export.hugging_face": Row(runs.exported, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
     "gradients.clip_norm": Row(parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0}),
     "gradients.clip_value": Row(parts.clipped, {"max_value": 1.0}, {"max_value": 2.0}),
-    "gradients.synchronize": Row(parts.sums_over_ranks, {}, {"bucket_bytes": 4}),
+    "gradients.synchronize": Row(parts.sums_over_ranks, {}, {"bucket_bytes": 4, "norm": "device"}),
     "kernels.auto": Row(
         parts.chosen_kernels,
         {},
@@ -277,6 +277,10 @@ ROWS: dict[str, Row] = {
 }
 
 UNOBSERVED = {
+    (
+        "pipeline.stages",
+        "reshard_after_forward",
+    ): "it needs ranks that shard: test_sharded_store.py has them",
     ("optim.stochastic_adamw", "implementation"): "it is about speed: both give the same bits, as tests of kernels say",
 }
 """Settings whose effect can't be observed on a CPU, and why."""

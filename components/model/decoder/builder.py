@@ -1,7 +1,7 @@
 """The settings that all families share, the modules that they build, and initial weights."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, dataclass_transform
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.hugging_face import Family, config_of, config_path, mapper_of
-from drawloom.components.model.decoder.layer import SwiGLU
+from drawloom.components.model.decoder.layer import Block, SwiGLU
 from drawloom.components.model.decoder.model import CausalLM
 from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.decoder.settings import choose_architecture, faults
 from drawloom.components.ports.data import Tokenizer
-from drawloom.components.ports.model import Kernels, LayerRange, TensorSlice
+from drawloom.components.ports.model import Kernels, LayerRange
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import Problem, above, at_least, between, setting
 
@@ -45,7 +46,7 @@ def fill_with_initial_weights(
         return
     # Each layer adds two outputs to the stream: attention's and the feed-forward network's.
     scale = std / math.sqrt(2 * layers) if name.endswith(RESIDUAL_OUTPUTS) else std
-    part = part_of or TensorSlice(tuple(parameter.shape), (0,) * parameter.ndim)
+    part = part_of or TensorSlice.whole(tuple(parameter.shape))
     fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
 
 
@@ -159,6 +160,9 @@ class DecoderBuilder:
 
     def build(self, span: LayerRange) -> nn.Module:
         return CausalLM(self.architecture, span, self.kernels, self.mlp_of)
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        return [part for part in module.modules() if isinstance(part, Block)]
 
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         """A function of seed, name and index alone, for parameters of any shape and slices of them."""

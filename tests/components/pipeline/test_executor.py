@@ -205,7 +205,7 @@ REPLICATED: list[pipelines.Case] = [(name, 8, True, False, "tempered") for name 
 
 def test_replicas_of_a_pipeline_have_the_gradients_of_one_process(wholes: Any) -> None:
     """Two pipelines of two ranks, each with half of the microbatches, agree with one process in float64."""
-    parts = run_ranks(pipelines.steps, 4, REPLICATED, 2, timeout=120)
+    parts = run_ranks(pipelines.steps, 4, REPLICATED, {"data_replicate": 2}, timeout=120)
     for number, case in enumerate(REPLICATED):
         whole, mine = wholes[case[1:]], [found[number] for found in parts]
         assert sum(part["loss"] for part in mine) == pytest.approx(whole["loss"], rel=1e-12), case

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.pipeline.stages import MaterializedStages
-from drawloom.components.ports.model import LayerRange, TensorSlice
+from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.program import Program
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper_ops import rename
 from drawloom.graph import UserError
@@ -30,6 +31,9 @@ class Blueprint:
         module = nn.ModuleDict({str(layer): nn.Linear(2, 2, bias=False) for layer in range(span.first, span.last)})
         self.built_on += [parameter.device.type for parameter in module.parameters()]
         return module
+
+    def blocks(self, module: nn.Module) -> list[nn.Module]:
+        return [part for part in module.modules() if isinstance(part, nn.Linear)]
 
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         parameter.fill_(len(name) + seed)
@@ -236,8 +240,9 @@ def test_buffers_have_the_values_of_their_modules(one_rank: Any, job: Any) -> No
         assert buffer.tolist() == (7 if name.endswith("count") else [0.0, 1.0])
         assert buffer.dtype == (torch.int64 if name.endswith("count") else torch.float32)
     buffers["2.count"].fill_(9)
-    assert stages.state_names() == list(stages.state_dict()) and "2.count" in stages.state_names()
-    assert not any(name.endswith("table") for name in stages.state_names())
+    names = list(stages.state_slices())
+    assert names == list(stages.state_dict()) and "2.count" in names
+    assert not any(name.endswith("table") for name in names)
     other.load_state_dict(stages.state_dict())
     assert other.state_dict()["2.count"] == 9
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from drawloom.components.model.decoder.builder import DecoderBuilder, fill_with_initial_weights
-from drawloom.components.ports.model import LayerRange, TensorSlice
+from drawloom.components.ports.model import LayerRange
+from drawloom.components.ports.slices import TensorSlice
 from support.qwen3 import dense, sparse
 
 SCRIPT = """
@@ -65,7 +66,9 @@ def test_a_slice_begins_as_in_the_whole(make: Callable[..., DecoderBuilder]) -> 
             begin = size // 2
             part = torch.empty_like(parameter.narrow(dim, begin, size - begin))
             offsets = tuple(begin if each == dim else 0 for each in range(parameter.ndim))
-            model.initialise(name, part, seed=5, part_of=TensorSlice(tuple(parameter.shape), offsets))
+            model.initialise(
+                name, part, seed=5, part_of=TensorSlice(tuple(parameter.shape), offsets, tuple(part.shape))
+            )
             assert torch.equal(part, parameter.narrow(dim, begin, size - begin)), name
 
 
