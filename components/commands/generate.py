@@ -6,7 +6,7 @@ from pathlib import Path
 
 from drawloom.components.commands._trained import trained
 from drawloom.components.distributed.rng import generator
-from drawloom.components.ports.data import Tokenizer
+from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.sampling.generate import Sampler

@@ -67,6 +67,11 @@ class HuggingFaceTokenizer:
         """The ids of a text, int32 of shape (tokens,), without the end."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text; faster than one at a time."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, dtype=np.int32) for each in encoded]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; special tokens are skipped."""
         return str(self._tokenizer.decode([int(number) for number in ids], skip_special_tokens=True))

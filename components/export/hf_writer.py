@@ -9,7 +9,7 @@ import torch
 
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.export.shard_writer import held, write_stages
-from drawloom.components.ports.data import Tokenizer
+from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import Model, Stages
 from drawloom.components.ports.weights import Mapper

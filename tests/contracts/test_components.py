@@ -23,6 +23,7 @@ from drawloom.graph.testing import Recipe, check_port
 from drawloom.graph.testing.ports import contract
 from drawloom.graph.types.port_match import mismatches
 from support.qwen3 import cpu_kernels
+from support.stores import store_of
 
 CATALOGUE = Project.of("drawloom").registry
 
@@ -86,9 +87,16 @@ def jsonl_file(folder: Path) -> Mapping[str, Any]:
     return {"corpus": {"use": "data.jsonl", "paths": [str(folder / "documents.jsonl")]}}
 
 
+def store(folder: Path) -> Mapping[str, Any]:
+    """A token store."""
+    store_of(folder / "store", [[f"document {number}: {LETTERS}" for number in range(40)]])
+    return {"tokens": {"use": "data.tokenized", "path": str(folder / "store"), "validation_fraction": 0.2}}
+
+
 SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.hugging_face_tokenizer": tokenizer_file,
     "data.jsonl": jsonl_file,
+    "data.tokenized": store,
     "data.standard_library": lambda folder: {},
     "loss.dft": lambda folder: {"loss": {"use": "loss.dft"}},
     "model.auto": lambda folder: {"model": {"use": "model.auto", "path": str(config_file(folder)), "weights": False}},

@@ -27,7 +27,7 @@ QUESTIONS = {
     "where is the lock of the recipe?": ("lockfile", "graph/recipe/lockfile.py"),
     "where is an override of the command line read?": ("override", "graph/cli/project.py"),
     "where is RoPE scaled?": ("rope_scaling", "components/model/decoder/rope.py"),
-    "where are documents packed into rows?": ("pack", "components/data/packing.py"),
+    "where are documents packed into rows?": ("pack", "components/data/packing/packed_rows.py"),
     "where are initial weights drawn?": ("splitmix", "components/distributed/rng.py"),
     "where is the cosine learning rate?": ("cosine", "components/learning_rate/piecewise.py"),
 }

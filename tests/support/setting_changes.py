@@ -149,7 +149,13 @@ ROWS: dict[str, Row] = {
         {"workers": 1},
         {"workers": 2, "prefetch": 3, "timeout": 7.0, "shuffle": False},
     ),
-    "data.packing": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
+    "data.tokenized": Row(
+        parts.first_tokens,
+        {"path": "one_store", "validation_fraction": 0.0},
+        {"path": "other_store", "validation_fraction": 0.5, "validation_path": "other_store"},
+    ),
+    "data.tokenized_text": Row(parts.cached, {}, {"cache": "another"}),
+    "data.packing.concatenated": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
     "data.standard_library": Row(parts.documents, {}, SPLIT),
     "data.text_files": Row(
         parts.documents,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -17,11 +17,11 @@ from drawloom.components.model.decoder.layer import Block, SwiGLU
 from drawloom.components.model.decoder.model import CausalLM
 from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.decoder.settings import choose_architecture, faults
-from drawloom.components.ports.data import Tokenizer
+from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import Kernels, LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.graph import Problem, above, at_least, between, setting
+from drawloom.graph import Problem, above, at_least, between, inherited, setting
 
 RESIDUAL_OUTPUTS = (".self_attn.o_proj.weight", ".mlp.down_proj.weight", ".mlp.experts.down_proj")
 
@@ -48,15 +48,6 @@ def fill_with_initial_weights(
     scale = std / math.sqrt(2 * layers) if name.endswith(RESIDUAL_OUTPUTS) else std
     part = part_of or TensorSlice.whole(tuple(parameter.shape))
     fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
-
-
-T = TypeVar("T")
-
-
-@dataclass_transform(kw_only_default=True, field_specifiers=(setting, attrs.field))
-def inherited(cls: type[T]) -> type[T]:
-    """Let components inherit a class's fields; type checkers see these as a `component`'s."""
-    return attrs.define(cls, slots=False, eq=False, kw_only=True)
 
 
 @inherited

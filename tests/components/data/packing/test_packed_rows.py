@@ -1,9 +1,8 @@
-"""Packing documents into rows."""
+"""What all packings share: order, splits, workers, and the check of a resumed run."""
 
 import json
 import pickle
 from collections import Counter
-from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -12,40 +11,53 @@ import numpy as np
 import pytest
 import torch
 
-from drawloom.components.data.bytes import Bytes
-from drawloom.components.data.packing import Packing
-from drawloom.components.ports.data import IGNORE_INDEX, Split
+from drawloom.components.data.packing.concatenated import Concatenated
+from drawloom.components.data.token_arrays import TokenArrays
+from drawloom.components.ports.corpus import Split
+from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.graph import ResolvedRecipe, UserError
 
 
 @attrs.frozen
 class Texts:
-    """A corpus in memory."""
+    """Texts in memory, as bytes; each ends with the end."""
 
     train: list[str]
     validation: list[str] = attrs.field(factory=list)
+    vocab_size: int = 257
+    eos_id: int = 256
 
-    def documents(self, split: Split) -> Iterator[str]:
-        return iter(self.train if split == "train" else self.validation)
+    def documents(self, split: Split) -> TokenArrays:
+        texts = self.train if split == "train" else self.validation
+        return TokenArrays.of([np.array([*text.encode(), 256]) for text in texts], np.uint16)
 
 
-def packing(corpus: Texts, job: Any, tokenizer: Any = None, length: int = 4) -> Packing:
-    rows = Packing(corpus=corpus, tokenizer=tokenizer or Bytes(), job=job, length=length)
+def packing(corpus: Texts, job: Any, length: int = 4) -> Concatenated:
+    rows = Concatenated(tokens=corpus, job=job, length=length)
     rows.open()
     return rows
 
 
-def stream(rows: Packing, split: Split) -> list[int]:
+def stream(rows: Concatenated, split: Split) -> list[int]:
     """All targets of a split, in order."""
     targets = rows.batch(split, range(rows.count(split))).targets
     return targets[targets != IGNORE_INDEX].tolist()
 
 
-def test_documents_end_with_the_end(job: Any) -> None:
-    """Each document is followed by the end, which is a target; an empty document is dropped."""
+def test_documents_without_a_target_are_dropped(job: Any) -> None:
+    """A document of one token, such as its end, has nothing to predict, and is in no row."""
     rows = packing(Texts(train=["", "abc", ""]), job)
     assert rows.batch("train", [0]).tokens.tolist() == [[*b"abc", 256]]
     assert rows.batch("train", [0]).targets.tolist() == [[*b"bc", 256, IGNORE_INDEX]]
+
+
+def test_the_last_row_is_padded(job: Any) -> None:
+    """What is left of the last row is the end token, without targets, and lowers the fill rate."""
+    rows = packing(Texts(train=["abcde"]), job)
+    assert rows.batch("train", [1]).tokens.tolist() == [[*b"e", 256, 256, 256]]
+    assert rows.batch("train", [1]).weights.tolist() == [[1.0, 0.0, 0.0, 0.0]]
+    assert rows.fill_rate("train") == 6 / 8
+    assert rows.fill_rate("validation") == 1.0
 
 
 def test_splits_are_packed_separately(job: Any) -> None:
@@ -78,34 +90,16 @@ def test_validation_rows_are_the_same_for_every_seed(job: Any) -> None:
         ]
 
 
-@attrs.frozen
-class Wide:
-    """A tokenizer with any number of ids, whose texts are written as ids."""
-
-    vocab_size: int
-    eos_id: int = 0
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array([int(word) for word in text.split()], np.int32)
-
-
-@pytest.mark.parametrize("vocabulary", [65_536, 65_537, 200_000])
-def test_the_highest_id_survives(job: Any, vocabulary: int) -> None:
-    """The last id of a vocabulary is kept, on either side of what two bytes hold."""
-    rows = packing(Texts([f"1 {vocabulary - 1} 2"]), job, Wide(vocabulary))
-    assert rows.batch("train", [0]).tokens.tolist() == [[1, vocabulary - 1, 2, 0]]
-
-
-def test_pickled_rows_have_neither_corpus_nor_tokenizer(job: Any) -> None:
-    """A pickled dataset has the same rows, without corpus and tokenizer."""
+def test_pickled_rows_have_no_corpus(job: Any) -> None:
+    """A pickled dataset has the same rows, without the corpus and the run."""
     rows = packing(Texts(["abcdef", "gh"]), job)
     copy = pickle.loads(ForkingPickler.dumps(rows))
-    assert copy.corpus is copy.tokenizer is copy.job is None
+    assert copy.tokens is copy.job is None
     assert copy.count("train") == rows.count("train")
     assert torch.equal(copy.batch("train", [1]).targets, rows.batch("train", [1]).targets)
 
 
-def test_closing_frees_the_tokens(job: Any) -> None:
+def test_closing_frees_the_index(job: Any) -> None:
     """A closed dataset has no rows, and can be opened again."""
     rows = packing(Texts(["abcdef"]), job)
     rows.close()
@@ -118,10 +112,10 @@ def test_closing_frees_the_tokens(job: Any) -> None:
 def test_rows_of_one_token_are_refused(job: Any) -> None:
     """With a length of 1 there would be rows without a target."""
     with pytest.raises(ValueError, match="nothing to predict"):
-        Packing(corpus=Texts([]), tokenizer=Bytes(), job=job, length=1)
+        Concatenated(tokens=Texts([]), job=job, length=1)
 
 
-def _went_on(job: Any, then: Texts, now: Texts, *, accept: bool) -> Packing:
+def _went_on(job: Any, then: Texts, now: Texts, *, accept: bool) -> Concatenated:
     rows = packing(now, job)
     rows.recipe = ResolvedRecipe("", "", accept_changes=accept)
     rows.load_state_dict(json.loads(json.dumps(packing(then, job).state_dict())))
@@ -129,8 +123,8 @@ def _went_on(job: Any, then: Texts, now: Texts, *, accept: bool) -> Packing:
 
 
 def test_the_same_tokens_resume(job: Any) -> None:
-    """The same tokens in other files resume."""
-    _went_on(job, Texts(["abc", "", "defg"], ["h"]), Texts(["abc", "defg"], ["h"]), accept=False)
+    """Documents that are the same resume."""
+    _went_on(job, Texts(["abc", "defg"], ["h"]), Texts(["abc", "defg"], ["h"]), accept=False)
 
 
 @pytest.mark.parametrize(

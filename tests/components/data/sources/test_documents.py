@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.data.files import split_of
+from drawloom.components.data.sources.documents import split_of
 
 
 @given(st.binary(), st.floats(0, 1), st.floats(0, 1))

@@ -1,14 +1,17 @@
-"""Packed rows, compared with a loop over tokens."""
+"""Rows of pieces of documents, compared with a loop over tokens."""
 
-from typing import Any
+from collections.abc import Sequence
 
+import attrs
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.data.packed import pack
+from drawloom.components.data.packing.concatenated import Stream
+from drawloom.components.data.packing.rows import batch_of
+from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
 
 END = 0
@@ -16,10 +19,29 @@ documents = st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=12), max_
 lengths = st.integers(2, 9)
 
 
-def packed(texts: list[list[int]], length: int, dtype: Any = np.uint16) -> Batch:
+@attrs.frozen
+class Table:
+    """Documents, each followed by the end, as a matrix of rows."""
+
+    documents: TokenArrays
+    index: Stream
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        pieces = [self.index.pieces(row) for row in rows]
+        return batch_of(self.documents, pieces, self.index.length, END)
+
+
+def pack(texts: list[list[int]], length: int, weights: list[list[float]] | None = None) -> Table:
+    arrays = [np.array([*text, END]) for text in texts]
+    own = None if weights is None else [np.array(each, np.float32) for each in weights]
+    held = TokenArrays.of(arrays, np.uint16, own)
+    return Table(held, Stream(torch.arange(len(texts)), held.ends, length))
+
+
+def packed(texts: list[list[int]], length: int) -> Batch:
     """All rows of these documents."""
-    table = pack([np.array(text) for text in texts], END, length, dtype)
-    return table.batch(range(table.rows))
+    table = pack(texts, length)
+    return table.batch(range(table.index.rows))
 
 
 def reference(texts: list[list[int]], length: int) -> list[list[tuple[int, int, int, int]]]:
@@ -79,9 +101,9 @@ def test_no_target_is_in_another_document(texts: list[list[int]], length: int) -
 @given(documents, lengths, st.data())
 def test_rows_have_random_access(texts: list[list[int]], length: int, data: st.DataObject) -> None:
     """A batch of chosen rows equals those rows one by one; a batch of no rows is empty."""
-    table = pack([np.array(text) for text in texts], END, length, np.int32)
-    whole = table.batch(range(table.rows))
-    chosen = data.draw(st.lists(st.integers(0, table.rows - 1))) if table.rows else []
+    table = pack(texts, length)
+    whole, rows = table.batch(range(table.index.rows)), table.index.rows
+    chosen = data.draw(st.lists(st.integers(0, rows - 1))) if rows else []
     batch = table.batch(chosen)
     for name in ("tokens", "targets", "positions", "document_ids"):
         assert getattr(batch, name).tolist() == getattr(whole, name)[chosen].tolist()
@@ -90,12 +112,22 @@ def test_rows_have_random_access(texts: list[list[int]], length: int, data: st.D
 
 def test_a_row_out_of_range_is_an_error() -> None:
     """An index beyond the last row raises."""
-    with pytest.raises(IndexError):
-        pack([np.array([1, 2, 3])], END, 2, np.uint16).batch([2])
+    for row in (2, -1):
+        with pytest.raises(IndexError):
+            pack([[1, 2, 3]], 2).batch([row])
 
 
 def test_a_batch_owns_its_memory() -> None:
     """Writing to a batch changes neither the dataset nor another batch."""
-    table = pack([np.array([1, 2, 3])], END, 3, np.int32)
+    table = pack([[1, 2, 3]], 3)
     table.batch([0]).tokens.fill_(9)
     assert table.batch([0]).tokens.tolist() == [[1, 2, 3]]
+
+
+def test_a_weight_is_that_of_the_target() -> None:
+    """A token's loss weighs what its target weighs in its document, also across a cut; without a target nothing."""
+    batch = pack([[1, 2, 3], [4, 5]], 3, [[9.0, 0.0, 0.5, 2.0], [9.0, 1.0, 0.0]]).batch([0, 1])
+    assert batch.tokens.tolist() == [[1, 2, 3], [END, 4, 5]]
+    assert batch.targets.tolist() == [[2, 3, END], [IGNORE_INDEX, 5, END]]
+    assert batch.weights.tolist() == [[0.0, 0.5, 2.0], [0.0, 1.0, 0.0]]
+    assert batch.weights.dtype == torch.float32
