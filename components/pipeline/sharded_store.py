@@ -20,6 +20,7 @@ from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.weights.adapted import adapter_names
 
 Blocks = Callable[[nn.Module], Sequence[nn.Module]]
 """The blocks of a stage's module, each of which is gathered by itself."""
@@ -119,7 +120,8 @@ class ShardedStore:
     The parameters of modules on one rank, sharded over ranks; `masters` are this rank's slices, as plain parameters.
 
     `slices` says which part of the whole parameter each is. Those without an entry are whole on every rank: parameters
-    of a loss, those that are not cast, since FSDP gathers one dtype at a time, and those that two local stages share.
+    of a loss and of adapters, those that are not cast, since FSDP gathers one dtype at a time, and those that two local
+    stages share.
     """
 
     modules: Sequence[ShardedModule]
@@ -199,11 +201,13 @@ def shard(
 
 
 def _whole(module: nn.Module, precision: Precision, shared: set[str]) -> set[nn.Parameter]:
-    """The parameters of a module that every rank keeps whole."""
+    """The parameters of a module that every rank keeps whole; those of adapters are small."""
+    adapters = adapter_names(module)
     return {
         parameter
         for name, parameter in module.named_parameters()
         if name in shared
+        or name in adapters
         or name.startswith(f"{LOSS}.")
         or not parameter.is_floating_point()
         or parameter.ndim == 0

@@ -104,6 +104,7 @@ class MaterializedStages:
         modules = {index: self._build(spans[index]) for index in mine}
         sharded = self._shard(modules.values())
         run_on_all(self.mesh.world, lambda: self._fill(modules.values()))
+        self._fill_adapters(modules.values(), sharded)
         tie(list(modules.values()))
         if sharded:
             self._store = ShardedStore.of(sharded, self.precision)
@@ -308,7 +309,6 @@ class MaterializedStages:
                 load_folder(self._folder, module, mapper, device, without=adapter_names(module))
             else:
                 self._initialise(module)
-            fill_adapters(module, device, self._fill_normal)
 
     def _initialise(self, module: nn.Module) -> None:
         """Give the model's parameters their random values."""
@@ -321,14 +321,20 @@ class MaterializedStages:
             else:
                 self.model.initialise(name, parameter.data, self.job.seed)
 
+    def _fill_adapters(self, modules: Iterable[nn.Module], sharded: Sequence[ShardedModule]) -> None:
+        """Fill what adapters have added; DoRA reads the weights that it adapts, so that these are gathered here."""
+        if not self.adapters:
+            return
+        for each in sharded:
+            each.unshard()
+        for module in modules:
+            fill_adapters(module, self.device.device, self._fill_normal)
+        for each in sharded:
+            each.reshard()
+
     def _fill_normal(self, name: str, parameter: nn.Parameter, std: float) -> None:
-        """Fill a parameter, or this rank's slice of it, with normal numbers that follow from seed and name."""
-        key = derive_seed(self.job.seed, "initial weights", name)
-        if is_dtensor(parameter):
-            place = slice_of(parameter)
-            fill_normal(local_part(parameter), key, std, place.shape, place.offsets)
-        else:
-            fill_normal(parameter.data, key, std)
+        """Fill a parameter with normal numbers that follow from seed and name."""
+        fill_normal(parameter.data, derive_seed(self.job.seed, "initial weights", name), std)
 
 
 def _changes(tensor: Tensor) -> bool:

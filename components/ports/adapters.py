@@ -47,7 +47,7 @@ class LowRank:
 
 
 Fill = Callable[[str, nn.Parameter, float], None]
-"""Fills a parameter of this name, or the slice of it that a rank has, with normal numbers of a standard deviation."""
+"""Fills a parameter of this name with normal numbers of this standard deviation."""
 
 
 class AdaptedLayer(ABC):

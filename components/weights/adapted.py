@@ -11,7 +11,7 @@ from drawloom.components.ports.model import LayerRange, Model
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import convert
 from drawloom.components.weights.mapper import parallel
-from drawloom.components.weights.mapper_ops import gather
+from drawloom.components.weights.mapper_ops import whole
 from drawloom.graph import UserError
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
@@ -88,15 +88,14 @@ def merge_error(mapper: Mapper, tensors: dict[str, Tensor], dtype: torch.dtype |
     """
     What merging loses of the changes of these tensors, of any shape, in a dtype or, if None, in the weights' own.
 
-    A collective of the ranks that shard a tensor.
+    DTensors are gathered: a collective of the ranks that share them out.
     """
     error = MergeError()
     for group in mapper.groups:
         if not tensors.keys() >= set(group.inputs):
             continue
-        whole = convert(parallel(*map(gather, group.inputs)), tensors)
-        base = whole[group.inputs[0]]
-        wide = {name: tensor.float() for name, tensor in whole.items()}
+        base = tensors[group.inputs[0]]
+        wide = {name: whole(tensors[name]).detach().float() for name in group.inputs}
         merged = convert(Mapper((group,)), wide)[group.outputs[0]]
         lost = merged - merged.to(dtype or base.dtype).float()
         change = merged - wide[group.inputs[0]]

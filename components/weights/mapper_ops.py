@@ -155,5 +155,10 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor of any shape gathered, which is a collective of its mesh; any other tensor as it is."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def _whole(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [tensor.full_tensor() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
+    return [whole(tensor) for tensor in tensors]

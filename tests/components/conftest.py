@@ -6,11 +6,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import settings
 from torch import Tensor
-
-settings.register_profile("without deadlines", deadline=None)  # on a busy machine any example may take long
-settings.load_profile("without deadlines")
 
 
 @attrs.frozen

@@ -36,7 +36,7 @@ def random_case(rows: int, length: int, heads: int, kv_heads: int, dtype: torch.
     return q, k, v, torch.randint(2, (rows, length)).cumsum(1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     _seed=seeds,
     rows=st.integers(0, 2),

@@ -33,13 +33,13 @@ MESHES = [
 def whole() -> dict[tuple[Any, ...], dict[str, Any]]:
     """Three steps of each case in one process, by what the case is beside its schedule."""
     cases = sorted({("gpipe", *case[1:]) for mesh in MESHES for case in mesh.cases})
-    return {case[1:]: found for case, found in zip(cases, pipelines.steps(cases, taken=3), strict=True)}
+    return {case[1:]: found for case, found in zip(cases, pipelines.steps(cases, taken=3, layers=4), strict=True)}
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: mesh.name)
 def test_three_steps_are_those_of_one_process(mesh: Meshed, whole: Any) -> None:
     """Losses, norms, gradients and weights after updates equal those of one process in float64, to 1e-10."""
-    ranks = run_ranks(pipelines.steps, 4, mesh.cases, mesh.sizes, "cpu", pipelines.FLOAT64, 3, timeout=120)
+    ranks = run_ranks(pipelines.steps, 4, mesh.cases, mesh.sizes, "cpu", pipelines.FLOAT64, 3, 4, timeout=120)
     for number, case in enumerate(mesh.cases):
         pipelines.assert_same_steps([found[number] for found in ranks], whole[case[1:]])
 

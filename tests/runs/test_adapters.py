@@ -96,7 +96,6 @@ def test_only_what_is_trained_is_saved_and_changed(place: Path) -> None:
 LAYOUTS: dict[str, tuple[Sequence[str], float]] = {
     "split": (("mesh.pipeline=2", "schedule.use=pipeline.schedules.zero_bubble_1p"), 1e-5),
     "replicas": (("batch.micro_size=2",), 1e-5),
-    "shards": (("mesh.data_shard=2", "batch.micro_size=2"), 1e-5),
 }
 
 
@@ -148,3 +147,14 @@ def test_other_base_weights_are_refused(place: Path) -> None:
             assert "Traceback" not in outcome.text
     finally:
         file.write_bytes(kept)
+
+
+def test_adapters_of_sharded_weights_have_the_losses_of_one_process(place: Path) -> None:
+    """Two ranks that shard the frozen weights keep the adapters whole; losses, adapter and export are one process's."""
+    train(place, "shared", "mesh.data_shard=2", ranks=2)
+    assert_close(place / "runs/one", place / "runs/shared", rel=1e-5)
+    for file in ("export/model.safetensors", "adapter/adapter_model.safetensors"):
+        alone, shared = (load_file(place / "runs" / name / file) for name in ("one", "shared"))
+        assert alone.keys() == shared.keys()
+        for name, tensor in alone.items():
+            assert (tensor - shared[name]).abs().max() < 1e-4, name

@@ -129,9 +129,11 @@ def steps(
     kind: Literal["cpu", "cuda"] = "cpu",
     dtypes: Mapping[str, Any] = FLOAT64,
     taken: int = 1,
+    layers: int = 8,
 ) -> list[dict[str, Any]]:
     """
-    What steps of each case leave on this rank, in all processes that were started together, or in this one.
+    What steps of each case leave on this rank, in all processes that were started together, or in this one; the model
+    has so many layers.
 
     `sizes` are those of the mesh; pipeline ranks take what is left. Each data-parallel rank has its part of the
     microbatches. `taken` steps are taken with AdamW, all but the last of which are followed by an update.
@@ -144,7 +146,7 @@ def steps(
         rest = processes.world_size // math.prod(sizes.values())
         mesh = RankMesh(processes=processes, **{"pipeline": rest, "data_replicate": 1, **sizes})
         mesh.open()
-        return [_steps(*case, mesh, device, DtypePolicy(**dtypes), taken) for case in cases]
+        return [_steps(*case, mesh, device, DtypePolicy(**dtypes), taken, layers) for case in cases]
     finally:
         processes.close()
 
@@ -159,12 +161,15 @@ def _steps(
     device: Any,
     precision: DtypePolicy,
     taken: int,
+    layers: int,
 ) -> dict[str, Any]:
     """
     Gradients by name, as the optimizer gets them in the last step, and the weights before it; which slices these are;
     this rank's loss and sums, its validation loss, and the norm of all gradients.
     """
     sizes: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "vocab_size": 20,
         "hidden_size": 16,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
@@ -172,7 +177,7 @@ def _steps(
         "intermediate_size": 24,
     }
     stages = MaterializedStages(
-        model=Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=tied, num_hidden_layers=8, vocab_size=20, **sizes),
+        model=Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=tied, **sizes),
         loss=LOSSES[kind](),
         schedule=schedule(name),
         mesh=mesh,
