@@ -54,7 +54,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.jsonl").write_text("\n".join(lines), "utf-8")
         store_of(folder / f"{name}_store", [[f"{name} {number}" for number in range(20)]])
         rows = [json.dumps({"messages": say("a", f"{name} {n}", "b", "c")}) for n in range(9)]
-        (folder / f"{name}_chat.jsonl").write_text("\n".join(rows), "utf-8")
+        (folder / f"{name}.chat").write_text("\n".join(rows), "utf-8")
         (folder / f"{name}.jinja").write_text(("{{ strftime_now('%Y') }}" if name == "other" else "") + CHATML, "utf-8")
         _write_tokenizer(folder / f"{name}_tokenizer.json", "the quick fox" if name == "one" else "thequick")
         schedule = build("pipeline.schedules.gpipe" if name == "one" else "pipeline.schedules.one_f_one_b")

@@ -140,9 +140,9 @@ ROWS: dict[str, Row] = {
     "checkpoint.staging.overlapped": Row(runs.staged, {}, {"keep": False, "type_check": False}),
     "data.conversations": Row(
         parts.conversations_of,
-        {"paths": ["one_chat.jsonl"], "validation_fraction": 0.0, "template": "one.jinja"},
+        {"paths": ["one.chat"], "validation_fraction": 0.0, "template": "one.jinja"},
         {
-            "paths": ["*_chat.jsonl"],
+            "paths": ["*.chat"],
             "template": Change("other.jinja", {"date": "2024-07-26"}),
             "turns": "one_row_per_turn",
             "roles": {"user": 1.0},
