@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.adapters.dora import dora_scale
-from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
-from drawloom.components.ports.adapters import AdaptedLayer, LowRank
+from drawloom.components.ports.adapters import AdaptedLayer, Fill, LowRank
 from drawloom.components.ports.model import Head
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.mapper import parallel
@@ -50,9 +49,9 @@ def _factor(*shape: int, like: Tensor) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device))
 
 
-def _fill_uniformlike(factor: Tensor, name: str, seed: int, inputs: int) -> None:
-    # The variance of PEFT's kaiming_uniform_(a=sqrt(5)), which is uniform up to 1 / sqrt(inputs).
-    fill_normal(factor, derive_seed(seed, "initial weights", name), 1 / math.sqrt(3 * inputs))
+def _std(inputs: int) -> float:
+    """That of PEFT's kaiming_uniform_(a=sqrt(5)), which is uniform up to 1 / sqrt(inputs)."""
+    return 1 / math.sqrt(3 * inputs)
 
 
 class LoraLinear(Linear, AdaptedLayer):
@@ -95,10 +94,10 @@ class LoraLinear(Linear, AdaptedLayer):
         """Both factors, and the magnitude of DoRA."""
         return ["lora_A", "lora_B", *(["lora_magnitude"] if self.form.dora else [])]
 
-    def fill_adapter(self, name: str, seed: int) -> None:
+    def fill_adapter(self, name: str, fill: Fill) -> None:
         """Random numbers for A and zeros for B, so that the layer begins as the frozen one."""
         with torch.no_grad():
-            _fill_uniformlike(self.lora_A, f"{name}.lora_A", seed, self.lora_A.shape[1])
+            fill(f"{name}.lora_A", self.lora_A, _std(self.lora_A.shape[1]))
             self.lora_B.zero_()
             if self.form.dora:
                 self.lora_magnitude.copy_(torch.linalg.vector_norm(self.weight, dim=1, dtype=_wide(self.weight)))
@@ -153,11 +152,11 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         """Both factors."""
         return ["lora_A", "lora_B"]
 
-    def fill_adapter(self, name: str, seed: int) -> None:
+    def fill_adapter(self, name: str, fill: Fill) -> None:
         """Zeros for A and random numbers for B, as PEFT has it for embeddings."""
         with torch.no_grad():
             self.lora_A.zero_()
-            fill_normal(self.lora_B, derive_seed(seed, "initial weights", f"{name}.lora_B"), 1.0)
+            fill(f"{name}.lora_B", self.lora_B, 1.0)
 
     def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """The table + scale * A Bᵀ."""
@@ -225,12 +224,12 @@ class LoraExperts(Experts, AdaptedLayer):
         """The factors of each adapted parameter."""
         return [f"{name}_lora_{factor}" for name in self.adapted for factor in "AB"]
 
-    def fill_adapter(self, name: str, seed: int) -> None:
+    def fill_adapter(self, name: str, fill: Fill) -> None:
         """Random numbers for A and zeros for B."""
         with torch.no_grad():
             for each in self.adapted:
                 first = getattr(self, f"{each}_lora_A")
-                _fill_uniformlike(first, f"{name}.{each}_lora_A", seed, first.shape[2])
+                fill(f"{name}.{each}_lora_A", first, _std(first.shape[2]))
                 getattr(self, f"{each}_lora_B").zero_()
 
     def merge_mapper(self, name: str, base: str | None = None) -> Mapper:

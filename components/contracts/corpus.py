@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, Tokenizer
+from drawloom.components.ports.corpus import ChatTokenizer, Corpus, Split, TokenCorpus, Tokenizer
 from drawloom.graph.testing import expect
 
 
@@ -137,3 +137,12 @@ def each_document_has_a_source(corpus: TokenCorpus) -> None:
     documents = corpus.documents("train")
     sources = [documents.source(number) for number in range(min(20, len(documents.lengths)))]
     expect(all(sources) and len(set(sources)) == len(sources), f"sources are missing or equal: {sources}")
+
+
+def control_tokens_are_the_templates_alone(tokenizer: ChatTokenizer) -> None:
+    """A control token that is written out is one id for a template, and none in a text."""
+    for token in tokenizer.control_tokens:
+        (number,) = tokenizer.encode_control(token).tolist()
+        expect(number not in tokenizer.encode(f"a {token} b").tolist(), f"a text can forge {token}")
+        expect(number in tokenizer.encode_control(f"a {token} b").tolist(), f"a template can't write {token}")
+        expect(token in tokenizer.decode_control([number]), f"{token} is not written out")

@@ -3,13 +3,14 @@
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
 
+from drawloom.components.data.chat.template import template_of
 from drawloom.graph import UserError, component, setting
 
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -66,6 +67,33 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text, int32 of shape (tokens,), without the end."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    @property
+    def chat_template(self) -> str | None:
+        """That of `chat_template.jinja` or `tokenizer_config.json`, beside the file."""
+        return template_of(self._file.parent)[0]
+
+    @property
+    def template_tokens(self) -> Mapping[str, str]:
+        """Those of `tokenizer_config.json`."""
+        return template_of(self._file.parent)[1]
+
+    @property
+    def control_tokens(self) -> list[str]:
+        """The special tokens of the file."""
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+
+    def encode_control(self, text: str) -> np.ndarray:
+        """The ids of a text in which special tokens are written out, int32 (tokens,)."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
+    def decode_control(self, ids: Sequence[int]) -> str:
+        """The text of ids, with special tokens written out."""
+        return str(self._tokenizer.decode([int(number) for number in ids], skip_special_tokens=False))
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text; faster than one at a time."""

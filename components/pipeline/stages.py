@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rank_errors import run_on_all
+from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.pipeline.module_buffers import fill_buffers, fill_parameters
 from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype, is_dtensor
 from drawloom.components.pipeline.program.builders import stages_of
@@ -327,9 +328,13 @@ class MaterializedStages:
         for each in sharded:
             each.unshard()
         for module in modules:
-            fill_adapters(module, self.device.device, self.job.seed)
+            fill_adapters(module, self.device.device, self._fill_normal)
         for each in sharded:
             each.reshard()
+
+    def _fill_normal(self, name: str, parameter: nn.Parameter, std: float) -> None:
+        """Fill a parameter with normal numbers that follow from seed and name."""
+        fill_normal(parameter.data, derive_seed(self.job.seed, "initial weights", name), std)
 
 
 def _changes(tensor: Tensor) -> bool:

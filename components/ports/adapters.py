@@ -1,7 +1,7 @@
 """Adapters: what is trained of a model whose other weights are frozen, such as the low-rank factors of LoRA."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import attrs
@@ -46,6 +46,10 @@ class LowRank:
     fused: bool = False
 
 
+Fill = Callable[[str, nn.Parameter, float], None]
+"""Fills a parameter of this name with normal numbers of this standard deviation."""
+
+
 class AdaptedLayer(ABC):
     """
     A layer with an adapter: a module with the parameters of the layer that it replaces, and some of its own.
@@ -59,7 +63,7 @@ class AdaptedLayer(ABC):
         """The names, in the layer, of the adapter's parameters."""
 
     @abstractmethod
-    def fill_adapter(self, name: str, seed: int) -> None:
+    def fill_adapter(self, name: str, fill: Fill) -> None:
         """Fill the adapter's parameters, in place, with their initial values; the layer's others have theirs."""
 
     @abstractmethod

@@ -4,7 +4,7 @@ Ports of corpora: documents of text, tokenizers, and documents of token ids.
 This module imports no torch, so that processes that only tokenize stay small.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -60,6 +60,34 @@ class Tokenizer(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write the files that other programs need for the same ids: `tokenizer.json` and its configuration."""
+        ...
+
+
+@port
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer with control tokens, between which a chat template writes conversations."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The tokenizer's own template, in jinja2; None if it has none."""
+        ...
+
+    @property
+    def template_tokens(self) -> Mapping[str, str]:
+        """The tokens that templates know by a name, such as bos_token."""
+        ...
+
+    @property
+    def control_tokens(self) -> Sequence[str]:
+        """The texts of all control tokens."""
+        ...
+
+    def encode_control(self, text: str) -> np.ndarray:
+        """The ids of a text in which control tokens are written out, int32 (tokens,); `encode` takes them as text."""
+        ...
+
+    def decode_control(self, ids: Sequence[int]) -> str:
+        """The text of ids, with control tokens written out; `decode` leaves them out."""
         ...
 
 

@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.adapters import AdaptedLayer, Adapter
+from drawloom.components.ports.adapters import AdaptedLayer, Adapter, Fill
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import convert
@@ -50,7 +50,7 @@ def adapter_names(module: nn.Module) -> set[str]:
     return {f"{name}.{leaf}" for name, layer in adapted_layers(module) for leaf in layer.adapter_names}
 
 
-def fill_adapters(module: nn.Module, device: torch.device, seed: int) -> None:
+def fill_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:
     """Make the adapters' parameters real, with their initial values; all other parameters have theirs."""
     for name, layer in adapted_layers(module):
         for leaf in layer.adapter_names:
@@ -58,7 +58,7 @@ def fill_adapters(module: nn.Module, device: torch.device, seed: int) -> None:
             if parameter.is_meta:
                 empty = torch.empty_like(parameter, device=device)
                 setattr(layer, leaf, nn.Parameter(empty, parameter.requires_grad))
-        layer.fill_adapter(name, seed)
+        layer.fill_adapter(name, fill)
 
 
 def merge_mapper(whole: nn.Module, tied: bool) -> Mapper:

@@ -22,6 +22,7 @@ from drawloom.graph.problems import Problem
 from drawloom.graph.testing import Recipe, check_port
 from drawloom.graph.testing.ports import contract
 from drawloom.graph.types.port_match import mismatches
+from support.chat import say, tokenizer_folder
 from support.qwen3 import cpu_kernels
 from support.stores import store_of
 
@@ -87,6 +88,20 @@ def jsonl_file(folder: Path) -> Mapping[str, Any]:
     return {"corpus": {"use": "data.jsonl", "paths": [str(folder / "documents.jsonl")]}}
 
 
+def conversations(folder: Path) -> Mapping[str, Any]:
+    """Conversations, and a tokenizer with a chat template."""
+    lines = [json.dumps({"messages": say(f"question {number}?", LETTERS[:40])}) for number in range(40)]
+    (folder / "chat.jsonl").write_text("\n".join(lines), "utf-8")
+    return {
+        "tokenizer": {"use": "data.hugging_face_tokenizer", "path": str(tokenizer_folder(folder / "tokenizer"))},
+        "tokens": {
+            "use": "data.conversations",
+            "paths": [str(folder / "chat.jsonl")],
+            "validation_fraction": 0.2,
+        },
+    }
+
+
 def store(folder: Path) -> Mapping[str, Any]:
     """A token store."""
     store_of(folder / "store", [[f"document {number}: {LETTERS}" for number in range(40)]])
@@ -94,6 +109,7 @@ def store(folder: Path) -> Mapping[str, Any]:
 
 
 SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
+    "data.conversations": conversations,
     "data.hugging_face_tokenizer": tokenizer_file,
     "data.jsonl": jsonl_file,
     "data.tokenized": store,

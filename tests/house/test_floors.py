@@ -47,13 +47,13 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.pipeline": (BELOW | {"kernels.deferred_grads"}, {"attrs", "numpy", "torch"}),
     "components.checkpoint": (BELOW, {"attrs", "torch", "safetensors"}),
     "components.trackers": (BELOW, {"attrs", "aim"}),
-    "components.data": (BELOW, {"attrs", "numpy", "torch", "tokenizers", "pyarrow", "fsspec"}),
+    "components.data": (BELOW, {"attrs", "numpy", "torch", "tokenizers", "pyarrow", "fsspec", "jinja2"}),
     "components.run": (BELOW, {"attrs", "numpy", "torch"}),
     "components.listeners": (BELOW, {"attrs", "torch", "rich"}),
     # Commands are no components: each puts the work of several subjects at a person's disposal.
     "components.commands": (
         BELOW | {f"components.{name}" for name in ("checkpoint", "data", "export", "pipeline", "sampling")},
-        {"attrs", "tomli", "torch"},
+        {"attrs", "rich", "tomli", "torch"},
     ),
 }
 SUBJECT = (BELOW, {"attrs", "numpy", "torch"})

@@ -17,6 +17,7 @@ from drawloom.graph.registry.registry import Registry
 from drawloom.graph.testing import Recipe, build
 from support import observers as parts
 from support import observers_of_runs as runs
+from support.chat import CHATML, say
 from support.qwen3 import SIZES, SPARSE_SIZES
 from support.setting_changes import ROWS, UNOBSERVED, Change, Observer
 from support.stores import store_of
@@ -52,6 +53,9 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines = [json.dumps({"text": f"{name} {number}", "other": f"else {number}"}) for number in range(20)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines), "utf-8")
         store_of(folder / f"{name}_store", [[f"{name} {number}" for number in range(20)]])
+        rows = [json.dumps({"messages": say("a", f"{name} {n}", "b", "c")}) for n in range(9)]
+        (folder / f"{name}.chat").write_text("\n".join(rows), "utf-8")
+        (folder / f"{name}.jinja").write_text(("{{ strftime_now('%Y') }}" if name == "other" else "") + CHATML, "utf-8")
         _write_tokenizer(folder / f"{name}_tokenizer.json", "the quick fox" if name == "one" else "thequick")
         schedule = build("pipeline.schedules.gpipe" if name == "one" else "pipeline.schedules.one_f_one_b")
         (folder / f"{name}.csv").write_text(write_csv(schedule.program(4, 8)))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from drawloom.graph.cli.project import Project
 from drawloom.graph.testing import Recipe
+from support.chat import tokenizer_folder
 from support.observers_of_runs import TINY
 from support.runs import drawloom, rows
 
@@ -28,7 +29,29 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield folder / "run/export"
 
 
-@pytest.mark.parametrize("recipe", ["finetune", "finetune_lora"])
+@pytest.fixture(scope="module")
+def chat_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    tokenizer = {"use": "data.hugging_face_tokenizer", "path": str(tokenizer_folder(folder / "tokenizer"))}
+    values: dict[str, Any] = {"model": TINY, "run": {"name": "base", "folder": str(folder / "run")}}
+    with Recipe.load("first_run").with_values(values | {"tokenizer": tokenizer}).open(only="export") as objects:
+        objects["export"].finish(1)
+    return folder / "run/export"
+
+
+def test_chat_trains_the_answers(chat_base: Path, tmp_path: Path) -> None:
+    """On the conversations that the repository ships; the adapter comes with the tokenizer's template in the export."""
+    data = Path(__file__).parents[2] / "docs/examples/conversations.jsonl"
+    words = (f"vars.base={chat_base}", *SMALL, f'tokens.paths=["{data}"]', "vars.length=128")
+    [outcome] = drawloom(tmp_path, "run", "chat", *words)
+    assert outcome.code == 0, outcome.text
+    run = tmp_path / "runs/chat"
+    assert "are trained" in (run / "log/rank-0.log").read_text("utf-8") and len(rows(run)) == 3
+    assert (run / "export/chat_template.jinja").exists() and (run / "adapter/adapter_config.json").exists()
+
+
+@pytest.mark.parametrize("recipe", ["finetune", "finetune_lora", "chat"])
 def test_recipes_need_a_base_and_nothing_else(recipe: str, base: Path) -> None:
     """With `vars.base` there is no problem; without it, or with a folder that is no model, one that says so."""
 

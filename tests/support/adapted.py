@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from drawloom.components.adapters.lora import Lora
+from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.ports.adapters import Adapter
+from drawloom.components.ports.adapters import Adapter, Fill
 from drawloom.components.ports.model import LayerRange, Stage
 from drawloom.components.weights.adapted import fill_adapters, inject
 from support.qwen3 import whole
@@ -33,6 +34,11 @@ def lora(*targets: str, **changes: Any) -> Lora:
     return Lora(**(settings | changes))
 
 
+def filled_from(seed: int) -> Fill:
+    """Initial values of adapters from a seed."""
+    return lambda name, parameter, std: fill_normal(parameter.data, derive_seed(seed, name), std)
+
+
 def adapted(model: DecoderBuilder, *adapters: Adapter) -> nn.Module:
     """
     A whole model with random weights, the same ones whatever the adapters; what these train is not where it begins.
@@ -41,7 +47,7 @@ def adapted(model: DecoderBuilder, *adapters: Adapter) -> nn.Module:
     module = whole(model)
     before: dict[str, Any] = dict(module.named_parameters())
     inject(adapters, module)
-    fill_adapters(module, torch.device("cpu"), 0)
+    fill_adapters(module, torch.device("cpu"), filled_from(0))
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if adapters and parameter.requires_grad:

@@ -28,6 +28,7 @@ from drawloom.components.ports.model import BatchContext, Head, LayerRange
 from drawloom.components.ports.run import Batching, RunInfo, Step
 from drawloom.graph import Every, UserError
 from drawloom.graph.testing import build, fake
+from support import chat
 from support.checkpoints import SingleRankMesh
 from support.losses import sample
 from support.metrics import measured, step_of
@@ -62,6 +63,14 @@ def model_of(use: str, values: Values, _place: Path) -> Any:
 
 def _number(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None else float(tensor.double().abs().sum())
+
+
+def conversations_of(use: str, values: Values, place: Path) -> Any:
+    """Ids and weights of the conversations of both splits."""
+    made = build(use, tokenizer=chat.opened(chat.tokenizer_folder(place / "tokenizer")), **values)
+    made.open()
+    splits = [made.documents(split) for split in ("train", "validation")]
+    return [(each.ids.tolist(), each.own_weights.tolist(), each.ends.tolist()) for each in splits]
 
 
 def initial_weights_of(use: str, values: Values, _place: Path) -> Any:

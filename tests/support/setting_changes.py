@@ -138,6 +138,18 @@ ROWS: dict[str, Row] = {
     ),
     "checkpoint.staging.blocking": Row(runs.staged, {}, {"keep": False, "type_check": False}),
     "checkpoint.staging.overlapped": Row(runs.staged, {}, {"keep": False, "type_check": False}),
+    "data.conversations": Row(
+        parts.conversations_of,
+        {"paths": ["one.chat"], "validation_fraction": 0.0, "template": "one.jinja"},
+        {
+            "paths": ["*.chat"],
+            "template": Change("other.jinja", {"date": "2024-07-26"}),
+            "turns": "one_row_per_turn",
+            "roles": {"user": 1.0},
+            "date": Change("2025-07-26", {"template": "other.jinja", "date": "2024-07-26"}),
+            "validation_fraction": 0.5,
+        },
+    ),
     "data.hugging_face_tokenizer": Row(
         parts.tokens_of,
         {"path": "one_tokenizer.json", "end_token": "<a>"},

@@ -13,7 +13,7 @@ from drawloom.components.pipeline.split_backward.split_backward import SplitBack
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.weights.adapted import adapted_model, merge_mapper
 from drawloom.components.weights.load import convert
-from support.adapted import adapted, lora
+from support.adapted import adapted, filled_from, lora
 from support.qwen3 import cpu_kernels, dense, logits_of, losses_of, one_document, sparse
 
 ALL = ["*_proj", "embed_tokens", "lm_head"]
@@ -55,7 +55,7 @@ def test_outputs_and_gradients_are_those_of_peft(dora: bool) -> None:
 def test_a_layer_begins_as_the_frozen_one(dora: bool) -> None:
     """Before the first step an adapter changes nothing, and A has the variance of PEFT's."""
     ours = LoraLinear(Linear(300, 5, cpu_kernels()).requires_grad_(False), LoraForm(8, 1.0, dora=dora))
-    ours.fill_adapter("layer", 3)
+    ours.fill_adapter("layer", filled_from(3))
     x = torch.randn(2, 300)
     torch.testing.assert_close(ours(x), Linear.forward(ours, x), rtol=1e-6, atol=1e-6)
     assert float(ours.lora_A.detach().var()) == pytest.approx(1 / (3 * 300), rel=0.1)

@@ -94,7 +94,7 @@ def test_an_error_in_a_worker_has_its_traceback(rows_of: RowsOf) -> None:
     """The exception in this process contains the worker's traceback."""
     with (
         spawned(rows_of(train=50), 1) as workers,
-        pytest.raises(RuntimeError, match=r"(?s)data worker 0.*packed\.py.*Index"),
+        pytest.raises(RuntimeError, match=r"(?s)data worker 0.*packed_rows\.py.*Index"),
     ):
         next(workers.batches(iter([[99], [0]]), 1, timeout=30))
 
@@ -118,12 +118,14 @@ RUN = """
 import attrs, sys, time
 from itertools import count
 import numpy as np
-from drawloom.components.data.packed import pack
-from drawloom.components.data.packing import Packing
+from drawloom.components.data.packing.concatenated import Concatenated
+from drawloom.components.data.packing.packed_rows import PackedSplit
+from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.data.workers import Workers
 
-rows = Packing(corpus=None, tokenizer=None, job=None, length=4)
-rows._packed["train"] = pack([np.arange(1, 100_000)], 0, 4, np.int32)
+documents = TokenArrays.of([np.arange(1, 100_000)], np.uint32)
+rows = Concatenated(tokens=None, job=None, length=4)
+rows._splits["train"] = PackedSplit(documents, rows.index_of(documents.lengths, np.arange(1)))
 workers = Workers(rows, "train", 3)
 next(workers.batches((list(range(20_000)) for _ in count()), 1, 30))
 print(*(member.process.pid for member in workers.members), flush=True)

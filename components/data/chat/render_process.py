@@ -1,0 +1,105 @@
+"""
+The process that renders chat templates, as `transformers` renders them, under a limit of memory.
+
+A template is data from strangers. jinja2's sandbox keeps it from Python, but bounds neither memory nor time: memory is
+bounded here, time by the parent. Lines of JSON come in: first the template, its special tokens and its date, then
+lists of renderings. This file is run by its path and imports neither drawloom nor torch.
+"""
+
+import json
+import re
+import resource
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+MEMORY = 2**29
+"""Bytes of address space."""
+
+MAX_TEXT = 2**24
+"""Characters of one rendering."""
+
+
+def environment(date: str | None) -> Any:
+    """An environment with the globals and filters that templates find in transformers, and no loader."""
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}`, which marks an answer for transformers, renders what it holds."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.exceptions.TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        if date is None:
+            raise jinja2.exceptions.TemplateError("it asks for today's date; write date = the day that it is to say")
+        return datetime.fromisoformat(date).strftime(form)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    class Namespace(jinja2.utils.Namespace):
+        """Without names that lead into Python."""
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise jinja2.exceptions.SecurityError(f"{name!r} can't be kept in a namespace")
+            super().__setitem__(name, value)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    made.filters["tojson"] = tojson
+    made.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now, "namespace": Namespace}
+    return made
+
+
+def render(template: Any, request: dict[str, Any], special_tokens: dict[str, str]) -> dict[str, str]:
+    """The text of one rendering, or the reason why there is none."""
+    try:
+        text = template.render(**special_tokens, **request)
+    except MemoryError:
+        return {"error": f"it takes more than {MEMORY >> 20} MiB"}
+    except Exception as error:  # whatever a template does
+        return {"error": re.sub(r"\s+", " ", f"{error}")[:500] or type(error).__name__}
+    if len(text) > MAX_TEXT:
+        return {"error": f"it gives {len(text)} characters, and {MAX_TEXT} are the most"}
+    return {"text": text}
+
+
+def serve(read: Callable[[], bytes], write: Callable[[bytes], Any]) -> None:
+    """Answer lists of renderings until there are no more."""
+    opening = json.loads(read())
+    try:
+        template = environment(opening["date"]).from_string(opening["template"])
+        answer: dict[str, Any] = {"ready": True}
+    except Exception as error:  # a template may be anything
+        answer = {"error": f"{error}"[:500]}
+    write(json.dumps(answer).encode() + b"\n")
+    while line := read():
+        answers = [render(template, request, opening["special_tokens"]) for request in json.loads(line)]
+        write(json.dumps(answers).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    import jinja2.sandbox  # noqa: F401 - before the limit, which is for the template
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    output = sys.stdout.buffer
+
+    def send(line: bytes) -> None:
+        output.write(line)
+        output.flush()
+
+    serve(sys.stdin.buffer.readline, send)

@@ -1,0 +1,101 @@
+"""Chat templates beside transformers, and hostile ones."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from drawloom.components.data.chat.template import ChatTemplate, RenderError, template_of
+from drawloom.graph import UserError
+from support.chat import BRACKETS, CHATML, HEADERS, THINKING, TOOLS, say, tokenizer_folder
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@contextmanager
+def process(text: str, **settings: Any) -> Iterator[ChatTemplate]:
+    """A template in its process."""
+    template = ChatTemplate(text, TOKENS, **settings)
+    template.open()
+    try:
+        yield template
+    finally:
+        template.close()
+
+
+@pytest.mark.parametrize("text", [CHATML, TOOLS, THINKING, HEADERS, BRACKETS])
+def test_renderings_are_those_of_transformers(text: str) -> None:
+    """With and without a generation prompt, tools, and text that HTML would escape."""
+    messages = say("a <b> & 'c' ä\n", "<think>\nwhy\n</think>\n\n d ", "e", "f")
+    tools = [{"name": "find", "parameters": {"q": "é<"}}]
+    with process(text) as template:
+        for prompt in (False, True):
+            request = {"messages": messages, "tools": tools, "add_generation_prompt": prompt}
+            render: Any = render_jinja_template
+            [wanted], _ = render([messages], tools, chat_template=text, add_generation_prompt=prompt, **TOKENS)
+            assert template.render([request]) == [wanted]
+
+
+def test_marks_of_generation_and_the_date_are_understood() -> None:
+    """`{% generation %}` renders what it holds; the day is the recipe's, and a template that asks for it needs one."""
+    text = "{% generation %}a{% endgeneration %}{{ strftime_now('%d %b %Y') }}"
+    with process(text, date="2024-07-26") as template:
+        assert template.render([{"messages": []}]) == ["a26 Jul 2024"]
+    with process(text) as template, pytest.raises(RenderError, match="today's date; write date ="):
+        template.render([{"messages": []}])
+
+
+HOSTILE = {
+    "Python's classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "attributes by a filter": "{{ ''|attr('__class__') }}",
+    "format strings": "{{ '{0.__class__.__mro__}'.format(1) }}",
+    "a change of the messages": "{{ messages.append(1) }}",
+    "files": "{% include '/etc/passwd' %}",
+    "names of a namespace": "{% set n = namespace(x=1) %}{% set n.__class__ = 1 %}{{ n.x }}",
+    "memory": "{{ 'x' * 3000000000 }}",
+    "long texts": "{{ 'x' * 30000000 }}",
+    "its own reason": "{{ raise_exception('roles must alternate') }}",
+}
+
+
+def test_hostile_templates_reach_nothing_and_the_next_conversation_is_rendered() -> None:
+    """Each gives an error or a harmless text, in bounded memory, and the process lives on."""
+    for what, text in HOSTILE.items():
+        with process("{% if messages %}ok{% else %}" + text + "{% endif %}") as template:
+            try:
+                [found] = template.render([{"messages": []}])
+                assert "class" not in found and "root:" not in found, what
+            except RenderError as error:
+                assert len(str(error)) < 600, what
+            assert template.render([{"messages": [1]}]) == ["ok"], what
+
+
+def test_an_endless_template_is_ended() -> None:
+    """After the deadline there is one message, and no process is left."""
+    text = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with process(text, seconds=0.5) as template:
+        begin = time.monotonic()
+        with pytest.raises(UserError, match=r"takes more than 0.5 s"):
+            template.render([{"messages": []}])
+        assert time.monotonic() - begin < 20 and template._process is None
+
+
+def test_what_is_no_template_is_refused() -> None:
+    """With jinja2's reason."""
+    with pytest.raises(UserError, match=r"can't be read: .*endfor"), process("{% for a in b %}"):
+        pass
+
+
+def test_the_template_of_a_folder_is_in_a_file_or_in_the_configuration(tmp_path: Path) -> None:
+    """The file comes first; of several by name the default counts; tokens are text or objects."""
+    assert template_of(tmp_path) == (None, {})
+    folder = tokenizer_folder(tmp_path / "a")
+    assert template_of(folder) == (CHATML, TOKENS)
+    (folder / "chat_template.jinja").unlink()
+    config = '{"chat_template": [{"name": "default", "template": "x"}], "bos_token": {"content": "<s>"}}'
+    (folder / "tokenizer_config.json").write_text(config)
+    assert template_of(folder) == ("x", {"bos_token": "<s>"})

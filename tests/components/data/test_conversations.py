@@ -1,0 +1,118 @@
+"""Conversations as a corpus of token ids."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawloom.components.data.conversations import Conversations
+from drawloom.components.ports.corpus import TokenCorpus
+from drawloom.graph import UserError
+from drawloom.graph.types.port_match import mismatches
+from support.chat import CHATML, THINKING, opened, say, tokenizer_folder
+
+
+def corpus(folder: Path, *rows: Any, template: str | None = CHATML, **settings: Any) -> Conversations:
+    """The conversations of these lines, open."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+    tokenizer = opened(tokenizer_folder(folder / "tokenizer", template))
+    made = Conversations(
+        tokenizer=tokenizer, paths=[str(folder / "rows.jsonl")], **({"validation_fraction": 0.0} | settings)
+    )
+    made.open()
+    return made
+
+
+def trained(made: Conversations) -> list[str]:
+    """The trained text of each row for training."""
+    documents = made.documents("train")
+    tokenizer: Any = made.tokenizer
+    found = []
+    for number, length in enumerate(documents.lengths):
+        ids, weights = documents.tokens(number, 0, length), documents.weights(number, 0, length)
+        assert weights is not None
+        found.append(str(tokenizer._tokenizer.decode(ids[weights > 0].tolist(), skip_special_tokens=False)))
+    return found
+
+
+def test_lines_of_all_forms(tmp_path: Path) -> None:
+    """Messages, prompts and completions of text or of messages; a message's own weight comes before its role's."""
+    quiet = [*say("a", "b"), {"role": "user", "content": "c"}, {"role": "assistant", "content": "d", "weight": 0}]
+    made = corpus(
+        tmp_path,
+        {"messages": quiet},
+        {"prompt": "hello", "completion": " there"},
+        {"prompt": say("a", "b", "c"), "completion": say("x", "y")[1:]},
+    )
+    assert not mismatches(Conversations, TokenCorpus)
+    assert trained(made) == ["b<|im_end|>", " there</s>", "y<|im_end|>"]
+
+
+def test_which_turns_are_trained(tmp_path: Path) -> None:
+    """All, the last, or each in a row of its own, where history is rendered as it was when the turn was answered."""
+    row = {"messages": say("a", "<think>\nx\n</think>\n\none", "b", "<think>\ny\n</think>\n\ntwo")}
+    assert trained(corpus(tmp_path, {"messages": say("a", "one", "b", "two")})) == ["one<|im_end|>two<|im_end|>"]
+    answers = ["<think>\nx\n</think>\n\none<|im_end|>", "<think>\ny\n</think>\n\ntwo<|im_end|>"]
+    assert trained(corpus(tmp_path, row, template=THINKING, turns="last")) == answers[1:]
+    assert trained(corpus(tmp_path, row, template=THINKING, turns="one_row_per_turn")) == answers
+    with pytest.raises(UserError, match=r"rows.jsonl:1: turn 2: .*one_row_per_turn"):
+        corpus(tmp_path, row, template=THINKING)
+
+
+def test_roles_have_weights(tmp_path: Path) -> None:
+    """A role that is not named is not trained."""
+    made = corpus(tmp_path, {"messages": say("a", "b", "c")}, roles={"assistant": 0.5, "user": 0.0})
+    (weights,) = [made.documents("train").weights(0, 0, 99)]
+    assert weights is not None and set(weights.tolist()) == {0.0, 0.5}
+
+
+def test_a_line_without_an_answer_is_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A mask of zeros would train on nothing without a word; a corpus of such lines is refused."""
+    with caplog.at_level(logging.INFO, "drawloom.data"):
+        made = corpus(tmp_path, {"messages": say("a")}, {"messages": say("a", "b")})
+    assert trained(made) == ["b<|im_end|>"]
+    assert "1 lines have no token to train, and are dropped" in caplog.text
+    with pytest.raises(UserError, match="no line has a turn to train; roles has system"):
+        corpus(tmp_path, {"messages": say("a", "b")}, roles={"system": 1.0})
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "no JSON": ("{", "rows.jsonl:2: Expecting"),
+    "no object": ([1], r"rows.jsonl:2: a line must be an object like"),
+    "other keys": ({"conversations": []}, r"rows.jsonl:2: it has conversations; write"),
+    "a message without a role": ({"messages": [{"content": "a"}]}, "rows.jsonl:2: turn 1 is no object with a role"),
+    "a weight that is none": ({"messages": [{**say("a")[0], "weight": "x"}]}, "rows.jsonl:2: a turn has weight 'x'"),
+    "content that the template can't write": ({"messages": [{"role": "assistant", "content": None}]}, "rows.jsonl:2"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_lines_are_told_with_their_place(what: str, tmp_path: Path) -> None:
+    """File, line, reason."""
+    row, text = BAD[what]
+    with pytest.raises(UserError, match=text):
+        corpus(tmp_path, {"messages": say("a", "b")}, row)
+
+
+def test_a_template_is_needed(tmp_path: Path) -> None:
+    """The tokenizer's, or a file of one's own."""
+    row = {"messages": say("a", "b")}
+    with pytest.raises(UserError, match="the tokenizer has no chat template; write the path of one"):
+        corpus(tmp_path, row, template=None)
+    own = tmp_path / "own.jinja"
+    own.write_text(CHATML, "utf-8")
+    lines, tokenizer = [str(tmp_path / "rows.jsonl")], opened(tmp_path / "tokenizer")
+    made = Conversations(tokenizer=tokenizer, paths=lines, template=own, validation_fraction=0.0)
+    made.open()
+    assert trained(made) == ["b<|im_end|>"] and made.files_read() == {"template": [own]}
+
+
+def test_the_split_depends_on_the_line_alone(tmp_path: Path) -> None:
+    """A held-out line stays held out when others are added."""
+    lines = [{"messages": say(f"question {number}", f"answer {number}")} for number in range(40)]
+    few, many = (corpus(tmp_path, *lines[:count], validation_fraction=0.3) for count in (20, 40))
+    counts = [len(made.documents("validation").lengths) for made in (few, many)]
+    assert 0 < counts[0] < counts[1] < 30
