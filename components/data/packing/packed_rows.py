@@ -115,9 +115,11 @@ class PackedRows:
     def _pack(self, split: Split) -> PackedSplit:
         documents = self.tokens.documents(split)
         lengths = documents.lengths
-        order = np.flatnonzero(lengths >= 2)
-        if split == "train":
-            order = order[Permutation(self.job.seed, "documents", 0, len(order)).all()]
+        packed = lengths >= 2
+        count = int(packed.sum())
+        order = Permutation(self.job.seed, "documents", 0, count).all() if split == "train" else np.arange(count)
+        if count < len(lengths):
+            order = np.flatnonzero(packed)[order]
         return PackedSplit(documents, self.index_of(lengths, order))
 
     def _fingerprint(self, split: Split) -> dict[str, Any]:
