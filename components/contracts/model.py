@@ -15,11 +15,11 @@ from drawloom.components.ports.model import (
     SpreadParameters,
     StageInputs,
     Stages,
-    TensorSlice,
     TrainableStages,
     Transform,
     gradient_of,
 )
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph.testing import expect
 
 CLOSE = 1e-4  # far above the rounding of float32, and far below the error of a wrong formula
@@ -162,7 +162,8 @@ def values_follow_from_name_shape_and_seed(one: Model, other: Model) -> None:
         other.initialise(name, otherwise, 2)
         expect(torch.equal(first, again), f"{name} has other initial values in a second model with the same settings")
         last = torch.empty_like(first[len(first) // 2 :])
-        one.initialise(name, last, 1, TensorSlice(tuple(shape), (len(first) - len(last), *(0 for _ in shape[1:]))))
+        offsets = len(first) - len(last), *(0 for _ in shape[1:])
+        one.initialise(name, last, 1, TensorSlice(tuple(shape), offsets, tuple(last.shape)))
         expect(torch.equal(first[-len(last) :], last), f"a slice of {name} has other initial values than the whole")
         expect(torch.isfinite(first).all(), f"{name} has initial values that are not finite")
         differ |= not torch.equal(first, otherwise)

@@ -95,9 +95,9 @@ class AutoKernels:
         cuts = self.chosen("linear_cross_entropy").name == "cut"
         return Cut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x (..., inputs) @ weight.T, weight (outputs, inputs): (..., outputs)."""
-        return linear_eager(x, weight)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (..., inputs) @ weight.T + bias, weight (outputs, inputs), bias (outputs,): (..., outputs)."""
+        return linear_eager(x, weight, bias)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """weight (vocab_size, hidden_size)[tokens (...)]: (..., hidden_size)."""
@@ -125,9 +125,9 @@ class AutoKernels:
         """RMSNorm by head, then `rope`: q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim)."""
         return self._functions["qk_norm_rope"](q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
-    def attention_mask(self, documents: Tensor) -> Any:
+    def attention_mask(self, documents: Tensor, window: int | None = None) -> Any:
         """The mask that `attention` takes, from document ids int64 (rows, length)."""
-        return self._functions["attention"].mask(documents)
+        return self._functions["attention"].mask(documents, window)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """Causal attention within documents: q (rows, length, heads, head_dim), k and v with kv_heads."""

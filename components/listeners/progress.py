@@ -22,6 +22,8 @@ class ProgressBar:
     """
     Step, loss, tokens per second and time remaining, on rank 0 if standard output is a terminal.
 
+    On a GPU, loss and speed are those of the step before.
+
     While the bar is shown, step lines do not go to the terminal; warnings are printed above it. It is refreshed when
     steps end, without a thread.
     """
@@ -33,6 +35,7 @@ class ProgressBar:
     _bar: Progress | None = attrs.field(init=False, default=None)
     _task: TaskID = attrs.field(init=False, default=TaskID(0))
     _refreshed: float = attrs.field(init=False, default=0.0)
+    _newest: tuple[Step, float] | None = attrs.field(init=False, default=None)  # with its seconds
     _filtered: list[logging.Handler] = attrs.field(init=False, factory=list)
 
     def open(self) -> None:
@@ -71,8 +74,12 @@ class ProgressBar:
         if self._bar is None:
             return
         now = self.clock()
-        speed = f"{step.tokens / max(now - step.started - step.excluded_seconds, 1e-9):,.0f}"
-        self._bar.update(self._task, completed=step.index, loss=_loss(step), speed=speed)
+        before, self._newest = self._newest, (step, max(now - step.started - step.excluded_seconds, 1e-9))
+        self._bar.update(self._task, completed=step.index)
+        # On a GPU the host does not know this step's loss yet; it is no reason to wait.
+        shown = self._newest if step.settled or step.last else before
+        if shown is not None:
+            self._bar.update(self._task, loss=_loss(shown[0]), speed=f"{shown[0].tokens / shown[1]:,.0f}")
         if now - self._refreshed >= REFRESH:
             self._refreshed = now
             self._bar.refresh()
@@ -81,6 +88,7 @@ class ProgressBar:
 
 
 def _loss(step: Step) -> str:
+    step.settle()
     loss = step.outputs.get("loss")
     return "skipped" if step.skip_reason else "-" if loss is None else f"{float(loss):.4f}"
 

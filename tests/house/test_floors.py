@@ -41,6 +41,8 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
     # Angles of rotary positions come from one formula, of which there is no choice to make.
     "components.model": (BELOW | {"kernels.rope_frequencies"}, {"attrs", "torch"}),
+    # Adapters take the place of layers.
+    "components.adapters": (BELOW | {"components.model"}, {"attrs", "torch"}),
     # The mechanism by which operations put weight gradients off is shared with who goes backward in two passes.
     "components.pipeline": (BELOW | {"kernels.deferred_grads"}, {"attrs", "numpy", "torch"}),
     "components.checkpoint": (BELOW, {"attrs", "torch", "safetensors"}),

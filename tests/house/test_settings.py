@@ -58,10 +58,10 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _write_tokenizer(folder / f"{name}_tokenizer.json", "the quick fox" if name == "one" else "thequick")
         schedule = build("pipeline.schedules.gpipe" if name == "one" else "pipeline.schedules.one_f_one_b")
         (folder / f"{name}.csv").write_text(write_csv(schedule.program(4, 8)))
-        for sizes, use, suffix in ((SIZES, "dense", ""), (SPARSE_SIZES, "moe", "_moe")):
-            config = parts.config_of(
-                f"model.qwen3.{use}", sizes | ({"hidden_size": 32} if name == "other" else {}), folder
-            )
+        families = [(SIZES, "qwen3.dense", ""), (SPARSE_SIZES, "qwen3.moe", "_moe")]
+        families += [(SIZES, family, f"_{family}") for family in ("llama", "mistral", "qwen2")]
+        for sizes, use, suffix in families:
+            config = parts.config_of(f"model.{use}", sizes | ({"hidden_size": 32} if name == "other" else {}), folder)
             (folder / f"{name}{suffix}.json").write_text(json.dumps(config))
     run = {"name": "small", "folder": str(folder / "run"), "seed": 5}
     with Recipe.load("first_run").with_values({"model": runs.TINY, "run": run}).open(only="export") as objects:

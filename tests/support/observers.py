@@ -64,6 +64,11 @@ def _number(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None else float(tensor.double().abs().sum())
 
 
+def initial_weights_of(use: str, values: Values, _place: Path) -> Any:
+    """The folder from which stages load their first weights."""
+    return build(use, kernels=cpu_kernels(), **values).initial_weights
+
+
 def config_of(use: str, values: Values, _place: Path) -> Any:
     """The `config.json` that an export has."""
     return build(use, kernels=cpu_kernels(), **values).hugging_face_config()
@@ -113,6 +118,9 @@ class _Held:
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return [("layers.0.weight", self.matrix), ("layers.0.norm", self.vector)]
+
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(name for name, _ in self.named())
 
     def counted(self) -> list[tuple[str, nn.Parameter]]:
         return self.named()
@@ -166,7 +174,7 @@ class _Recorder:
 
 
 def sums_over_ranks(use: str, values: Values, _place: Path) -> Any:
-    """The dtypes and sizes of the tensors that two replicas sum."""
+    """The dtypes and sizes of the tensors that two replicas sum, and whether the host knows the norm at once."""
     own = {} if use == "gradients.synchronize" else values
     precision = build("distributed.precision", **own)
     group, held = _Recorder(), _Held()
@@ -178,8 +186,9 @@ def sums_over_ranks(use: str, values: Values, _place: Path) -> Any:
         "reduce": build("distributed.sum_over_shards", mesh=SingleRankMesh()),
     }
     synchronize = build("gradients.synchronize", **edges, **(values if not own else {}))
-    synchronize.run_phase(step_of([1.0], [1.0]))
-    return group.summed
+    step = step_of([1.0], [1.0])
+    synchronize.run_phase(step)
+    return group.summed, step.settled
 
 
 def loss_of(use: str, values: Values, _place: Path) -> Any:

@@ -18,7 +18,8 @@ class BestFit(PackedRows):
     """
     Rows of whole documents, which hardly need padding.
 
-    A document longer than a row is cut, and its rest packed. Rows come with the longest documents first, so the loader has to shuffle them, as it does by default.
+    A document longer than a row is cut, and its rest packed. Rows come with the longest documents first, so the loader
+    has to shuffle them, as it does by default.
     """
 
     def index_of(self, lengths: np.ndarray, order: np.ndarray) -> RowIndex:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tomli
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.graph.build.graph import Graph
@@ -81,7 +81,6 @@ def test_reading_it_again_gives_the_same(shop: Shop, project: Project) -> None:
 
 
 @given(recipes())
-@settings(max_examples=150, deadline=None)
 def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
     """For any settings, inline nodes and groups, the resolved text gives the same graph and hash."""
     project = Project.of("support.shop")

@@ -1,19 +1,19 @@
-"""The module of a span of layers, with the submodules and names of Hugging Face's Qwen3ForCausalLM."""
+"""The module of a span of layers, with the submodules and names of Hugging Face's models."""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from drawloom.components.model.layers import Embedding, Linear, LinearHead, RMSNorm
-from drawloom.components.model.qwen3.config import Qwen3Config
-from drawloom.components.model.qwen3.decoder_layer import Block
-from drawloom.components.model.qwen3.rope import scaling_of
-from drawloom.components.ports.model import BatchContext, Finish, Kernels, LayerRange
+from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.layer import Block
+from drawloom.components.model.decoder.rope import scaling_of
+from drawloom.components.model.layers import Embedding, Linear, RMSNorm
+from drawloom.components.ports.model import BatchContext, Finish, Head, Kernels, LayerRange
 from drawloom.kernels.rope_frequencies import rope_angles
 
 
-class Qwen3Model(nn.Module):
+class Decoder(nn.Module):
     """
     Layers under their numbers in the whole model, with or without the embedding and the last norm.
 
@@ -23,7 +23,7 @@ class Qwen3Model(nn.Module):
     """
 
     def __init__(
-        self, architecture: Qwen3Config, span: LayerRange, kernels: Kernels, mlp: Callable[[int], nn.Module]
+        self, architecture: DecoderConfig, span: LayerRange, kernels: Kernels, mlp: Callable[[int], nn.Module]
     ) -> None:
         super().__init__()
         self.architecture = architecture
@@ -46,9 +46,11 @@ class Qwen3Model(nn.Module):
         """
         hidden = self.embed_tokens(inputs) if self.span.embedding else inputs
         cos, sin = self._angles(shared.positions)
-        mask = self.kernels.attention_mask(shared.document_ids)  # one for all layers
-        for layer in self.layers.values():
-            hidden = layer(hidden, cos, sin, mask, shared.weights)
+        windows = [self.architecture.window_of(int(number)) for number in self.layers]
+        # One mask for all layers of a window.
+        masks = {window: self.kernels.attention_mask(shared.document_ids, window) for window in dict.fromkeys(windows)}
+        for layer, window in zip(self.layers.values(), windows, strict=True):
+            hidden = layer(hidden, cos, sin, masks[window], shared.weights)
         return self.norm(hidden) if self.span.head else hidden
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,16 +58,16 @@ class Qwen3Model(nn.Module):
         return rope_angles(positions, self.architecture.head_dim, self.architecture.rope_theta, self.scaling)
 
 
-class Qwen3ForCausalLM(nn.Module):
+class CausalLM(nn.Module):
     """A span of the model: `model`, the decoder, and `lm_head` if the span has the head and the head is not tied."""
 
     def __init__(
-        self, architecture: Qwen3Config, span: LayerRange, kernels: Kernels, mlp: Callable[[int], nn.Module]
+        self, architecture: DecoderConfig, span: LayerRange, kernels: Kernels, mlp: Callable[[int], nn.Module]
     ) -> None:
         super().__init__()
         self.span = span
         self.kernels = kernels
-        self.model = Qwen3Model(architecture, span, kernels, mlp)
+        self.model = Decoder(architecture, span, kernels, mlp)
         self.tied = architecture.tie_word_embeddings
         if span.head and not self.tied:
             self.lm_head = Linear(architecture.hidden_size, architecture.vocab_size, kernels)
@@ -80,6 +82,5 @@ class Qwen3ForCausalLM(nn.Module):
         hidden = self.model(inputs, shared)
         return finish(hidden, self._head()) if self.span.head and finish is not None else hidden
 
-    def _head(self) -> LinearHead:
-        # Made anew for each forward: wrappers may have put another tensor in the weight's place.
-        return LinearHead(self.model.embed_tokens.weight if self.tied else self.lm_head.weight, self.kernels)
+    def _head(self) -> Head:
+        return (self.model.embed_tokens if self.tied else self.lm_head).head()

@@ -5,15 +5,15 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.qwen3.config import (
-    Qwen3Config,
-    Qwen3MoeConfig,
+from drawloom.components.model.decoder.config import (
+    DecoderConfig,
+    MoeConfig,
     expert_faults,
     has_experts,
     head_faults,
 )
-from drawloom.components.model.qwen3.hugging_face import Family, read_config
-from drawloom.components.model.qwen3.rope import InvalidSetting, form_faults, rope_faults, take_apart
+from drawloom.components.model.decoder.hugging_face import Family, read_config
+from drawloom.components.model.decoder.rope import InvalidSetting, form_faults, rope_faults, take_apart
 from drawloom.graph import UserError
 
 EXAMPLES = {
@@ -51,11 +51,11 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
     for key in ("rope_scaling", "rope_parameters"):
         if key in given:
             yield from rope_faults(given[key], given.get("head_dim"), key)
-    if family.architecture is Qwen3MoeConfig and given.keys() >= set(family.needed):
+    if family.architecture is MoeConfig and given.keys() >= set(family.needed):
         yield from _expert_faults(given)
 
 
-def choose_architecture(family: Family, settings: Mapping[str, Any], tokens: int | None) -> Qwen3Config:
+def choose_architecture(family: Family, settings: Mapping[str, Any], tokens: int | None) -> DecoderConfig:
     """The architecture of these settings, with `tokens` ids in the tokenizer; UserError for invalid settings."""
     for fault in faults(family, settings, tokens is not None):
         raise UserError(f"{family.component}: {fault.why}; {fault.instead}")

@@ -7,11 +7,10 @@ from typing import Any
 import attrs
 import pytest
 
-from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.model.qwen3.hugging_face import DENSE, MOE
-from drawloom.components.model.qwen3.moe import Qwen3Moe
-from drawloom.components.model.qwen3.rope import RopeScaling
-from drawloom.components.model.qwen3.settings import choose_architecture, faults
+from drawloom.components.model.decoder.rope import RopeScaling
+from drawloom.components.model.decoder.settings import choose_architecture, faults
+from drawloom.components.model.qwen3.dense import DENSE, Qwen3Dense
+from drawloom.components.model.qwen3.moe import MOE, Qwen3Moe
 from drawloom.graph import UserError
 from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
 

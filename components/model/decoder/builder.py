@@ -1,8 +1,7 @@
-"""The settings that Qwen3 models share, the modules that they build, and initial weights."""
+"""The settings that all families share, the modules that they build, and initial weights."""
 
 import math
-from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
-from drawloom.components.model.qwen3.config import Qwen3Config
-from drawloom.components.model.qwen3.hugging_face import Family, config_of, mapper_of
-from drawloom.components.model.qwen3.model import Qwen3ForCausalLM
-from drawloom.components.model.qwen3.rope import RopeScaling
-from drawloom.components.model.qwen3.settings import choose_architecture, faults
+from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.hugging_face import Family, config_of, config_path, mapper_of
+from drawloom.components.model.decoder.layer import Block, SwiGLU
+from drawloom.components.model.decoder.model import CausalLM
+from drawloom.components.model.decoder.rope import RopeScaling
+from drawloom.components.model.decoder.settings import choose_architecture, faults
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.model import Kernels, LayerRange, TensorSlice
+from drawloom.components.ports.model import Kernels, LayerRange
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import Problem, above, at_least, between, inherited, setting
 
@@ -33,24 +34,25 @@ def fill_with_initial_weights(
     """
     Fill a parameter of any shape and floating-point dtype, or the slice `part_of` of one, in place.
 
-    Vectors, which are the weights of norms, get 1, and matrices normal numbers of standard deviation `std`. The 2 *
-    layers matrices whose outputs are added to the residual stream get it divided by sqrt(2 * layers), so that the
+    Biases get 0, other vectors, which are the weights of norms, 1, and matrices normal numbers of standard deviation
+    `std`. The 2 * layers matrices whose outputs are added to the residual stream get it divided by sqrt(2 * layers), so
+    that the
     stream does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Numbers depend on the seed, the name and
     the element's index only; they are drawn in float32 and rounded to the dtype.
     """
     if parameter.ndim < 2:
         with torch.no_grad():
-            parameter.fill_(1.0)
+            parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
         return
     # Each layer adds two outputs to the stream: attention's and the feed-forward network's.
     scale = std / math.sqrt(2 * layers) if name.endswith(RESIDUAL_OUTPUTS) else std
-    part = part_of or TensorSlice(tuple(parameter.shape), (0,) * parameter.ndim)
+    part = part_of or TensorSlice.whole(tuple(parameter.shape))
     fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
 
 
 @inherited
-class Qwen3Builder:
-    """A Qwen3 model of sizes given by settings or by a Hugging Face `config.json`."""
+class DecoderBuilder:
+    """A decoder of sizes given by settings or by a Hugging Face `config.json`; its layers are dense."""
 
     family: ClassVar[Family]
 
@@ -77,10 +79,16 @@ class Qwen3Builder:
     )
     tie_word_embeddings: bool | None = setting(default=None, doc="whether the head is the embedding; false if left out")
     max_position_embeddings: int | None = setting(
-        default=None, check=at_least(1), impact="safe", doc="longest text that an export claims; 32768 if left out"
+        default=None,
+        check=at_least(1),
+        impact="safe",
+        doc="longest text that an export claims; the family's if left out",
     )
     rope_theta: float | None = setting(
-        default=None, check=above(1), impact="changes_training", doc="base of rotary positions; 1e6 if left out"
+        default=None,
+        check=above(1),
+        impact="changes_training",
+        doc="base of rotary positions; the family's if left out",
     )
     rope_scaling: RopeScaling | None = setting(
         default=None, impact="changes_training", doc="how rotary positions are scaled for longer texts; not if left out"
@@ -91,7 +99,10 @@ class Qwen3Builder:
         doc="transformers 5's form of rope_theta and rope_scaling, instead of both",
     )
     rms_norm_eps: float | None = setting(
-        default=None, check=above(0), impact="changes_training", doc="added to mean squares in norms; 1e-6 if left out"
+        default=None,
+        check=above(0),
+        impact="changes_training",
+        doc="added to mean squares in norms; the family's if left out",
     )
     initializer_range: float | None = setting(
         default=None,
@@ -113,7 +124,7 @@ class Qwen3Builder:
         return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type == "dynamic" else None
 
     @cached_property
-    def architecture(self) -> Qwen3Config:
+    def architecture(self) -> DecoderConfig:
         """All sizes. Computed on first use, because the tokenizer must be open."""
         cls: Any = type(self)
         settings = {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
@@ -124,7 +135,7 @@ class Qwen3Builder:
         """The config.json, if the sizes are in one."""
         if self.config is None:
             return {}
-        return {"config": [self.config / "config.json" if self.config.is_dir() else self.config]}
+        return {"config": [config_path(self.config)]}
 
     @property
     def num_hidden_layers(self) -> int:
@@ -134,12 +145,15 @@ class Qwen3Builder:
     def vocab_size(self) -> int:
         return self.architecture.vocab_size
 
-    @abstractmethod
     def mlp_of(self, number: int) -> nn.Module:
         """The feed-forward network of a layer: hidden states and weights of tokens in, hidden states out."""
+        return SwiGLU(self.architecture, self.kernels)
 
     def build(self, span: LayerRange) -> nn.Module:
-        return Qwen3ForCausalLM(self.architecture, span, self.kernels, self.mlp_of)
+        return CausalLM(self.architecture, span, self.kernels, self.mlp_of)
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        return [part for part in module.modules() if isinstance(part, Block)]
 
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         """A function of seed, name and index alone, for parameters of any shape and slices of them."""

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.model.qwen3.experts import inject_aux_loss_grad
+from drawloom.components.model.decoder.experts import inject_aux_loss_grad
 from support.seeding import seeds
 
 

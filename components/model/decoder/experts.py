@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from drawloom.components.model.decoder.config import MoeConfig
 from drawloom.components.model.layers import Linear
-from drawloom.components.model.qwen3.config import Qwen3MoeConfig
 from drawloom.components.ports.model import ExpertKernels
 
 
@@ -39,6 +39,10 @@ class _InjectAuxGrad(Function):
         return grad + aux_grad.unsqueeze(1), None
 
 
+class Router(Linear):
+    """The scores of the experts for each token. It is no `Linear` to adapters: PEFT has none for routers."""
+
+
 class SparseMoeBlock(nn.Module):
     """
     The sum over a token's experts of probability * down(silu(gate(x)) * up(x)).
@@ -46,9 +50,9 @@ class SparseMoeBlock(nn.Module):
     Modules and parameters carry the names of transformers 5's Qwen3MoeSparseMoeBlock: the router is `gate`.
     """
 
-    def __init__(self, architecture: Qwen3MoeConfig, kernels: ExpertKernels) -> None:
+    def __init__(self, architecture: MoeConfig, kernels: ExpertKernels) -> None:
         super().__init__()
-        self.gate = Linear(architecture.hidden_size, architecture.num_experts, kernels)
+        self.gate = Router(architecture.hidden_size, architecture.num_experts, kernels)
         self.experts = Experts(architecture, kernels)
         self.architecture = architecture
 
@@ -83,7 +87,7 @@ class Experts(nn.Module):
     the gate's, and `down_proj`, (num_experts, hidden_size, moe_intermediate_size).
     """
 
-    def __init__(self, architecture: Qwen3MoeConfig, kernels: ExpertKernels) -> None:
+    def __init__(self, architecture: MoeConfig, kernels: ExpertKernels) -> None:
         super().__init__()
         experts, width, inner = architecture.num_experts, architecture.hidden_size, architecture.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, width))
@@ -98,8 +102,12 @@ class Experts(nn.Module):
         routes = self.kernels.moe_routes(chosen.flatten(0, -2), len(self.down_proj))
         rows, scale = self.kernels.moe_permute(hidden.flatten(0, -2), probabilities.flatten(0, -2), routes)
         _, _, ends = routes
-        both = self.kernels.grouped_gemm(rows, self.gate_up_proj, ends, transposed=True)
+        both = self.project("gate_up_proj", rows, ends)
         # `down_proj` is linear, so probabilities may be multiplied in before it, where that costs no pass over memory.
         mixed = self.kernels.swiglu_halves(both, scale)
-        down = self.kernels.grouped_gemm(mixed, self.down_proj, ends, transposed=True)
+        down = self.project("down_proj", mixed, ends)
         return self.kernels.moe_unpermute(down, routes).view_as(hidden)
+
+    def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+        """Rows (rows, inputs), sorted by expert, times a parameter (experts, outputs, inputs): (rows, outputs)."""
+        return self.kernels.grouped_gemm(rows, getattr(self, name), ends, transposed=True)

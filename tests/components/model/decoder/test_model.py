@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from drawloom.components.model.qwen3.builder import Qwen3Builder
+from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.model import LayerRange
 from drawloom.kernels.attention import Implementation
 from drawloom.kernels.attention_flex import FLEX
@@ -24,13 +24,13 @@ SPLITS = [
 ]
 
 
-Make = Callable[..., Qwen3Builder]
+Make = Callable[..., DecoderBuilder]
 both = pytest.mark.parametrize(
     "make", [dense, partial(sparse, mlp_only_layers=[1], router_aux_loss_coef=0.5)], ids=["dense", "with experts"]
 )
 
 
-def built(model: Qwen3Builder, spans: list[LayerRange], weights: nn.Module) -> list[nn.Module]:
+def built(model: DecoderBuilder, spans: list[LayerRange], weights: nn.Module) -> list[nn.Module]:
     """Modules of spans, with the weights of the whole under the same names."""
     state = weights.state_dict()
     modules = [model.build(span) for span in spans]
@@ -73,9 +73,9 @@ def with_flex(make: Make) -> tuple[nn.Module, list[torch.Tensor]]:
     """A model with torch's flexible attention, which a CPU takes forward, and the documents that masks are made of."""
     kernels, asked = cpu_kernels(), []
 
-    def mask(documents: torch.Tensor) -> Any:
+    def mask(documents: torch.Tensor, window: int | None) -> Any:
         asked.append(documents)
-        return FLEX.mask(documents)
+        return FLEX.mask(documents, window)
 
     kernels._functions["attention"] = Implementation(mask, FLEX.attend)
     return whole(make(num_hidden_layers=3, kernels=kernels)), asked

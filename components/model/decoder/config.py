@@ -1,15 +1,24 @@
-"""The sizes of a Qwen3 model, dense or with experts."""
+"""The sizes of a decoder, dense or with experts, and which kinds of layers it has."""
 
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import attrs
 
-from drawloom.components.model.qwen3.rope import InvalidSetting, RopeScaling
+from drawloom.components.model.decoder.rope import InvalidSetting, RopeScaling
 
 
 @attrs.frozen(kw_only=True)
-class Qwen3Config:
-    """All that is needed to build a Qwen3 dense model; sizes count channels, heads, layers or token ids."""
+class DecoderConfig:
+    """
+    All that is needed to build a decoder; sizes count channels, heads, layers or token ids.
+
+    Fields are keys of `config.json`. What sets families apart, beyond sizes, are `qk_norm` and the methods, which a
+    family's own class answers from its own keys.
+    """
+
+    qk_norm: ClassVar[bool] = False
+    """Whether queries and keys are normed by head."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -19,16 +28,30 @@ class Qwen3Config:
     intermediate_size: int
     vocab_size: int
     tie_word_embeddings: bool = False
-    # Numbers from here on are those in the configs of Qwen3's base models.
     max_position_embeddings: int = 32_768
     rope_theta: float = 1e6
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
 
+    def has_bias(self, projection: str) -> bool:
+        """Whether a linear layer, called as in transformers (`q_proj`), has a bias."""
+        return False
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens, itself included, a token of this layer attends to at most; None for all before it."""
+        return None
+
 
 @attrs.frozen(kw_only=True)
-class Qwen3MoeConfig(Qwen3Config):
+class Qwen3Config(DecoderConfig):
+    """Qwen3 (Qwen team 2025, arXiv 2505.09388): queries and keys are normed by head."""
+
+    qk_norm: ClassVar[bool] = True
+
+
+@attrs.frozen(kw_only=True)
+class MoeConfig(Qwen3Config):
     """
     All that is needed to build a Qwen3 model with experts.
 
@@ -42,7 +65,7 @@ class Qwen3MoeConfig(Qwen3Config):
     norm_topk_prob: bool = True
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = attrs.field(default=(), converter=tuple)
-    router_aux_loss_coef: float = 0.001  # the default of transformers' Qwen3MoeConfig
+    router_aux_loss_coef: float = 0.001  # the default of transformers' MoeConfig
 
     def has_experts(self, number: int) -> bool:
         """Whether the layer of this number has experts."""

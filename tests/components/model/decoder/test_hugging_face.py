@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import transformers
 
-from drawloom.components.model.qwen3.config import Qwen3MoeConfig
-from drawloom.components.model.qwen3.hugging_face import DENSE, MOE, config_of, read_config
-from drawloom.components.model.qwen3.rope import RopeScaling
+from drawloom.components.model.decoder.config import MoeConfig
+from drawloom.components.model.decoder.hugging_face import config_of, read_config
+from drawloom.components.model.decoder.rope import RopeScaling
+from drawloom.components.model.qwen3.dense import DENSE
+from drawloom.components.model.qwen3.moe import MOE
 from drawloom.graph import UserError
 from support.qwen3 import dense, sparse
 
@@ -88,7 +90,7 @@ def test_silence_means_what_it_means_to_transformers(tmp_path: Path) -> None:
     config = {key: value for key, value in sparse().hugging_face_config().items() if key not in optional}
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs, ours = transformers.Qwen3MoeConfig(**config), read_config(MOE, tmp_path)
-    assert isinstance(ours, Qwen3MoeConfig)
+    assert isinstance(ours, MoeConfig)
     assert (ours.norm_topk_prob, ours.decoder_sparse_step) == (theirs.norm_topk_prob, theirs.decoder_sparse_step)
     assert (list(ours.mlp_only_layers), ours.router_aux_loss_coef) == (
         theirs.mlp_only_layers,
@@ -177,7 +179,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "another family": ({"model_type": "llama"}, 'model_type = "llama", where only "qwen3"'),
     "biases": ({"attention_bias": True}, "attention_bias = true, where only false"),
     "sliding window": ({"use_sliding_window": True}, "use_sliding_window = true, where only false"),
-    "layer types": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types of more than one kind"),
+    "layer types": ({"layer_types": ["full_attention", "sliding_attention"]}, "says layer_types other than"),
     "missing sizes": ({"hidden_size": None, "head_dim": None}, "lacks hidden_size, head_dim"),
     "no rotary base": ({"rope_theta": None}, "lacks rope_theta"),
     "scaled in another way": (
