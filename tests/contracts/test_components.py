@@ -122,6 +122,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.packing.first_fit": lambda folder: {"packing": {"use": "data.packing.first_fit", "length": 16}},
     "data.packing.padded": lambda folder: {"packing": {"use": "data.packing.padded", "length": 16}},
     "data.tokenized": store,
+    "data.record": lambda folder: {"record": {"use": "data.record"}},
     "data.standard_library": lambda folder: {},
     "loss.dft": lambda folder: {"loss": {"use": "loss.dft"}},
     "model.auto": lambda folder: {"model": {"use": "model.auto", "path": str(config_file(folder)), "weights": False}},

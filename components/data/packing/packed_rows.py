@@ -95,6 +95,11 @@ class PackedRows:
         packed = self._splits[split]
         return batch_of(packed.documents, [packed.index.pieces(row) for row in indices], self.length, self._pad)
 
+    def sources(self, split: Split, row: int) -> list[str]:
+        """Where the documents of a row come from, in order."""
+        packed = self._splits[split]
+        return [packed.documents.source(piece.document) for piece in packed.index.pieces(row)]
+
     def state_dict(self) -> dict[str, Any]:
         """The fingerprint of each split's rows."""
         return {split: self._fingerprint(split) for split in SPLITS}

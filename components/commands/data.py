@@ -1,0 +1,66 @@
+"""show rows and statistics of a recipe's data, prove that a run saw each row as often as it should, verify a store"""
+
+import argparse
+from pathlib import Path
+
+from drawloom.components.commands._data_audit import audit
+from drawloom.components.commands._data_show import row_text, statistics
+from drawloom.components.data.store.store import Store
+from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.data import PackedDataset
+from drawloom.graph import UserError
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.cli.project import Project
+from drawloom.graph.cli.terminal import print_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("action", choices=("show", "audit", "verify"), help="what to do")
+    parser.add_argument("subject", metavar="RECIPE|RUN|STORE", help="a recipe to show, a run to audit, or a store")
+    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
+    parser.add_argument("--row", type=int, action="append", default=[], metavar="N", help="show a row, from 0")
+    parser.add_argument("--split", choices=("train", "validation"), default="train", help="train if left out")
+    parser.epilog = "Single values are set by node.key=value."
+
+
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Print rows and statistics, or the outcome of an audit; 1 if it found something."""
+    if options.action == "verify":
+        return _verify(Path(options.subject))
+    if options.action == "audit":
+        faults, summary = audit(project, Path(options.subject))
+        print_text("\n".join([*faults, summary]))
+        return int(bool(faults))
+    graph = project.graph(project.load(options.subject, options.overlay, options.words), root="").or_error()
+    _show(options, project, graph)
+    return 0
+
+
+def _show(options: argparse.Namespace, project: Project, graph: Graph) -> None:
+    names = {port: graph.implementers(port) for port in (PackedDataset, Tokenizer)}
+    if len(names[PackedDataset]) != 1:
+        raise UserError(f"the recipe has {len(names[PackedDataset])} nodes that are a PackedDataset; one is shown", 2)
+    needed = [name for found in names.values() for name in found[:1]]
+    with project.container(graph.restricted_to(needed), *needed) as objects:
+        rows = objects[names[PackedDataset][0]]
+        tokenizer = objects[names[Tokenizer][0]] if names[Tokenizer] else None
+        if not options.row:
+            print_text(statistics(rows))
+        for row in options.row:
+            if not 0 <= row < rows.count(options.split):
+                raise UserError(f"--row {row}: {options.split} has rows 0 to {rows.count(options.split) - 1}", 2)
+            row_text(rows, options.split, row, tokenizer)
+
+
+def _verify(folder: Path) -> int:
+    store = Store.open(folder)
+    faults = []
+    for shard in store.shards:
+        try:
+            shard.check_digests()
+        except UserError as error:
+            faults.append(str(error))
+    whole = f"{folder}: {len(store.shards)} shards, {store.token_count:,} tokens, all as they were written"
+    print_text("\n".join(faults) or whole)
+    return int(bool(faults))
