@@ -31,6 +31,15 @@ def rows_do_not_depend_on_the_order(one: PackedDataset, other: PackedDataset) ->
         expect(torch.equal(getattr(batch, name), getattr(reversed_batch, name).flip(0)), f"{name} depend on the order")
 
 
+def rows_are_filled_as_they_say(rows: PackedDataset) -> None:
+    """The fill rate is a fraction above 0, and no row has more targets than it allows."""
+    rate = rows.fill_rate("train")
+    expect(0 < rate <= 1, f"a fill rate of {rate}")
+    count = rows.count("train")
+    targets = sum(int((rows.batch("train", [row]).targets != IGNORE_INDEX).sum()) for row in range(min(count, 200)))
+    expect(count > 200 or targets <= rate * count * rows.length, f"{targets} targets at a fill rate of {rate}")
+
+
 def targets_are_the_next_tokens(rows: PackedDataset) -> None:
     """A target is the next token of its document, where positions increase by one from 0."""
     batch = rows.batch("train", list(range(min(8, rows.count("train")))))

@@ -35,10 +35,10 @@ class Permutation:
     count: int
 
     def all(self) -> np.ndarray:
-        """Every item in order, int64 (count,)."""
+        """Every item in order, int64 (count,), or int32 where that is enough for many."""
         if self.count <= MOST_SORTED:
             return self._sorted
-        items = np.empty(self.count, np.int64)
+        items = np.empty(self.count, np.int32 if self.count <= 2**31 else np.int64)
         for start in range(0, self.count, BLOCK):
             end = min(start + BLOCK, self.count)
             items[start:end] = self._walk(np.arange(start, end, dtype=np.uint64))

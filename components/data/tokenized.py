@@ -50,4 +50,4 @@ class Tokenized:
         """The documents of a split."""
         if self._validation is not None:
             return self._train if split == "train" else self._validation
-        return split_documents(self._train, split, self.validation_fraction)
+        return split_documents(self._train, self._train.keys, split, self.validation_fraction)

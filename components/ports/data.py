@@ -44,6 +44,10 @@ class PackedDataset(Protocol):
         """The number of rows of a split."""
         ...
 
+    def fill_rate(self, split: Split) -> float:
+        """The fraction of a split's rows that is tokens of documents, and no padding; 1 if there are no rows."""
+        ...
+
     def batch(self, split: Split, indices: Sequence[int]) -> Batch:
         """The rows at these indices."""
         ...

@@ -24,7 +24,7 @@ from drawloom.graph.testing.ports import contract
 from drawloom.graph.types.port_match import mismatches
 from support.chat import say, tokenizer_folder
 from support.qwen3 import cpu_kernels
-from support.stores import store_of
+from support.stores import store_of, write_dataset, write_megatron, write_table
 
 CATALOGUE = Project.of("drawloom").registry
 
@@ -108,11 +108,37 @@ def store(folder: Path) -> Mapping[str, Any]:
     return {"tokens": {"use": "data.tokenized", "path": str(folder / "store"), "validation_fraction": 0.2}}
 
 
+def table(folder: Path) -> Mapping[str, Any]:
+    """Documents in a table."""
+    write_table(folder / "documents.parquet", LETTERS, 40)
+    paths = [str(folder / "documents.parquet")]
+    return {"corpus": {"use": "data.parquet", "paths": paths, "validation_fraction": 0.2}}
+
+
+def dataset(folder: Path) -> Mapping[str, Any]:
+    """Documents in a saved data set."""
+    write_dataset(folder / "dataset", LETTERS)
+    return {"corpus": {"use": "data.hugging_face_dataset", "path": str(folder / "dataset"), "validation_fraction": 0.2}}
+
+
+def megatron(folder: Path) -> Mapping[str, Any]:
+    """Documents that Megatron-LM has tokenized."""
+    write_megatron(folder / "data", [[*LETTERS[:60].encode(), number, 256] for number in range(40)])
+    return {"tokens": {"use": "data.megatron", "path": str(folder / "data"), "vocab_size": 257, "eos_id": 256}}
+
+
 SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.conversations": conversations,
     "data.hugging_face_tokenizer": tokenizer_file,
+    "data.hugging_face_dataset": dataset,
     "data.jsonl": jsonl_file,
+    "data.megatron": megatron,
+    "data.parquet": table,
+    "data.packing.best_fit": lambda folder: {"packing": {"use": "data.packing.best_fit", "length": 16}},
+    "data.packing.first_fit": lambda folder: {"packing": {"use": "data.packing.first_fit", "length": 16}},
+    "data.packing.padded": lambda folder: {"packing": {"use": "data.packing.padded", "length": 16}},
     "data.tokenized": store,
+    "data.record": lambda folder: {"record": {"use": "data.record"}},
     "data.standard_library": lambda folder: {},
     "loss.dft": lambda folder: {"loss": {"use": "loss.dft"}},
     "model.auto": lambda folder: {"model": {"use": "model.auto", "path": str(config_file(folder)), "weights": False}},
@@ -147,6 +173,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "metrics.auroc": lambda folder: {"metrics": {"auroc": {"use": "metrics.auroc"}}},
     "metrics.classification": lambda folder: {"metrics": {"f1": {"use": "metrics.classification", "classes": 3}}},
     "metrics.bits_per_byte": lambda folder: {"metrics": {"bits": {"use": "metrics.bits_per_byte"}}},
+    "metrics.fill_rate": lambda folder: {"metrics": {"fill": {"use": "metrics.fill_rate"}}},
     "metrics.group": lambda folder: {"metrics": {"all": {"use": "metrics.group", "members": ["@metrics.learning"]}}},
     "metrics.layer_norms": lambda folder: {"metrics": {"layers": {"use": "metrics.layer_norms"}}},
     "metrics.mean": lambda folder: {"metrics": {"mean": {"use": "metrics.mean", "of": "loss"}}},

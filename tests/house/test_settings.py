@@ -20,7 +20,7 @@ from support import observers_of_runs as runs
 from support.chat import CHATML, say
 from support.qwen3 import SIZES, SPARSE_SIZES
 from support.setting_changes import ROWS, UNOBSERVED, Change, Observer
-from support.stores import store_of
+from support.stores import store_of, write_dataset, write_megatron, write_table
 
 REGISTRY = Registry.of("drawloom.components")
 
@@ -52,6 +52,9 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("one", "other"):
         lines = [json.dumps({"text": f"{name} {number}", "other": f"else {number}"}) for number in range(20)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines), "utf-8")
+        write_table(folder / f"{name}.parquet", f"{name}", 20)
+        write_dataset(folder / f"{name}_dataset", name)
+        write_megatron(folder / f"{name}_megatron", [[*name.encode(), number] for number in range(20)])
         store_of(folder / f"{name}_store", [[f"{name} {number}" for number in range(20)]])
         rows = [json.dumps({"messages": say("a", f"{name} {n}", "b", "c")}) for n in range(9)]
         (folder / f"{name}.chat").write_text("\n".join(rows), "utf-8")

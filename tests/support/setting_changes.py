@@ -156,6 +156,11 @@ ROWS: dict[str, Row] = {
         {"path": "other_tokenizer.json"} | {"end_token": "<b>"},
     ),
     "data.jsonl": Row(parts.documents, {"paths": ["one.jsonl"]}, SPLIT | {"paths": ["*.jsonl"], "field": "other"}),
+    "data.hugging_face_dataset": Row(
+        parts.documents,
+        {"path": "one_dataset", "validation_fraction": 0.1},
+        {"path": "other_dataset", "field": "other", "train": "test", "validation": "test"} | SPLIT,
+    ),
     "data.loader": Row(
         parts.loaded,
         {"workers": 1},
@@ -167,7 +172,18 @@ ROWS: dict[str, Row] = {
         {"path": "other_store", "validation_fraction": 0.5, "validation_path": "other_store"},
     ),
     "data.tokenized_text": Row(parts.cached, {}, {"cache": "another"}),
+    "data.megatron": Row(
+        parts.first_tokens,
+        {"path": "one_megatron", "vocab_size": 300, "eos_id": 0},
+        {"path": "other_megatron", "vocab_size": 301, "eos_id": 1, "validation_fraction": 0.9},
+    ),
+    "data.packing.best_fit": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
     "data.packing.concatenated": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
+    "data.packing.first_fit": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
+    "data.packing.padded": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
+    "data.parquet": Row(
+        parts.documents, {"paths": ["one.parquet"]}, SPLIT | {"paths": ["*.parquet"], "field": "other"}
+    ),
     "data.standard_library": Row(parts.documents, {}, SPLIT),
     "data.text_files": Row(
         parts.documents,

@@ -1,12 +1,18 @@
-"""Parts of documents in memory, and token stores of them."""
+"""Parts of documents in memory, token stores of them, and files of other programs with documents."""
 
+import json
 import os
 import signal
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.sources.documents import Document
@@ -84,7 +90,7 @@ class Slow:
 
     def documents(self) -> Iterator[Document]:
         for document in self.part.documents():
-            time.sleep(0.002)
+            time.sleep(0.01)
             yield document
 
     def __repr__(self) -> str:
@@ -104,3 +110,37 @@ class Deadly:
     def documents(self) -> Iterator[Document]:
         os.kill(os.getpid(), signal.SIGKILL)
         yield from ()
+
+
+def write_table(path: Path, text: str, rows: int) -> None:
+    """A Parquet file with columns `text` and `other`."""
+    pyarrow.parquet.write_table(_table(text, rows), path)
+
+
+def write_dataset(folder: Path, text: str) -> None:
+    """Data sets `train`, of two files, and `test`, as `save_to_disk` lays them out."""
+    for split, sizes in (("train", (12, 8)), ("test", (5,))):
+        (folder / split).mkdir(parents=True)
+        names = [f"data-{number:05}-of-{len(sizes):05}.arrow" for number in range(len(sizes))]
+        for name, rows in zip(names, sizes, strict=True):
+            table = _table(f"{split} {rows} {text}", rows)
+            with pyarrow.ipc.new_stream(str(folder / split / name), table.schema) as out:
+                out.write_table(table)
+        (folder / split / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+
+
+def _table(text: str, rows: int) -> Any:
+    columns = {"text": [f"{text} {number}" for number in range(rows)], "other": [str(number) for number in range(rows)]}
+    return pyarrow.table(columns)
+
+
+def write_megatron(path: Path, documents: Sequence[Sequence[int]]) -> None:
+    """`path`.bin and `path`.idx, with a sequence for each document."""
+    sizes = [len(document) for document in documents]
+    offsets = [2 * sum(sizes[:number]) for number in range(len(sizes))]
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(sizes), len(sizes) + 1)
+    columns = (np.array(sizes, "<i4"), np.array(offsets, "<i8"), np.arange(len(sizes) + 1, dtype="<i8"))
+    path.with_name(f"{path.name}.idx").write_bytes(header + b"".join(column.tobytes() for column in columns))
+    tokens = [token for document in documents for token in document]
+    path.with_name(f"{path.name}.bin").write_bytes(np.array(tokens, "<u2").tobytes())

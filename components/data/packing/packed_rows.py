@@ -95,6 +95,11 @@ class PackedRows:
         packed = self._splits[split]
         return batch_of(packed.documents, [packed.index.pieces(row) for row in indices], self.length, self._pad)
 
+    def sources(self, split: Split, row: int) -> list[str]:
+        """Where the documents of a row come from, in order."""
+        packed = self._splits[split]
+        return [packed.documents.source(piece.document) for piece in packed.index.pieces(row)]
+
     def state_dict(self) -> dict[str, Any]:
         """The fingerprint of each split's rows."""
         return {split: self._fingerprint(split) for split in SPLITS}
@@ -115,9 +120,11 @@ class PackedRows:
     def _pack(self, split: Split) -> PackedSplit:
         documents = self.tokens.documents(split)
         lengths = documents.lengths
-        order = np.flatnonzero(lengths >= 2)
-        if split == "train":
-            order = order[Permutation(self.job.seed, "documents", 0, len(order)).all()]
+        packed = lengths >= 2
+        count = int(packed.sum())
+        order = Permutation(self.job.seed, "documents", 0, count).all() if split == "train" else np.arange(count)
+        if count < len(lengths):
+            order = np.flatnonzero(packed)[order]
         return PackedSplit(documents, self.index_of(lengths, order))
 
     def _fingerprint(self, split: Split) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.data.sources.documents import PART_BYTES, Document
+from drawloom.components.data.sources.documents import PART_BYTES, Document, Part
 from drawloom.components.data.sources.files import PYARROW, File, opened, package
 from drawloom.graph import UserError
 
@@ -54,6 +54,15 @@ class ArrowPart:
             _check_field(reader.schema.names, self.field, self.file)
             batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
             yield from _documents((batch.select([self.field]) for batch in batches), self.file, self.field, 0)
+
+
+def table_parts(files: Sequence[File], field: str) -> list[Part]:
+    """The parts of Parquet and Arrow files."""
+    return [
+        part
+        for file in files
+        for part in ([ArrowPart(file, field)] if file.suffix == ".arrow" else _parquet_parts(file, field))
+    ]
 
 
 def parquet_parts(files: Sequence[File], field: str) -> list[ParquetPart]:

@@ -1,4 +1,4 @@
-"""The splits of a store, by the hash of each document."""
+"""The splits of documents of token ids, by a hash of each."""
 
 import hashlib
 from functools import cached_property
@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.data.store.store import Store
 from drawloom.components.ports.corpus import Split, TokenDocuments
 
 
@@ -44,11 +43,9 @@ class ChosenDocuments:
         return self.documents.source(int(self.chosen[document]))
 
 
-def split_documents(store: Store, split: Split, fraction: float) -> TokenDocuments:
-    """The documents of a split, by their ids: equal ones are in one split; `fraction` is of the validation split."""
-    if fraction == 0 and split == "train":
-        return store
+def split_documents(documents: TokenDocuments, keys: np.ndarray, split: Split, fraction: float) -> ChosenDocuments:
+    """The documents of a split; keys: uint64 (documents,), a hash of each; `fraction` is of the validation split."""
     # the highest bits of a hash are as good as the whole
-    held_out = store.keys >> np.uint64(11) < np.uint64(int(fraction * 2**53))
-    chosen = np.flatnonzero(held_out if split == "validation" else ~held_out)
-    return ChosenDocuments(store, torch.from_numpy(chosen), f"{split} {fraction}")
+    for_validation = keys >> np.uint64(11) < np.uint64(int(fraction * 2**53))
+    chosen = np.flatnonzero(for_validation if split == "validation" else ~for_validation)
+    return ChosenDocuments(documents, torch.from_numpy(chosen), f"{split} {fraction}")

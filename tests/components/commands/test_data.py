@@ -1,26 +1,48 @@
-"""The command that shows data."""
+"""The command that shows and audits data; `tests/runs/test_data.py` audits runs."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from drawloom.graph.cli.main import main
 from support.chat import say, tokenizer_folder
-from support.runs import drawloom, write_corpus
+from support.runs import write_corpus
+from support.stores import damage, store_of
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with conversations, and a tokenizer with a chat template."""
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A small recipe in the current directory."""
+    monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path)
-    tokenizer_folder(tmp_path / "tokenizer")
-    rows = [json.dumps({"messages": say(f"hello {number}", "good\x1b day")}) for number in range(3)]
-    (tmp_path / "chat.jsonl").write_text("\n".join(rows), "utf-8")
-    return tmp_path
+    return "tiny.toml"
 
 
-def test_what_is_trained_is_marked(place: Path) -> None:
+def test_statistics_are_shown(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a row there is a line for each split: rows, fill rate, documents, tokens, lengths."""
+    assert main(["data", "show", recipe]) == 0
+    _, train, validation = capsys.readouterr().out.splitlines()
+    assert train.split() == ["train", "56", "99.330", "10", "1,780", "176,", "176,", "178.0,", "186"]
+    assert validation.split()[:5] == ["validation", "11", "100.000", "2", "352"]
+
+
+def test_a_row_is_shown_with_its_documents(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each document has its file, positions and weights, and its tokens as text, apart from one another."""
+    assert main(["data", "show", recipe, "packing.use=data.packing.padded", "packing.length=200", "--row", "1"]) == 0
+    head, document, *text, padding, ends = capsys.readouterr().out.splitlines()
+    assert head == "train row 1: 200 tokens, 175 targets"
+    assert document.startswith("[0:176] corpus/part") and document.endswith("positions 0 to 175, weights add up to 175")
+    assert text[0].startswith("d|⟦e|f| |f") and text[-1].endswith("<end>⟧")
+    assert padding == "[176:200] padding, positions 0 to 23, weights add up to 0"
+    assert ends == "|".join(["<end>"] * 24)
+
+
+def test_what_is_trained_of_a_conversation_is_marked(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The answer and its end token are, and control tokens are written out; nothing reaches the terminal as such."""
+    tokenizer_folder(Path("tokenizer"))
+    rows = [json.dumps({"messages": say(f"hello {number}", "good\x1b day")}) for number in range(3)]
+    Path("chat.jsonl").write_text("\n".join(rows), "utf-8")
     words = (
         "tokenizer.use=data.hugging_face_tokenizer",
         "tokenizer.path=tokenizer",
@@ -28,13 +50,24 @@ def test_what_is_trained_is_marked(place: Path) -> None:
         'tokens.paths=["chat.jsonl"]',
         "tokens.validation_fraction=0.0",
     )
-    [outcome] = drawloom(place, "data", "show", "tiny.toml", "--rows", "1", *words)
-    assert outcome.code == 0, outcome.text
-    assert "--- train conversation 0: " in outcome.text and "conversation 1" not in outcome.text
-    assert "<|im_start|>user\nhello 0<|im_end|>\n<|im_start|>assistant\n⟦good\\x1b day<|im_end|>⟧" in outcome.text
+    assert main(["data", "show", recipe, "--row", "0", *words]) == 0
+    shown = capsys.readouterr().out.replace("|", "")
+    assert "<im_start>assistant⏎\n⟦good\\x1b day<im_end>⟧" in shown, shown
 
 
-def test_text_is_trained_but_for_the_first_token_of_a_document(place: Path) -> None:
-    """Nothing predicts the first token."""
-    [outcome] = drawloom(place, "data", "show", "tiny.toml", "--rows", "1")
-    assert outcome.code == 0 and "\nd⟦ef f" in outcome.text, outcome.text
+def test_what_is_not_there_is_refused(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row beyond the last, and a run without a record, are errors of one line that say what to do."""
+    assert main(["data", "show", recipe, "--row", "56"]) == 2
+    assert "--row 56: train has rows 0 to 55" in capsys.readouterr().err
+    assert main(["data", "audit", str(tmp_path)]) == 2
+    assert "has no record of its rows; record them with record.use=data.record" in capsys.readouterr().err
+
+
+def test_a_store_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A whole store is said to be; a changed byte is found, and its file named."""
+    store_of(tmp_path / "store", [["abc"], ["de"]])
+    assert main(["data", "verify", str(tmp_path / "store")]) == 0
+    assert "2 shards, 7 tokens, all as they were written" in capsys.readouterr().out
+    damage(tmp_path / "store" / "00001.tokens")
+    assert main(["data", "verify", str(tmp_path / "store")]) == 1
+    assert "00001.tokens has other content" in capsys.readouterr().out

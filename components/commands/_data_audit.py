@@ -1,0 +1,114 @@
+"""Compares the rows that a run has recorded with those that its data and recipe make it see."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from drawloom.components.checkpoint.reader import load_node, newest
+from drawloom.components.data.order import ShuffledOrder
+from drawloom.components.data.record import FOLDER, row_digests
+from drawloom.components.ports.data import PackedDataset, TrainingData
+from drawloom.components.ports.run import Batching, RunInfo
+from drawloom.graph import UserError
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.cli.project import Project
+
+MOST = 20  # faults that are listed
+
+
+def audit(project: Project, run: Path) -> tuple[list[str], str]:
+    """
+    What differs between the rows that a run saw and those that it should have seen, and a summary.
+
+    The rows of a step follow from the recipe in the run folder, and their content from the data as it is now; it has to
+    be what the newest checkpoint was made with.
+    """
+    recorded = _recorded(run)
+    graph = project.graph(project.in_its_folder(project.load(str(run))), root="").or_error()
+    names = {port: _only(graph, port) for port in (PackedDataset, TrainingData, Batching, RunInfo)}
+    settings = {port: graph.nodes[name].settings for port, name in names.items()}
+    needed = [names[PackedDataset]]
+    with project.container(graph.restricted_to(needed), *needed) as objects:
+        rows: Any = objects[names[PackedDataset]]
+        if (checkpoint := newest(run)) is not None and hasattr(rows, "load_state_dict"):
+            rows.load_state_dict(load_node(checkpoint, names[PackedDataset]))
+        shuffle = bool(settings[TrainingData].get("shuffle", True))
+        order = ShuffledOrder(int(settings[RunInfo]["seed"]), rows.count("train"), shuffle)
+        return _compared(recorded, rows, order, int(settings[Batching]["global_size"]))
+
+
+@attrs.frozen
+class _Expected:
+    """The digests of rows, computed once each."""
+
+    rows: PackedDataset
+    digests: dict[int, str] = attrs.field(factory=dict)
+
+    def digest(self, row: int) -> str:
+        if row not in self.digests:
+            [self.digests[row]] = row_digests(self.rows.batch("train", [row]))
+        return self.digests[row]
+
+    def name(self, digest: str) -> str:
+        """The row with a digest, if it is one that a step should have seen so far."""
+        return next((f"row {row}" for row, each in self.digests.items() if each == digest), "an unknown row")
+
+
+def _compared(
+    recorded: dict[int, list[str]], rows: PackedDataset, order: ShuffledOrder, size: int
+) -> tuple[list[str], str]:
+    expected, seen, faults = _Expected(rows), Counter[int](), []
+    for step in range(1, max(recorded) + 1):
+        wanted = order.rows(range((step - 1) * size, step * size))
+        seen.update(wanted)
+        digests = Counter(expected.digest(row) for row in wanted)
+        if step not in recorded:
+            faults.append(f"step {step} is not recorded")
+            continue
+        found = Counter(recorded[step])
+        faults += [f"step {step}: {expected.name(digest)} is missing" for digest in digests - found]
+        faults += [f"step {step}: {expected.name(digest)} is there once too often" for digest in found - digests]
+    more = [f"and {len(faults) - MOST} more"] if len(faults) > MOST else []
+    often = Counter(seen.values())
+    counts = ", ".join(f"{number:,} rows {times} time{'s' * (times > 1)}" for times, number in sorted(often.items()))
+    unseen = rows.count("train") - len(seen)
+    verdict = "differs from what it should be" if faults else "is what it should be"
+    return faults[:MOST] + more, f"{max(recorded)} steps: the data {verdict}: {counts}, {unseen:,} rows not yet"
+
+
+def _recorded(run: Path) -> dict[int, list[str]]:
+    """The digests of the rows of each step, of all parts, from the files of all ranks."""
+    parts: dict[int, dict[int, list[str]]] = {}
+    expected: dict[int, int] = {}
+    for line in _lines(run / FOLDER):
+        held = parts.setdefault(line["step"], {}).setdefault(line["part"], line["rows"])
+        if held != line["rows"]:
+            raise UserError(f"step {line['step']}: two ranks with the same part of the data have recorded other rows")
+        expected[line["step"]] = line["parts"]
+    if not parts:
+        raise UserError(
+            f"{run} has no record of its rows; record them with record.use=data.record "
+            "edit.trainer.phases.after.@forward_backward=@record",
+            2,
+        )
+    return {
+        step: [digest for number in range(expected[step]) for digest in held.get(number, [])]
+        for step, held in parts.items()
+    }
+
+
+def _lines(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        with path.open(encoding="utf-8") as file:
+            yield from (json.loads(line) for line in file if line.endswith("\n"))
+
+
+def _only(graph: Graph, port: type) -> str:
+    names = graph.implementers(port)
+    if len(names) != 1:
+        raise UserError(f"the recipe has {len(names)} nodes that are a {port.__name__}; one is required", 2)
+    return names[0]

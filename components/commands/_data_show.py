@@ -1,0 +1,83 @@
+"""Rows and statistics of packed data, for people."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from drawloom.components.ports.corpus import Split, Tokenizer
+from drawloom.components.ports.data import IGNORE_INDEX, PackedDataset
+from drawloom.graph.cli.terminal import printable
+
+COLOURS = ("cyan", "yellow")
+SPLITS: tuple[Split, ...] = ("train", "validation")
+VISIBLE = {"\n": "⏎\n", "\t": "⇥"}
+
+
+def statistics(rows: PackedDataset) -> str:
+    """A table with a line for each split: rows and fill rate, and of documents how many, tokens and lengths."""
+    lines = ["split        rows        fill rate   documents   tokens          length: least, median, mean, most"]
+    for split in SPLITS:
+        start = f"{split:<12} {rows.count(split):<11,} {100 * rows.fill_rate(split):<11.3f}"
+        lines.append((start + _lengths(rows, split)).rstrip())
+    return "\n".join(lines)
+
+
+def _lengths(rows: PackedDataset, split: Split) -> str:
+    documents = getattr(rows, "tokens", None)  # a packing has it; another data set need not be made of documents
+    if documents is None or not len(lengths := documents.documents(split).lengths):
+        return ""
+    measures = f"{lengths.min()}, {np.median(lengths):.0f}, {lengths.mean():.1f}, {lengths.max()}"
+    return f" {len(lengths):<11,} {int(lengths.sum(dtype=np.int64)):<15,} {measures}"
+
+
+def row_text(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer | None) -> None:
+    """
+    Print a row: for each document in it a line of what it is, and then its tokens as text.
+
+    Tokens have two colours in turn, those that weigh nothing as targets are dim; without colours `|` is between them,
+    and those that weigh something are between ⟦ and ⟧. Without a tokenizer tokens are numbers.
+    """
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    batch = rows.batch(split, [row])
+    tokens, targets, weights, ids = (
+        tensor[0].numpy() for tensor in (batch.tokens, batch.targets, batch.weights, batch.document_ids)
+    )
+    # what a token weighs as a target is written at the token before it
+    own = np.concatenate([[0.0], weights[:-1]])
+    console.print(f"{split} row {row}: {len(tokens)} tokens, {int((targets != IGNORE_INDEX).sum())} targets")
+    sources = rows.sources(split, row) if hasattr(rows, "sources") else []
+    for number in range(int(ids.max()) + 1):
+        places = np.flatnonzero(ids == number)
+        source = sources[number] if number < len(sources) else "padding" if sources else f"document {number}"
+        first, last = batch.positions[0][places[0]], batch.positions[0][places[-1]]
+        console.print(
+            f"[{places[0]}:{places[-1] + 1}] {printable(source)}, positions {first} to {last}, "
+            f"weights add up to {weights[places].sum():g}",
+            style="bold",
+        )
+        console.print(_painted(tokens[places], own[places], tokenizer, colours=console.is_terminal))
+
+
+def _painted(tokens: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer | None, *, colours: bool) -> Text:
+    text, trained = Text(), False
+    for number, (piece, weight) in enumerate(zip(_pieces(tokens, tokenizer), weights.tolist(), strict=True)):
+        if not colours:
+            text.append("⟧" * (trained and not weight) + "|" * (number > 0) + "⟦" * (bool(weight) and not trained))
+            trained = bool(weight)
+        text.append(piece, style=f"{'' if weight else 'dim '}{COLOURS[number % 2]}")
+    return text.append("⟧" * trained)
+
+
+def _pieces(tokens: np.ndarray, tokenizer: Tokenizer | None) -> Iterator[str]:
+    # A tokenizer of chats writes control tokens out, which `decode` leaves away.
+    decode = getattr(tokenizer, "decode_control", None)
+    for token in tokens.tolist():
+        if tokenizer is None:
+            yield f" {token}"
+        elif token == tokenizer.eos_id and decode is None:
+            yield "<end>"
+        else:
+            text = (decode or tokenizer.decode)([token])
+            yield printable("".join(VISIBLE.get(letter, letter) for letter in text))

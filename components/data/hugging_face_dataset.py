@@ -1,0 +1,64 @@
+"""A corpus in a folder that Hugging Face's `datasets` has written with `save_to_disk`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from drawloom.components.data.sources.documents import Part, split_parts, texts_of
+from drawloom.components.data.sources.files import local
+from drawloom.components.data.sources.tables import ArrowPart
+from drawloom.components.ports.corpus import Split
+from drawloom.graph import UserError, between, component, setting
+
+
+@component(needs={"pyarrow": "drawloom[arrow]"})
+class HuggingFaceDataset:
+    """
+    A saved data set, or a dictionary of them, with the text of each row in one column.
+
+    Without a data set for validation, the split of a document depends only on its text.
+    """
+
+    path: Path = setting(doc="the folder, relative to the current directory")
+    field: str = setting(default="text", doc="the column with the text")
+    train: str = setting(default="train", doc="the name of the training data in a dictionary")
+    validation: str | None = setting(
+        default=None, doc="the name of the validation data in a dictionary; then all training data is for training"
+    )
+    validation_fraction: float = setting(
+        default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
+    )
+
+    def documents(self, split: Split) -> Iterator[str]:
+        """The texts of one split. Raises UserError if the folder is no data set, or has none of that name."""
+        return texts_of(self.parts(split))
+
+    def parts(self, split: Split) -> list[Part]:
+        """The same documents in parts that can be read independently."""
+        if self.validation is not None:
+            return [*self._parts(self.train if split == "train" else self.validation)]
+        return [*split_parts(self._parts(self.train), split, self.validation_fraction)]
+
+    def _parts(self, name: str) -> list[ArrowPart]:
+        names = _read(self.path / "dataset_dict.json")
+        if names is None and self.validation is not None:
+            raise UserError(f"validation: {self.path} holds one data set, and no dictionary; leave `validation` out")
+        if names is not None and name not in names["splits"]:
+            raise UserError(f'{self.path} has no "{name}", only {", ".join(names["splits"])}')
+        folder = self.path / name if names is not None else self.path
+        state = _read(folder / "state.json")
+        if state is None:
+            raise UserError(f"path: {folder} is no data set: it has no state.json; write one with `save_to_disk`")
+        files = [each["filename"] for each in state["_data_files"]]
+        return [ArrowPart(local(file, folder / file), self.field) for file in files]
+
+
+def _read(path: Path) -> Any:
+    """The content of a JSON file; None if it is missing."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read ({error}); restore it") from error

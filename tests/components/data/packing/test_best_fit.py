@@ -1,0 +1,34 @@
+"""Best-fit-decreasing."""
+
+import numpy as np
+
+from drawloom.components.data.packing.best_fit import best_fit
+
+
+def lognormal(count: int) -> np.ndarray:
+    """Sizes as of documents, with a mean of about 900."""
+    return np.clip(np.random.default_rng(0).lognormal(6.0, 1.2, count), 2, 4095).astype(np.int64)
+
+
+def test_rows_are_nearly_full() -> None:
+    """Of 100,000 documents hardly any space is left, and large items of a row come first."""
+    sizes = lognormal(100_000)
+    items, counts = best_fit(sizes, 4096)
+    assert sizes.sum() / (len(counts) * 4096) > 0.9999
+    assert np.sort(items).tolist() == list(range(len(sizes)))
+    row = sizes[items[: counts[0]]]
+    assert row.tolist() == sorted(row, reverse=True)
+
+
+def test_items_that_fit_exactly_fill_rows() -> None:
+    """Pairs of sizes that add up to a row leave nothing, in whatever order they come."""
+    sizes = np.array([5, 3, 7, 1, 4, 4, 6, 2])
+    items, counts = best_fit(sizes, 8)
+    assert counts.tolist() == [2, 2, 2, 2]
+    assert [int(sizes[pair].sum()) for pair in items.reshape(4, 2)] == [8, 8, 8, 8]
+
+
+def test_small_items_share_rows() -> None:
+    """Items of one size open no more rows than they need."""
+    _, counts = best_fit(np.full(10, 3), 8)
+    assert counts.tolist() == [2, 2, 2, 2, 2]

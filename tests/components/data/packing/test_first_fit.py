@@ -1,0 +1,48 @@
+"""First-fit."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.components.data.packing import first_fit as module
+from drawloom.components.data.packing.first_fit import first_fit
+
+
+def reference(sizes: list[int], capacity: int) -> list[list[int]]:
+    """The items of each row, by a loop over rows."""
+    rows: list[list[int]] = []
+    left: list[int] = []
+    for item, size in enumerate(sizes):
+        row = next((row for row, space in enumerate(left) if space >= size), len(rows))
+        if row == len(rows):
+            rows.append([])
+            left.append(capacity)
+        rows[row].append(item)
+        left[row] -= size
+    return rows
+
+
+def packed(sizes: list[int], capacity: int) -> list[list[int]]:
+    items, counts = first_fit(np.array(sizes, np.int64), capacity)
+    return [part.tolist() for part in np.split(items, np.cumsum(counts)[:-1])] if len(counts) else []
+
+
+@given(st.lists(st.integers(1, 15), max_size=80))
+def test_rows_are_those_of_a_loop(sizes: list[int]) -> None:
+    """Each document is in the first row that has space for it."""
+    assert packed(sizes, 16) == reference(sizes, 16)
+
+
+def test_runs_are_packed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long list is packed in runs, several at once and several times, each as if it were alone."""
+    monkeypatch.setattr(module, "RUN", 50)
+    monkeypatch.setattr(module, "RUNS", 3)
+    sizes = np.random.default_rng(0).integers(1, 16, 420).tolist()
+    runs = [reference(sizes[start : start + 50], 16) for start in range(0, 420, 50)]
+    assert packed(sizes, 16) == [[50 * run + item for item in row] for run, rows in enumerate(runs) for row in rows]
+
+
+def test_as_many_rows_as_documents_are_possible() -> None:
+    """A run of documents of which no two fit together needs a row for each."""
+    assert packed([9] * 300, 16) == [[item] for item in range(300)]

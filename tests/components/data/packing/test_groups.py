@@ -1,0 +1,71 @@
+"""Rows of whole documents: what all groupings share."""
+
+import pickle
+from collections import Counter
+from multiprocessing.reduction import ForkingPickler
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.components.data.packing import groups
+from drawloom.components.data.packing.best_fit import best_fit
+from drawloom.components.data.packing.first_fit import first_fit
+from drawloom.components.data.packing.groups import Group, Groups, gathered, group_documents
+from drawloom.components.data.packing.padded import one_each
+
+GROUPINGS = [best_fit, first_fit, one_each]
+
+
+@pytest.mark.parametrize("group", GROUPINGS)
+@given(sizes=st.lists(st.integers(2, 40), max_size=60), length=st.integers(2, 16), seed=st.integers(0, 99))
+def test_each_token_is_in_one_row(group: Group, sizes: list[int], length: int, seed: int) -> None:
+    """No row is overfull or empty, and each token of the chosen documents is in one, but single ones at a cut."""
+    chosen = np.random.default_rng(seed).permutation(len(sizes))[: len(sizes) * 3 // 4]
+    index = group_documents(np.array(sizes, np.int64), chosen, length, group)
+    rows = [index.pieces(row) for row in range(index.rows)]
+    filled = [sum(piece.last - piece.first for piece in row) for row in rows]
+    assert all(0 < size <= length for size in filled) and sum(filled) == index.tokens
+    found = Counter((each.document, token) for row in rows for each in row for token in range(each.first, each.last))
+    cut = {document for document in chosen.tolist() if sizes[document] % length == 1}
+    wanted = {(number, token) for number in chosen.tolist() for token in range(sizes[number] - (number in cut))}
+    assert found == Counter(wanted)
+
+
+def test_blocks_have_the_same_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grouped in several blocks, documents are those of one."""
+    sizes = np.random.default_rng(0).integers(2, 90, 200)
+
+    def documents() -> Counter[int]:
+        index = group_documents(sizes, np.arange(200), 32, best_fit)
+        return Counter(piece.document for row in range(index.rows) for piece in index.pieces(row))
+
+    whole = documents()
+    monkeypatch.setattr(groups, "BLOCK", 7)
+    assert documents() == whole
+
+
+def test_an_index_is_sent_to_workers() -> None:
+    """A pickled index has the same rows; a row beyond the last is an error."""
+    index = group_documents(np.array([3, 9, 2]), np.arange(3), 4, best_fit)
+    copy: Groups = pickle.loads(ForkingPickler.dumps(index))
+    assert [copy.pieces(row) for row in range(copy.rows)] == [index.pieces(row) for row in range(index.rows)]
+    for row in (-1, index.rows):
+        with pytest.raises(IndexError, match=f"no row {row}"):
+            index.pieces(row)
+
+
+def test_no_documents_make_no_rows() -> None:
+    """A split may be empty."""
+    for group in GROUPINGS:
+        assert group_documents(np.empty(0, np.int64), np.empty(0, np.int64), 8, group).rows == 0
+
+
+@given(st.lists(st.integers(0, 5), max_size=30))
+def test_items_are_gathered_by_row(rows: list[int]) -> None:
+    """Items come row by row, in their places there."""
+    places = [rows[:number].count(row) for number, row in enumerate(rows)]
+    items, counts = gathered(np.array(rows, np.int64), np.array(places, np.int64), 6)
+    assert items.tolist() == sorted(range(len(rows)), key=lambda number: (rows[number], number))
+    assert counts.tolist() == [rows.count(row) for row in range(6)]

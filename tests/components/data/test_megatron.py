@@ -1,0 +1,56 @@
+"""Documents that Megatron-LM has tokenized."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawloom.components.data.megatron import Megatron
+from drawloom.graph import UserError
+from support.stores import write_megatron
+
+DOCUMENTS = [[number, 2, 65_535, 0][: 1 + number % 4] for number in range(40)]
+
+
+def corpus(folder: Path, **settings: Any) -> Megatron:
+    made = Megatron(path=folder / "data_text_document", vocab_size=65_536, eos_id=0, **settings)
+    made.open()
+    return made
+
+
+def test_documents_are_read_as_they_are(tmp_path: Path) -> None:
+    """Ids, lengths and order are those of the files, in both splits together, and after pickling."""
+    write_megatron(tmp_path / "data_text_document", DOCUMENTS)
+    found = {}
+    for split in ("train", "validation"):
+        documents = pickle.loads(pickle.dumps(corpus(tmp_path, validation_fraction=0.3).documents(split)))
+        for number, length in enumerate(documents.lengths.tolist()):
+            found[int(documents.chosen[number])] = documents.tokens(number, 0, length + 9).tolist()
+            assert documents.weights(number, 0, length) is None
+    assert found == dict(enumerate(DOCUMENTS))
+    assert 4 < len(corpus(tmp_path, validation_fraction=0.3).documents("validation").lengths) < 20
+    assert corpus(tmp_path).documents("train").source(0).startswith(f"{tmp_path}/data_text_document.bin:")
+
+
+def test_an_empty_data_set_has_no_documents(tmp_path: Path) -> None:
+    """Files without a document are opened."""
+    write_megatron(tmp_path / "data_text_document", [])
+    assert len(corpus(tmp_path).documents("train").lengths) == 0
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    """A missing file, another format, and files that are cut off are errors that name the file."""
+    with pytest.raises(UserError, match=r"data_text_document\.idx can't be read"):
+        corpus(tmp_path)
+    write_megatron(tmp_path / "data_text_document", DOCUMENTS)
+    tokens, index = (tmp_path / f"data_text_document.{end}" for end in ("bin", "idx"))
+    tokens.write_bytes(tokens.read_bytes()[:-2])
+    with pytest.raises(UserError, match=r"\.bin is cut off"):
+        corpus(tmp_path)
+    index.write_bytes(index.read_bytes()[:-2])
+    with pytest.raises(UserError, match=r"\.idx has \d+ bytes"):
+        corpus(tmp_path)
+    index.write_bytes(b"something else, and long enough to be read")
+    with pytest.raises(UserError, match="no index of token ids"):
+        corpus(tmp_path)

@@ -1,0 +1,56 @@
+"""The record of the rows that steps have seen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from drawloom.components.data.record import Record, row_digests
+from drawloom.components.ports.data import Batch
+from drawloom.components.ports.run import Batching, Step
+from drawloom.graph.testing import fake
+from support.checkpoints import FixedFolder, SingleRankMesh
+
+
+def batch(*rows: int) -> Batch:
+    columns = torch.tensor(rows)[:, None].expand(-1, 3)
+    return Batch(columns, columns, columns, columns, columns.float())
+
+
+def record(folder: Path) -> Record:
+    batching = fake(Batching, dp_rank=0, dp_size=1)
+    return Record(folder=FixedFolder(folder), mesh=SingleRankMesh(), batching=batching)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rows/rank-0.jsonl").read_text().splitlines()]
+
+
+def test_each_row_has_its_own_digest() -> None:
+    """Rows that differ in any tensor have different digests, wherever they are in a batch."""
+    one, two = row_digests(batch(1, 2))
+    assert one != two and row_digests(batch(2)) == [two]
+    changed = [attrs.evolve(batch(1), **{name: torch.full((1, 3), 9.0)}) for name in ("weights", "targets")]
+    assert len({one, *(digest for each in changed for digest in row_digests(each))}) == 3
+
+
+def test_each_step_has_a_line(tmp_path: Path) -> None:
+    """A step's line has the rows of all its microbatches, and which part of the step they are."""
+    record(tmp_path).run_phase(Step(1, 9, outputs={"batches": [batch(1, 2), batch(3)]}))
+    assert lines(tmp_path) == [{"step": 1, "part": 0, "parts": 1, "rows": row_digests(batch(1, 2, 3))}]
+
+
+def test_a_resumed_run_removes_later_steps(tmp_path: Path) -> None:
+    """Later lines, an incomplete one, and those of ranks that are gone are removed."""
+    first = record(tmp_path)
+    for step in (1, 2, 3):
+        first.run_phase(Step(step, 9, outputs={"batches": [batch(step)]}))
+    (tmp_path / "rows/rank-1.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    record(tmp_path).run_phase(Step(2, 9, outputs={"batches": [batch(7)]}))
+    assert [(line["step"], line["rows"]) for line in lines(tmp_path)] == [
+        (1, row_digests(batch(1))),
+        (2, row_digests(batch(7))),
+    ]
+    assert (tmp_path / "rows/rank-1.jsonl").read_text() == '{"step": 1}\n'
