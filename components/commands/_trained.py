@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import attrs
 import tomli
 
 from drawloom.components.checkpoint.manifest import step_of
@@ -14,44 +13,32 @@ from drawloom.components.ports.model import Stages
 from drawloom.components.ports.run import FILES
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Project
+from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
-from drawloom.graph.recipe.recipe import Recipe
-
-
-@attrs.frozen
-class Trained:
-    """The open components of a run, by port, and the step of its newest checkpoint."""
-
-    step: int
-    _objects: dict[type, Any]
-
-    def __getitem__(self, port: type) -> Any:
-        return self._objects[port]
+from drawloom.graph.runtime.container import Container
 
 
 @contextmanager
-def trained(project: Project, folder: Path, *ports: type) -> Iterator[Trained]:
+def trained(project: Project, folder: Path, *ports: type) -> Iterator[tuple[Container, int]]:
     """
-    A run's newest weights, in this process alone: what implements these ports, and nothing that they do not need.
+    A run's newest weights, in this process alone, and their step: what implements these ports, and what these need.
 
     The run is only read, and may continue meanwhile.
     """
-    step, graph, names, weights = _read(project, folder, (Stages, *ports))
-    with project.container(graph, *names.values()) as objects:
-        objects[names[Stages]].load_state_dict(weights)
+    step, recipe, names, weights = _read(project, folder, (Stages, *ports))
+    with recipe.open(names) as run:
+        run[names[0]].load_state_dict(weights)
         del weights
-        yield Trained(step, {port: objects[name] for port, name in names.items()})
+        yield run, step
 
 
-def _read(project: Project, folder: Path, ports: Sequence[type]) -> tuple[int, Graph, dict[type, str], dict[str, Any]]:
-    """The newest checkpoint's step and graph, the names of the nodes by port, and the state of its stages."""
+def _read(project: Project, folder: Path, ports: Sequence[type]) -> tuple[int, Recipe, list[str], dict[str, Any]]:
+    """The newest checkpoint's step and recipe, the names of the nodes of the ports, and the state of the first."""
     while (checkpoint := newest(folder)) is not None:
         try:
-            graph = _graph(project, checkpoint / LOCK, folder / FILES)
-            names = {port: _only(graph, port, checkpoint) for port in ports}
-            graph = graph.restricted_to(names.values())
-            return step_of(checkpoint), graph, names, load_node(checkpoint, names[Stages])
+            recipe = _recipe(project, checkpoint / LOCK, folder / FILES)
+            names = [_only(recipe.graph, port, checkpoint) for port in ports]
+            return step_of(checkpoint), recipe, names, load_node(checkpoint, names[0])
         except (UserError, OSError):
             if checkpoint.exists():
                 raise
@@ -59,8 +46,8 @@ def _read(project: Project, folder: Path, ports: Sequence[type]) -> tuple[int, G
     raise UserError(f"{folder} holds no finished checkpoint; give the folder of a run, such as runs/first_run", 2)
 
 
-def _graph(project: Project, lock: Path, files: Path) -> Graph:
-    """The graph of a run for a single process; files that it read are read from their copies in the run folder."""
+def _recipe(project: Project, lock: Path, files: Path) -> Recipe:
+    """The recipe of a run for a single process; files that it read are read from their copies in the run folder."""
     data: dict[str, Any] = tomli.loads(lock.read_text("utf-8"))
     for name, node in data.items():
         if isinstance(node, dict) and node.get("use") == "pipeline.stages":
@@ -74,7 +61,7 @@ def _graph(project: Project, lock: Path, files: Path) -> Graph:
             data[name] = {"use": "pipeline.schedules.one_f_one_b"}  # others may need more than one rank
     for copies in files.glob("*/*"):
         _use_copies(data, copies)
-    return project.graph(Recipe.of(data, str(lock)), root="")
+    return Recipe.of(data, str(lock), project=project)
 
 
 def _use_copies(data: dict[str, Any], copies: Path) -> None:

@@ -7,8 +7,8 @@ from drawloom.components.commands._trained import trained
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.ports.data import Tokenizer
 from drawloom.components.ports.model import Model, Stages
-from drawloom.graph.cli.project import Project
 from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Export the weights and print the folder."""
-    with trained(project, options.run_folder, Model, Stages, Tokenizer) as run:
-        write_folder(options.to, run[Model], run[Stages], run[Tokenizer], step=run.step)
+    with trained(project, options.run_folder, Model, Stages, Tokenizer) as (run, step):
+        write_folder(options.to, run.get(Model), run.get(Stages), run.get(Tokenizer), step=step)
     print_text(f"exported to {options.to}")
     return 0

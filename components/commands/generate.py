@@ -10,8 +10,8 @@ from drawloom.components.ports.data import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.sampling.generate import Sampler
-from drawloom.graph.cli.project import Project
 from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,11 +45,11 @@ def _temperature(text: str) -> float:
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Print the prompt and its continuation."""
-    with trained(project, options.run_folder, Predictor, Tokenizer, Mesh) as run:
-        tokenizer = run[Tokenizer]
+    with trained(project, options.run_folder, Predictor, Tokenizer, Mesh) as (run, _):
+        tokenizer = run.get(Tokenizer)
         sampler = Sampler(
-            model=run[Predictor],
-            pipeline=run[Mesh].group("pipeline"),
+            model=run.get(Predictor),
+            pipeline=run.get(Mesh).group("pipeline"),
             generator=generator(options.seed, "sample"),
             end=tokenizer.eos_id,
             context=options.context,

@@ -8,7 +8,7 @@ import attrs
 from drawloom.graph.build.node import Node, dotted
 from drawloom.graph.problems import KeyPath, Place, Problem, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table
-from drawloom.graph.recipe.recipe import VARIABLE
+from drawloom.graph.recipe.merged import VARIABLE
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.types.describe import describe_type
 from drawloom.graph.types.structure import Values

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 from drawloom.graph.cli.commands import COMMANDS, add_packages
 from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, format_problems, shortage
-from drawloom.graph.cli.project import Project
 from drawloom.graph.cli.terminal import discard, print_text
 from drawloom.graph.problems import Problem, RecipeError, UserError
+from drawloom.graph.project import Project
 
 # The name of a node as a key, such as @metrics.learning or @metrics.*, is an anchor of a list edit.
 OVERRIDE = re.compile(r"[\w-]+(\.(@?[\w-]+|\*))+=")

@@ -20,7 +20,7 @@ from drawloom.graph.inspect.serialize import (
 from drawloom.graph.problems import Problem, RecipeError
 from drawloom.graph.recipe.layers import Leaf
 from drawloom.graph.recipe.lockfile import RecipeChange, ResolvedRecipe
-from drawloom.graph.recipe.recipe import FORMAT, Recipe
+from drawloom.graph.recipe.merged import FORMAT, MergedRecipe
 from drawloom.graph.toml.emit import canonical, dump_key, dumps
 from drawloom.graph.toml.parsing import parse
 
@@ -75,7 +75,7 @@ ABSENT = "absent"
 def changes_since(older: str, graph: Graph) -> list[RecipeChange]:
     """Differences from `older`, the text of a resolved recipe, to `graph`. Raises ValueError if that is not TOML."""
     try:
-        recipe = Recipe.of(parse(older))
+        recipe = MergedRecipe.of(parse(older))
     except RecipeError as error:
         problem = error.problems[0]
         raise ValueError(f"line {problem.place.line if problem.place else 0}: {problem.text}") from error
@@ -164,7 +164,7 @@ def _show(part: Any) -> str:
     return ABSENT if part is None else dumps(part)
 
 
-def diff(old: Recipe, new: Graph) -> list[RecipeChange]:
+def diff(old: MergedRecipe, new: Graph) -> list[RecipeChange]:
     """
     Differences from a recipe to a graph and, if neither is resolved, cosmetic ones in how they are written.
 

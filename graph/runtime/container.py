@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import attrs
 
@@ -20,6 +20,8 @@ from drawloom.graph.types.port_match import implements, mismatches
 Stage = Literal["build", "open", "close"]
 
 STAGES: tuple[Stage, ...] = ("build", "open", "close")
+
+T = TypeVar("T")
 
 LEAST = 0.001
 """Seconds; faster nodes share one line in the table of timings."""
@@ -237,6 +239,25 @@ class Container(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         return self._objects[name]
+
+    @overload
+    def get(self, wanted: Callable[..., T]) -> T: ...
+    @overload
+    def get(self, wanted: str, default: Any = None) -> Any: ...
+    def get(self, wanted: Any, default: Any = None) -> Any:
+        """
+        The one object of a class or port, with that type; or, as of any mapping, the object of a node by name.
+
+        Raises LookupError if no object or several implement the port.
+        """
+        # The type is that of a function that makes a T: type checkers refuse Protocols for type[T].
+        if isinstance(wanted, str):
+            return self._objects.get(wanted, default)
+        names = [name for name, item in self._objects.items() if _fits(type(item), (wanted,))]
+        if len(names) != 1:
+            found = " and ".join(f"[{name}]" for name in names) or "no open node"
+            raise LookupError(f'{found} {"are" if names[1:] else "is"} a {wanted.__name__}; name a node: run["name"]')
+        return self._objects[names[0]]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._objects)

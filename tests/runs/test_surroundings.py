@@ -28,7 +28,7 @@ from drawloom.components.ports.run import Step, Value
 from drawloom.components.run.locks import FolderLock
 from drawloom.components.trackers.aim import AimTracker
 from drawloom.components.trackers.aim_repository import AimRun
-from drawloom.graph.cli.project import Project
+from drawloom.graph.project import Project
 from support.audit import Audit
 from support.crashes import is_valid
 from support.disk import Call, watched

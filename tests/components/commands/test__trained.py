@@ -1,7 +1,6 @@
 """Reading the newest weights of a run that goes on."""
 
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,20 @@ from support.checkpoints import save_steps, state_of
 
 
 @attrs.frozen
-class _Graph:
-    """A graph that is never built."""
+class _Recipe:
+    """A recipe that is never opened."""
 
     text: str
-
-    def restricted_to(self, _names: Iterable[str]) -> "_Graph":
-        return self
+    graph: None = None
 
 
-@pytest.mark.parametrize("moment", ["_graph", "load_node"])
+@pytest.mark.parametrize("moment", ["_recipe", "load_node"])
 def test_a_checkpoint_that_rotation_removes_while_it_is_read_is_replaced_by_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """A run that rotates fast never makes `generate` or `export` call a removed step corrupt."""
     save_steps(tmp_path, 1)
-    read: dict[str, Any] = {"_graph": lambda _project, lock, _files: _Graph(lock.read_text()), "load_node": load_node}
+    read: dict[str, Any] = {"_recipe": lambda _project, lock, _files: _Recipe(lock.read_text()), "load_node": load_node}
     began: list[Path] = []
 
     def rotating(*arguments: Any) -> Any:
@@ -42,7 +39,7 @@ def test_a_checkpoint_that_rotation_removes_while_it_is_read_is_replaced_by_a_ne
             shutil.rmtree(tmp_path / "checkpoints" / "step-1")
         return read[moment](*arguments)
 
-    monkeypatch.setattr(_trained, "_graph", read["_graph"])
+    monkeypatch.setattr(_trained, "_recipe", read["_recipe"])
     monkeypatch.setattr(_trained, "_only", lambda *_: "memory")
     monkeypatch.setattr(_trained, moment, rotating)
     project: Any = None
@@ -54,7 +51,7 @@ def test_a_checkpoint_that_rotation_removes_while_it_is_read_is_replaced_by_a_ne
 def test_a_checkpoint_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with a checkpoint that is still there is not tried again for ever."""
     save_steps(tmp_path, 1)
-    monkeypatch.setattr(_trained, "_graph", lambda *_: _Graph(""))
+    monkeypatch.setattr(_trained, "_recipe", lambda *_: _Recipe(""))
     monkeypatch.setattr(_trained, "_only", lambda *_: "gone")
     project: Any = None
     with pytest.raises(UserError, match=r"has no state of \[gone\]"):

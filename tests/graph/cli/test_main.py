@@ -8,8 +8,9 @@ import tomli
 
 from drawloom.graph.cli.exit_codes import Console
 from drawloom.graph.cli.main import main, split_words
-from drawloom.graph.cli.project import Project, read_overrides
 from drawloom.graph.problems import RecipeError
+from drawloom.graph.project import Project
+from drawloom.graph.recipe.overrides import read_overrides
 
 
 def test_three_ways_to_set_a_value() -> None:

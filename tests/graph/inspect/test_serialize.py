@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Project
 from drawloom.graph.inspect.changes import recipe_hash, resolve
 from drawloom.graph.inspect.serialize import flatten, serialize_graph, serialize_value
+from drawloom.graph.project import Project
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
-from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.recipe.merged import MergedRecipe
 from support.made_up import recipes
 
 Shop = Callable[..., Graph]
@@ -70,7 +70,7 @@ SHIPPED = sorted(path.stem for path in (Path(__file__).parents[3] / "recipes").g
 
 def again(project: Project, resolved: ResolvedRecipe) -> Graph:
     """The graph of a resolved recipe's text."""
-    return project.graph(Recipe.of(tomli.loads(resolved.text)), root="")
+    return project.graph(MergedRecipe.of(tomli.loads(resolved.text)), root="")
 
 
 def test_reading_it_again_gives_the_same(shop: Shop, project: Project) -> None:
@@ -85,7 +85,7 @@ def test_reading_it_again_gives_the_same(shop: Shop, project: Project) -> None:
 def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
     """For any settings, inline nodes and groups, the resolved text gives the same graph and hash."""
     project = Project.of("support.shop")
-    graph = project.graph(Recipe.of(data), root="")
+    graph = project.graph(MergedRecipe.of(data), root="")
     assert graph.errors == []
     once = resolve(graph)
     other = again(project, once)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import RecipeError
-from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.project import Project
+from drawloom.graph.recipe.merged import MergedRecipe
 
 
 def written(folder: Path, **texts: str) -> None:
@@ -23,12 +23,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def load(name: str, overlays: Sequence[str] = (), words: Sequence[str] = ()) -> Recipe:
+def load(name: str, overlays: Sequence[str] = (), words: Sequence[str] = ()) -> MergedRecipe:
     """A recipe of the current directory."""
     return Project.of("support.shop").load(name, overlays, words)
 
 
-def plain(recipe: Recipe, node: str) -> dict[str, object]:
+def plain(recipe: MergedRecipe, node: str) -> dict[str, object]:
     """A node's keys and values."""
     return {key: getattr(item, "value", item) for key, item in recipe.nodes[node].items.items()}
 
