@@ -203,6 +203,9 @@ def component(
     - `resume_impact(node, key)` returns what it means to resume with another value of a key, or None;
     - `in_folder(settings, given, folder)` returns the settings with which a run uses the run folder that its recipe was
       read from; `given` are the keys that overlays or the command line set.
+
+    The container calls `open()`, `close()` and `on_failure(error)` of objects that have them; `run --dry-run` opens
+    those with `preview()`, which returns what they say of a run before its first step.
     """
 
     def make(cls: type[T]) -> type[T]:

@@ -166,6 +166,20 @@ class Recipe:
         """The resolved recipe as TOML: every setting and edge, each with where it comes from."""
         return resolve(self.graph.or_error()).text
 
+    def preview(self) -> str:
+        """
+        What a run says before its first step, without the run: one text for each node with a method `preview`.
+
+        Opens these nodes, all that would fill their `Every` fields, and what these need.
+        """
+        graph = self.graph.or_error()
+        needed = graph.topological_order([self.project.root])
+        speaking = [name for name in needed if hasattr(graph.nodes[name].spec.cls, "preview")]
+        ports = {port for name in speaking for field in graph.nodes[name].spec.every_fields for port in field.ports}
+        counted = [name for port in ports for name in graph.implementers(port) if name in needed]
+        with self.open([*counted, *speaking]) as opened:
+            return "\n".join(opened[name].preview() for name in speaking)
+
     def changes_since(self, old: "Recipe") -> list[RecipeChange]:
         """What differs from an older recipe or run to this one, and its impact on a run that resumes."""
         # Without a root: recipes of runs and parts of recipes are compared alike, and unused nodes count.

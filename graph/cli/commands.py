@@ -47,6 +47,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
     parser.add_argument("--timings", action="store_true", help="print how long each node took to build, open and close")
     parser.add_argument("--accept-changes", action="store_true", help="resume although the recipe has changed")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, and neither train nor write")
 
 
 def _add_two(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +87,13 @@ def _checked(options: argparse.Namespace, project: Project) -> Recipe:
 
 
 def _run(options: argparse.Namespace, project: Project) -> int:
-    run = _checked(options, project).open(accept_changes=options.accept_changes)
+    recipe = _checked(options, project)
+    if options.dry_run:
+        text = recipe.preview()
+        if options.console.warns:  # one process of several
+            print_text(text)
+        return OK
+    run = recipe.open(accept_changes=options.accept_changes)
     try:
         with run:
             run[project.root].run()

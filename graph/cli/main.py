@@ -88,6 +88,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(project: Project, arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="drawloom", description="Weave training runs from components, by recipe.")
+    package = importlib.import_module(project.registry.package.partition(".")[0])
+    version = f"%(prog)s {getattr(package, '__version__', '')}".rstrip()
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (function, summary, add) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)

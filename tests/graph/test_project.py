@@ -73,6 +73,17 @@ def test_faults_of_nodes_that_are_not_opened_do_not_matter(project: Project) -> 
             recipe.open(only="page")
 
 
+def test_a_preview_opens_what_speaks_and_what_it_counts(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes with `preview` say something, and their `Every` fields are filled; nothing runs."""
+    monkeypatch.setattr(Plain, "preview", lambda page: f"a page called {page.title}", raising=False)
+    monkeypatch.setattr(Loop, "preview", lambda loop: f"{len(loop.counted)} counted", raising=False)
+    monkeypatch.setattr(Loop, "run", lambda _: 1 / 0)
+    recipe = Recipe.load("small", project=project)
+    with recipe.open() as run:
+        counted = len(run.get(Loop).counted)
+    assert recipe.preview() == f"a page called Shop\n{counted} counted"
+
+
 def test_values_make_another_recipe(project: Project) -> None:
     """The first stays as it was."""
     small = Recipe.load("small", project=project)

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import tomli
 
+import drawloom
 from drawloom.graph.cli.exit_codes import Console
 from drawloom.graph.cli.main import main, split_words
 from drawloom.graph.problems import RecipeError
-from drawloom.graph.project import Project
+from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.overrides import read_overrides
 
 
@@ -193,6 +194,24 @@ def test_warnings_alone_are_fine(project: Project, capsys: pytest.CaptureFixture
     assert "warning: [spare]" in capsys.readouterr().err
     assert main(["check", "small", "--format", "json", *words], project) == 0
     assert [p["warning"] for p in json.loads(capsys.readouterr().out)["problems"]] == [True]
+
+
+def test_a_dry_run_prints_the_preview_once(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of several processes one prints it, and none runs."""
+    monkeypatch.setattr(Recipe, "preview", lambda _: "what would run")
+    monkeypatch.setattr(Recipe, "open", lambda *_, **__: 1 / 0)
+    assert main(["run", "small", "--dry-run"], project) == 0
+    assert main(["run", "small", "--dry-run"], project, Console(warns=False)) == 0
+    assert capsys.readouterr().out == "what would run\n"
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """`drawloom --version` prints it, with exit code 0."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"drawloom {drawloom.__version__}\n"
 
 
 def test_timings_go_to_stderr(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
