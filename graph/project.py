@@ -1,7 +1,7 @@
 """A project, its components and shipped recipes; and a recipe as Python and the command line use it."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from drawloom.graph.recipe.layers import Layer, Leaf
 from drawloom.graph.recipe.loading import RecipeFolder, read_layers
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
 from drawloom.graph.recipe.merged import MergedRecipe, merge
-from drawloom.graph.recipe.overrides import read_overrides
+from drawloom.graph.recipe.overrides import nested, read_overrides
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.runtime.container import Container
 
@@ -72,7 +72,7 @@ class Project:
             if in_folder := getattr(getattr(component, "cls", None), "in_folder", None):
                 given = [key for key, leaf in leaves.items() if leaf.layer.source != lock]
                 values = in_folder({key: leaf.value for key, leaf in leaves.items()}, given, recipe.source)
-                recipe = recipe.with_values(_nested(name, values), recipe.source) if values else recipe
+                recipe = recipe.with_values(nested(name, values), recipe.source) if values else recipe
         return recipe
 
     def usual(self) -> dict[str, list[str]]:
@@ -83,6 +83,10 @@ class Project:
                 uses = found.setdefault(node, [])
                 uses += [] if table["use"] in uses else [table["use"]]
         return {node: uses for node, uses in found.items() if "." not in node}
+
+    def shipped(self) -> Iterator[Graph]:
+        """The graphs of the shipped recipes, with their problems: some are overlays."""
+        return (self.graph(self.load(name), root="") for name in RecipeFolder(self.recipes).names)
 
     def graph(self, recipe: MergedRecipe, root: str | None = None) -> Graph:
         """The checked graph of a recipe, with its problems."""
@@ -200,10 +204,3 @@ class Recipe:
         """
         roots = [only] if isinstance(only, str) else only
         return self.project.container(self.graph, *roots, given=given, accept_changes=accept_changes)
-
-
-def _nested(name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a node as a recipe has them: the node may be a member of a group."""
-    for part in reversed(name.split(".")):
-        values = {part: values}
-    return values

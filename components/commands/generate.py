@@ -1,10 +1,9 @@
-"""continue a prompt with a run's newest weights"""
+"""continue a prompt with a run's weights"""
 
 import argparse
 import math
-from pathlib import Path
 
-from drawloom.components.commands._trained import trained
+from drawloom.components.commands._trained import add_run, trained
 from drawloom.components.distributed.rng import generator
 from drawloom.components.ports.data import Tokenizer
 from drawloom.components.ports.distributed import Mesh
@@ -16,7 +15,7 @@ from drawloom.graph.project import Project
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
+    add_run(parser)
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="the beginning of the text")
     parser.add_argument("--tokens", type=_count, default=200, help="most tokens to sample (default 200)")
     parser.add_argument("--context", type=_count, default=256, help="tokens of context for the model (default 256)")
@@ -45,7 +44,7 @@ def _temperature(text: str) -> float:
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Print the prompt and its continuation."""
-    with trained(project, options.run_folder, Predictor, Tokenizer, Mesh) as (run, _):
+    with trained(project, options, Predictor, Tokenizer, Mesh) as (run, _):
         tokenizer = run.get(Tokenizer)
         sampler = Sampler(
             model=run.get(Predictor),

@@ -8,7 +8,7 @@ from pathlib import Path
 from drawloom.graph.cli.exit_codes import INVALID, OK
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.drawing.draw import FORMATS
-from drawloom.graph.inspect.listing import list_components, list_plugins
+from drawloom.graph.inspect.listing import list_components, list_fitting, list_plugins
 from drawloom.graph.problems import RecipeError, UserError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.runtime.container import timing_table
@@ -68,6 +68,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def _add_subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("subject", nargs="?", default="", metavar="SUBJECT", help="such as data, or data.loader")
+    parser.add_argument("--fits", metavar="NODE", help="the components that can be this node of the shipped recipes")
     parser.add_argument(
         "--plugins", action="store_true", help="components of installed packages, with their distributions"
     )
@@ -159,9 +160,12 @@ def _schema(options: argparse.Namespace, project: Project) -> int:
 
 
 def _list(options: argparse.Namespace, project: Project) -> int:
-    print_text(
-        list_plugins(project.registry) if options.plugins else list_components(project.registry, options.subject)
-    )
+    if options.plugins:
+        print_text(list_plugins(project.registry))
+    elif options.fits:
+        print_text(list_fitting(project.registry, list(project.shipped()), options.fits))
+    else:
+        print_text(list_components(project.registry, options.subject))
     return OK
 
 

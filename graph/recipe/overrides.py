@@ -46,5 +46,12 @@ def _table(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | str:
     return tree
 
 
+def nested(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a node as a recipe has them: the node may be a member of a group."""
+    for part in reversed(name.split(".")):
+        values = {part: values}
+    return values
+
+
 def _problem(text: str, hint: str = "") -> Problem:
     return Problem("DL110", text, hint, place=COMMAND_LINE)

@@ -172,6 +172,29 @@ def test_draw_and_list_show_what_there_is(project: Project, capsys: pytest.Captu
     assert "size: integer = 10  (how many values it keeps)" in capsys.readouterr().out
 
 
+def test_components_are_listed_by_the_node_that_they_can_be(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the ports of all edges to the node; of a sequence's members only those that change the same."""
+    main(["list", "--fits", "store"], project)
+    fitting = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert "stores.memory" in fitting and "stores.disk" in fitting
+    assert not [use for use in fitting if not use.startswith("stores.")]
+    assert main(["list", "--fits", "stor"], project) == 2
+    assert capsys.readouterr().err == "no shipped recipe has a node [stor]; did you mean 'store'?\n"
+
+
+def test_what_fits_in_a_sequence_changes_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the phases of training only clippers can be [clip], and every metric can be in the group [metrics]."""
+    main(["list", "--fits", "clip"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "gradients.clip_norm",
+        "gradients.clip_value",
+    ]
+    main(["list", "--fits", "metrics"])
+    assert "metrics.perplexity" in capsys.readouterr().out
+
+
 def test_problems_for_programs(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """`check --format json` gives every problem as data on stdout, and the same exit code as the text."""
     assert main(["check", "small", "--format", "json", "page.title=3", "store.sise=4"], project) == 2
