@@ -30,8 +30,8 @@ def attention_eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """
     softmax(q k^T / sqrt(head_dim)) v with grouped queries, over the tokens that the mask allows.
 
-    q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim), mask bool (rows, 1, length, length)
-    from `causal_document_mask`. Query head h attends to key head h // (heads // kv_heads). Returns
+    q (rows, length, heads, head_dim), k and v (rows, keys, kv_heads, head_dim), mask bool (rows, 1, length, keys) from
+    `causal_document_mask` or `causal_mask`. Query head h attends to key head h // (heads // kv_heads). Returns
     (rows, length, heads, head_dim) in the dtype of q.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -44,6 +44,11 @@ def attention_eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def causal_document_mask(document_ids: Tensor) -> Tensor:
     """The keys that each query attends to: bool (rows, 1, queries, keys) from document ids int64 (rows, length)."""
     return (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril_()
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """The keys that each of the last tokens of a text attends to: bool (1, 1, queries, keys)."""
+    return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
 
 
 EAGER = Implementation(causal_document_mask, attention_eager)

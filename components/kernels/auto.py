@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from drawloom.components.kernels.choosing import GPU, OPERATIONS, TRITON, Chosen, choose, load
+from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.distributed import Device
 from drawloom.graph import between, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
+from drawloom.kernels.attention import attention_eager, causal_mask
 from drawloom.kernels.cut_cross_entropy import Cut
 from drawloom.kernels.linear import embedding_eager, linear_eager
 
@@ -125,12 +127,16 @@ class AutoKernels:
         """RMSNorm by head, then `rope`: q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim)."""
         return self._functions["qk_norm_rope"](q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
-    def attention_mask(self, documents: Tensor) -> Any:
-        """The mask that `attention` takes, from document ids int64 (rows, length)."""
-        return self._functions["attention"].mask(documents)
+    def attention_mask(self, documents: Tensor, cache: KeyValueCache | None = None) -> Any:
+        """The mask that `attention` takes, from document ids int64 (rows, length), or with a cache of one document."""
+        return self._functions["attention"].mask(documents) if cache is None else cache
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """Causal attention within documents: q (rows, length, heads, head_dim), k and v with kv_heads."""
+        if isinstance(mask, KeyValueCache):
+            # The implementations for training take as many queries as keys.
+            k, v = mask.extend(k, v)
+            return attention_eager(q, k, v, causal_mask(q.shape[1], k.shape[1], q.device))
         return self._functions["attention"].attend(q, k, v, mask)  # type: ignore[no-any-return]
 
     def linear_cross_entropy(

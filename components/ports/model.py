@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 
@@ -27,12 +28,13 @@ class BatchContext:
     What every stage of a pipeline sees of a microbatch: positions and document ids, int64 (rows, length).
 
     `weights`, float32 (rows, length), says how much each token counts for losses inside of the model, such as a
-    router's; without them there are none, as in inference.
+    router's; without them there are none, as in inference. With a `cache`, the tokens follow those that it holds.
     """
 
     positions: Tensor
     document_ids: Tensor
     weights: Tensor | None = None
+    cache: KeyValueCache | None = None
 
 
 @attrs.frozen
@@ -171,11 +173,12 @@ class Kernels(Protocol):
         """
         ...
 
-    def attention_mask(self, documents: Tensor) -> Any:
+    def attention_mask(self, documents: Tensor, cache: KeyValueCache | None = None) -> Any:
         """
         Which tokens see which, in the form that `attention` takes; made once for all layers that see a microbatch.
 
-        documents int64 (rows, length): a token sees itself and those before it that have its number.
+        documents int64 (rows, length): a token sees itself and those before it that have its number. With a cache, rows
+        are of one document, of which a token sees what the cache holds, too; `attention` extends it.
         """
         ...
 

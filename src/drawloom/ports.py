@@ -1,5 +1,6 @@
 """The ports, interfaces between components, and the plain data that they exchange."""
 
+from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import (
     IGNORE_INDEX,
     Batch,
@@ -125,6 +126,7 @@ __all__ = [
     "Group",
     "Head",
     "Kernels",
+    "KeyValueCache",
     "LayerRange",
     "Listener",
     "Loss",

@@ -46,7 +46,7 @@ class Qwen3Model(nn.Module):
         """
         hidden = self.embed_tokens(inputs) if self.span.embedding else inputs
         cos, sin = self._angles(shared.positions)
-        mask = self.kernels.attention_mask(shared.document_ids)  # one for all layers
+        mask = self.kernels.attention_mask(shared.document_ids, shared.cache)  # one for all layers
         for layer in self.layers.values():
             hidden = layer(hidden, cos, sin, mask, shared.weights)
         return self.norm(hidden) if self.span.head else hidden
