@@ -25,7 +25,7 @@ class StandardLibrary:
 
     def documents(self, split: Split) -> Iterator[str]:
         """The texts of one split, by the module's path."""
-        return files.documents(source_files(), split, self.validation_fraction, replace=True)
+        yield from files.documents(source_files(), split, self.validation_fraction, replace=True)
 
 
 def source_files() -> list[files.TextFile]:

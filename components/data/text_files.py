@@ -30,4 +30,6 @@ class TextFiles:
 
     def documents(self, split: Split) -> Iterator[str]:
         """The texts of one split. Raises UserError for a glob without a file, or a file that can't be read."""
-        return files.documents(files.find(self.paths), split, self.validation_fraction, self.invalid_bytes == "replace")
+        # A generator, so that an error has this node in its traceback, and not only the one that reads from it.
+        found, replace = files.find(self.paths), self.invalid_bytes == "replace"
+        yield from files.documents(found, split, self.validation_fraction, replace)

@@ -220,7 +220,10 @@ class MaterializedStages:
             if (of_loss := getattr(module, LOSS, None)) is not None:
                 fill_parameters(LOSS, of_loss, device, seed)
             if self.weights is not None:
-                load_folder(self.weights, module, self.model.hugging_face_mapper().inverse(), device)
+                try:
+                    load_folder(self.weights, module, self.model.hugging_face_mapper().inverse(), device)
+                except UserError as error:
+                    raise UserError(f"weights: {error}", error.exit_code) from error
                 continue
             for name, parameter in module.named_parameters():
                 if not name.startswith(f"{LOSS}."):

@@ -15,6 +15,7 @@ from drawloom.graph.component import Every, Ordered
 from drawloom.graph.problems import UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.registry.spec import Field
+from drawloom.graph.runtime.origin import place_of, raised_in
 from drawloom.graph.types.port_match import implements, mismatches
 
 Stage = Literal["build", "open", "close"]
@@ -214,8 +215,14 @@ class Container(Mapping[str, Any]):
                 with timed(self.timings, name, "open"):
                     item.open()
             except UserError as error:  # printed without traceback, so the message must name the node
-                error.set_node(self.graph.nodes[name].place, name)
+                node = self.graph.nodes[raised_in(error, self._built, name)]
+                error.set_node(place_of(node, str(error)), node.name)
                 raise
+
+    @property
+    def _built(self) -> dict[str, Any]:
+        """The objects that are not given, and so have a place in the recipe."""
+        return {name: item for name, item in self._objects.items() if name not in self.given}
 
     def _close(self, name: str, item: Any) -> None:
         with timed(self.timings, name, "close"):
@@ -230,6 +237,10 @@ class Container(Mapping[str, Any]):
     def _fail(self, error: BaseException) -> None:
         """Call the failure handlers, last opened first, and close everything. Raises a replacement, if any."""
         replacement = error
+        is_bug = isinstance(error, Exception) and not isinstance(error, UserError)
+        if is_bug and (name := raised_in(error, self._built)):
+            node = self.graph.nodes[name]
+            error.add_note(f"in [{name}] ({node.spec.use}), {node.place}")
         # Popped first: a handler that raises must not be called again.
         while self._failure_handlers:
             replacement = self._objects[self._failure_handlers.pop()].on_failure(replacement) or replacement
