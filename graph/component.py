@@ -200,7 +200,8 @@ def component(
 
     - `constraints(node)` yields problems that involve several settings, or settings of neighbours;
     - `notes(node)` yields lines that `explain` shows for the node;
-    - `resume_impact(node, key)` returns what it means to resume with another value of a key, or None;
+    - `resume_impact(node, key)` returns what it means to resume with another value of a key, alone or with the reason
+      as a tuple, or None;
     - `in_folder(settings, given, folder)` returns the settings with which a run uses the run folder that its recipe was
       read from; `given` are the keys that overlays or the command line set.
 

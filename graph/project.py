@@ -48,7 +48,9 @@ class Project:
             try:
                 registry = registry.with_package(package)
             except (LookupError, ImportError, ValueError) as error:
-                raise UserError(f"--import {package}: {error}", exit_code=2) from error
+                here = os.path.exists(package.partition(".")[0]) or os.path.exists(f"{package}.py")
+                hint = "; it is in the current directory, where Python looks with PYTHONPATH=." if here else ""
+                raise UserError(f"--import {package}: {error}{hint}", exit_code=2) from error
         return attrs.evolve(self, registry=registry)
 
     def load(self, recipe: str, overlays: Sequence[str] = (), words: Sequence[str] = ()) -> MergedRecipe:

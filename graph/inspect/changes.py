@@ -112,15 +112,15 @@ class _Comparison:
             before, after = old.get(key), new.get(key)
             if before is None or after is None or canonical(before) != canonical(after):
                 moved = is_edge(before) or is_edge(after)
-                impact = self._own_impact(name, key) or (
-                    self._edge_impact(before, after) if moved else self._setting_impact(name, key)
-                )
-                yield RecipeChange(name, key, _show(before), _show(after), impact, edge=moved)
+                own, why = self._own_impact(name, key)
+                impact = own or (self._edge_impact(before, after) if moved else self._setting_impact(name, key))
+                yield RecipeChange(name, key, _show(before), _show(after), impact, edge=moved, why=why)
 
-    def _own_impact(self, name: str, key: str) -> Impact | None:
-        """The impact that the component itself gives to a change of one of its keys, if it does."""
+    def _own_impact(self, name: str, key: str) -> tuple[Impact | None, str]:
+        """The impact that the component itself gives to a change of one of its keys, if it does, and why."""
         resume_impact = getattr(self.graph.nodes[name].spec.cls, "resume_impact", None)
-        return resume_impact(self.graph.view(name), key) if resume_impact else None
+        found = resume_impact(self.graph.view(name), key) if resume_impact else None
+        return found if isinstance(found, tuple) else (found, "")
 
     def _setting_impact(self, name: str, key: str) -> Impact:
         field = self.graph.nodes[name].spec.fields.get(key)

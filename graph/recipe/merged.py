@@ -171,15 +171,19 @@ def _first_place(item: Table) -> Place:
 
 
 def _unused(variables: dict[str, Leaf], layers: Sequence[Layer]) -> Iterator[Problem]:
-    """A warning for each variable that no layer refers to; a reference that is overridden counts."""
+    """
+    A warning for each variable that no layer refers to; a reference that is overridden counts.
+
+    It is an error if another name is so similar that this one must be a typing error.
+    """
     used = set(_references([layer.data for layer in layers])) if variables else set()
     unknown = used - variables.keys()
     for name, leaf in variables.items():
         if name not in used:
             text = f"nothing refers to the variable {VARIABLE + name!r}"
-            near = nearest(name, unknown)
+            near = nearest(name, (unknown | variables.keys()) - {name})
             hint = f"did you mean {near!r}?" if near else ""
-            yield Problem("DL116", text, hint, place=leaf.key_place, warning=True)
+            yield Problem("DL116", text, hint, place=leaf.key_place, warning=near is None)
 
 
 def _references(data: Any) -> Iterator[str]:

@@ -26,7 +26,14 @@ def raised_in(error: BaseException, objects: Mapping[str, Any], otherwise: str =
     return found
 
 
-def place_of(node: Node, message: str) -> Place:
-    """The position of the setting that a message names; that of the node if it names none that is written."""
+def place_of(node: Node, message: str) -> Place | None:
+    """
+    The position of the setting that a message names; that of the node if it names none that is written.
+
+    None for a node of a shipped recipe: what is wrong is not written there.
+    """
     keys = [key for pair in NAMED.findall(message) for key in pair if key in node.table.items]
+    use = node.table.use
+    if not keys and use is not None and use.layer.is_shipped:
+        return None
     return node.place_of((keys[0],) if keys else ())

@@ -69,6 +69,21 @@ def test_an_unrecognized_argument_is_refused(
     assert capsys.readouterr().err.startswith("usage: drawloom ")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["chek", "small"], "there is no command 'chek'; did you mean 'check'?"),
+        (["check", "small", "page.title", "=", "Kiosk"], "write page.title=Kiosk, without spaces"),
+    ],
+)
+def test_slips_get_a_suggestion(
+    project: Project, arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command that is nearly another, and spaces around the sign of a value."""
+    assert main(arguments, project) == 2
+    assert capsys.readouterr().err.endswith(f"error: {hint}\n")
+
+
 @pytest.mark.parametrize("arguments", [["fly"], ["check", "nowhere"], ["check", "small", "page.title=3"], ["fault"]])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_of_several_processes_one_prints_a_failure(
@@ -244,10 +259,16 @@ def test_timings_go_to_stderr(project: Project, capsys: pytest.CaptureFixture[st
     assert said.out == "" and said.err.splitlines()[0].split() == ["ms", "build", "open", "close"]
 
 
-def test_importing_a_missing_package_is_a_user_error(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--import` of what can't be imported ends with exit code 2."""
+def test_importing_a_missing_package_is_a_user_error(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--import` of what can't be imported ends with exit code 2; one beside the recipe gets a hint."""
     assert main(["check", "small", "--import", "no_such_package"], project) == 2
     assert capsys.readouterr().err.startswith("--import no_such_package: there is no package")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_lab").mkdir()
+    assert main(["check", "small", "--import", "my_lab"], project) == 2
+    assert capsys.readouterr().err.endswith("it is in the current directory, where Python looks with PYTHONPATH=.\n")
     assert main(["list", "--import", "os", "--plugins"], project) == 2
     assert main(["list", "--plugins"], project) == 0
     assert "no installed package declares" in capsys.readouterr().out
