@@ -1,18 +1,24 @@
-# Everything runs in .venv, which is made when pyproject.toml is newer than it.
+# Everything runs in .venv, which is made when pyproject.toml or constraints.txt is newer than it.
 
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test figures bench soak clean test-gpu bench-gpu bench-train-gpu bench-pipeline-gpu
+unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each would compile every module
+
+.PHONY: train test figures bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu bench-pipeline-gpu \
+	bench-mesh-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
 
+# mypy works beside the tests, which often wait, and prints when they are done.
 test: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not soak" -n 4 --dist loadfile
+	@mkdir -p .mypy_cache; $(BIN)/mypy > .mypy_cache/printed & types=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not soak" -n 4 --dist loadfile; tests=$$?; \
+	wait $$types; typed=$$?; cat .mypy_cache/printed; exit $$((tests | typed))
 
 figures:
 	$(PYTHON) tests/house/figures.py
@@ -20,9 +26,11 @@ figures:
 bench: .venv/test
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/benchmarks $(ONLY)
 
-# About ten minutes on two cores, and half an hour at most: every part of it has a limit of its own.
+# About ten minutes on two cores, and half an hour at most: every part of it has a limit of its own. Property tests are
+# run with more examples than `make test` takes.
 soak: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m soak
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "hypothesis and not soak" --hypothesis-profile thorough -n 2 --dist loadfile
 
 # On a machine with a GPU: kernels compiled and not interpreted, great sizes, and the benchmarks beside those of others.
 # What others need may stand in an environment of its own: make bench-gpu PEERS=/path/to/its/site-packages
@@ -47,8 +55,14 @@ bench-gpu: .venv/test
 bench-train-gpu: .venv/test
 	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/training.py $(ONLY)
 
+bench-precision-gpu: .venv/test
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/precision.py $(ONLY)
+
 bench-pipeline-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/pipeline.py $(ONLY)
+
+bench-mesh-gpu: .venv/test
+	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py $(ONLY)
 
 clean:
 	rm -rf .venv runs dist .mypy_cache .pytest_cache .ruff_cache
@@ -56,12 +70,12 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
-.venv/train: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[aim]'
+.venv/train: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[aim]'
 	touch $@
 
-.venv/test: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+.venv/test: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[dev]'
 	touch $@
 
 .PHONY: golden

@@ -1,6 +1,6 @@
 """Recipes, graphs and containers: components wired by TOML, checked as a whole, built once."""
 
-from drawloom.graph.component import Every, Ordered, above, at_least, between, component, port, setting
+from drawloom.graph.component import Every, Ordered, above, at_least, between, component, inherited, port, setting
 from drawloom.graph.problems import Place, Problem, RecipeError, UserError
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 
@@ -16,6 +16,7 @@ __all__ = [
     "at_least",
     "between",
     "component",
+    "inherited",
     "port",
     "setting",
 ]

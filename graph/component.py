@@ -217,3 +217,9 @@ def component(
         return made
 
     return make if cls is None else make(cls)
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(setting, attrs.field))
+def inherited(cls: type[T]) -> type[T]:
+    """Let components inherit the fields of a class that is none itself."""
+    return attrs.define(cls, slots=False, eq=False, kw_only=True)

@@ -17,12 +17,13 @@ class Implementation(NamedTuple):
     """
     An implementation of attention: `mask` makes what `attend` takes as its mask.
 
-    `mask` takes document ids int64 (rows, length): tokens of a row with the same id are one document. `attend` takes
+    `mask` takes document ids int64 (rows, length), and a window or None: tokens of a row with the same id are one
+    document, of which a token attends to the last `window` before it, itself included. `attend` takes
     q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim) and the mask, and returns
     (rows, length, heads, head_dim); kv_heads divides heads.
     """
 
-    mask: Callable[[Tensor], Any]
+    mask: Callable[..., Any]
     attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
@@ -41,14 +42,16 @@ def attention_eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return mixed.transpose(1, 2)
 
 
-def causal_document_mask(document_ids: Tensor) -> Tensor:
+def causal_document_mask(document_ids: Tensor, window: int | None = None) -> Tensor:
     """The keys that each query attends to: bool (rows, 1, queries, keys) from document ids int64 (rows, length)."""
-    return (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril_()
+    mask = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril_()
+    return mask if window is None else mask.triu_(1 - window)
 
 
-def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """The keys that each of the last tokens of a text attends to: bool (1, 1, queries, keys)."""
-    return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
+def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """The keys that each of the last tokens of a text attends to, `window` at most: bool (1, 1, queries, keys)."""
+    mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
+    return mask if window is None else mask.triu_(keys - queries + 1 - window)
 
 
 EAGER = Implementation(causal_document_mask, attention_eager)
@@ -60,12 +63,19 @@ def attention_on_meta(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q + (k.sum() + v.sum())
 
 
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+class DocumentOffsets(NamedTuple):
+    """Where documents begin in the flattened tokens, int32 (documents + 1,), and the window, if there is one."""
+
+    offsets: Tensor
+    window: int | None = None
+
+
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, mask: DocumentOffsets) -> Tensor:
     """
     The same as attention_eager, on GPUs, for bfloat16 and float16, if the tokens of each document are contiguous.
 
-    q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim), mask int32 (documents + 1,) from
-    `document_offsets`; returns (rows, length, heads, head_dim). Meta tensors give a meta tensor.
+    q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim), mask from `document_offsets`; returns
+    (rows, length, heads, head_dim). Meta tensors give a meta tensor.
     """
     if q.is_meta:
         return attention_on_meta(q, k, v)
@@ -78,26 +88,28 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         else:  # torch 2.11 has no grouped queries here
             k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     # The length of a row bounds that of its documents, without asking the device for the longest.
-    bounds = mask, mask, q.shape[1], q.shape[1]
+    bounds = mask.offsets, mask.offsets, q.shape[1], q.shape[1]
+    before = -1 if mask.window is None else mask.window - 1
     attend: Any = varlen_attn
-    found: Tensor = attend(*(x.flatten(0, 1) for x in (q, k, v)), *bounds, window_size=(-1, 0), **options)
+    found: Tensor = attend(*(x.flatten(0, 1) for x in (q, k, v)), *bounds, window_size=(before, 0), **options)
     return found.view(q.shape)
 
 
-def document_offsets(document_ids: Tensor) -> Tensor:
+def document_offsets(document_ids: Tensor, window: int | None = None) -> DocumentOffsets:
     """
-    Where documents begin in the flattened tokens, then the number of tokens: int32 (documents + 1,), cu_seqlens.
+    Where documents begin in the flattened tokens, then the number of tokens, cu_seqlens; and the window.
 
     document_ids int64 (rows, length). Synchronizes with the device, for the number of documents is the result's size;
     on the meta device the result has a size of 1.
     """
     if document_ids.is_meta:
-        return document_ids.new_empty(1, dtype=torch.int32)
+        return DocumentOffsets(document_ids.new_empty(1, dtype=torch.int32), window)
     # The first token of a row always begins a document, also if the last row ended with the same id.
     changes = torch.ones_like(document_ids, dtype=torch.bool)
     changes[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     places = changes.flatten().nonzero().flatten()
-    return torch.cat((places, places.new_tensor([document_ids.numel()]))).to(torch.int32)
+    offsets = torch.cat((places, places.new_tensor([document_ids.numel()]))).to(torch.int32)
+    return DocumentOffsets(offsets, window)
 
 
 VARLEN = Implementation(document_offsets, attention_varlen)

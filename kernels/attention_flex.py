@@ -51,7 +51,7 @@ def _dense_mask(mask: BlockMask) -> Tensor:
     return create_mask(mask.mask_mod, rows, heads, queries, keys, mask.kv_indices.device)
 
 
-def block_mask(document_ids: Tensor) -> BlockMask:
+def block_mask(document_ids: Tensor, window: int | None = None) -> BlockMask:
     """Which blocks attend to one another fully, partly or not at all, for document ids int64 (rows, length)."""
     rows, length = document_ids.shape
     count = -(-length // BLOCK)
@@ -63,9 +63,14 @@ def block_mask(document_ids: Tensor) -> BlockMask:
     meet = (least[:, :, None] <= greatest[:, None, :]) & (least[:, None, :] <= greatest[:, :, None]) & before
     same = (least[:, :, None] == greatest[:, None, :]) & (greatest[:, :, None] == least[:, None, :])
     whole = same & before.tril(-1)
+    if window is not None:
+        # The nearest tokens of blocks `apart` blocks from one another are (apart - 1) * BLOCK + 1 tokens apart.
+        meet &= before.triu(-((window + BLOCK - 2) // BLOCK))
+        whole &= before.triu(1 - window // BLOCK)
 
     def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (document_ids[row, query] == document_ids[row, key])
+        near = (query >= key) if window is None else (query >= key) & (query - key < window)
+        return near & (document_ids[row, query] == document_ids[row, key])
 
     part, lengths = meet & ~whole, (length, length)
     return BlockMask.from_kv_blocks(*_lists(part), *_lists(whole), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)

@@ -5,6 +5,7 @@ Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2
 rounded by itself, so that the eager and the Triton implementation agree bitwise.
 """
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -55,20 +56,22 @@ class StochasticAdamwEager:
     def __init__(self, params: Sequence[ParamState]) -> None:
         self._params = params
 
-    def step(self, grads: Sequence[Tensor], scalars: tuple[float, ...], counter: int) -> None:
+    def step(
+        self, grads: Sequence[Tensor], scalars: tuple[float, ...], counter: int, found_inf: Tensor | None = None
+    ) -> None:
         """
-        Update all weights and their state in place.
+        Update all weights and their state in place, unless `found_inf`, float32 () on their device, is not 0.
 
         `grads` in the order of the weights, each of its weight's shape (any shape, any float dtype); `scalars` from
         `step_scalars`; `counter` selects the step's noise.
         """
         # The scalars are rounded to float32 first, as the Triton kernel reads them.
-        rounded = torch.tensor(scalars, dtype=torch.float32).tolist()
+        rounded = [ctypes.c_float(scalar).value for scalar in scalars]
         for param, grad in zip(self._params, grads, strict=True):
-            _step(param, grad.reshape(-1), rounded, counter)
+            _step(param, grad.reshape(-1), rounded, counter, found_inf)
 
 
-def _step(param: ParamState, grad: Tensor, scalars: list[float], counter: int) -> None:
+def _step(param: ParamState, grad: Tensor, scalars: list[float], counter: int, found_inf: Tensor | None) -> None:
     tensors = param.weight, param.exp_avg, param.exp_avg_sq
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     for start in range(0, grad.numel(), CHUNK):
@@ -77,7 +80,8 @@ def _step(param: ParamState, grad: Tensor, scalars: list[float], counter: int) -
         results = _updated(values, grad[part], param.weight_decay, scalars)
         noise = _noise(len(values[0]), param.key, counter, param.first + start, grad.device)
         for value, result, drawn in zip(values, results, noise, strict=False):
-            value.copy_(round_stochastically(result, drawn) if value.dtype == torch.bfloat16 else result)
+            new = round_stochastically(result, drawn) if value.dtype == torch.bfloat16 else result
+            value.copy_(new if found_inf is None else torch.where(found_inf == 0, new, value))
     for tensor, changed in zip(tensors, flat, strict=True):
         if not tensor.is_contiguous():
             tensor.detach().copy_(changed.view(tensor.shape))
@@ -90,7 +94,7 @@ def _updated(values: list[Tensor], grad: Tensor, weight_decay: float, scalars: l
     grad = grad.float()
     exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
     exp_avg_sq = exp_avg_sq + (grad * grad - exp_avg_sq) * one_minus_beta2
-    lr_decay = (torch.tensor(lr) * torch.tensor(weight_decay)).item()
+    lr_decay = ctypes.c_float(lr * ctypes.c_float(weight_decay).value).value
     weight = weight - weight * lr_decay
     root = exp_avg_sq.double().sqrt().float()  # torch's float32 sqrt is not always correctly rounded on CPUs
     return weight - (exp_avg * corrected_lr) / (root * sq_correction + eps), exp_avg, exp_avg_sq

@@ -4,16 +4,23 @@ Triton's kernels run compiled on a GPU, and in Triton's interpreter without one.
 Triton reads its variable once, when it is first imported, and many modules import it: it is set before any test.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from support import seeding  # noqa: F401 - registers torch's generators with Hypothesis
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# No deadlines: on a busy machine any example may take long. `make soak` looks thoroughly.
+settings.register_profile("plain", max_examples=40, stateful_step_count=25, deadline=None)
+settings.register_profile("thorough", max_examples=400, deadline=None)
+settings.load_profile("plain")
 
 
 @pytest.fixture
@@ -32,3 +39,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             count = mark.args[0] if mark.args else 1
             reason = f"needs {count} GPU{'s' * (count > 1)}, and {there} of this machine can be seen"
             item.add_marker(pytest.mark.skipif(there < count, reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Keep thousands of tests and the modules that they import out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter collect everything when it ends: some extension modules report what it leaves."""
+    gc.unfreeze()

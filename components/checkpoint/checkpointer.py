@@ -17,7 +17,7 @@ from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, c
 from drawloom.components.checkpoint.reader import no_valid_checkpoint
 from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, read_states
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
-from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, names_of
+from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, slices_of
 from drawloom.components.checkpoint.threads import run_now, submit
 from drawloom.components.distributed.rank_errors import Agreed, run_on_all, run_on_rank0
 from drawloom.components.ports.distributed import Group, Mesh, Processes
@@ -264,7 +264,7 @@ class Checkpointer:
 
     def _load(self, found: LoadedCheckpoint) -> None:
         world = self.mesh.world
-        held = world.gather_json({name: names for name, node in self.states.items() if (names := names_of(node))})
+        held = world.gather_json({name: [*parts] for name, node in self.states.items() if (parts := slices_of(node))})
         run_on_all(world, lambda: compare(found, self.states, held, self._changed(found.checkpoint)))
         run_on_all(world, lambda: load(found, self.states))
         log.info("restored %s", found.checkpoint)
@@ -279,7 +279,7 @@ class Checkpointer:
     def _check_space(self, last: int) -> None:
         """Check the free disk space; `last` is the size of the newest checkpoint in bytes, 0 if there is none."""
         now = self._protocol.plan.take(self.states, Step(0, 0))
-        fresh = any(names_of(node) and not node.state_dict() for node in self.states.values())
+        fresh = any(slices_of(node) and not node.state_dict() for node in self.states.values())
         # an optimizer that has not stepped has no state yet; Adam's two moments are the most usual case
         likely = now.bytes * (3 if fresh else 1)
         check_space(self.mesh.world, self._checkpoints, now.bytes, max(likely, last // self.mesh.world.size))

@@ -1,7 +1,7 @@
 """Reads checkpoints: the newest valid one of a run, and the states in it."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
@@ -22,19 +22,24 @@ from drawloom.components.checkpoint.manifest import (
     read_manifest,
     verify,
 )
+from drawloom.components.checkpoint.slices import assemble, is_needed
 from drawloom.components.checkpoint.threads import map_parallel
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.storage.regular_file import hash_file, read_file, regular_file
 from drawloom.components.storage.safetensors.header import BadHeader
 from drawloom.components.storage.safetensors.reader import read_header, read_tensor
 from drawloom.components.storage.sha256_stream import Content
-from drawloom.components.storage.state_tree import Tree, entries, named, unpack
+from drawloom.components.storage.state_tree import Tree, entries, named, places, unpack
 from drawloom.components.storage.strict_json import parse
 from drawloom.graph import UserError
 
 LARGEST_TREE = 2**28  # bytes
 
-Pick = Callable[[int, str], Collection[str] | bool]
-"""Given the rank that wrote a state, and its node: the names of the entries to read, or whether to read all."""
+Slices = Mapping[str, TensorSlice | None]
+"""Entries of a state, each with the slice of its tensors that is wanted, or None for the whole."""
+
+Pick = Callable[[int, str], Slices | bool]
+"""Given the rank that wrote a state, and its node: the entries to read, or whether to read all."""
 
 log = logging.getLogger("drawloom.checkpoint")
 
@@ -76,9 +81,8 @@ def load_node(checkpoint: Path, node: str) -> dict[str, Any]:
     try:
         manifest = read_manifest(checkpoint)
         reader = Reader(checkpoint, manifest)
-        state: dict[str, Any] = {}
-        for rank in range(manifest.world_size if node in manifest.spread else 1):
-            state |= reader.states(rank, lambda _rank, name: name == node).get(node, {})
+        ranks = range(manifest.world_size if node in manifest.spread else 1)
+        state = reader.joined(ranks, lambda _rank, name: name == node).get(node, {})
     except CorruptCheckpoint as error:
         raise UserError(f"{checkpoint} is corrupt: {error}") from error
     if node not in (there := [*manifest.replicated, *manifest.spread, *manifest.local]):
@@ -110,6 +114,22 @@ class Reader:
             except ValueError as error:
                 raise CorruptCheckpoint(f"{name} can't be read: {error}") from error
         return self._trees[rank]
+
+    def joined(self, ranks: Iterable[int], pick: Pick) -> dict[str, dict[str, Any]]:
+        """The picked states that some ranks wrote, by node, with slices put together. Raises CorruptCheckpoint."""
+        pieces: dict[str, dict[str, list[Any]]] = {}
+        for rank in ranks:
+            for node, state in self.states(rank, pick).items():
+                found = pieces.setdefault(node, {})
+                for entry, piece in state.items():
+                    found.setdefault(entry, []).append(piece)
+        try:
+            return {
+                node: {entry: assemble(found, _place(pick, node, entry)) for entry, found in state.items()}
+                for node, state in pieces.items()
+            }
+        except ValueError as error:
+            raise CorruptCheckpoint(str(error)) from error
 
     def states(self, rank: int, pick: Pick) -> dict[str, dict[str, Any]]:
         """
@@ -162,8 +182,15 @@ class Reader:
         self.verified.add(name)
 
 
-def _picked(tree: Tree, wanted: Collection[str] | bool) -> Tree | None:
+def _picked(tree: Tree, wanted: Slices | bool) -> Tree | None:
     """The wanted part of a node's tree, None if nothing of it is wanted."""
     if isinstance(wanted, bool):
         return tree if wanted else None
-    return {"dict": {name: part for name, part in entries(tree).items() if name in wanted}}
+    found = {name: part for name, part in entries(tree).items() if name in wanted}
+    return {"dict": {name: part for name, part in found.items() if is_needed(places(part), wanted[name])}}
+
+
+def _place(pick: Pick, node: str, entry: str) -> TensorSlice | None:
+    """The wanted slice of an entry; None for the whole."""
+    wanted = pick(0, node)
+    return None if isinstance(wanted, bool) else wanted.get(entry)

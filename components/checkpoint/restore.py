@@ -15,8 +15,8 @@ from drawloom.components.checkpoint.manifest import (
     faults_of_folder,
     read_manifest,
 )
-from drawloom.components.checkpoint.reader import Reader
-from drawloom.components.checkpoint.snapshot import is_local, names_of
+from drawloom.components.checkpoint.reader import Reader, Slices
+from drawloom.components.checkpoint.snapshot import is_local, slices_of
 from drawloom.components.ports.run import Stateful
 from drawloom.components.storage.state_tree import entries
 from drawloom.graph import UserError
@@ -44,17 +44,14 @@ def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int, siz
     if faults := list(faults_of_folder(checkpoint, manifest)):
         raise CorruptCheckpoint("; ".join(faults))
     reader = Reader(checkpoint, manifest)
-    wanted = {name: _wanted(node) for name, node in states.items()}
+    wanted = {name: slices_of(node) for name, node in states.items()}
 
-    def pick(file: int, name: str) -> Collection[str] | bool:
+    def pick(file: int, name: str) -> Slices | bool:
         if name in manifest.local:
             return file == rank and name in wanted
-        return wanted.get(name, False)
+        return found if (found := wanted.get(name, {})) is not None else True
 
-    found: dict[str, dict[str, Any]] = {}
-    for file in _ranks(manifest, rank):
-        for name, state in reader.states(file, pick).items():
-            found.setdefault(name, {}).update(state)
+    found = reader.joined(_ranks(manifest, rank), pick)
     share = [name for name in sorted(manifest.files)[rank::size] if name not in reader.verified]
     if faults := list(faults_of_files(checkpoint, {name: manifest.files[name] for name in share})):
         raise CorruptCheckpoint("; ".join(faults))
@@ -93,11 +90,6 @@ def load(found: LoadedCheckpoint, states: Mapping[str, Stateful]) -> None:
     for name, node in states.items():
         if name in found.states:
             _load(found.checkpoint, name, node, found.states[name])
-
-
-def _wanted(node: Stateful) -> Collection[str] | bool:
-    names = names_of(node)
-    return True if names is None else set(names)
 
 
 def _ranks(manifest: Manifest, rank: int) -> Iterable[int]:

@@ -8,8 +8,10 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from drawloom.components.checkpoint.slices import mark
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import Stateful, Step
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.components.storage.state_tree import Tree, pack
 
@@ -19,9 +21,10 @@ def is_local(node: Stateful) -> bool:
     return bool(getattr(node, "state_is_local", False))
 
 
-def names_of(node: Stateful) -> list[str] | None:
-    """The names of the entries that this rank holds, if the state is sharded by entry over ranks; else None."""
-    return list(node.state_names()) if hasattr(node, "state_names") else None
+def slices_of(node: Stateful) -> Mapping[str, TensorSlice | None] | None:
+    """The entries that this rank holds, each with its slice, if the state is sharded over ranks; else None."""
+    slices: Mapping[str, TensorSlice | None] | None = node.state_slices() if hasattr(node, "state_slices") else None
+    return slices
 
 
 @attrs.frozen
@@ -48,8 +51,8 @@ class ShardPlan:
     """
     Which part of the state this rank saves: rank 0 saves replicated state, each rank its local state.
 
-    `sharded` has the nodes whose entries are sharded, and for each the entries that no lower rank holds: an entry that
-    several ranks hold is saved once, by the lowest of them.
+    `sharded` has the nodes whose entries are sharded, and for each the entries of which no lower rank holds the same
+    slice: what several ranks hold is saved once, by the lowest of them.
     """
 
     replicated: list[str]
@@ -60,12 +63,16 @@ class ShardPlan:
     @classmethod
     def of(cls, states: Mapping[str, Stateful], group: Group) -> "ShardPlan":
         """Compare the nodes of all ranks; all ranks call this."""
-        held = {name: names for name, node in states.items() if (names := names_of(node)) is not None}
+        slices = {name: found for name, node in states.items() if (found := slices_of(node)) is not None}
+        held = {name: {entry: _as_json(place) for entry, place in found.items()} for name, found in slices.items()}
         local = [name for name, node in states.items() if is_local(node)]
-        sharded = {name: set(names) for name, names in held.items()}
-        for other in group.gather_json(held)[: group.rank]:
-            for name, names in other.items():
-                sharded[name] -= set(names)
+        earlier = group.gather_json(held)[: group.rank]
+        sharded = {
+            name: {
+                entry for entry, place in found.items() if not any(_has(name, entry, place, each) for each in earlier)
+            }
+            for name, found in held.items()
+        }
         return cls([name for name in states if name not in (*local, *held)], local, sharded, group.rank)
 
     def take(self, states: Mapping[str, Stateful], step: Step, stager: Stager | None = None) -> Snapshot:
@@ -73,7 +80,9 @@ class ShardPlan:
         mine: dict[str, dict[str, Any]] = {}
         for name, node in states.items():
             if name in self.sharded:
-                mine[name] = {key: part for key, part in node.state_dict().items() if key in self.sharded[name]}
+                places = slices_of(node) or {}
+                entries = {key: part for key, part in node.state_dict().items() if key in self.sharded[name]}
+                mine[name] = {key: mark(part, places[key]) for key, part in entries.items()}
             elif self.rank == 0 or name in self.local:
                 mine[name] = node.state_dict()
         tree, tensors = pack(mine)
@@ -81,8 +90,18 @@ class ShardPlan:
         return Snapshot(tree, tensors if stager is None else stager.stage(tensors), count, _values(step))
 
 
+def _as_json(place: TensorSlice | None) -> list[list[int]] | None:
+    return None if place is None else [[*place.offsets], [*place.size]]
+
+
+def _has(node: str, entry: str, place: list[list[int]] | None, held: Mapping[str, Any]) -> bool:
+    """Whether a rank that holds these entries has a slice of one of them."""
+    return entry in held.get(node, {}) and held[node][entry] == place
+
+
 def _values(step: Step) -> dict[str, float | None]:
     """The numbers among a step's outputs, None for one that is not finite; a skipped step has no loss."""
+    step.settle()
     numbers = {name: value for name, value in step.outputs.items() if type(value) in (int, float)}
     values = {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
     return values | {"loss": None} if step.skip_reason else values

@@ -90,7 +90,7 @@ def _recipe(project: Project, lock: Path, files: Path) -> Recipe:
     data: dict[str, Any] = tomli.loads(lock.read_text("utf-8"))
     for name, node in data.items():
         if isinstance(node, dict) and node.get("use") == "pipeline.stages":
-            node.pop("weights", None)  # the initial weights are not needed, and may be gone
+            _initial_weights(data, node)
         if isinstance(node, dict) and node.get("use") == "distributed.mesh":
             data[name] = {
                 "use": "distributed.mesh",
@@ -101,6 +101,17 @@ def _recipe(project: Project, lock: Path, files: Path) -> Recipe:
     for copies in files.glob("*/*"):
         _use_copies(data, copies)
     return Recipe.of(data, str(lock), project=project)
+
+
+def _initial_weights(data: dict[str, Any], stages: dict[str, Any]) -> None:
+    """Have stages load the weights that they started from only if a checkpoint does not hold all of them."""
+    model = data.get(str(stages.get("model")).removeprefix("@"), {})
+    if model.get("use") == "model.auto":
+        if model.get("weights", True):
+            stages.setdefault("weights", model["path"])  # the run folder has copies of the other files alone
+        model["weights"] = False
+    if not stages.get("adapters"):
+        stages.pop("weights", None)  # the initial weights are not needed, and may be gone
 
 
 def _use_copies(data: dict[str, Any], copies: Path) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from drawloom.components.commands._trained import add_run, trained
-from drawloom.components.ports.data import Batch, Corpus, PackedDataset, Split, Tokenizer
+from drawloom.components.ports.corpus import Corpus, Split, Tokenizer
+from drawloom.components.ports.data import Batch, PackedDataset
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError

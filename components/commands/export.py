@@ -5,7 +5,7 @@ from pathlib import Path
 
 from drawloom.components.commands._trained import add_run, trained
 from drawloom.components.export.hf_writer import write_folder
-from drawloom.components.ports.data import Tokenizer
+from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import Model, Stages
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project

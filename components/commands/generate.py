@@ -5,7 +5,7 @@ import math
 
 from drawloom.components.commands._trained import add_run, trained
 from drawloom.components.distributed.rng import generator
-from drawloom.components.ports.data import Tokenizer
+from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.sampling.generate import Sampler

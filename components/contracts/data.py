@@ -1,94 +1,10 @@
-"""Contracts of the ports of data: corpora, tokenizers, packed rows and batches."""
-
-import tempfile
-from pathlib import Path
+"""Contracts of the ports of training data: packed rows and batches."""
 
 import attrs
-import numpy as np
 import torch
 
-from drawloom.components.ports.data import (
-    IGNORE_INDEX,
-    Batch,
-    Corpus,
-    PackedDataset,
-    Tokenizer,
-    TrainingData,
-    ValidationData,
-)
+from drawloom.components.ports.data import IGNORE_INDEX, Batch, PackedDataset, TrainingData, ValidationData
 from drawloom.graph.testing import expect
-
-
-def documents_are_texts(corpus: Corpus) -> None:
-    """The training split has documents; each is a text, some of which may be empty."""
-    documents = list(corpus.documents("train"))
-    expect(documents, "the training split has no document")
-    expect(
-        any(documents) and all(isinstance(text, str) for text in documents), "a document is not a str, or all are empty"
-    )
-
-
-def the_order_is_stable(one: Corpus, other: Corpus) -> None:
-    """The documents of a split are the same, in the same order, each time."""
-    for split in ("train", "validation"):
-        first = list(one.documents(split))
-        expect(first == list(one.documents(split)), f"read again, {split} has other documents or another order")
-        expect(
-            first == list(other.documents(split)),
-            f"a second corpus with the same settings has other documents in {split}, or another order",
-        )
-
-
-def splits_share_no_documents(corpus: Corpus) -> None:
-    """Hardly a text is in both splits; copies of a file may be."""
-    trained, validated = ({*corpus.documents(split)} - {""} for split in ("train", "validation"))
-    shared = len(trained & validated)
-    # Corpora have copies of files; a twentieth of the validation split is taken for these.
-    expect(shared * 20 <= len(validated), f"{shared} of {len(validated)} validation texts are in the training split")
-
-
-TEXTS = ("", "a", "def f(x):\n\treturn x  # naïve\n", "Zwölf Boxkämpfer 😀", "one\r\ntwo\x00three", "  \n\n ")
-
-
-def text_comes_back(tokenizer: Tokenizer) -> None:
-    """Decoding the ids of a text gives the text."""
-    for text in TEXTS:
-        back = tokenizer.decode([int(token) for token in tokenizer.encode(text)])
-        expect(back == text, f"{text!r} comes back as {back!r}")
-
-
-def ids_are_of_the_vocabulary(tokenizer: Tokenizer) -> None:
-    """Ids are int32, from 0 to below vocab_size; so is eos_id, which no text has."""
-    expect(0 <= tokenizer.eos_id < tokenizer.vocab_size, f"eos_id = {tokenizer.eos_id} is outside of the vocabulary")
-    for text in TEXTS:
-        ids = tokenizer.encode(text)
-        expect(ids.dtype == np.int32 and ids.ndim == 1, f"ids are {ids.dtype} of shape {ids.shape}")
-        expect(all(0 <= token < tokenizer.vocab_size for token in ids), f"{text!r} has ids outside of the vocabulary")
-        expect(tokenizer.eos_id not in ids, f"{text!r} has eos_id among its ids")
-
-
-def ids_stand_for_all_bytes(tokenizer: Tokenizer) -> None:
-    """The bytes of a text's ids are those of the text; the end of a document has none."""
-    table = tokenizer.token_bytes()
-    expect(table.dtype == np.int64 and table.shape == (tokenizer.vocab_size,), f"{table.dtype} {table.shape} of bytes")
-    expect(table[tokenizer.eos_id] == 0, f"the end of a document has {table[tokenizer.eos_id]} bytes")
-    for text in TEXTS:
-        found, size = int(table[tokenizer.encode(text)].sum()), len(text.encode())
-        expect(found == size, f"{text!r} has {size} bytes, and its ids {found}")
-
-
-def two_agree(one: Tokenizer, other: Tokenizer) -> None:
-    """Two tokenizers with the same settings give the same ids."""
-    for text in TEXTS:
-        expect(np.array_equal(one.encode(text), other.encode(text)), f"{text!r} has two encodings")
-
-
-def it_is_saved_for_others(tokenizer: Tokenizer) -> None:
-    """Saving writes at least one file into an existing folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(Path(folder))
-        expect(any(Path(folder).iterdir()), "nothing was saved")
-
 
 TENSORS = tuple(field.name for field in attrs.fields(Batch))
 """The tensors of a batch."""

@@ -16,11 +16,11 @@ from drawloom.components.ports.model import (
     SpreadParameters,
     StageInputs,
     Stages,
-    TensorSlice,
     TrainableStages,
     Transform,
     gradient_of,
 )
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph.testing import expect
 
 CLOSE = 1e-4  # far above the rounding of float32, and far below the error of a wrong formula
@@ -64,11 +64,12 @@ def attention_with_a_cache(kernels: Kernels) -> None:
     """A text in parts, each layer of which extends the cache, has the attention of the whole text."""
     q, k, v = _random(2, 6, 4, 8), _random(2, 6, 2, 8), _random(2, 6, 2, 8)
     documents, cache = torch.zeros(2, 6, dtype=torch.int64), KeyValueCache(9)
-    wanted = [kernels.attention(q, each, v, kernels.attention_mask(documents)) for each in (k, 2 * k)]
+    layers = [(k, None), (2 * k, 3)]  # the second has a window
+    wanted = [kernels.attention(q, keys, v, kernels.attention_mask(documents, window)) for keys, window in layers]
     for part in (slice(0, 3), slice(3, 5), slice(5, 6)):
-        mask = kernels.attention_mask(documents[:, part], cache)
-        for whole, each in zip(wanted, (k, 2 * k), strict=True):
-            _expect_close(kernels.attention(q[:, part], each[:, part], v[:, part], mask), whole[:, part].double())
+        for whole, (keys, window) in zip(wanted, layers, strict=True):
+            mask = kernels.attention_mask(documents[:, part], window, cache)
+            _expect_close(kernels.attention(q[:, part], keys[:, part], v[:, part], mask), whole[:, part].double())
         cache.advance(part.stop - part.start)
 
 
@@ -175,7 +176,8 @@ def values_follow_from_name_shape_and_seed(one: Model, other: Model) -> None:
         other.initialise(name, otherwise, 2)
         expect(torch.equal(first, again), f"{name} has other initial values in a second model with the same settings")
         last = torch.empty_like(first[len(first) // 2 :])
-        one.initialise(name, last, 1, TensorSlice(tuple(shape), (len(first) - len(last), *(0 for _ in shape[1:]))))
+        offsets = len(first) - len(last), *(0 for _ in shape[1:])
+        one.initialise(name, last, 1, TensorSlice(tuple(shape), offsets, tuple(last.shape)))
         expect(torch.equal(first[-len(last) :], last), f"a slice of {name} has other initial values than the whole")
         expect(torch.isfinite(first).all(), f"{name} has initial values that are not finite")
         differ |= not torch.equal(first, otherwise)

@@ -35,6 +35,10 @@ class Bytes:
             raise UserError(f"text: character {error.start} is half of a surrogate pair; remove it") from error
         return np.frombuffer(content, np.uint8).astype(np.int32)
 
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The bytes of each text."""
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; invalid UTF-8 becomes U+FFFD, and ids that are not bytes are skipped."""
         return bytes(number for number in ids if 0 <= number < END).decode("utf-8", "replace")

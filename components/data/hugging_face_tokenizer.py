@@ -26,20 +26,32 @@ class HuggingFaceTokenizer:
     A special token that is spelled out in a text is encoded as text: no document can forge an end.
     """
 
-    path: Path = setting(doc="the `tokenizer.json`, relative to the current directory")
-    end_token: str = setting(doc="the token that ends a document, as the file writes it")
+    path: Path = setting(doc="the `tokenizer.json` or its folder, relative to the current directory")
+    end_token: str | None = setting(
+        default=None,
+        doc="the token that ends a document, as the file writes it; eos_token of `tokenizer_config.json` if left out",
+    )
     _tokenizer: Any = attrs.field(init=False, default=None)
     _end: int = attrs.field(init=False, default=-1)
+    _end_token: str | None = attrs.field(init=False, default=None)
     _vocab_size: int = attrs.field(init=False, default=0)
 
     def open(self) -> None:
         """Read the file. Raises UserError if the package, the file or the end token is missing."""
-        self._tokenizer = _read(self.path)
+        self._tokenizer = _read(self._file)
         self._vocab_size = max(self._tokenizer.get_vocab().values()) + 1
-        end = self._tokenizer.token_to_id(self.end_token)
+        self._end_token = self.end_token or _eos_token(self._file.parent)
+        if self._end_token is None:
+            where = f"{self._file.parent / COMPANIONS[0]} says no eos_token"
+            raise UserError(f"end_token: {where}, and it is left out; {_candidates(self._tokenizer)}")
+        end = self._tokenizer.token_to_id(self._end_token)
         if end is None:
-            raise UserError(f'end_token: {self.path} has no token "{self.end_token}"; {_candidates(self._tokenizer)}')
+            raise UserError(f'end_token: {self._file} has no token "{self._end_token}"; {_candidates(self._tokenizer)}')
         self._end = end
+
+    @property
+    def _file(self) -> Path:
+        return self.path / "tokenizer.json" if self.path.is_dir() else self.path
 
     @property
     def vocab_size(self) -> int:
@@ -54,6 +66,11 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text, int32 of shape (tokens,), without the end."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text; faster than one at a time."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, dtype=np.int32) for each in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; special tokens are skipped."""
@@ -80,8 +97,8 @@ class HuggingFaceTokenizer:
 
     def files_read(self) -> dict[str, list[Path]]:
         """The file and its companions that `transformers` reads."""
-        companions = [self.path.parent / name for name in COMPANIONS]
-        return {"path": [self.path, *(path for path in companions if path.is_file())]}
+        companions = [self._file.parent / name for name in COMPANIONS]
+        return {"path": [self._file, *(path for path in companions if path.is_file())]}
 
     def save(self, folder: Path) -> None:
         """Copy the file and its companions."""
@@ -90,7 +107,7 @@ class HuggingFaceTokenizer:
         for path in companions:
             shutil.copyfile(path, folder / path.name)
         if not (folder / COMPANIONS[0]).is_file():
-            config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end_token}
+            config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._end_token}
             (folder / COMPANIONS[0]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
@@ -107,6 +124,16 @@ def _read(path: Path) -> Any:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def _eos_token(folder: Path) -> str | None:
+    """The token that `tokenizer_config.json` says ends a text, if it says one."""
+    try:
+        found = json.loads((folder / COMPANIONS[0]).read_text("utf-8")).get("eos_token")
+    except (FileNotFoundError, ValueError, AttributeError):
+        return None
+    text = found.get("content") if isinstance(found, dict) else found  # transformers 4 writes an object
+    return text if isinstance(text, str) else None
 
 
 def _is_byte_level(tokenizer: Any) -> bool:

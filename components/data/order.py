@@ -1,50 +1,117 @@
 """
-The order of rows: a function of (seed, epoch, position) only.
+The order of rows and documents: a function of (seed, purpose, epoch, position) only.
 
-An epoch is sorted by pseudo-random keys: SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
-generators") of (stream + index). It is a bijection of 64 bits, so that no two keys are equal; the stream is a hash of
-seed, purpose and epoch. Integer arithmetic is the same on every machine and in every version of numpy, whose own
-generators may change.
+Up to 2^20 items are sorted by pseudo-random keys: SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom
+number generators") of (stream + index). It is a bijection of 64 bits, so that no two keys are equal; the stream is a
+hash of seed, purpose and epoch. More items are permuted one by one, without memory: a Feistel network of four rounds
+(Luby and Rackoff 1988) over the next power of two, applied again to what falls outside ("cycle walking", Black and
+Rogaway 2002). It is biased for a few items, which is why those are sorted.
+
+Integer arithmetic is the same on every machine and in every version of numpy, whose own generators may change.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from hashlib import blake2b
 
 import attrs
 import numpy as np
 
+MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
+MOST_SORTED = 2**20
+WINDOW = 2**12  # positions that are looked up together: numpy costs the same for one as for some hundreds
+BLOCK = 2**15  # indices whose intermediate values fit a core's cache
+ROUNDS = 4
 
 
-def permutation(seed: int, purpose: str, epoch: int, count: int) -> np.ndarray:
-    """A permutation of range(count), int64 of shape (count,)."""
-    digest = blake2b(f"{purpose} {seed} {epoch}".encode(), digest_size=8).digest()
-    keys = np.arange(1, count + 1, dtype=np.uint64)
-    keys *= GAMMA
-    keys += np.uint64(int.from_bytes(digest, "big"))
-    _mix(keys)
-    # no keys are equal, so every sorting algorithm gives the same order
-    order: np.ndarray = np.argsort(keys).astype(np.int64)
-    return order
+@attrs.frozen
+class Permutation:
+    """A permutation of range(count)."""
+
+    seed: int
+    purpose: str
+    epoch: int
+    count: int
+
+    def all(self) -> np.ndarray:
+        """Every item in order, int64 (count,)."""
+        if self.count <= MOST_SORTED:
+            return self._sorted
+        items = np.empty(self.count, np.int64)
+        for start in range(0, self.count, BLOCK):
+            end = min(start + BLOCK, self.count)
+            items[start:end] = self._walk(np.arange(start, end, dtype=np.uint64))
+        return items
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """The items at these positions, int64 (positions,)."""
+        return self._sorted[positions] if self.count <= MOST_SORTED else self._walk(positions.astype(np.uint64))
+
+    @cached_property
+    def _stream(self) -> np.uint64:
+        digest = blake2b(f"{self.purpose} {self.seed} {self.epoch}".encode(), digest_size=8).digest()
+        return np.uint64(int.from_bytes(digest, "big"))
+
+    @cached_property
+    def _sorted(self) -> np.ndarray:
+        keys = np.arange(1, self.count + 1, dtype=np.uint64)
+        keys *= GAMMA
+        keys += self._stream
+        _mix(keys)
+        # no keys are equal, so every sorting algorithm gives the same order
+        return np.argsort(keys).astype(np.int64)
+
+    def _walk(self, x: np.ndarray) -> np.ndarray:
+        """Where the network takes each index, from outside of the range again and again until it is inside."""
+        x = self._network(x)
+        while len(outside := np.flatnonzero(x >= self.count)):
+            x[outside] = self._network(x[outside])
+        return x.astype(np.int64)
+
+    def _network(self, x: np.ndarray) -> np.ndarray:
+        bits = (self.count - 1).bit_length()
+        left_bits, right_bits = bits // 2, bits - bits // 2
+        left, right = x >> np.uint64(right_bits), x & np.uint64(2**right_bits - 1)
+        for key in self._keys:
+            # a multiplicative hash, whose highest bits depend on all of its input
+            mixed = right + key
+            mixed *= MIX_1
+            mixed ^= mixed >> np.uint64(32)
+            mixed *= MIX_2
+            mixed >>= np.uint64(64 - left_bits)
+            mixed ^= left
+            left, right = right, mixed
+            left_bits, right_bits = right_bits, left_bits
+        left <<= np.uint64(right_bits)
+        left |= right
+        return left
+
+    @cached_property
+    def _keys(self) -> np.ndarray:
+        keys = np.arange(1, ROUNDS + 1, dtype=np.uint64) * GAMMA + self._stream
+        _mix(keys)
+        return keys
 
 
 def _mix(x: np.ndarray) -> None:
     x ^= x >> np.uint64(30)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x *= MIX_1
     x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
+    x *= MIX_2
     x ^= x >> np.uint64(31)
 
 
 @attrs.define
 class ShuffledOrder:
-    """An endless order of rows 0 to `count` - 1: position p is row permutation(epoch = p // count)[p % count]."""
+    """An endless order of rows 0 to `count` - 1: position p is item p % count of permutation p // count."""
 
     seed: int
     count: int
     shuffle: bool
-    _epoch: int = attrs.field(init=False, default=-1)
-    _rows: np.ndarray | None = attrs.field(init=False, default=None)
+    _window: int = attrs.field(init=False, default=-1)
+    _rows: np.ndarray = attrs.field(init=False, factory=lambda: np.empty(0, np.int64))
+    _epoch: Permutation | None = attrs.field(init=False, default=None)
 
     def rows(self, positions: Sequence[int]) -> list[int]:
         """The rows at these positions."""
@@ -53,7 +120,12 @@ class ShuffledOrder:
     def _row(self, epoch: int, index: int) -> int:
         if not self.shuffle:
             return index
-        # one epoch is kept: positions come in order, so that each permutation is computed once
-        if self._rows is None or self._epoch != epoch:
-            self._epoch, self._rows = epoch, permutation(self.seed, "rows", epoch, self.count)
-        return int(self._rows[index])
+        # one epoch and one window are kept, as positions come in order
+        if self._epoch is None or self._epoch.epoch != epoch:
+            self._epoch, self._window = Permutation(self.seed, "rows", epoch, self.count), -1
+        window, place = divmod(index, WINDOW)
+        if window != self._window:
+            first = window * WINDOW
+            self._rows = self._epoch.at(np.arange(first, min(first + WINDOW, self.count)))
+            self._window = window
+        return int(self._rows[place])

@@ -5,8 +5,10 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from drawloom.components.data import files
-from drawloom.components.ports.data import Split
+from drawloom.components.data.sources.documents import Part, split_parts, texts_of
+from drawloom.components.data.sources.files import File, local
+from drawloom.components.data.sources.text import text_parts
+from drawloom.components.ports.corpus import Split
 from drawloom.graph import UserError, between, component, setting
 
 TESTS = {"test", "tests", "idle_test"}
@@ -25,16 +27,20 @@ class StandardLibrary:
 
     def documents(self, split: Split) -> Iterator[str]:
         """The texts of one split, by the module's path."""
-        yield from files.documents(source_files(), split, self.validation_fraction, replace=True)
+        return texts_of(self.parts(split))
+
+    def parts(self, split: Split) -> list[Part]:
+        """The same documents in parts that can be read independently."""
+        return [*split_parts(text_parts(source_files(), replace=True), split, self.validation_fraction)]
 
 
-def source_files() -> list[files.TextFile]:
+def source_files() -> list[File]:
     """The modules of the running Python, by path below its `stdlib` folder. Raises UserError if there are none."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in _walk(root) if path.suffix == ".py" and not path.name.startswith(GENERATED)]
     if not paths:
         raise UserError(f'{root}: this Python has no source files; write use = "data.text_files"')
-    return sorted((files.TextFile(path.relative_to(root).as_posix(), path) for path in paths), key=lambda f: f.name)
+    return sorted((local(path.relative_to(root).as_posix(), path) for path in paths), key=lambda file: file.name)
 
 
 def _walk(root: Path) -> Iterator[Path]:

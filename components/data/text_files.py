@@ -3,15 +3,17 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from drawloom.components.data import files
-from drawloom.components.ports.data import Split
+from drawloom.components.data.sources.documents import Part, split_parts, texts_of
+from drawloom.components.data.sources.files import find
+from drawloom.components.data.sources.text import text_parts
+from drawloom.components.ports.corpus import Split
 from drawloom.graph import between, component, setting
 
 
 @component
 class TextFiles:
     """
-    Text files by glob, one document each.
+    Text files by glob, one document each; `.gz` and `.zst` are decompressed.
 
     The split of a file depends only on its name below the glob's first wildcard: neither other files nor the corpus's
     location move it to the other split. Of a few files, or a single one, the end of each is validation data.
@@ -30,6 +32,9 @@ class TextFiles:
 
     def documents(self, split: Split) -> Iterator[str]:
         """The texts of one split. Raises UserError for a glob without a file, or a file that can't be read."""
-        # A generator, so that an error has this node in its traceback, and not only the one that reads from it.
-        found, replace = files.find(self.paths), self.invalid_bytes == "replace"
-        yield from files.documents(found, split, self.validation_fraction, replace)
+        return texts_of(self.parts(split))
+
+    def parts(self, split: Split) -> list[Part]:
+        """The same documents in parts that can be read independently."""
+        parts = text_parts(find(self.paths), self.invalid_bytes == "replace")
+        return [*split_parts(parts, split, self.validation_fraction)]

@@ -26,7 +26,8 @@ import attrs
 import numpy as np
 import torch
 
-from drawloom.components.ports.data import Batch, PackedDataset, Split
+from drawloom.components.ports.corpus import Split
+from drawloom.components.ports.data import Batch, PackedDataset
 from drawloom.graph import UserError
 
 

@@ -8,7 +8,7 @@ import attrs
 
 from drawloom.components.distributed.mesh_layout import BUILT, DIMENSIONS, Layout, resolve_shape
 from drawloom.components.distributed.p2p_links import Edge, p2p_links
-from drawloom.components.ports.distributed import Group, P2PChannel, Processes
+from drawloom.components.ports.distributed import DATA, SHARDS, Group, P2PChannel, Processes
 from drawloom.graph import UserError, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
@@ -33,7 +33,7 @@ class RankMesh:
     expert: int = setting(default=1, check=at_least(1), doc="expert parallel: divides the ranks of a stage")
 
     _layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
-    _groups: dict[str, Group] = attrs.field(init=False, factory=dict)
+    _groups: dict[tuple[str, ...], Group] = attrs.field(init=False, factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -53,25 +53,31 @@ class RankMesh:
             raise UserError(f"the mesh has {settings[name]} ranks along {name!r}, which is not built yet; write 1", 2)
         expert = settings.pop("expert")
         self._layout = resolve_shape(settings, expert, self.processes.world_size)
-        everyone = [list(range(self.processes.world_size))]
-        # every rank makes the same groups in the same order, as torch.distributed.new_group demands
-        self._groups = {"world": self.processes.group("world", everyone)}
-        for name in (*DIMENSIONS, "expert"):
-            self._groups[name] = self.processes.group(name, self._layout.sets(name))
+        # every rank makes the same groups in the same order, as torch.distributed demands
+        for names in (DIMENSIONS, *((name,) for name in (*DIMENSIONS, "expert")), SHARDS, DATA):
+            self.group(*names)
 
     @property
     def world(self) -> Group:
         """All ranks."""
-        return self._groups["world"]
+        return self.group(*DIMENSIONS)
 
     @property
     def replicas(self) -> Group:
         """The ranks that hold the same parameters as this one and see other data."""
-        return self._groups["data_replicate"]
+        return self.group("data_replicate")
 
-    def group(self, dimension: str) -> Group:
-        """The ranks that differ from this one only in their index along a dimension."""
-        return self._groups[dimension]
+    def group(self, *dimensions: str) -> Group:
+        """The ranks that differ from this one only in their indices along these dimensions."""
+        if dimensions not in self._groups:
+            name = "world" if dimensions == DIMENSIONS else " × ".join(dimensions)
+            self._groups[dimensions] = self.processes.group(name, self._layout.sets(*dimensions))
+        return self._groups[dimensions]
+
+    def torch_mesh(self, *dimensions: str) -> Any:
+        """The ranks of `group(*dimensions)` as torch's DeviceMesh, of one dimension."""
+        group: Any = self.group(*dimensions)
+        return group.device_mesh()
 
     def links(self, dimension: str, edges: Iterable[Edge]) -> Mapping[int, P2PChannel]:
         """P2P channels along a dimension between these pairs of indices, by the peer's index; called by all ranks."""

@@ -9,7 +9,7 @@ import numpy as np
 from drawloom.graph import UserError
 
 DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
-BUILT = ("pipeline", "data_replicate")
+BUILT = ("pipeline", "data_replicate", "data_shard")
 """Dimensions that are implemented; the others must have size 1."""
 
 
@@ -25,13 +25,14 @@ class Layout:
         """The number of ranks in the mesh."""
         return math.prod(self.sizes.values())
 
-    def sets(self, dimension: str) -> list[list[int]]:
-        """The sets of ranks that differ only in their index along a dimension."""
+    def sets(self, *dimensions: str) -> list[list[int]]:
+        """The sets of ranks that differ only in their indices along these dimensions, each in ascending order."""
         grid = np.arange(self.world_size).reshape([*self.sizes.values()])
-        if dimension == "expert":
+        if dimensions == ("expert",):
             return list(grid.reshape(-1, self.expert).tolist())
-        axis = [*self.sizes].index(dimension)
-        return list(np.moveaxis(grid, axis, -1).reshape(-1, self.sizes[dimension]).tolist())
+        axes = [axis for axis, name in enumerate(self.sizes) if name in dimensions]
+        moved = np.moveaxis(grid, axes, range(-len(axes), 0))
+        return list(moved.reshape(-1, math.prod(self.sizes[name] for name in dimensions)).tolist())
 
     def size(self, dimension: str) -> int:
         """The number of ranks along a dimension."""

@@ -76,6 +76,13 @@ class TorchGroup:
         texts = self._gather(padded.to(self.device))
         return [json.loads(each[:n].cpu().numpy().tobytes()) for each, n in zip(texts, lengths, strict=True)]
 
+    def device_mesh(self) -> Any:
+        """The group as a DeviceMesh of torch, of one dimension."""
+        # takes half a second, which runs that shard nothing should not pay
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self._handle, self.device.type)
+
     @torch.no_grad()
     def _reduce(self, tensor: Tensor, operation: Any) -> None:
         # a tensor on another device, or with gaps, is reduced as a copy and written back

@@ -38,7 +38,8 @@ class TorchProcesses:
     _launch: Launch = attrs.field(init=False, factory=Launch)
     _joined: bool = attrs.field(init=False, default=False)
     _limit: timedelta = attrs.field(init=False)
-    _handles: list[Any] = attrs.field(init=False, factory=list)
+    # torch's process groups by all of the sets that they were made with
+    _handles: dict[tuple[tuple[int, ...], ...], Any] = attrs.field(init=False, factory=dict)
     _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
     _store: Any = attrs.field(init=False, default=None)
     _failures: FailureMonitor | None = attrs.field(init=False, default=None)
@@ -85,7 +86,7 @@ class TorchProcesses:
             self._failures.announce_exit()
         if self._joined:
             self._joined = False
-            self._handles = []
+            self._handles = {}
             self._close_communicators()
             dist.destroy_process_group()
         # stopped last: after a failure, the monitor kills a process that hangs in one of the calls above
@@ -107,9 +108,15 @@ class TorchProcesses:
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
         """Make a group for each of these sets of ranks, disjoint and with all ranks; the one of this process."""
-        # new_group is collective: every rank makes every group, also those that it is not in
-        groups = [(self.rank in ranks, self._make(name, ranks)) for ranks in sets]
-        return next(group for own, group in groups if own)
+        own = next(ranks for ranks in sets if self.rank in ranks)
+        if len(own) == 1 and all(len(ranks) == 1 for ranks in sets):
+            return SingleProcess()
+        key = tuple(map(tuple, sets))
+        if key not in self._handles:
+            self._handles[key] = self._make(name, own, sets)
+        return (
+            SingleProcess() if len(own) == 1 else TorchGroup(name, own, self._handles[key], self._where, self._monitor)
+        )
 
     def communicator(self, name: str, sender: int, receiver: int) -> Communicator:
         """
@@ -133,7 +140,7 @@ class TorchProcesses:
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of collectives and transfers, for groups that exist and those that are made later."""
         self._limit = self._torch_timeout(seconds)
-        for handle in [dist.group.WORLD, *self._handles] if self._joined else []:
+        for handle in dict.fromkeys([dist.group.WORLD, *filter(None, self._handles.values())] if self._joined else []):
             dist.distributed_c10d._set_pg_timeout(self._limit, handle)
         for communicator in self._communicators.values():
             communicator.backend._set_default_timeout(self._limit)
@@ -194,14 +201,17 @@ class TorchProcesses:
         """The device whose tensors the backend accepts."""
         return self.device.device if self.device.backend == "nccl" else torch.device("cpu")
 
-    def _make(self, name: str, ranks: Sequence[int]) -> Group:
-        if len(ranks) == 1:
-            return SingleProcess()
-        handle: Any = dist.group.WORLD
-        if len(ranks) < self.world_size:
-            handle = dist.new_group(list(ranks), timeout=self._limit)
-            self._handles += [handle] if self.rank in ranks else []
-        return TorchGroup(name, ranks, handle, self._where, self._monitor)
+    def _make(self, name: str, own: Sequence[int], sets: Sequence[Sequence[int]]) -> Any:
+        """torch's process group of the set with this rank; None if that is this rank alone."""
+        if len(own) == self.world_size:
+            return dist.group.WORLD
+        if self.device.backend == "nccl":
+            # one split makes the groups of all sets; new_group would split the world's communicator once for each set
+            return dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=self._limit, group_desc=name)
+        if len(own) == 1:
+            return None
+        # without local synchronization, every rank would have to make every group
+        return dist.new_group(list(own), timeout=self._limit, use_local_synchronization=True)
 
     def _connect(self, name: str, ranks: tuple[int, int]) -> TorchCommunicator:
         if self._where.type != self.device.device.type:

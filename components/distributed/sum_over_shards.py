@@ -2,11 +2,8 @@
 
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.distributed import SHARDS, Mesh
 from drawloom.graph import component
-
-SPLITTING = ("pipeline",)
-"""Mesh dimensions along which ranks hold different parameters."""
 
 
 @component(impact="safe")
@@ -18,6 +15,6 @@ class SumOverParameters:
     def total(self, value: Tensor) -> Tensor:
         """The sum over ranks of a float64 tensor of any shape, as a new tensor."""
         total = value.clone()
-        for dimension in SPLITTING:
-            self.mesh.group(dimension).sum(total)
+        self.mesh.group("pipeline").sum(total)
+        self.mesh.group(*SHARDS).sum(total)
         return total

@@ -1,18 +1,23 @@
 """Writes a model as a folder that `transformers` loads."""
 
 import json
+import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.export.shard_writer import choose_owners, holding, share, write_shares
-from drawloom.components.ports.data import Tokenizer
+from drawloom.components.export.shard_writer import held, write_stages
+from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import Model, Stages
+from drawloom.components.ports.weights import Mapper
+from drawloom.components.weights.adapted import HEAD, MergeError, adapted_model, merge_error, merge_mapper
+from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.save import MAX_SHARD, PlannedFile
-from drawloom.components.workspace.workspace import get_configs_parallel
+
+log = logging.getLogger("drawloom.run")
 
 STATE = "trainer_state.json"
 """The file with the step of the weights, by the name that Hugging Face's Trainer gives it."""
@@ -44,27 +49,41 @@ def write_folder(
 
     The stages of all ranks of the group make up the model. All ranks call this, and exchange what they hold through
     `workspace`, a folder that all ranks see, or through shared memory of their machine. `max_shard` is in bytes;
-    without `dtype` tensors keep theirs; `step` is that of the weights, if known. Raises UserError if the stages are not
-    the whole model or the target exists.
+    without `dtype` tensors keep theirs; `step` is that of the weights, if known. Adapters are merged into the weights.
+    Raises UserError if the stages are not the whole model or the target exists.
     """
     group = SingleProcess() if group is None else group
-    mapper = model.hugging_face_mapper()
-    with get_configs_parallel(holding(stages), range(group.size), group, workspace) as holdings:
-        owners = run_on_rank0(group, lambda: choose_owners(mapper, holdings))
-    tensors = {name: tensor for stage in stages.local for name, tensor in stage.model_parameters().items()}
-    mine = share(tensors, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
+    config = model.hugging_face_config()
+    adapters = stages.local[0].adapters
+    merged = Mapper(())
+    if adapters:
+        merged = merge_mapper(adapted_model(model, adapters), bool(config.get("tie_word_embeddings")))
+    mapper = sequential(merged, model.hugging_face_mapper())
+    if HEAD in mapper.outputs:
+        config["tie_word_embeddings"] = False
+    if adapters:
+        _log_merge_error(merge_error(merged, held(stages), dtype), group)
 
     def finish(folder: Path, files: list[PlannedFile]) -> None:
         if tokenizer is not None:
             tokenizer.save(folder)
         if step is not None:
             (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
-        _write_config(folder, model, files)
+        _write_config(folder, config, files)
 
-    write_shares(target, mine, group, max_shard, finish)
+    write_stages(target, stages, mapper, finish, group, workspace, max_shard, dtype)
 
 
-def _write_config(folder: Path, model: Model, files: list[PlannedFile]) -> None:
+def _log_merge_error(mine: MergeError, group: Group) -> None:
+    """Print what merging adapters into a narrow dtype has lost, over all ranks."""
+    each = [MergeError(*sums) for sums in group.gather_json([mine.change, mine.lost])]
+    total = MergeError(sum(one.change for one in each), sum(one.lost for one in each))
+    if total.lost and group.rank == 0:
+        text = "merged the adapters into the weights: rounding loses %.2g %% of the change"
+        log.info(text, 100 * total.relative)
+
+
+def _write_config(folder: Path, config: dict[str, Any], files: list[PlannedFile]) -> None:
     dtypes = {str(spec.dtype).removeprefix("torch.") for file in files for spec in file.specs.values()}
-    config = model.hugging_face_config() | ({"torch_dtype": dtypes.pop()} if len(dtypes) == 1 else {})
+    config = config | ({"torch_dtype": dtypes.pop()} if len(dtypes) == 1 else {})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

@@ -9,7 +9,7 @@ import torch
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.export.hf_writer import exported_step, write_folder
-from drawloom.components.ports.data import Tokenizer
+from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Model, Stages
 from drawloom.components.ports.run import RunFolder

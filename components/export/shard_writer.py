@@ -8,17 +8,18 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.rank_errors import run_on_all
+from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import Stages
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.atomic_write import TempFolder, begin
 from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
-from drawloom.components.storage.tensor_source import AsType, InMemory, TensorSource, TensorSpec
+from drawloom.components.storage.tensor_source import InMemory, TensorSource, TensorSpec
 from drawloom.components.weights.load import stream
 from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import gather, is_sharded
+from drawloom.components.weights.mapper_ops import gather, is_sharded, to_dtype
 from drawloom.components.weights.save import (
+    MAX_SHARD,
     PlannedFile,
     check_names,
     output_specs,
@@ -26,20 +27,18 @@ from drawloom.components.weights.save import (
     write_files,
     write_index,
 )
+from drawloom.components.workspace.workspace import get_configs_parallel
 from drawloom.graph import UserError
 
 
-def holding(stages: Stages) -> dict[str, Any]:
-    """The stages of this rank as JSON, each with shape and dtype of its parameters by name."""
-    return {
-        "stages": [
-            {
-                "index": stage.index,
-                "tensors": {name: [list(p.shape), str(p.dtype)] for name, p in stage.model_parameters().items()},
-            }
-            for stage in stages.local
-        ]
-    }
+def held(stages: Stages) -> dict[str, Tensor]:
+    """The model's parameters on this rank, of any shape, by name."""
+    return {name: tensor for stage in stages.local for name, tensor in stage.model_parameters().items()}
+
+
+def holding(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Shape and dtype of tensors, by name, as JSON."""
+    return {"tensors": {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}}
 
 
 def choose_owners(mapper: Mapper, holdings: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -49,7 +48,7 @@ def choose_owners(mapper: Mapper, holdings: Sequence[Mapping[str, Any]]) -> list
     Replicated tensors, and those of a tied head, are so written once. Raises UserError with the missing parameters,
     those without a Hugging Face name, and those whose shape or dtype differs between ranks.
     """
-    held = [_tensors(each) for each in holdings]
+    held = [each["tensors"] for each in holdings]
     _compare(mapper, held)
     owners = []
     for group in mapper.groups:
@@ -60,10 +59,6 @@ def choose_owners(mapper: Mapper, holdings: Sequence[Mapping[str, Any]]) -> list
             raise UserError(f"cannot export: {names}, and no rank holds them all; export from fewer pipeline stages")
         owners.append(able[0])
     return owners
-
-
-def _tensors(rank: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: spec for stage in rank["stages"] for name, spec in stage["tensors"].items()}
 
 
 def _compare(mapper: Mapper, held: Sequence[Mapping[str, Any]]) -> None:
@@ -107,8 +102,35 @@ def share(tensors: Mapping[str, Tensor], mapper: Mapper, mine: Collection[int], 
     groups = [g for n, g in enumerate(mapper.groups) if n in mine or not sharded.isdisjoint(g.inputs)]
     whole = parallel(*(gather(name) for group in groups for name in group.inputs))
     writes = frozenset(name for number in mine for name in mapper.groups[number].outputs)
-    source = InMemory(tensors)
-    return Share(source if dtype is None else AsType(source, dtype), sequential(whole, Mapper(tuple(groups))), writes)
+    chosen = Mapper(tuple(groups))
+    # Cast last: a small change that an adapter makes would be lost in a narrow weight.
+    cast = parallel(*(to_dtype(name, dtype) for name in chosen.outputs)) if dtype else Mapper(())
+    return Share(InMemory(tensors), sequential(whole, chosen, cast), writes)
+
+
+def write_stages(
+    target: Path,
+    stages: Stages,
+    mapper: Mapper,
+    finish: Finish,
+    group: Group,
+    workspace: Path | None = None,
+    max_shard: int = MAX_SHARD,
+    dtype: torch.dtype | None = None,
+    only_inputs: bool = False,
+) -> None:
+    """
+    Write a folder of what a mapper makes of the parameters that the ranks of a group hold. A collective of the group.
+
+    Ranks exchange what they hold through `workspace`, or through shared memory of their machine. Raises UserError if
+    the mapper lacks a parameter, unless it is to write `only_inputs` of it, and as `choose_owners` and `write_shares`.
+    """
+    wanted = set(mapper.inputs)
+    tensors = {name: tensor for name, tensor in held(stages).items() if not only_inputs or name in wanted}
+    with get_configs_parallel(holding(tensors), range(group.size), group, workspace) as holdings:
+        owners = run_on_rank0(group, lambda: choose_owners(mapper, holdings))
+    mine = share(tensors, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
+    write_shares(target, mine, group, max_shard, finish)
 
 
 def write_shares(target: Path, mine: Share, group: Group, max_shard: int, finish: Finish) -> None:

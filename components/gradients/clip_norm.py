@@ -1,7 +1,9 @@
 """Gradient clipping by total norm."""
 
 import torch
+from torch import Tensor
 
+from drawloom.components.gradients.scaling import scale
 from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Step
 from drawloom.graph import above, component, setting
@@ -19,5 +21,7 @@ class ClipNorm:
         # 1e-6 as in torch.nn.utils.clip_grad_norm_, for a norm of 0.
         factor = self.max_norm / (step.outputs["grad_norm"] + 1e-6)
         found = [parameter.grad for _, parameter in self.parameters.named() if parameter.grad is not None]
-        if factor < 1 and found:  # a pipeline rank whose parameters are all frozen has none
+        if isinstance(factor, Tensor):
+            scale(found, torch.where(factor < 1, factor, 1.0))
+        elif factor < 1 and found:  # a pipeline rank whose parameters are all frozen has none
             torch._foreach_mul_(found, factor)

@@ -6,16 +6,19 @@ With weights w and losses l of all tokens of all microbatches and replicas, the 
 
 import math
 from collections.abc import Iterator
-from functools import reduce
+from functools import partial, reduce
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from drawloom.components.gradients.norm import total_norm
-from drawloom.components.ports.distributed import Mesh, Precision, Reduce
+from drawloom.components.distributed.host_copy import HostCopy
+from drawloom.components.gradients.norm import EXACT, ON_DEVICE, Norm, Summation, total_norm
+from drawloom.components.gradients.scaling import scale
+from drawloom.components.ports.distributed import DATA, Mesh, Precision, Reduce
 from drawloom.components.ports.model import SpreadParameters, gradient_of
 from drawloom.components.ports.pipeline import Losses
-from drawloom.components.ports.run import Step
+from drawloom.components.ports.run import LateValues, Step
 from drawloom.graph import above, component, setting
 
 
@@ -30,30 +33,58 @@ class Synchronize:
     bucket_bytes: int = setting(
         default=32 * 2**20, impact="safe", check=above(0), doc="bytes of gradients that are sent together"
     )
+    norm: Literal["auto", "exact", "device"] = setting(
+        default="auto",
+        doc="how the norm is added up: exact is the same in any layout, and the host waits for it; device is a sum in "
+        "float64 there, which the host learns a step later; auto is exact on a CPU",
+    )
 
     def run_phase(self, step: Step) -> None:
         """Set `loss` (mean by token, in nats) and `grad_norm`; the step is skipped if either is not finite."""
-        losses: Losses = step.outputs["losses"]
-        total, weight, step.tokens = self._sums(losses, step.tokens)
+        sums = self._sums(step.outputs["losses"], step.tokens)
         self.parameters.sum_shared()
         gradients = [gradient_of(parameter) for _, parameter in self.parameters.named()]
         for bucket in self._buckets(gradients):
             self._sum(bucket)
-        # Division after the sum, once: averages of averages would weight ranks with few tokens too much.
+        if self.norm == "exact" or (self.norm == "auto" and not sums.is_cuda):
+            self._divide_at_once(step, sums, gradients)
+        else:
+            self._divide_on_device(step, sums, gradients)
+
+    # Division after the sum, once: averages of averages would weight ranks with few tokens too much.
+    def _divide_at_once(self, step: Step, sums: Tensor, gradients: list[Tensor]) -> None:
+        """With numbers that the host knows before it divides."""
+        total, weight, tokens = sums.tolist()
         if weight > 0 and gradients:  # a pipeline rank whose parameters are all frozen has no gradients
             torch._foreach_mul_(gradients, 1 / weight)
-        step.outputs["loss"] = total / weight if weight > 0 else math.nan
-        counted = [gradient_of(parameter) for _, parameter in self.parameters.counted()]
-        step.outputs["grad_norm"] = total_norm(counted, self.reduce)
-        step.skip_reason = step.skip_reason or _skip_reason(step, weight)
+        loss, norm = total / weight if weight > 0 else math.nan, self._norm(sums.device, EXACT)
+        step.outputs |= {"loss": loss, "grad_norm": norm}
+        step.tokens = int(tokens)
+        step.skip_reason = step.skip_reason or _skip_reason(loss, norm, weight)
 
-    def _sums(self, losses: Losses, tokens: int) -> tuple[float, float, int]:
+    def _divide_on_device(self, step: Step, sums: Tensor, gradients: list[Tensor]) -> None:
+        """The same without a wait of the host, which reads the numbers when the step is settled."""
+        total, weight, tokens = sums.unbind()
+        scale(gradients, torch.where(weight > 0, 1 / weight, 1.0))
+        loss, norm = torch.where(weight > 0, total / weight, math.nan), self._norm(sums.device, ON_DEVICE)
+        step.outputs |= {"loss": loss, "grad_norm": norm}
+        finite = loss.isfinite() & norm.isfinite()
+        step.found_inf = torch.ones_like(finite).float() if step.skip_reason else (~finite).float()
+        copy = HostCopy.start({"numbers": torch.stack([loss, norm, weight, tokens])})
+        step.late = partial(_late_values, copy)
+
+    def _norm(self, device: torch.device, summation: Summation[Norm]) -> Norm:
+        counted = [gradient_of(parameter) for _, parameter in self.parameters.counted()]
+        return total_norm(counted, self.reduce, device, summation)
+
+    def _sums(self, losses: Losses, tokens: int) -> Tensor:
+        """Over all ranks, the losses, their weights and the tokens: float64 (3,)."""
         sums = torch.stack([losses.total, losses.weight])
         self.mesh.group("pipeline").sum(sums)
-        sums = torch.cat([sums, sums.new_tensor([tokens])])
-        self.mesh.replicas.sum(sums)
-        total, weight, tokens_of_all = sums.tolist()
-        return total, weight, int(tokens_of_all)
+        # Filled on the device: a copy of a number of the host's would wait for the device.
+        sums = torch.cat([sums, torch.full_like(sums[:1], tokens)])
+        self.mesh.group(*DATA).sum(sums)
+        return sums
 
     def _buckets(self, gradients: list[Tensor]) -> Iterator[list[Tensor]]:
         """Buckets of gradients in the order of the parameters; one for each collective."""
@@ -77,11 +108,16 @@ class Synchronize:
             gradient.copy_(part.view_as(gradient))
 
 
-def _skip_reason(step: Step, weight: float) -> str:
+def _late_values(copy: HostCopy) -> LateValues:
+    loss, norm, weight, tokens = copy.read()["numbers"].tolist()
+    return LateValues({"loss": loss, "grad_norm": norm}, int(tokens), _skip_reason(loss, norm, weight))
+
+
+def _skip_reason(loss: float, norm: float, weight: float) -> str:
     if weight <= 0:
         return "there was no token to learn from"
-    if not math.isfinite(step.outputs["loss"]):
-        return f"the loss is {step.outputs['loss']}"
-    if not math.isfinite(step.outputs["grad_norm"]):
-        return f"the norm of the gradients is {step.outputs['grad_norm']}"
+    if not math.isfinite(loss):
+        return f"the loss is {loss}"
+    if not math.isfinite(norm):
+        return f"the norm of the gradients is {norm}"
     return ""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,13 @@ from drawloom.kernels.linear import embedding_eager, linear_eager
 
 Choice = Literal["auto", "eager", "triton"]
 Routes = tuple[Tensor, Tensor, Tensor]
+
+
+class Cached(NamedTuple):
+    """In place of a mask: the cache that attention extends, and the tokens that one sees at most."""
+
+    cache: KeyValueCache
+    window: int | None
 
 
 def _operation(default: str, doc: str) -> Any:
@@ -97,9 +104,9 @@ class AutoKernels:
         cuts = self.chosen("linear_cross_entropy").name == "cut"
         return Cut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x (..., inputs) @ weight.T, weight (outputs, inputs): (..., outputs)."""
-        return linear_eager(x, weight)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (..., inputs) @ weight.T + bias, weight (outputs, inputs), bias (outputs,): (..., outputs)."""
+        return linear_eager(x, weight, bias)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """weight (vocab_size, hidden_size)[tokens (...)]: (..., hidden_size)."""
@@ -127,16 +134,16 @@ class AutoKernels:
         """RMSNorm by head, then `rope`: q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim)."""
         return self._functions["qk_norm_rope"](q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
-    def attention_mask(self, documents: Tensor, cache: KeyValueCache | None = None) -> Any:
+    def attention_mask(self, documents: Tensor, window: int | None = None, cache: KeyValueCache | None = None) -> Any:
         """The mask that `attention` takes, from document ids int64 (rows, length), or with a cache of one document."""
-        return self._functions["attention"].mask(documents) if cache is None else cache
+        return self._functions["attention"].mask(documents, window) if cache is None else Cached(cache, window)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """Causal attention within documents: q (rows, length, heads, head_dim), k and v with kv_heads."""
-        if isinstance(mask, KeyValueCache):
+        if isinstance(mask, Cached):
             # The implementations for training take as many queries as keys.
-            k, v = mask.extend(k, v)
-            return attention_eager(q, k, v, causal_mask(q.shape[1], k.shape[1], q.device))
+            k, v = mask.cache.extend(k, v)
+            return attention_eager(q, k, v, causal_mask(q.shape[1], k.shape[1], mask.window, q.device))
         return self._functions["attention"].attend(q, k, v, mask)  # type: ignore[no-any-return]
 
     def linear_cross_entropy(

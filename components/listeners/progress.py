@@ -22,6 +22,8 @@ class ProgressBar:
     """
     Step, loss, last validation loss, learning rate, peak memory, speed and time remaining, on rank 0 of a terminal.
 
+    On a GPU, loss and speed are those of the step before.
+
     While the bar is shown, step lines do not go to the terminal; warnings are printed above it. It is refreshed when
     steps end, without a thread.
     """
@@ -35,6 +37,7 @@ class ProgressBar:
     _task: TaskID = attrs.field(init=False, default=TaskID(0))
     _refreshed: float = attrs.field(init=False, default=0.0)
     _ended: tuple[Step, float] | None = attrs.field(init=False, default=None)
+    _shown: tuple[Step, float] | None = attrs.field(init=False, default=None)
     _values: dict[str, str] = attrs.field(init=False, factory=dict)
     _filtered: list[logging.Handler] = attrs.field(init=False, factory=list)
 
@@ -75,7 +78,9 @@ class ProgressBar:
         if self._bar is None:
             return
         now = self.clock()
-        self._ended = step, now - step.started - step.excluded_seconds
+        before, self._ended = self._ended, (step, now - step.started - step.excluded_seconds)
+        # On a GPU the host does not know this step's loss yet; it is no reason to wait.
+        self._shown = self._ended if step.settled or step.last else before
         if "validation_loss" in step.outputs:
             self._values["validation_loss"] = f"val {step.outputs['validation_loss']:.4f}"
         self._bar.update(self._task, completed=step.index)
@@ -87,9 +92,10 @@ class ProgressBar:
             self.close()
 
     def _show(self, bar: Progress) -> None:
-        """Put the values of the step that has ended into the bar; only now, as reading a loss waits for a GPU."""
-        if self._ended is not None:
-            step, seconds = self._ended
+        """Put the values of a step into the bar; only when it is refreshed, which is not after each fast step."""
+        if self._shown is not None:
+            step, seconds = self._shown
+            step.settle()
             self._values |= values_of(step)
             self._values["speed"] = f"{step.tokens / max(seconds, 1e-9):,.0f} tokens/s"
             self._values["memory"] = f"{self.device.memory() / 1e6:,.0f} MB"

@@ -43,6 +43,7 @@ class RunSummary:
     _first: int = attrs.field(init=False, default=0)
     _last: int = attrs.field(init=False, default=0)
     _tokens: int = attrs.field(init=False, default=0)
+    _newest: Step | None = attrs.field(init=False, default=None)
     _best: dict[str, Any] = attrs.field(init=False, factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,7 +70,10 @@ class RunSummary:
 
     def _count(self, step: Step) -> None:
         self._first, self._last = self._first or step.index, step.index
-        self._tokens += step.tokens
+        before, self._newest = self._newest, step
+        # On a GPU the host does not know this step's tokens yet; it is no reason to wait.
+        for each in (before, step if step.last else None):
+            self._tokens += each.tokens if each is not None else 0
         loss = step.outputs.get("validation_loss")
         if loss is not None and float(loss) < self._best.get("loss", float("inf")):
             self._best = {"loss": float(loss), "step": step.index}

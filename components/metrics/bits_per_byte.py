@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from drawloom.components.metrics.named_sums import losses_of, total_of
-from drawloom.components.ports.data import IGNORE_INDEX, Batch, Tokenizer
+from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.data import IGNORE_INDEX, Batch
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component, setting
 

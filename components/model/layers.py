@@ -7,19 +7,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drawloom.components.ports.model import Kernels
+from drawloom.components.ports.data import IGNORE_INDEX
+from drawloom.components.ports.model import Head, Kernels
 
 
 class Linear(nn.Linear):
-    """x @ weight.T, without a bias; the weight is (outputs, inputs)."""
+    """x @ weight.T, with or without a bias (outputs,); the weight is (outputs, inputs)."""
 
-    def __init__(self, inputs: int, outputs: int, kernels: Kernels) -> None:
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, inputs: int, outputs: int, kernels: Kernels, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias)
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs), of any floating dtype, to (..., outputs), in the weight's dtype."""
-        return self.kernels.linear(x.to(self.weight.dtype), self.weight)
+        return self.kernels.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+    def head(self) -> Head:
+        """The layer, without a bias, as a head. Made anew for each forward: wrappers may replace the weight."""
+        return LinearHead(self.weight, self.kernels)
 
 
 class RMSNorm(nn.Module):
@@ -47,9 +52,45 @@ class Embedding(nn.Embedding):
         """Token ids, int64 (...), to vectors (..., hidden_size) of the weight's dtype."""
         return self.kernels.embedding(tokens, self.weight)
 
+    def head(self) -> Head:
+        """The head that is tied to the table."""
+        return LinearHead(self.weight, self.kernels)
+
+
+class _Chunked:
+    """Logits chunk by chunk, for heads of all kinds."""
+
+    vocab_size: int
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., hidden_size) to (..., vocab_size)."""
+        raise NotImplementedError
+
+    def map_logits(
+        self, function: Callable[..., Tensor], hidden: Tensor, *tensors: Tensor, max_bytes: int = 2**28
+    ) -> Tensor:
+        """`function` of the logits of hidden (..., hidden_size), chunk by chunk; one number by token, (...)."""
+        size = max(1, max_bytes // (self.vocab_size * torch.float32.itemsize))
+        shape = hidden.shape[:-1]
+        flat = [tensor.flatten(0, len(shape) - 1) for tensor in (hidden, *tensors)]
+        # Flattened first, so that a chunk may end inside of a row and the bound holds for long rows.
+        chunks = zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
+        found = torch.cat([self._map_chunk(function, *parts) for parts in chunks])
+        return found.view(*shape, *found.shape[1:])
+
+    def _map_chunk(self, function: Callable[..., Tensor], hidden: Tensor, *parts: Tensor) -> Tensor:
+        def compute(hidden: Tensor, *parts: Tensor) -> Tensor:
+            return function(self.logits(hidden), *parts)
+
+        if not torch.is_grad_enabled():
+            return compute(hidden, *parts)
+        # Re-entrant checkpoints can't go backward in two parts, as zero-bubble schedules do.
+        computed: Tensor = checkpoint(compute, hidden, *parts, use_reentrant=False)
+        return computed
+
 
 @attrs.define(eq=False)  # not frozen: torch 2.11 can't trace how a frozen class sets its attributes
-class LinearHead:
+class LinearHead(_Chunked):
     """
     A head without a bias: logits are hidden @ weight.T.
 
@@ -58,6 +99,11 @@ class LinearHead:
 
     weight: Tensor
     kernels: Kernels
+
+    @property
+    def vocab_size(self) -> int:  # type: ignore[override]
+        """The number of logits of a token."""
+        return len(self.weight)
 
     def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """hidden (..., hidden_size), targets int64 (...), weights float32 (...) to losses and lse, float32 (...)."""
@@ -73,23 +119,38 @@ class LinearHead:
         # The mean of the logits is the logit of the weight's mean row: one product with a vector.
         return hidden.to(dtype) @ self.weight.mean(0, dtype=dtype)
 
-    def map_logits(
-        self, function: Callable[..., Tensor], hidden: Tensor, *tensors: Tensor, max_bytes: int = 2**28
-    ) -> Tensor:
-        """`function` of the logits of hidden (..., hidden_size), chunk by chunk; one number by token, (...)."""
-        size = max(1, max_bytes // (len(self.weight) * torch.float32.itemsize))
-        shape = hidden.shape[:-1]
-        flat = [tensor.flatten(0, len(shape) - 1) for tensor in (hidden, *tensors)]
-        # Flattened first, so that a chunk may end inside of a row and the bound holds for long rows.
-        chunks = zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
-        return torch.cat([self._map_chunk(function, *parts) for parts in chunks]).view(shape)
 
-    def _map_chunk(self, function: Callable[..., Tensor], hidden: Tensor, *parts: Tensor) -> Tensor:
-        def compute(hidden: Tensor, *parts: Tensor) -> Tensor:
-            return function(self.logits(hidden), *parts)
+@attrs.define(eq=False)
+class ChunkedHead(_Chunked):
+    """
+    A head of which only the logits are known, such as a linear layer with an adapter.
 
-        if not torch.is_grad_enabled():
-            return compute(hidden, *parts)
-        # Re-entrant checkpoints can't go backward in two parts, as zero-bubble schedules do.
-        computed: Tensor = checkpoint(compute, hidden, *parts, use_reentrant=False)
-        return computed
+    `project` takes (..., hidden_size) to (..., vocab_size).
+    """
+
+    project: Callable[[Tensor], Tensor]
+    vocab_size: int
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., hidden_size) to (..., vocab_size)."""
+        return self.project(hidden)
+
+    def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """hidden (..., hidden_size), targets int64 (...), weights float32 (...) to losses and lse, float32 (...)."""
+        both = self.map_logits(_target_and_lse, hidden, targets)
+        losses = (both[..., 1] - both[..., 0]).masked_fill(targets == IGNORE_INDEX, 0.0)
+        return losses if weights is None else losses * weights, both[..., 1]
+
+    def mean_logits(self, hidden: Tensor) -> Tensor:
+        """(..., hidden_size) to (...), at least float32."""
+        return self.map_logits(lambda logits: logits.mean(-1, dtype=_wide(logits)), hidden)
+
+
+def _target_and_lse(logits: Tensor, targets: Tensor) -> Tensor:
+    """The logit of each target, of any where it is ignored, and the log-sum-exp: (tokens, 2), at least float32."""
+    wide = logits.to(_wide(logits))
+    return torch.stack([wide.gather(-1, targets.clamp_min(0)[:, None])[:, 0], wide.logsumexp(-1)], -1)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

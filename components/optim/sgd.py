@@ -5,6 +5,7 @@ import torch
 
 from drawloom.components.optim.torch_optimizer import TorchOptimizer, decay_groups
 from drawloom.components.ports.model import Parameters
+from drawloom.components.ports.run import Step
 from drawloom.graph import above, at_least, between, component, setting
 
 
@@ -27,3 +28,16 @@ class SGD(TorchOptimizer):
         """Create the optimizer of the parameters."""
         groups = decay_groups(self.parameters.named(), self.weight_decay)
         self._optimizer = torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, fused=True)
+
+    def run_phase(self, step: Step) -> None:
+        """Update the weights unless the step is skipped, and clear the gradients."""
+        if step.found_inf is not None and self.momentum:
+            self._fill_buffers()
+        super().run_phase(step)
+
+    def _fill_buffers(self) -> None:
+        """Zeros where torch has no running mean yet: in a first step that is skipped it would leave them unfilled."""
+        for _, parameter in self.parameters.named():
+            state = self._optimizer.state[parameter]
+            if parameter.grad is not None and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter)

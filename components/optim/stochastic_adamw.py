@@ -6,11 +6,12 @@ from typing import Any, Literal
 import attrs
 import torch
 
-from drawloom.components.optim.torch_optimizer import check_betas, decays, local_part, shard_of
+from drawloom.components.optim.torch_optimizer import check_betas, decays, shard_of
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import Parameters, gradient_of
 from drawloom.components.ports.run import RunInfo, Step
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
@@ -47,6 +48,7 @@ class StochasticAdamW:
     _params: dict[str, ParamState] = attrs.field(init=False, factory=dict)
     _stepper: Any = attrs.field(init=False, default=None)
     _steps: int = attrs.field(init=False, default=0)
+    _last: Step | None = attrs.field(init=False, default=None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -57,8 +59,9 @@ class StochasticAdamW:
 
     def open(self) -> None:
         """Create the optimizer state of all parameters, filled with zeros."""
+        slices = self.parameters.slices()
         for name, parameter in self.parameters.named():
-            weight, shard = local_part(parameter.detach()), shard_of(parameter, PER_DRAW)
+            weight, shard = parameter.detach(), shard_of(slices[name], PER_DRAW)
             exp_avg, exp_avg_sq = (torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for _ in range(2))
             decay = self.weight_decay if decays(parameter) else 0.0
             # An FSDP shard that is not one contiguous range of elements gets a key of its own.
@@ -70,26 +73,35 @@ class StochasticAdamW:
         """Update the weights unless the step is skipped, clear the gradients, and put `lr` into the step's outputs."""
         step.outputs["lr"] = self.lr * step.outputs.get("lr_factor", 1.0)
         parameters = [parameter for _, parameter in self.parameters.named()]
-        if not step.skip_reason:
-            self._steps += 1
-            scalars = step_scalars(step.outputs["lr"], self.betas, self.eps, self._steps)
-            self._stepper.step([local_part(gradient_of(part)) for part in parameters], scalars, self._steps)
+        number = self._steps_taken() + 1
+        if step.found_inf is not None or not step.skip_reason:
+            scalars = step_scalars(step.outputs["lr"], self.betas, self.eps, number)
+            gradients = [gradient_of(part) for part in parameters]
+            self._stepper.step(gradients, scalars, number, step.found_inf)
+        self._last = step
         for parameter in parameters:
             parameter.grad = None
+
+    def _steps_taken(self) -> int:
+        """The steps that were not skipped, which select the noise; of the last one the host may learn it only now."""
+        if self._last is not None:
+            self._steps += not self._last.skip_reason
+            self._last = None
+        return self._steps
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Bytes of both running means."""
         return {"optimizer_state": sum(part.exp_avg.nbytes + part.exp_avg_sq.nbytes for part in self._params.values())}
 
-    def state_names(self) -> list[str]:
-        """The names of the parameters that this rank trains."""
-        return list(self._params)
+    def state_slices(self) -> dict[str, TensorSlice | None]:
+        """The parameters that this rank trains, and of which it has a slice."""
+        return self.parameters.slices()
 
     def state_dict(self) -> dict[str, Any]:
         """Both running means of each parameter (its shape, `state_dtype`), and the number of steps."""
-        # The number of steps selects the noise, so it must survive a resume.
+        steps = self._steps_taken()
         return {
-            name: {"mean": param.exp_avg, "square": param.exp_avg_sq, "steps": self._steps}
+            name: {"mean": param.exp_avg, "square": param.exp_avg_sq, "steps": steps}
             for name, param in self._params.items()
         }
 
@@ -103,7 +115,7 @@ class StochasticAdamW:
         for name, param in self._params.items():
             param.exp_avg.copy_(state[name]["mean"])
             param.exp_avg_sq.copy_(state[name]["square"])
-        self._steps = steps.pop() if steps else 0
+        self._steps, self._last = steps.pop() if steps else 0, None
 
     def _implementation(self) -> Any:
         """The class that takes the steps; UserError if `implementation` is triton and the device can't run it."""

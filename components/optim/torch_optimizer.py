@@ -12,6 +12,7 @@ from drawloom.components.distributed.rng import derive_seed
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import Parameters
 from drawloom.components.ports.run import Step
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import between
 
 
@@ -82,34 +83,20 @@ class LocalShard:
         return derive_seed(seed, *purpose, *self.offset)
 
 
-def local_part(tensor: Any) -> Tensor:
-    """The local shard of a DTensor; any other tensor itself (any shape)."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
-
-
-def shard_of(parameter: Any, multiple: int) -> LocalShard:
+def shard_of(place: TensorSlice | None, multiple: int) -> LocalShard:
     """
-    Which part of a parameter (any shape) this rank holds.
+    Which part of a parameter a slice is; None is the whole.
 
     A contiguous range that does not begin at a multiple of `multiple` elements is identified by its offset: elements
     that share a draw of random bits must be on one rank.
     """
-    if not hasattr(parameter, "to_local"):
+    if place is None:
         return LocalShard()
-    # This import takes half a second, which runs without DTensor should not pay.
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    whole, mesh = parameter.shape, parameter.device_mesh
-    shape, offset = compute_local_shape_and_global_offset(whole, mesh, parameter.placements)
     first = 0
-    for size, place in zip(whole, offset, strict=True):
-        first = first * size + place
-    return (
-        LocalShard(first)
-        if _is_contiguous_range(shape, whole) and first % multiple == 0
-        else LocalShard(offset=tuple(offset))
-    )
+    for size, offset in zip(place.shape, place.offsets, strict=True):
+        first = first * size + offset
+    whole = _is_contiguous_range(place.size, place.shape) and first % multiple == 0
+    return LocalShard(first) if whole else LocalShard(offset=place.offsets)
 
 
 def _is_contiguous_range(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
@@ -132,19 +119,21 @@ class TorchOptimizer:
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Bytes of the moments; counters of steps, 4 bytes for a parameter, are left out."""
-        held = sum(local_part(parameter).nbytes for _, parameter in self.parameters.named())
+        held = sum(parameter.nbytes for _, parameter in self.parameters.named())
         return {"optimizer_state": self.moments * held}
 
     def run_phase(self, step: Step) -> None:
         """
-        Update the weights unless the step is skipped, and clear the gradients.
+        Update the weights unless the step is skipped, which the device may decide, and clear the gradients.
 
         The learning rate is `lr` times the step's `lr_factor` (1 without one); it is put into the outputs as `lr`.
         """
         step.outputs["lr"] = self.lr * step.outputs.get("lr_factor", 1.0)
         for group in self._optimizer.param_groups:
             group["lr"] = step.outputs["lr"]
-        if not step.skip_reason:
+        if step.found_inf is not None or not step.skip_reason:
+            # The name under which torch's fused optimizers read it, as GradScaler sets it.
+            self._optimizer.found_inf = step.found_inf  # type: ignore[attr-defined]
             with self._narrow_gradients():
                 self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -162,9 +151,9 @@ class TorchOptimizer:
         for part, dtype in zip(wide, dtypes, strict=True):  # autograd sums the next step's gradients in it again
             part.grad, part.grad_dtype = None, dtype
 
-    def state_names(self) -> list[str]:
-        """The names of the parameters that this rank trains."""
-        return [name for name, _ in self.parameters.named()]
+    def state_slices(self) -> dict[str, TensorSlice | None]:
+        """The parameters that this rank trains, and of which it has a slice."""
+        return self.parameters.slices()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state by parameter name; tensors of any shape."""

@@ -5,7 +5,7 @@ import time
 import torch
 
 from drawloom.components.ports.data import ValidationData
-from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.distributed import DATA, Mesh
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import Cadence, Step, check_cadence, due
 from drawloom.graph import component, setting
@@ -29,7 +29,7 @@ class Evaluate:
         # sums and not means are reduced: ranks may have different numbers of tokens
         sums = torch.stack([losses.total, losses.weight])
         self.mesh.group("pipeline").sum(sums)
-        self.mesh.replicas.sum(sums)
+        self.mesh.group(*DATA).sum(sums)
         total, weight = sums.tolist()
         if weight > 0:
             step.outputs["validation_loss"] = total / weight

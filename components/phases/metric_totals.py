@@ -6,6 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.distributed.host_copy import HostCopy
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.run import Accumulator, Metric, Step, Value
 
@@ -14,17 +15,20 @@ OPS = ("sum", "max", "min")
 
 @attrs.frozen
 class Measured:
-    """A step and its totals by op: float64 (numbers,), on their way from the device to the CPU."""
+    """A step and its totals by op, float64 (numbers,), on their way from the device to the CPU."""
 
     step: Step
-    packed: Mapping[str, Tensor]
-    arrived: torch.cuda.Event | None
+    packed: HostCopy
+
+    @property
+    def late(self) -> bool:
+        """Whether the host would have to wait for a device."""
+        return self.packed.arrived is not None or not self.step.settled
 
     def values(self, metrics: Sequence[Metric]) -> dict[str, Value]:
         """What each metric makes of its totals, once they are on the CPU."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        left = {op: iter(_unpacked(metrics, op, packed)) for op, packed in self.packed.items()}
+        self.step.settle()
+        left = {op: iter(_unpacked(metrics, op, packed)) for op, packed in self.packed.read().items()}
         found: dict[str, Value] = {}
         for metric in metrics:
             totals = {name: next(left[each.op]) for name, each in metric.accumulators.items()}
@@ -44,12 +48,7 @@ def measure(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -
         else:
             mesh.world.max(tensor.neg_())
             tensor.neg_()
-    if device.device.type != "cuda":
-        return Measured(step, packed, None)
-    host = {op: tensor.to("cpu", non_blocking=True) for op, tensor in packed.items()}
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record()
-    return Measured(step, host, arrived)
+    return Measured(step, HostCopy.start(packed))
 
 
 def _packed(

@@ -51,7 +51,7 @@ class Report:
             self._second = step
         self._write_waiting()
         self._waiting = measured = measure(self.metrics, step, self.mesh, self.device)
-        if measured.arrived is None or step.last:
+        if not measured.late or step.last:
             self._write_waiting()
 
     def flush(self) -> None:

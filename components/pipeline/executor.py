@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.pipeline.program.builders import forward_only
-from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.program.lowering import lower, with_shard_actions
 from drawloom.components.pipeline.runtime.layer_partition import constraint_problems
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
@@ -19,7 +19,7 @@ from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel
 from drawloom.components.ports.model import BatchContext, StageInputs, TrainableStages
 from drawloom.components.ports.pipeline import Loss, Losses, Schedule, Stack
-from drawloom.components.ports.program import RankProgram, flat
+from drawloom.components.ports.program import Program, RankProgram, flat
 from drawloom.components.storage.pytree import transform
 from drawloom.graph import Problem, component
 from drawloom.graph.build.node import NodeView
@@ -118,14 +118,20 @@ class Executor:
         # Programs of large pipelines take milliseconds to build and lower, and every step has the same one.
         if microbatches not in self._training:
             program = self.schedule.program(self.mesh.size("pipeline"), microbatches)
-            self._training[microbatches] = lower(program, self.mesh.index("pipeline"))
+            self._training[microbatches] = self._lowered(program)
         return self._training[microbatches]
 
     def _forward_program(self, microbatches: int) -> RankProgram:
         if microbatches not in self._forward:
             program = forward_only(self.schedule.stage_to_rank(self.mesh.size("pipeline")), microbatches)
-            self._forward[microbatches] = lower(program, self.mesh.index("pipeline"))
+            self._forward[microbatches] = self._lowered(program)
         return self._forward[microbatches]
+
+    def _lowered(self, program: Program) -> RankProgram:
+        line = lower(program, self.mesh.index("pipeline"))
+        shards = {stage.index: stage.shards for stage in self.stages.local if stage.shards is not None}
+        gathered = {index for index, each in shards.items() if not each.by_block}
+        return with_shard_actions(line, gathered, shards.keys())
 
 
 def split_stages(program: RankProgram) -> set[int]:

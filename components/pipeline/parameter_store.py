@@ -12,16 +12,17 @@ from fnmatch import fnmatchcase
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS
+from drawloom.components.ports.slices import TensorSlice
 
 
 @attrs.define(eq=False)
 class ParameterStore:
-    """The parameters of modules on one rank: alone, or replicated over ranks, each of them whole."""
+    """The parameters of modules on one rank: alone, or replicated over ranks, each of them whole; no DTensors."""
 
     masters: Mapping[str, nn.Parameter]
     _pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]
@@ -39,7 +40,7 @@ class ParameterStore:
         masters: dict[str, nn.Parameter] = {}
         for module in modules:
             for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-                if not parameter.is_floating_point():
+                if not parameter.is_floating_point() or is_dtensor(parameter):
                     continue
                 dtype = compute_dtype(name, precision)
                 if parameter.dtype != dtype:
@@ -70,18 +71,37 @@ class ParameterStore:
         # An optimizer comes next, and torch's fused ones change parameters without a change of their versions.
         self._cast_at = []
 
+    @property
+    def slices(self) -> Mapping[str, TensorSlice]:
+        """None: each parameter is whole."""
+        return {}
+
+    def shards_of(self, module: nn.Module) -> None:
+        """None: no module has sharded parameters."""
+
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Bytes of masters and of compute copies that are tensors of their own."""
         return {
             "masters": sum(master.nbytes for master, _ in self._pairs),
-            "compute_copies": sum(copy.nbytes for _, copy in self._pairs),
+            "compute_copies": self.copied_bytes,
         }
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the compute copies among the parameters of the modules."""
+        return sum(copy.nbytes for _, copy in self._pairs)
 
 
 def compute_dtype(name: str, precision: Precision) -> torch.dtype:
     """The dtype in which layers use a floating-point parameter; those of a loss, which is no layer, are not cast."""
     keeps = name.startswith(f"{LOSS}.") or any(fnmatchcase(name, pattern) for pattern in precision.uncast)
     return precision.parameter if keeps else precision.compute
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor of any shape is a DTensor."""
+    # Without importing the class, which takes a second.
+    return hasattr(tensor, "placements")
 
 
 def _copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

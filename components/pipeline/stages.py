@@ -13,23 +13,36 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.pipeline.module_buffers import fill_buffers, fill_parameters
-from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype
+from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype, is_dtensor
 from drawloom.components.pipeline.program.builders import stages_of
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
-from drawloom.components.ports.distributed import Device, Mesh, Precision
+from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, local_part, shard, slice_of
+from drawloom.components.ports.adapters import Adapter
+from drawloom.components.ports.distributed import SHARDS, Device, Group, Mesh, Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Stage, Transform, gradient_of
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
+from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.weights.adapted import adapted_model, adapter_names, fill_adapters, inject
+from drawloom.components.weights.fingerprint import folder_fingerprint
 from drawloom.components.weights.load import load_folder, persistent_tensors
 from drawloom.graph import Problem, UserError, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 
+FROZEN = "frozen"
+"""The entry of a state with the fingerprint of the weights that it leaves out; parameters' names have dots."""
+
 
 @component
 class MaterializedStages:
-    """This rank's stages: built on the meta device, transformed, materialised, then initialised or loaded."""
+    """
+    This rank's stages: built on the meta device, adapted and transformed, materialised, then initialised or loaded.
+
+    With `adapters` the model is frozen but for what these train. A checkpoint holds what is trained; the rest is made
+    again from the same folder or seed, of which it holds a fingerprint.
+    """
 
     model: Model
     loss: Loss
@@ -38,6 +51,7 @@ class MaterializedStages:
     device: Device
     precision: Precision
     job: RunInfo
+    adapters: list[Adapter] = attrs.field(factory=list)
     transforms: list[Transform] = attrs.field(factory=list)
     embedding_layer_cost: int = setting(
         default=0,
@@ -51,16 +65,27 @@ class MaterializedStages:
         impact="safe",
         doc="cost of the head in layers, of which the last stage holds fewer",
     )
-    weights: Path | None = setting(default=None, doc="a Hugging Face folder to start from; random weights if left out")
+    reshard_after_forward: bool | None = setting(
+        default=None,
+        impact="safe",
+        doc="whether sharded parameters of a layer are freed after its forward and gathered again in its backward, "
+        "which takes less memory and more time; if left out, with one pipeline rank",
+    )
+    weights: Path | None = setting(
+        default=None, doc="a Hugging Face folder to start from; that of `model.auto`, or random weights, if left out"
+    )
     _local: list[Stage] = attrs.field(init=False, factory=list)
-    _store: ParameterStore = attrs.field(init=False, default=None)
+    _store: ParameterStore | ShardedStore = attrs.field(init=False, default=None)
     _boundaries: ActivationSpecs = attrs.field(init=False, default=None)
     _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
     _on_earlier_ranks: set[str] = attrs.field(init=False, factory=set)
+    _fingerprint: str = attrs.field(init=False, default="")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """The module of a loss belongs to the stages, so the loss itself can't be one."""
+        """The module of a loss belongs to the stages, so the loss itself can't be one; and dtypes fit shards."""
+        for mesh, precision in zip(node.neighbours("mesh"), node.neighbours("precision"), strict=True):
+            yield from misfits_of_shards(mesh, precision)
         for loss in node.neighbours("loss"):
             if issubclass(loss.component, nn.Module):
                 where = f"under [{loss.name}] and [{node.name}]"
@@ -73,13 +98,30 @@ class MaterializedStages:
         spans = self._split(len(owners))
         mine = stages_of(self.mesh.index("pipeline"), owners)
         self._boundaries = ActivationSpecs(spans, self._build_for_compute)
+        if self.adapters:
+            adapted_model(self.model, self.adapters)  # a pattern may match nothing on this rank, but somewhere
         modules = {index: self._build(spans[index]) for index in mine}
+        sharded = self._shard(modules.values())
         run_on_all(self.mesh.world, lambda: self._fill(modules.values()))
+        self._fill_adapters(modules.values(), sharded)
         tie(list(modules.values()))
-        self._store = ParameterStore.of(modules.values(), self.precision)
+        if sharded:
+            self._store = ShardedStore.of(sharded, self.precision)
+        else:
+            self._store = ParameterStore.of(modules.values(), self.precision)
         self._local = [
-            Stage(index, len(spans), spans[index], module, self._store.masters) for index, module in modules.items()
+            Stage(
+                index,
+                len(spans),
+                spans[index],
+                module,
+                self._store.masters,
+                self._store.shards_of(module),
+                self.adapters,
+            )
+            for index, module in modules.items()
         ]
+        self._fingerprint = self._origin_of_frozen()
         self._check_patterns()
         self._find_shared()
 
@@ -96,9 +138,14 @@ class MaterializedStages:
         """The trained parameters of all local stages, each once."""
         return [(name, parameter) for name, parameter in self._all().items() if parameter.requires_grad]
 
+    def slices(self) -> dict[str, TensorSlice | None]:
+        """Of each trained parameter, the slice that this rank has; None for a whole one."""
+        return {name: self._store.slices.get(name) for name, _ in self.named()}
+
     def counted(self) -> list[tuple[str, nn.Parameter]]:
-        """Those of `named` that no earlier pipeline rank holds."""
-        return [(name, parameter) for name, parameter in self.named() if name not in self._on_earlier_ranks]
+        """Those of `named` that no earlier rank holds, of those that differ in their index along pipeline or shards."""
+        other = set() if self.mesh.group(*SHARDS).rank == 0 else {name for name, _ in self._replicated()}
+        return [(name, part) for name, part in self.named() if name not in self._on_earlier_ranks | other]
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         """Cast parameters to what layers compute with."""
@@ -118,36 +165,39 @@ class MaterializedStages:
         trained = sum(parameter.numel() for _, parameter in self.named())
         return {
             **stored,
-            "parameters": sum(tensor.nbytes for tensor in tensors) - stored["compute_copies"],
+            "parameters": sum(map(_local_bytes, tensors)) - self._store.copied_bytes,
             "gradients": trained * self.precision.gradient.itemsize,
         }
 
     def sum_shared(self) -> None:
-        """Sum the gradients of parameters that several pipeline ranks hold; a rank without one adds zeros."""
+        """Sum the gradients of parameters that several ranks hold; a pipeline rank without one adds zeros."""
         mine = dict(self.named())
         wide = torch.promote_types(self.precision.gradient, self.precision.reduce)
+        for _, whole in self._replicated():
+            self._sum(gradient_of(whole), self.mesh.group(*SHARDS), wide)
         for name, shape in self._shared.items():
             if (parameter := mine.get(name)) is None:
                 # A collective of the whole group: ranks without the parameter take part with zeros.
                 self.mesh.group("pipeline").sum(torch.zeros(shape, dtype=wide, device=self.device.device))
                 continue
-            gradient = gradient_of(parameter)
-            total = gradient.to(wide)
-            self.mesh.group("pipeline").sum(total)
-            gradient.copy_(total)
+            self._sum(gradient_of(parameter), self.mesh.group("pipeline"), wide)
 
-    def state_names(self) -> list[str]:
-        """The names of the parameters and persistent buffers that this rank holds."""
-        return list(self.state_dict())
+    def state_slices(self) -> dict[str, TensorSlice | None]:
+        """The trained parameters and persistent buffers that this rank holds, and of which it holds a slice."""
+        return {name: self._store.slices.get(name) for name in self.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Every parameter and every persistent buffer by its name."""
-        return {name: tensor.detach() for held in self._held() for name, tensor in held.items()}
+        """Every trained parameter and every persistent buffer by its name; a fingerprint of what is frozen."""
+        state: dict[str, Any] = {name: tensor.detach() for held in self._held() for name, tensor in held.items()}
+        return state | ({FROZEN: self._fingerprint} if self._fingerprint else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy saved tensors into place."""
-        if other := set(self.state_names()) ^ state.keys():
+        if other := self.state_slices().keys() ^ state.keys():
             raise KeyError(f"parameters differ: {sorted(other)}")
+        if state.get(FROZEN) != (self._fingerprint or None):
+            where = f"the weights in {self._folder}" if self._folder else "the random weights of this seed"
+            raise UserError(f"{where} are not those that the run started from; name those in stages.weights")
         with torch.no_grad():
             # By stage, because two stages of this rank may each hold a buffer of one name.
             for held in self._held():
@@ -163,12 +213,35 @@ class MaterializedStages:
         self._shared = {name: everywhere[name] for name in sorted(times) if times[name] > 1}
         self._on_earlier_ranks = {name for names in shapes[: group.rank] for name in names}
 
+    def _sum(self, gradient: Tensor, group: Group, dtype: torch.dtype) -> None:
+        total = gradient.to(dtype)
+        group.sum(total)
+        gradient.copy_(total)
+
+    def _replicated(self) -> list[tuple[str, nn.Parameter]]:
+        """The trained parameters that are whole on each of the ranks that shard the others."""
+        if self.mesh.group(*SHARDS).size == 1:
+            return []
+        return [(name, parameter) for name, parameter in self.named() if name not in self._store.slices]
+
     def _all(self) -> dict[str, nn.Parameter]:
         return {name: parameter for stage in self._local for name, parameter in stage.named_parameters()}
 
     def _held(self) -> list[dict[str, Tensor]]:
-        """What each local stage keeps from step to step."""
-        return [{**persistent_tensors(stage.module), **dict(stage.named_parameters())} for stage in self._local]
+        """What changes from step to step in each local stage."""
+        every = [{**persistent_tensors(stage.module), **dict(stage.named_parameters())} for stage in self._local]
+        return [{name: each for name, each in held.items() if _changes(each)} for held in every]
+
+    def _origin_of_frozen(self) -> str:
+        """What the values of frozen parameters follow from; empty if all are trained."""
+        if all(parameter.requires_grad for parameter in self._all().values()):
+            return ""
+        return f"seed {self.job.seed}" if self._folder is None else folder_fingerprint(self._folder)
+
+    @property
+    def _folder(self) -> Path | None:
+        """The folder of the weights to start from: the one that is named, or the model's own."""
+        return self.weights or getattr(self.model, "initial_weights", None)
 
     def _check_patterns(self) -> None:
         """UserError for a pattern of `precision.uncast` that is the name of no parameter on any rank."""
@@ -192,6 +265,7 @@ class MaterializedStages:
     def _build(self, span: LayerRange) -> nn.Module:
         with torch.device("meta"):
             module = self.model.build(span)
+            inject(self.adapters, module)
         if span.head and (of_loss := getattr(self.loss, "module", None)) is not None:
             module.add_module(LOSS, of_loss)
         for transform in self.transforms:
@@ -209,25 +283,74 @@ class MaterializedStages:
                 parameter.data = parameter.data.to(compute_dtype(name, self.precision))
         return module
 
+    def _shard(self, modules: Iterable[nn.Module]) -> list[ShardedModule]:
+        """Shard the parameters over the ranks of the mesh that do so; nothing without such ranks."""
+        if self.mesh.group(*SHARDS).size == 1:
+            return []
+        # Each microbatch of a pipeline would gather each block anew, so that a stage is gathered once a step there.
+        by_block = self.reshard_after_forward
+        if by_block is None:
+            by_block = self.mesh.size("pipeline") == 1
+        return shard(modules, self.model.blocks, self.mesh.torch_mesh(*SHARDS), self.precision, by_block)
+
     def _fill(self, modules: Iterable[nn.Module]) -> None:
         """Give parameters and buffers memory, and the values that the run starts from."""
         device, seed = self.device.device, self.job.seed
         for module in modules:
             # Weights of a folder make parameters real one by one, without a second copy of the model.
-            if self.weights is None:
+            if self._folder is None or any(map(is_dtensor, module.parameters())):
                 module.to_empty(device=device)
             fill_buffers(module, device, seed)
             if (of_loss := getattr(module, LOSS, None)) is not None:
                 fill_parameters(LOSS, of_loss, device, seed)
-            if self.weights is not None:
+            if self._folder is not None:
+                mapper = self.model.hugging_face_mapper().inverse()
                 try:
-                    load_folder(self.weights, module, self.model.hugging_face_mapper().inverse(), device)
+                    load_folder(self._folder, module, mapper, device, without=adapter_names(module))
                 except UserError as error:
-                    raise UserError(f"weights: {error}", error.exit_code) from error
+                    named = "weights: " if self.weights else ""  # otherwise the model has named them
+                    raise UserError(f"{named}{error}", error.exit_code) from error
+            else:
+                self._initialise(module)
+
+    def _initialise(self, module: nn.Module) -> None:
+        """Give the model's parameters their random values."""
+        others = adapter_names(module)
+        for name, parameter in module.named_parameters():
+            if name.startswith(f"{LOSS}.") or name in others:
                 continue
-            for name, parameter in module.named_parameters():
-                if not name.startswith(f"{LOSS}."):
-                    self.model.initialise(name, parameter.data, seed)
+            if is_dtensor(parameter):
+                self.model.initialise(name, local_part(parameter), self.job.seed, slice_of(parameter))
+            else:
+                self.model.initialise(name, parameter.data, self.job.seed)
+
+    def _fill_adapters(self, modules: Iterable[nn.Module], sharded: Sequence[ShardedModule]) -> None:
+        """Fill what adapters have added; DoRA reads the weights that it adapts, so that these are gathered here."""
+        if not self.adapters:
+            return
+        for each in sharded:
+            each.unshard()
+        for module in modules:
+            fill_adapters(module, self.device.device, self.job.seed)
+        for each in sharded:
+            each.reshard()
+
+
+def _changes(tensor: Tensor) -> bool:
+    """Whether a parameter is trained, or a tensor is a buffer."""
+    return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    return local_part(tensor).nbytes if is_dtensor(tensor) else tensor.nbytes
+
+
+def misfits_of_shards(mesh: NodeView, precision: NodeView) -> Iterator[Problem]:
+    """Dtypes that sharded parameters can't have: FSDP keeps the slices of gradients in the dtype of parameters."""
+    kept, summed = precision.settings["parameter"], precision.settings["gradient"]
+    if any(mesh.settings.get(name, 1) > 1 for name in SHARDS) and summed is not None and summed != kept:
+        text = f"gradients of sharded parameters are kept in the parameters' dtype, {kept!r}, and not in {summed!r}"
+        yield precision.problem("gradient", text, f"write parameter = {summed!r}, or leave gradient out")
 
 
 def tie(modules: Sequence[nn.Module]) -> None:

@@ -1,63 +1,16 @@
-"""Ports of data: corpus, tokenizer, packed rows and batches."""
+"""Ports of training data: packed rows and batches."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import attrs
-import numpy as np
 from torch import Tensor
 
+from drawloom.components.ports.corpus import Split
 from drawloom.graph import port
-
-Split = Literal["train", "validation"]
 
 IGNORE_INDEX = -100
 """The target of a token without a loss, as in torch's cross_entropy."""
-
-
-@port
-class Corpus(Protocol):
-    """Documents in a stable order, each of which belongs to the training or the validation split."""
-
-    def documents(self, split: Split) -> Iterator[str]:
-        """The texts of a split."""
-        ...
-
-
-@port
-class Tokenizer(Protocol):
-    """Converts text to token ids and back."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of token ids."""
-        ...
-
-    @property
-    def eos_id(self) -> int:
-        """The id that ends a document."""
-        ...
-
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of a text, int32 of shape (tokens,), without `eos_id`."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; bytes that are not UTF-8 are replaced."""
-        ...
-
-    def token_bytes(self) -> np.ndarray:
-        """
-        How many bytes of UTF-8 each id stands for, int64 (vocab_size,); 0 for `eos_id` and others that are no text.
-
-        The bytes of a text's ids add up to those of the text.
-        """
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write the files that other programs need for the same ids: `tokenizer.json` and its configuration."""
-        ...
 
 
 @attrs.frozen

@@ -8,6 +8,12 @@ from torch import Tensor
 
 from drawloom.graph import port
 
+SHARDS = ("data_shard", "context")
+"""Mesh dimensions along which FSDP shards parameters; each rank computes with all of them, on its own tokens."""
+
+DATA = ("data_replicate", *SHARDS)
+"""Mesh dimensions along which ranks see other tokens, so that losses and counts are summed over them."""
+
 
 class Group(Protocol):
     """A process group. In a group of one rank, collectives cost nothing."""
@@ -164,8 +170,16 @@ class Mesh(Protocol):
         """The ranks that hold the same parameters as this one and see other data."""
         ...
 
-    def group(self, dimension: str) -> Group:
-        """The ranks that differ from this one only in their index along a dimension."""
+    def group(self, *dimensions: str) -> Group:
+        """
+        The ranks that differ from this one only in their indices along these dimensions, in the order of all ranks.
+
+        All ranks of the group ask for it in the same order as for others: the first time, it is made.
+        """
+        ...
+
+    def torch_mesh(self, *dimensions: str) -> Any:
+        """The ranks of `group(*dimensions)` as torch's DeviceMesh, of one dimension; there are several."""
         ...
 
     def size(self, dimension: str) -> int:

@@ -1,13 +1,15 @@
 """Models that build their modules, the heads and kernels that these compute with, and stages of a pipeline."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.cache import KeyValueCache
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 
@@ -35,14 +37,6 @@ class BatchContext:
     document_ids: Tensor
     weights: Tensor | None = None
     cache: KeyValueCache | None = None
-
-
-@attrs.frozen
-class TensorSlice:
-    """A slice of a tensor of shape `shape`: it begins at `offsets` and has the shape of the tensor that holds it."""
-
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
 
 
 class Head(Protocol):
@@ -117,6 +111,14 @@ class Model(Protocol):
         """
         ...
 
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        """
+        The layers of a module that `build` made, in the order of their use.
+
+        Each is a unit of what is done piece by piece, such as gathering sharded parameters.
+        """
+        ...
+
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         """
         Fill a parameter of any shape, or the slice `part_of` of one, in place with its initial values.
@@ -139,8 +141,8 @@ class Model(Protocol):
 class Kernels(Protocol):
     """The operations that a model computes with; which implementation of each is the recipe's choice."""
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x @ weight.T: x (..., inputs), weight (outputs, inputs); gives (..., outputs)."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x @ weight.T + bias: x (..., inputs), weight (outputs, inputs), bias (outputs,); gives (..., outputs)."""
         ...
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -173,12 +175,13 @@ class Kernels(Protocol):
         """
         ...
 
-    def attention_mask(self, documents: Tensor, cache: KeyValueCache | None = None) -> Any:
+    def attention_mask(self, documents: Tensor, window: int | None = None, cache: KeyValueCache | None = None) -> Any:
         """
         Which tokens see which, in the form that `attention` takes; made once for all layers that see a microbatch.
 
-        documents int64 (rows, length): a token sees itself and those before it that have its number. With a cache, rows
-        are of one document, of which a token sees what the cache holds, too; `attention` extends it.
+        documents int64 (rows, length): a token sees itself and those before it that have its number; with a window
+        `window` tokens at most, itself included. With a cache, rows are of one document, of which a token sees what the
+        cache holds, too; `attention` extends it.
         """
         ...
 
@@ -243,13 +246,40 @@ LOSS = "loss"
 """The name under which the last stage's module holds the module of the loss, if the loss has one."""
 
 
+class Shards(Protocol):
+    """A stage's parameters on several ranks: gathered before they are used, their gradients reduced to slices."""
+
+    @property
+    def by_block(self) -> bool:
+        """Whether each block is gathered when it is used, so that the program need not gather the stage."""
+        ...
+
+    def unshard(self) -> None:
+        """Start to gather the whole stage."""
+        ...
+
+    def reshard(self) -> None:
+        """Free what was gathered."""
+        ...
+
+    def reduce_next(self) -> None:
+        """With the stage's next backward pass its gradients are final."""
+        ...
+
+    def reduce(self) -> None:
+        """Reduce all gradients now."""
+        ...
+
+
 @attrs.frozen
 class Stage:
     """
     One stage of the pipeline that this rank owns: its number, how many there are in all, and its real module.
 
     The last stage's module holds the loss's, too, as `loss`.
-    The module computes with its own parameters. Where these are casts, `masters` holds what they are cast from.
+    The module computes with its own parameters. Where these are casts, `masters` holds what they are cast from; where
+    they are gathered from the `shards` of several ranks, it holds this rank's slices. `adapters` have been injected
+    into the module; without any, every parameter is trained unless a transform froze it.
     """
 
     index: int
@@ -257,15 +287,17 @@ class Stage:
     span: LayerRange
     module: nn.Module
     masters: Mapping[str, nn.Parameter] = attrs.field(factory=dict)
+    shards: Shards | None = None
+    adapters: Sequence[Adapter] = ()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What checkpoints and exports save: the master of each parameter, or the parameter itself if it has none."""
+        """What exports and, if it is trained, checkpoints save: each parameter's master, or itself if it has none."""
         for name, parameter in self.module.named_parameters():
             yield name, self.masters.get(name, parameter)
 
     def model_parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by name, without the loss's."""
-        named = self.named_parameters()
+        """The model's parameters by name, without the loss's; sharded ones as DTensors."""
+        named = self.named_parameters() if self.shards is None else self.module.named_parameters()
         return {name: parameter for name, parameter in named if not name.startswith(f"{LOSS}.")}
 
 
@@ -308,7 +340,8 @@ class StageInputs(Protocol):
 @port
 class Parameters(Protocol):
     """
-    The parameters that this rank trains, as the optimizer keeps them, in `precision.parameter`.
+    The parameters that this rank trains, as the optimizer keeps them, in `precision.parameter`; of sharded ones its
+    slices.
 
     Layers may compute with casts of them (`TrainableStages`): a parameter is changed in place, and the forward passes
     of the next step use the new values. Between forward_backward and the optimizer the gradient of each is its `.grad`,
@@ -318,6 +351,10 @@ class Parameters(Protocol):
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Fully qualified names and parameters, each once, in a stable order."""
+        ...
+
+    def slices(self) -> dict[str, TensorSlice | None]:
+        """Of each of these parameters, the slice that this rank has; None for a whole one."""
         ...
 
 
@@ -343,7 +380,7 @@ class SpreadParameters(Parameters, Protocol):
 
 @port
 class Transform(Protocol):
-    """Changes a stage's module while it is on the meta device: adapters, sharding, recomputation, compilation."""
+    """Changes a stage's module while it is on the meta device: sharding, recomputation, compilation."""
 
     def transform(self, module: nn.Module) -> nn.Module:
         """The module to use instead."""

@@ -1,7 +1,7 @@
 """Ports of the training run: its identity, folder, steps, phases, events, metrics, checkpoints and signals."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -41,6 +41,15 @@ class RunFolder(Protocol):
         ...
 
 
+@attrs.frozen
+class LateValues:
+    """What a device has computed of a step: outputs as numbers, the tokens on all ranks, and why it is skipped."""
+
+    outputs: Mapping[str, float]
+    tokens: int
+    skip_reason: str
+
+
 @attrs.define
 class Step:
     """
@@ -49,20 +58,62 @@ class Step:
     `outputs` holds the values that phases declare to write and read. `tokens` counts the tokens of this step on all
     ranks. `skip_reason` is why the update is skipped; empty if it is applied. `started` is the start on the monotonic
     clock; `excluded_seconds` of the time since then were not spent on training (evaluation, saving).
+
+    On a GPU the host issues the update before it knows whether to skip it. Then `found_inf`, a float32 () on the
+    device, is 1 where it is to be skipped, `loss` and `grad_norm` of the outputs are float64 () there, and `late` waits
+    for the numbers, which the host reads a step later: by `settle`, or in `tokens` or `skip_reason`.
     """
 
     index: int
     total: int
-    tokens: int = 0
-    skip_reason: str = ""
+    _tokens: int = 0
+    _skip_reason: str = ""
     started: float = attrs.field(factory=time.monotonic)
     excluded_seconds: float = 0.0
     outputs: dict[str, Any] = attrs.field(factory=dict)
+    found_inf: torch.Tensor | None = None
+    late: Callable[[], LateValues] | None = None
 
     @property
     def last(self) -> bool:
         """Whether this is the last step of the run."""
         return self.index == self.total
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of this step on all ranks; those of this rank before they are summed."""
+        self.settle()
+        return self._tokens
+
+    @tokens.setter
+    def tokens(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    @property
+    def skip_reason(self) -> str:
+        """Why the update is skipped; empty if it is applied."""
+        self.settle()
+        return self._skip_reason
+
+    @skip_reason.setter
+    def skip_reason(self, reason: str) -> None:
+        self._skip_reason = reason
+        if self.found_inf is not None and reason:
+            self.found_inf.fill_(1)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the host knows all values of this step."""
+        return self.late is None
+
+    def settle(self) -> None:
+        """Wait for the values that a device computes, and put them into the step; may be called in any thread."""
+        if (late := self.late) is not None:
+            found = late()
+            self.outputs |= found.outputs
+            self._tokens = found.tokens
+            self._skip_reason = self._skip_reason or found.skip_reason
+            self.late = None
 
 
 @port
@@ -115,9 +166,10 @@ class Stateful(Protocol):
     A node that a checkpoint saves, under the node's name.
 
     State is a nested dict with tensors, numbers, strings, booleans, None, or lists of those as leaves. The class
-    attribute `state_is_local = True` declares a separate state on each rank. A method `state_names()` declares that
-    the entries of the state are sharded over ranks, and returns the names of those that this rank holds; these are
-    loaded again, whichever ranks saved them.
+    attribute `state_is_local = True` declares a separate state on each rank. A method `state_slices()` declares that
+    the entries of the state are sharded over ranks: it returns those that this rank holds by name, each with the
+    TensorSlice of which its tensors are, or None for a whole one. They are loaded again, whichever ranks saved them,
+    in whatever slices; tensors with as many dimensions as the slice are slices, others are not.
 
     Tensors of a state are read until the next phase that writes weights begins; a node that changes one earlier
     returns a copy.

@@ -47,6 +47,7 @@ class Trainer:
 
     _skipped: int = attrs.field(init=False, default=0)
     _skip_reason: str = attrs.field(init=False, default="")
+    _uncounted: Step | None = attrs.field(init=False, default=None)
 
     def run(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
@@ -86,14 +87,27 @@ class Trainer:
             if self.checkpointer and changes_weights(phase):
                 self.checkpointer.staged()
             phase.run_phase(step)
+            # Only now: a GPU that has this step's first phase to do is not idle while the host reads of the last step.
+            self._count_skipped()
             self.events.emit(Event("phase_ended", step, name))
         self.events.emit(Event("step_ended", step))
-        self._count_skipped(step)
-        if signal := self.stop.agreed():
+        self._uncounted = step
+        signal = self.stop.agreed()
+        if signal or step.settled or step.last:
+            self._count_skipped()
+        if signal:
             self._stop(step, signal)
 
-    def _count_skipped(self, step: Step) -> None:
-        """Raise a UserError after `max_skipped_steps` in a row; all ranks skip the same steps."""
+    def _count_skipped(self) -> None:
+        """
+        Count the step that ended last, if it is not counted; wait for its values if a device computes them.
+
+        Raises a UserError after `max_skipped_steps` in a row, before a later step changes weights. All ranks skip the
+        same steps.
+        """
+        step, self._uncounted = self._uncounted, None
+        if step is None:
+            return
         self._skipped = self._skipped + 1 if step.skip_reason else 0
         self._skip_reason = step.skip_reason
         if self._skipped >= self.max_skipped_steps:

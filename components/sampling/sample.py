@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from drawloom.components.ports.data import Tokenizer
+from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Randomness, RunFolder

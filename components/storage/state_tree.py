@@ -1,8 +1,9 @@
 """
 The file format of state dicts: a JSON tree, and tensors by name.
 
-In the tree a dict is {"dict": {...}}, a tuple {"tuple": [...]}, a tensor {"tensor": its name}, and a float that JSON
-can't hold {"float": "nan"}; all other values are unchanged. A tensor's name is its path joined by slashes, or a slash
+In the tree a dict is {"dict": {...}}, a tuple {"tuple": [...]}, a tensor {"tensor": its name}, a slice of a tensor
+{"slice": {"tensor": its name, "shape": of the whole, "offsets": ..., "size": ...}}, and a float that JSON can't hold
+{"float": "nan"}; all other values are unchanged. A tensor's name is its path joined by slashes, or a slash
 and a number if the path has characters that are not allowed in names of tensors.
 """
 
@@ -11,7 +12,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import attrs
 from torch import Tensor
+
+from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 
 Tree = Any
 """A JSON value."""
@@ -56,6 +60,18 @@ def named(tree: Tree) -> set[str]:
     return set(_named(tree))
 
 
+def places(tree: Tree) -> list[TensorSlice]:
+    """The slices in a tree."""
+    if isinstance(tree, list):
+        return [place for part in tree for place in places(part)]
+    if not isinstance(tree, dict):
+        return []
+    [(kind, content)] = tree.items()
+    if kind == "slice":
+        return [_place(content)]
+    return places([*content.values()] if kind == "dict" else content)
+
+
 def entries(tree: Tree) -> dict[str, Tree]:
     """The entries of the tree of a dict; ValueError if it is the tree of something else."""
     content = tree.get("dict") if isinstance(tree, dict) else None
@@ -74,6 +90,9 @@ class _Packer:
     def pack(self, value: Any, path: tuple[Any, ...]) -> Tree:
         if isinstance(value, Tensor):
             return {"tensor": self._name(value.detach(), path)}
+        if isinstance(value, SlicedTensor):
+            name = self._name(value.tensor.detach(), path)
+            return {"slice": {"tensor": name, **{key: [*part] for key, part in attrs.asdict(value.place).items()}}}
         if isinstance(value, dict):
             # JSON would turn other keys into strings.
             if wrong := [key for key in value if type(key) is not str]:
@@ -102,6 +121,17 @@ class _Packer:
         return self._names[key]
 
 
+def _place(content: Mapping[str, Any]) -> TensorSlice:
+    """The slice of a tree's leaf; ValueError if it is not one."""
+    shape, offsets, size = (content[key] for key in ("shape", "offsets", "size"))
+    numbers = [*shape, *offsets, *size]
+    if not len(shape) == len(offsets) == len(size) or any(type(each) is not int or each < 0 for each in numbers):
+        raise ValueError("a slice has no valid shape")
+    if any(at + length > whole for whole, at, length in zip(shape, offsets, size, strict=True)):
+        raise ValueError("a slice is not inside its tensor")
+    return TensorSlice(tuple(shape), tuple(offsets), tuple(size))
+
+
 def _text(path: tuple[Any, ...]) -> str:
     return "/".join(map(str, path)) or "it"
 
@@ -112,8 +142,8 @@ def _named(tree: Tree) -> Iterator[str]:
             yield from _named(part)
     elif isinstance(tree, dict):
         [(kind, content)] = tree.items()
-        if kind == "tensor":
-            yield content
+        if kind in ("tensor", "slice"):
+            yield content if kind == "tensor" else content["tensor"]
         else:
             yield from _named([*content.values()] if kind == "dict" else content)
 
@@ -126,6 +156,8 @@ def _unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     [(kind, content)] = tree.items()
     if kind == "tensor":
         return tensors[content]
+    if kind == "slice":
+        return SlicedTensor(tensors[content["tensor"]], _place(content))
     if kind == "float":
         return float(content)
     if kind == "tuple":

@@ -1,4 +1,4 @@
-"""Sources of named tensors (memory, another source in another dtype), and the bytes of tensors."""
+"""Sources of named tensors, such as memory, and the bytes of tensors."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class TensorSpec:
 
 
 class TensorSource(Protocol):
-    """Named tensors, each read on request. A source may wrap another and convert its tensors."""
+    """Named tensors, each read on request."""
 
     @property
     def owns_memory(self) -> bool:
@@ -51,29 +51,6 @@ class InMemory:
     def tensor(self, name: str) -> Tensor:
         """One tensor, any shape, detached and not copied."""
         return self.tensors[name].detach()
-
-
-@attrs.frozen
-class AsType:
-    """A source that converts every floating-point tensor to one dtype; other tensors keep theirs."""
-
-    source: TensorSource
-    dtype: torch.dtype
-
-    @property
-    def owns_memory(self) -> bool:
-        return self.source.owns_memory
-
-    def specs(self) -> Mapping[str, TensorSpec]:
-        return {name: attrs.evolve(spec, dtype=self._to(spec.dtype)) for name, spec in self.source.specs().items()}
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor, any shape, converted to `dtype` if it is floating-point."""
-        tensor = self.source.tensor(name)
-        return tensor.to(self._to(tensor.dtype))
-
-    def _to(self, dtype: torch.dtype) -> torch.dtype:
-        return self.dtype if dtype.is_floating_point else dtype
 
 
 def empty(spec: TensorSpec) -> tuple[Tensor, memoryview]:

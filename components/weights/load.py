@@ -1,6 +1,6 @@
 """Loads weights from files into modules through a mapper, one group of tensors at a time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -56,27 +56,39 @@ def _convert(group: TensorGroup, tensors: list[Tensor]) -> list[tuple[str, Tenso
         return list(zip(group.outputs, group.convert(tensors), strict=True))
 
 
-def load_folder(folder: Path, module: nn.Module, mapper: Mapper, device: torch.device | str = "cpu") -> None:
+def load_folder(
+    folder: Path,
+    module: nn.Module,
+    mapper: Mapper,
+    device: torch.device | str = "cpu",
+    without: Collection[str] = (),
+) -> None:
     """
     Fill a module, which may be a part of the model, from a folder, through a mapper of the whole model.
 
     Parameters on the meta device are materialized on `device`, others filled in place; they keep dtype and sharding.
     Persistent buffers must be materialized; those among the outputs of the mapper are filled. Raises UserError with all
     tensors that are missing, unexpected or of another shape. One unexpected tensor is accepted if it equals an expected
-    one bit for bit: it is a tied copy.
+    one bit for bit: it is a tied copy. Parameters named in `without` are left as they are.
     """
     source = open_safetensors_folder(folder)
-    if reasons := list(_mismatches(source, mapper, _targets(module, mapper))):
+    if reasons := list(_mismatches(source, mapper, _targets(module, mapper, without))):
         raise UserError(f"{folder} does not fit the model: {'; '.join(reasons)}; compare its config.json with [model]")
-    load(source, module, mapper, device)
+    load(source, module, mapper, device, without)
 
 
-def load(source: TensorSource, module: nn.Module, mapper: Mapper, device: torch.device | str = "cpu") -> None:
+def load(
+    source: TensorSource,
+    module: nn.Module,
+    mapper: Mapper,
+    device: torch.device | str = "cpu",
+    without: Collection[str] = (),
+) -> None:
     """
     Fill the parameters and persistent buffers of a module that are outputs of a mapper; parameters on the meta device
     are materialized on `device`.
     """
-    parameters = _targets(module, mapper)
+    parameters = _targets(module, mapper, without)
     needed = giving(mapper, parameters)
     spread = [like(name, parameters[name]) for name in needed.outputs if name in parameters]
     rest = [identity(name) for name in needed.outputs if name not in parameters]
@@ -85,10 +97,11 @@ def load(source: TensorSource, module: nn.Module, mapper: Mapper, device: torch.
             _fill(module, parameters[name], tensor, torch.device(device), source.owns_memory)
 
 
-def _targets(module: nn.Module, mapper: Mapper) -> dict[str, Tensor]:
+def _targets(module: nn.Module, mapper: Mapper, without: Collection[str]) -> dict[str, Tensor]:
     """All of the model's parameters, without those of a loss, and those persistent buffers that the mapper knows of."""
-    given = set(mapper.outputs)
-    tensors = {name: each for name, each in persistent_tensors(module).items() if not name.startswith(f"{LOSS}.")}
+    given, others = set(mapper.outputs), set(without)
+    named = persistent_tensors(module).items()
+    tensors = {name: each for name, each in named if not name.startswith(f"{LOSS}.") and name not in others}
     return {name: each for name, each in tensors.items() if isinstance(each, nn.Parameter) or name in given}
 
 

@@ -133,6 +133,15 @@ def gather(name: str) -> Mapper:
     return Mapper((TensorGroup((name,), (name,), _whole),))
 
 
+def to_dtype(name: str, dtype: torch.dtype) -> Mapper:
+    """Cast a tensor of any shape, if it is floating-point; without an inverse."""
+
+    def cast(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+
+    return Mapper((TensorGroup((name,), (name,), cast),))
+
+
 def like(name: str, tensor: Tensor) -> Mapper:
     """Distribute a full tensor with the mesh and placements of `tensor` (any shape), if that is a DTensor."""
     if is_sharded(tensor):
@@ -146,5 +155,10 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor of any shape gathered, which is a collective of its mesh; any other tensor as it is."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def _whole(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [tensor.full_tensor() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
+    return [whole(tensor) for tensor in tensors]

@@ -47,7 +47,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
     parser.add_argument("--timings", action="store_true", help="print how long each node took to build, open and close")
     parser.add_argument("--accept-changes", action="store_true", help="resume although the recipe has changed")
-    parser.add_argument("--dry-run", action="store_true", help="print what would run, and neither train nor write")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, and do not run it")
 
 
 def _add_two(parser: argparse.ArgumentParser) -> None:

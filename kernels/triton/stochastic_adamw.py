@@ -39,11 +39,13 @@ class StochasticAdamwTriton:
         groups = groupby(kinds, key=lambda place: _kind(params[place]))
         self._launches = [(places, _FusedStep([params[p] for p in places])) for places in (list(g) for _, g in groups)]
 
-    def step(self, grads: Sequence[Tensor], scalars: tuple[float, ...], counter: int) -> None:
+    def step(
+        self, grads: Sequence[Tensor], scalars: tuple[float, ...], counter: int, found_inf: Tensor | None = None
+    ) -> None:
         """Update all weights and their state in place; arguments as for StochasticAdamwEager.step (any shape)."""
         for places, launch in self._launches:
             launch.set(scalars, counter)
-            launch.run([grads[place] for place in places])
+            launch.run([grads[place] for place in places], found_inf)
 
 
 def _kind(param: ParamState) -> tuple[str, ...]:
@@ -76,8 +78,8 @@ class _FusedStep:
         self._scalars.copy_(_pinned(torch.tensor(scalars, dtype=torch.float32), self._device), non_blocking=True)
         self._counter.copy_(_pinned(torch.tensor([counter]), self._device), non_blocking=True)
 
-    def run(self, grads: list[Tensor]) -> None:
-        """Launch the step, with gradients (any shape) in the order of the weights."""
+    def run(self, grads: list[Tensor], found_inf: Tensor | None = None) -> None:
+        """Launch the step, with gradients (any shape) in the order of the weights; found_inf, not 0, leaves them."""
         if not self._params:
             return
         grads = [_readable(grads[place]) for place in self._places]
@@ -93,6 +95,7 @@ class _FusedStep:
             self._weight_decays,
             self._scalars,
             self._counter,
+            found_inf,
             one.weight[:0],
             grads[0][:0],
             one.exp_avg[:0],
@@ -132,7 +135,7 @@ def _pinned(scalars: Tensor, device: torch.device) -> Tensor:
 # fmt: off
 @triton.jit
 def _kernel(
-    table, parts, decays, scalars, counter, weight_like, grad_like, exp_avg_like,
+    table, parts, decays, scalars, counter, found_inf, weight_like, grad_like, exp_avg_like,
     ALIGNED: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, TABLE_COLUMNS: tl.constexpr,
 ):
     # fmt: on
@@ -148,6 +151,8 @@ def _kernel(
         weight, grad = tl.multiple_of(weight, 16), tl.multiple_of(grad, 16)
         exp_avg, exp_avg_sq = tl.multiple_of(exp_avg, 16), tl.multiple_of(exp_avg_sq, 16)
     count = tl.load(table + 4)
+    if found_inf is not None:
+        count = tl.where(tl.load(found_inf) == 0, count, 0)
     key = tl.load(table + 5)
     draw = tl.load(table + 6) // 2 + start // 2
     lr, one_minus_beta1, one_minus_beta2 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)

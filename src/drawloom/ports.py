@@ -1,17 +1,12 @@
 """The ports, interfaces between components, and the plain data that they exchange."""
 
+from drawloom.components.ports.adapters import AdaptedLayer, Adapter, LowRank
 from drawloom.components.ports.cache import KeyValueCache
-from drawloom.components.ports.data import (
-    IGNORE_INDEX,
-    Batch,
-    Corpus,
-    PackedDataset,
-    Split,
-    Tokenizer,
-    TrainingData,
-    ValidationData,
-)
+from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, TokenDocuments, Tokenizer
+from drawloom.components.ports.data import IGNORE_INDEX, Batch, PackedDataset, TrainingData, ValidationData
 from drawloom.components.ports.distributed import (
+    DATA,
+    SHARDS,
     Communicator,
     Device,
     Group,
@@ -35,11 +30,11 @@ from drawloom.components.ports.model import (
     LayerRange,
     Model,
     Parameters,
+    Shards,
     SpreadParameters,
     Stage,
     StageInputs,
     Stages,
-    TensorSlice,
     TrainableStages,
     Transform,
     gradient_of,
@@ -64,6 +59,7 @@ from drawloom.components.ports.program import (
     Overlap,
     Program,
     RankProgram,
+    ShardOp,
     flat,
     group_overlaps,
 )
@@ -78,6 +74,7 @@ from drawloom.components.ports.run import (
     EventKind,
     Events,
     FinalTask,
+    LateValues,
     Listener,
     Metric,
     Phase,
@@ -95,17 +92,22 @@ from drawloom.components.ports.run import (
     check_cadence,
     due,
 )
+from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 
 __all__ = [
+    "DATA",
     "FILES",
     "IGNORE_INDEX",
     "LOSS",
     "MEMORY_KINDS",
     "OPS",
+    "SHARDS",
     "Accumulator",
     "Action",
+    "AdaptedLayer",
+    "Adapter",
     "AfterRestore",
     "Batch",
     "BatchContext",
@@ -127,10 +129,12 @@ __all__ = [
     "Head",
     "Kernels",
     "KeyValueCache",
+    "LateValues",
     "LayerRange",
     "Listener",
     "Loss",
     "Losses",
+    "LowRank",
     "Mapper",
     "MemoryKind",
     "MemoryUser",
@@ -162,6 +166,9 @@ __all__ = [
     "RunInfo",
     "Schedule",
     "Shard",
+    "ShardOp",
+    "Shards",
+    "SlicedTensor",
     "SpecTree",
     "Split",
     "SpreadParameters",
@@ -176,6 +183,8 @@ __all__ = [
     "TensorGroup",
     "TensorSlice",
     "Timed",
+    "TokenCorpus",
+    "TokenDocuments",
     "Tokenizer",
     "Tracker",
     "TrainableStages",

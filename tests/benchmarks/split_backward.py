@@ -39,7 +39,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 class TorchKernels:
     """A model's operations, each the one that torch offers."""
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -62,7 +62,9 @@ class TorchKernels:
         normed = self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps)
         return self.rope(normed[0], cos, sin), self.rope(normed[1], cos, sin)
 
-    def attention_mask(self, documents: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def attention_mask(
+        self, documents: Tensor, window: int | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
         return causal_document_mask(documents)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -6,11 +6,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import settings
 from torch import Tensor
-
-settings.register_profile("without deadlines", deadline=None)  # on a busy machine any example may take long
-settings.load_profile("without deadlines")
 
 
 @attrs.frozen
@@ -37,8 +33,11 @@ class FakeMesh:
     world: Any = attrs.field(factory=OneRankGroup)
     replicas: Any = attrs.field(factory=OneRankGroup)
 
-    def group(self, dimension: str) -> Any:
-        return OneRankGroup()
+    def group(self, *dimensions: str) -> Any:
+        return self.replicas if "data_replicate" in dimensions else OneRankGroup()
+
+    def torch_mesh(self, *dimensions: str) -> Any:
+        raise AssertionError("nothing is sharded")
 
     def size(self, dimension: str) -> int:
         return self.sizes.get(dimension, 1)

@@ -1,6 +1,7 @@
 """Every shipped component is put to the contracts of the ports that it fits, inside a recipe that uses it."""
 
 import importlib
+import json
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,11 +16,14 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import drawloom.components.contracts as contracts
 import drawloom.components.ports as ports
+from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.graph.problems import Problem
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.testing import check_port
 from drawloom.graph.testing.ports import contract
 from drawloom.graph.types.port_match import mismatches
+from support.qwen3 import cpu_kernels
+from support.stores import store_of
 
 CATALOGUE = Project.of("drawloom").registry
 
@@ -38,6 +42,11 @@ TINY: dict[str, Any] = {
     "trainer": {"steps": 10},
 }
 """What makes the first recipe small."""
+
+LORA: dict[str, Any] = {
+    "lora": {"use": "adapters.lora", "targets": ["q_proj"], "rank": 2, "alpha": 4.0},
+    "stages": {"adapters": ["@lora"]},
+}
 
 LETTERS = "the quick brown fox jumps over the lazy dog\n" * 20
 
@@ -59,6 +68,18 @@ def tokenizer_file(folder: Path) -> Mapping[str, Any]:
     }
 
 
+def of_family(use: str, **settings: Any) -> Mapping[str, Any]:
+    """A small model of a family."""
+    return {"model": {**TINY["model"], "use": use, "vocab_size": 257, **settings}}
+
+
+def config_file(folder: Path) -> Path:
+    """The config.json of a small model."""
+    model = Qwen3Dense(kernels=cpu_kernels(), vocab_size=257, **TINY["model"])
+    (folder / "config.json").write_text(json.dumps(model.hugging_face_config()))
+    return folder
+
+
 def jsonl_file(folder: Path) -> Mapping[str, Any]:
     """Documents, one a line."""
     lines = [f'{{"text": "document {number}: {LETTERS[:40].strip()}"}}\n' for number in range(40)]
@@ -66,11 +87,26 @@ def jsonl_file(folder: Path) -> Mapping[str, Any]:
     return {"corpus": {"use": "data.jsonl", "paths": [str(folder / "documents.jsonl")]}}
 
 
+def store(folder: Path) -> Mapping[str, Any]:
+    """A token store."""
+    store_of(folder / "store", [[f"document {number}: {LETTERS}" for number in range(40)]])
+    return {"tokens": {"use": "data.tokenized", "path": str(folder / "store"), "validation_fraction": 0.2}}
+
+
 SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.hugging_face_tokenizer": tokenizer_file,
     "data.jsonl": jsonl_file,
+    "data.tokenized": store,
     "data.standard_library": lambda folder: {},
     "loss.dft": lambda folder: {"loss": {"use": "loss.dft"}},
+    "model.auto": lambda folder: {"model": {"use": "model.auto", "path": str(config_file(folder)), "weights": False}},
+    "model.llama": lambda folder: {
+        "model": {**TINY["model"], "use": "model.llama", "vocab_size": 257, "attention_bias": True}
+    },
+    "model.mistral": lambda folder: {
+        "model": {**TINY["model"], "use": "model.mistral", "vocab_size": 257, "sliding_window": 4}
+    },
+    "model.qwen2": lambda folder: {"model": {**TINY["model"], "use": "model.qwen2", "vocab_size": 257}},
     "model.qwen3.moe": lambda folder: {
         "model": {
             **TINY["model"],
@@ -80,6 +116,16 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 8,
         }
+    },
+    "adapters.full_tuning": lambda folder: {
+        "adapter": {"use": "adapters.full_tuning", "targets": ["norm"]},
+        "stages": {"adapters": ["@adapter"]},
+    },
+    "adapters.lora": lambda folder: LORA,
+    "export.adapter": lambda folder: {
+        **LORA,
+        "adapter": {"use": "export.adapter"},
+        "trainer": {"on_finish": ["@adapter"]},
     },
     "metrics.activation_rms": lambda folder: {"metrics": {"activations": {"use": "metrics.activation_rms"}}},
     "metrics.auroc": lambda folder: {"metrics": {"auroc": {"use": "metrics.auroc"}}},

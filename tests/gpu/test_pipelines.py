@@ -38,7 +38,7 @@ LEARNED = ("loss", "grad_norm", "validation_loss", "tokens")
 @pytest.fixture(scope="module")
 def parts() -> list[list[dict[str, Any]]]:
     """What both ranks have after a step of each case."""
-    return run_ranks(pipelines.steps, 2, CASES, 1, "cuda", timeout=180)
+    return run_ranks(pipelines.steps, 2, CASES, {}, "cuda", timeout=180)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def wholes() -> dict[int, dict[str, Any]]:
     """The same steps in one process on one GPU, by the number of microbatches."""
     counts = (1, 5, 8)
     cases = [("gpipe", count, True, False, LOSSES[count]) for count in counts]
-    (found,) = run_ranks(pipelines.steps, 1, cases, 1, "cuda", timeout=60)
+    (found,) = run_ranks(pipelines.steps, 1, cases, {}, "cuda", timeout=60)
     return dict(zip(counts, found, strict=True))
 
 

@@ -98,7 +98,7 @@ def assert_success_or_problems(folder: Path, content: bytes) -> None:
 
 
 @given(text=mutilated())
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 def test_no_text_ends_in_a_traceback(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """However mutilated a recipe is, checking it ends in success or in problems with places."""
     assert_success_or_problems(tmp_path_factory.getbasetemp(), text.encode("utf-8", "surrogatepass"))
@@ -111,7 +111,6 @@ def test_hostile_texts_are_reported_within_seconds(text: str, tmp_path: Path) ->
 
 
 @given(put=st.binary(max_size=60), at=st.integers(0, 400))
-@settings(max_examples=200, deadline=None)
 def test_no_bytes_end_in_a_traceback(put: bytes, at: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Neither do bytes that are no text at all."""
     text = TEXTS[0].encode()
@@ -126,7 +125,7 @@ def test_huge_files_are_refused_within_seconds(letter: str, size: int, tmp_path:
 
 
 @given(data=recipes(), end=st.sampled_from(["\n", "\r\n"]), mark=st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_line_ends_and_marks_change_nothing(
     data: dict[str, Any], end: str, mark: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

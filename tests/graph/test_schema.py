@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import tomli
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft7Validator
 
@@ -33,14 +33,12 @@ def as_json(plain: Any) -> Any:
     return plain if isinstance(plain, str | bool | int | float) else plain.isoformat()
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(SETTINGS)), st.data())
 def test_a_value_that_a_setting_accepts_is_valid(name: str, data: st.DataObject) -> None:
     """The schema accepts every value that a setting accepts."""
     assert VALIDATORS[name].is_valid(as_json(data.draw(SETTINGS[name])))
 
 
-@settings(max_examples=500, deadline=None)
 @given(st.sampled_from(sorted(SETTINGS)), WRITTEN)
 def test_a_value_that_the_schema_refuses_is_no_valid_setting(name: str, value: Any) -> None:
     """The schema refuses no valid value; it may accept values that only Python checks refuse."""
@@ -120,10 +118,9 @@ def test_faulty_recipes_are_caught_if_a_schema_can(validator: Draft7Validator) -
     missed, false = [], []
     for recipe in sorted(FAULTY.glob("*.toml")):
         codes, data = faults(recipe)
-        valid = validator.is_valid(data)
-        if valid and codes & CODES and recipe.stem not in UNSEEN:
+        if codes & CODES and recipe.stem not in UNSEEN and validator.is_valid(data):
             missed.append(recipe.stem)
-        if not valid and not codes:
+        if not codes and not validator.is_valid(data):
             false.append(recipe.stem)
     assert (missed, false) == ([], [])
 

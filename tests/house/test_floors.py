@@ -41,16 +41,18 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
     # Angles of rotary positions come from one formula, of which there is no choice to make.
     "components.model": (BELOW | {"kernels.rope_frequencies"}, {"attrs", "torch"}),
+    # Adapters take the place of layers.
+    "components.adapters": (BELOW | {"components.model"}, {"attrs", "torch"}),
     # The mechanism by which operations put weight gradients off is shared with who goes backward in two passes.
     "components.pipeline": (BELOW | {"kernels.deferred_grads"}, {"attrs", "numpy", "torch"}),
     "components.checkpoint": (BELOW, {"attrs", "torch", "safetensors"}),
     "components.trackers": (BELOW, {"attrs", "aim"}),
-    "components.data": (BELOW, {"attrs", "numpy", "torch", "tokenizers"}),
+    "components.data": (BELOW, {"attrs", "numpy", "torch", "tokenizers", "pyarrow", "fsspec"}),
     "components.run": (BELOW, {"attrs", "numpy", "torch"}),
     "components.listeners": (BELOW, {"attrs", "torch", "rich"}),
     # Commands are no components: each puts the work of several subjects at a person's disposal.
     "components.commands": (
-        BELOW | {"components.checkpoint", "components.export", "components.pipeline", "components.sampling"},
+        BELOW | {f"components.{name}" for name in ("checkpoint", "data", "export", "pipeline", "sampling")},
         {"attrs", "tomli", "torch"},
     ),
 }

@@ -12,8 +12,8 @@ TEXTS = {str(path.relative_to(ROOT)): path.read_text("utf-8").lower() for path i
 QUESTIONS = {
     "where are expired checkpoints removed?": ("retention", "components/checkpoint/retention.py"),
     "what is a corrupt checkpoint?": ("corrupt", "components/checkpoint/manifest.py"),
-    "where is the auxiliary loss of the router?": ("aux_loss", "components/model/qwen3/experts.py"),
-    "where is the hidden size of a model set?": ("hidden_size: int", "components/model/qwen3/builder.py"),
+    "where is the auxiliary loss of the router?": ("aux_loss", "components/model/decoder/experts.py"),
+    "where is the hidden size of a model set?": ("hidden_size: int", "components/model/decoder/builder.py"),
     "where is the deterministic mode?": ("deterministic", "components/run/randomness.py"),
     "where is a dependency cycle found?": ("cycle", "graph/build/graph.py"),
     "where are point-to-point communicators made?": ("communicator", "components/distributed/p2p_links.py"),
@@ -26,8 +26,8 @@ QUESTIONS = {
     "where are layers split over stages?": ("partition", "components/pipeline/runtime/layer_partition.py"),
     "where is the lock of the recipe?": ("lockfile", "graph/recipe/lockfile.py"),
     "where is an override of the command line read?": ("override", "graph/recipe/overrides.py"),
-    "where is RoPE scaled?": ("rope_scaling", "components/model/qwen3/rope.py"),
-    "where are documents packed into rows?": ("pack", "components/data/packing.py"),
+    "where is RoPE scaled?": ("rope_scaling", "components/model/decoder/rope.py"),
+    "where are documents packed into rows?": ("pack", "components/data/packing/packed_rows.py"),
     "where are initial weights drawn?": ("splitmix", "components/distributed/rng.py"),
     "where is the cosine learning rate?": ("cosine", "components/learning_rate/piecewise.py"),
 }

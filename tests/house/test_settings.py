@@ -20,6 +20,7 @@ from support import observers as parts
 from support import observers_of_runs as runs
 from support.qwen3 import SIZES, SPARSE_SIZES
 from support.setting_changes import ROWS, UNOBSERVED, Change, Observer
+from support.stores import store_of
 
 REGISTRY = Registry.of("drawloom.components")
 
@@ -51,13 +52,14 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("one", "other"):
         lines = [json.dumps({"text": f"{name} {number}", "other": f"else {number}"}) for number in range(20)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines), "utf-8")
+        store_of(folder / f"{name}_store", [[f"{name} {number}" for number in range(20)]])
         _write_tokenizer(folder / f"{name}_tokenizer.json", "the quick fox" if name == "one" else "thequick")
         schedule = build("pipeline.schedules.gpipe" if name == "one" else "pipeline.schedules.one_f_one_b")
         (folder / f"{name}.csv").write_text(write_csv(schedule.program(4, 8)))
-        for sizes, use, suffix in ((SIZES, "dense", ""), (SPARSE_SIZES, "moe", "_moe")):
-            config = parts.config_of(
-                f"model.qwen3.{use}", sizes | ({"hidden_size": 32} if name == "other" else {}), folder
-            )
+        families = [(SIZES, "qwen3.dense", ""), (SPARSE_SIZES, "qwen3.moe", "_moe")]
+        families += [(SIZES, family, f"_{family}") for family in ("llama", "mistral", "qwen2")]
+        for sizes, use, suffix in families:
+            config = parts.config_of(f"model.{use}", sizes | ({"hidden_size": 32} if name == "other" else {}), folder)
             (folder / f"{name}{suffix}.json").write_text(json.dumps(config))
     run = {"name": "small", "folder": str(folder / "run"), "seed": 5}
     with Recipe.load("first_run").with_values({"model": runs.TINY, "run": run}).open(only="export") as objects:

@@ -51,10 +51,21 @@ def test_meta_tensors_give_the_shape(attention: Implementation) -> None:
     assert found.is_meta and found.shape == q.shape
 
 
-def test_block_mask_equals_the_dense_mask() -> None:
-    """Token by token, the block mask allows what the eager implementation's mask allows."""
-    document_ids = (torch.rand(2, 300) < 0.02).cumsum(1)
-    assert torch.equal(_dense_mask(block_mask(document_ids)), causal_document_mask(document_ids))
+@pytest.mark.parametrize("window", [None, 1, 2, 15, 16, 17, 18, 31, 32, 33, 48, 100, 400])
+def test_block_mask_equals_the_dense_mask(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token and block by block, the block mask allows what the eager implementation's mask allows."""
+    monkeypatch.setattr("drawloom.kernels.attention_flex.BLOCK", 16)
+    document_ids = (torch.rand(2, 304) < 0.02).cumsum(1)
+    mask, dense = block_mask(document_ids, window), causal_document_mask(document_ids, window)
+    assert torch.equal(_dense_mask(mask), dense)
+    blocks = dense.view(2, 19, 16, 19, 16).transpose(2, 3)
+    assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
+    for row, query in ((row, query) for row in range(2) for query in range(19)):
+        full = mask.full_kv_indices[row, 0, query, : mask.full_kv_num_blocks[row, 0, query]].tolist()
+        part = mask.kv_indices[row, 0, query, : mask.kv_num_blocks[row, 0, query]].tolist()
+        assert bool(blocks[row, query, full].all()), "a block is computed without a mask that it needs"
+        seen = blocks[row, query].flatten(1).any(-1).nonzero().flatten().tolist()
+        assert sorted([*full, *part]) == seen, "a block is left out, or computed in vain"
 
 
 @pytest.mark.gpu

@@ -9,9 +9,9 @@ from drawloom.kernels.attention import attention_eager, attention_varlen, causal
 def test_documents_begin_where_ids_or_rows_change() -> None:
     """A document begins where the id changes and where a row begins, whatever its id; the last offset is the end."""
     document_ids = torch.tensor([[0, 0, 1, 1], [1, 2, 2, 3]])
-    assert document_offsets(document_ids).tolist() == [0, 2, 4, 5, 7, 8]
-    assert document_offsets(document_ids).dtype == torch.int32
-    assert document_offsets(document_ids[:0]).tolist() == [0]
+    assert document_offsets(document_ids).offsets.tolist() == [0, 2, 4, 5, 7, 8]
+    assert document_offsets(document_ids).offsets.dtype == torch.int32
+    assert document_offsets(document_ids[:0]).offsets.tolist() == [0]
 
 
 @pytest.mark.gpu

@@ -38,7 +38,6 @@ bases = st.sampled_from([1e4, 5e5, 1e6])
 factors = st.sampled_from([1.0, 2.0, 4.0, 8.5])
 
 
-@settings(max_examples=40, deadline=None)
 @given(channels, bases, factors, st.sampled_from([2048, 32768]))
 def test_yarn_is_that_of_transformers(channels: int, base: float, factor: float, length: int) -> None:
     """Frequencies and attention factor are those of transformers with its own defaults."""
@@ -57,7 +56,7 @@ def test_yarn_with_settings_of_its_own() -> None:
     assert attention_scaling(yarn) == attention
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(channels, bases, factors)
 def test_linear_is_that_of_transformers(channels: int, base: float, factor: float) -> None:
     """Linear scaling is that of transformers."""
@@ -66,7 +65,7 @@ def test_linear_is_that_of_transformers(channels: int, base: float, factor: floa
     assert attention_scaling(LinearScaling(factor)) == attention
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(channels, bases, factors, st.sampled_from([32768, 50000, 131072]))
 def test_ntk_is_that_of_transformers_at_a_length(channels: int, base: float, factor: float, length: int) -> None:
     """Dynamic scaling of transformers, at a length, is NTK scaling by a factor of its own."""
@@ -76,7 +75,7 @@ def test_ntk_is_that_of_transformers_at_a_length(channels: int, base: float, fac
     assert attention_scaling(NtkScaling(factor)) == attention
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(channels, bases, factors, st.sampled_from([1, 7, 32, 33, 50, 131]))
 def test_dynamic_grows_with_each_row(channels: int, base: float, factor: float, length: int) -> None:
     """A row's angles are those of transformers' dynamic scaling at the row's length, whatever rows are beside it."""
@@ -89,7 +88,6 @@ def test_dynamic_grows_with_each_row(channels: int, base: float, factor: float, 
     assert torch.equal(cos[1], rope_angles(positions[1:], channels, base)[0][0])
 
 
-@settings(max_examples=40, deadline=None)
 @given(channels, bases, factors, st.sampled_from([2048, 8192]), st.sampled_from([(1.0, 4.0), (0.5, 9.0), (2.0, 2.5)]))
 def test_llama3_is_that_of_transformers(
     channels: int, base: float, factor: float, length: int, bounds: tuple[float, float]

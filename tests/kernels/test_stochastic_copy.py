@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,7 +19,6 @@ def of_bits(*bits: int) -> Tensor:
     return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20), st.integers(0, 2**62))
 def test_gives_a_neighbour(bits: list[int], key: int) -> None:
     """Any 32 bits become one of the two nearest bfloat16, of the same sign; NaN stays NaN."""

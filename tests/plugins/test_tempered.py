@@ -1,17 +1,15 @@
 """A loss of another package, with a parameter of its own: trained, saved, resumed and spread over ranks."""
 
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors import safe_open
 
 from drawloom.components.checkpoint.reader import load_node
-from support.runs import rows, take_back, write_corpus
+from support.runs import drawloom, rows, take_back, write_corpus
 
 PLUGIN = Path(__file__).parent / "tempered"
 LOSS = 'extends = "./tiny.toml"\n[loss]\nuse = "tempered.next_token"\nmax_bytes = 4096\n'
@@ -36,21 +34,10 @@ def place(installed: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def launch(environment: dict[str, str], folder: Path, ranks: int, *words: str) -> None:
-    """Run the recipe in so many processes, as torchrun would."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = str(held.getsockname()[1])
-    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = []
-    for rank in range(ranks):
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} if ranks > 1 else {}
-        command: list[str] = [sys.executable, "-m", "drawloom", *COMMON, *words]
-        pipe: Any = subprocess.PIPE
-        options: dict[str, Any] = {"cwd": folder, "env": {**environment, **variables}, "text": True}
-        processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, **options))
-    for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    """Run the recipe in so many processes, which find the plugin."""
+    site = environment["PYTHONPATH"].partition(":")[0]
+    outcomes = drawloom(folder, *COMMON, *words, ranks=ranks, path=site)
+    assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes
 
 
 def losses(run: Path) -> list[float]:
@@ -69,7 +56,6 @@ def test_its_parameter_is_trained_and_saved_but_not_exported(place: Path) -> Non
     assert names == {name for name in state if not name.startswith("loss.")}
 
 
-@pytest.mark.soak
 def test_two_pipeline_ranks_learn_what_one_does(place: Path, installed: dict[str, str]) -> None:
     """With a tied embedding on both ranks, and a backward pass in two parts, losses and the parameter are the same."""
     launch(installed, place, 2, "run.name=two", "mesh.pipeline=2", "schedule.use=pipeline.schedules.zero_bubble_1p")

@@ -9,7 +9,10 @@ from drawloom.graph.project import Project
 ROOT = Path(__file__).parents[2]
 PROJECT = Project.of("drawloom")
 OVERLAYS = [path.stem for path in (ROOT / "recipes").glob("with_*.toml")]
-WHOLE = [path.stem for path in (ROOT / "recipes").glob("*.toml") if path.stem not in (*OVERLAYS, "pretrain")]
+FROM_A_BASE = ["finetune", "finetune_lora"]
+WHOLE = [
+    path.stem for path in (ROOT / "recipes").glob("*.toml") if path.stem not in (*OVERLAYS, *FROM_A_BASE, "pretrain")
+]
 
 SWAPS = [
     ["clip.use=gradients.clip_value", "clip.max_value=0.1"],

@@ -25,11 +25,13 @@ def assert_same(run: Path, other: Path) -> None:
         assert [value or 0 for value in mine] == pytest.approx([value or 0 for value in yours], rel=1e-6)
 
 
-def test_two_processes_have_the_losses_of_one(place: Path) -> None:
-    """Two data-parallel processes at the same global batch size have the losses of one process."""
-    codes = drawloom(place, "run", "tiny.toml", "run.name=two", "batch.micro_size=2", ranks=2)
+@pytest.mark.parametrize("norm", ["exact", "device"])
+def test_two_processes_have_the_losses_of_one(place: Path, norm: str) -> None:
+    """Two data-parallel processes have the losses and tokens of one, also if the host learns them a step later."""
+    words = ("batch.micro_size=2", f"sync_gradients.norm={norm}")
+    codes = drawloom(place, "run", "tiny.toml", f"run.name=two_{norm}", *words, ranks=2)
     assert [outcome.code for outcome in codes] == [0, 0]
-    assert_same(place / "runs/one", place / "runs/two")
+    assert_same(place / "runs/one", place / f"runs/two_{norm}")
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -57,11 +59,13 @@ def test_a_mesh_that_does_not_fit_names_the_torchrun_command(place: Path) -> Non
     assert outcome.code == 2 and "torchrun --nproc-per-node 2" in outcome.text and "Traceback" not in outcome.text
 
 
-def test_a_diverged_step_is_skipped_on_all_ranks(place: Path) -> None:
+@pytest.mark.parametrize("norm", ["exact", "device"])
+def test_a_diverged_step_is_skipped_on_all_ranks(place: Path, norm: str) -> None:
     """Steps whose loss is not finite are tracked as skipped, and no update is applied; a run that ends so fails."""
     diverge = ["optimizer.lr=1e30", "clip.max_norm=1e30", "trainer.steps=4", "trainer.on_finish=[]"]
-    outcomes = drawloom(place, "run", "tiny.toml", "run.name=diverged", "batch.micro_size=2", *diverge, ranks=2)
-    written: list[dict[str, Any]] = rows(place / "runs/diverged")
+    name, own = f"diverged_{norm}", (f"sync_gradients.norm={norm}", "batch.micro_size=2")
+    outcomes = drawloom(place, "run", "tiny.toml", f"run.name={name}", *own, *diverge, ranks=2)
+    written: list[dict[str, Any]] = rows(place / "runs" / name)
     assert [outcome.code for outcome in outcomes] == [1, 1] and "skipped" in outcomes[0].text
     assert [row.get("skipped", False) for row in written] == [False, True, True, True]
     assert written[1]["loss"] is None

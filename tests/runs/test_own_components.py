@@ -1,14 +1,12 @@
 """Runs with components of one's own package, which only the person at the command line can offer."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from support import runs
 from support.runs import Outcome, write_corpus
 
-SOURCE = str(Path(__file__).parents[2] / "src")
 METRIC = '''"""A metric of one's own."""
 
 from drawloom.components.ports.run import Step
@@ -72,11 +70,7 @@ def place(tmp_path: Path) -> Path:
 
 def drawloom(place: Path, *arguments: str) -> Outcome:
     """The command in a process of its own, which finds the package."""
-    environment = {"PYTHONPATH": f"{SOURCE}:{place / 'lib'}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    found = subprocess.run(
-        [sys.executable, "-m", "drawloom", *arguments], cwd=place, env=environment, capture_output=True, text=True
-    )
-    return Outcome(found.returncode, found.stdout + found.stderr)
+    return runs.drawloom(place, *arguments, path=str(place / "lib"))[0]
 
 
 def test_generate_and_export_need_no_components_that_they_do_not_use(place: Path) -> None:

@@ -10,7 +10,7 @@ def test_a_run_in_a_pipe_prints_a_header_some_steps_and_a_summary(tmp_path: Path
     """With what it saved and exported; a dry run prints the same header, and makes no run folder."""
     write_corpus(tmp_path)
     (dry,) = drawloom(tmp_path, "run", "tiny.toml", "--dry-run")
-    assert dry.code == 0 and not (tmp_path / "runs").exists()
+    assert dry.code == 0 and not (tmp_path / "runs/tiny").exists()
     header = dry.text.splitlines()
     labels = [line.split()[0] for line in header]
     assert labels == ["run", "model", "data", "device", "memory"] and "in runs/tiny" in header[0]

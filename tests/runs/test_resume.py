@@ -1,15 +1,15 @@
 """Resuming after a kill is bit-exact."""
 
+import os
 import random
-import signal as signals
-import subprocess
-import sys
-import time
+import signal
 from pathlib import Path
 
 import pytest
 
-from support.runs import drawloom, killed, rows, series, write_corpus
+from drawloom.components.run.locks import FolderLock
+from support.processes import run_ranks
+from support.runs import drawloom, killed, rows, series, struck, write_corpus
 
 LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 
@@ -26,54 +26,42 @@ def weights(run: Path) -> bytes:
     return (run / "export" / "model.safetensors").read_bytes()
 
 
-def wait_for_a_step(run: Path) -> None:
-    """Wait until a run has tracked its first step."""
-    end = time.monotonic() + 60
-    while not ((run / "metrics.jsonl").exists() and rows(run)) and time.monotonic() < end:
-        time.sleep(0.05)
-
-
 def bits(run: Path) -> list[bytes]:
     """Every file of the last checkpoint except those that name the run: weights, moments, generators, data position."""
     return [path.read_bytes() for path in sorted((run / "checkpoints/step-60").glob("rank-*"))]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_killed_runs_end_with_the_same_bits(place: Path, workers: int) -> None:
+def test_killed_runs_end_with_the_same_bits(place: Path) -> None:
     """
     After kills at random moments all metrics, exports and checkpoints equal those of the uninterrupted run without data
-    workers, bit by bit; each step is tracked once.
+    workers, bit by bit; each step is tracked once. Resuming crosses the end of an epoch.
     """
     common = ["run", "tiny.toml", "trainer.steps=60"]
+    assert sum(path.stat().st_size + 1 for path in (place / "corpus").glob("*.py")) < 60 * 4 * 32  # several epochs
     assert drawloom(place, *common, "run.name=straight")[0].code == 0
-    moments, common = random.Random(workers), [*common, f"data.workers={workers}"]
-    assert all(killed(place, "killed", *common, after=moments.uniform(1, 6)) for _ in range(2))
-    assert drawloom(place, *common, "run.name=killed")[0].code == 0
-    assert series(place / "runs/killed", *LEARNED) == series(place / "runs/straight", *LEARNED)
-    assert [step for (step,) in series(place / "runs/killed", "step")] == list(range(1, 61))
-    assert weights(place / "runs/killed") == weights(place / "runs/straight")
-    assert bits(place / "runs/killed") == bits(place / "runs/straight") != []
+    for workers, kills in ((0, 2), (2, 1)):
+        moments, words, name = random.Random(workers), [*common, f"data.workers={workers}"], f"killed-{workers}"
+        assert all(killed(place, name, *words, after=moments.uniform(1, 6)) for _ in range(kills))
+        assert drawloom(place, *words, f"run.name={name}")[0].code == 0
+        assert series(place / "runs" / name, *LEARNED) == series(place / "runs/straight", *LEARNED)
+        assert [step for (step,) in series(place / "runs" / name, "step")] == list(range(1, 61))
+        assert weights(place / "runs" / name) == weights(place / "runs/straight")
+        assert bits(place / "runs" / name) == bits(place / "runs/straight") != []
 
 
-def test_the_killed_runs_cross_several_epochs(place: Path) -> None:
-    """60 steps of 4 rows of 32 tokens are more than the corpus, so that resuming crosses the end of an epoch."""
-    assert sum(path.stat().st_size + 1 for path in (place / "corpus").glob("*.py")) < 60 * 4 * 32
-
-
-def test_a_finished_run_does_nothing(place: Path) -> None:
-    """The same command again reports it, and leaves every file unchanged."""
-    assert drawloom(place, "run", "tiny.toml")[0].code == 0
-    before = {path: path.stat().st_mtime_ns for path in (place / "runs/tiny").rglob("*") if path.suffix != ".log"}
-    again = drawloom(place, "run", "tiny.toml")[0]
-    after = {path: path.stat().st_mtime_ns for path in (place / "runs/tiny").rglob("*") if path.suffix != ".log"}
-    assert again.code == 0 and "finished" in again.text
-    assert {path for path in before | after if before.get(path) != after.get(path)} <= {place / "runs/tiny/run.lock"}
-
-
-def test_missing_final_tasks_are_completed(place: Path) -> None:
-    """A run that ended between its last commit and its export or sample makes them when it starts again."""
+def test_a_finished_run_does_nothing_but_missing_final_tasks(place: Path) -> None:
+    """
+    The same command again reports it, and leaves every file unchanged; a run that ended between its last commit and its
+    export or sample makes them when it starts again.
+    """
     assert drawloom(place, "run", "tiny.toml")[0].code == 0
     run = place / "runs/tiny"
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.suffix != ".log"}
+    again = drawloom(place, "run", "tiny.toml")[0]
+    after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.suffix != ".log"}
+    assert again.code == 0 and "finished" in again.text
+    assert {path for path in before | after if before.get(path) != after.get(path)} <= {run / "run.lock"}
+
     exported = weights(run)
     for path in (run / "export").iterdir():
         path.unlink()
@@ -90,7 +78,7 @@ def test_a_changed_recipe_is_refused_unless_free_or_accepted(place: Path) -> Non
     refused = drawloom(place, *first, "trainer.steps=4", "optimizer.lr=1e-3", "evaluate.every=2")[0]
     assert refused.code == 2 and "Traceback" not in refused.text
     assert "[optimizer] lr: 0.004 -> 0.001 (changes_training)" in refused.text and "--accept-changes" in refused.text
-    free = drawloom(place, *first, "trainer.steps=4", "evaluate.every=2", "batch.micro_size=2", "data.workers=1")[0]
+    free = drawloom(place, *first, "trainer.steps=4", "evaluate.every=2", "batch.micro_size=2", "data.prefetch=3")[0]
     assert free.code == 0
     accepted = drawloom(place, *first, "trainer.steps=6", "optimizer.lr=1e-3", "--accept-changes")[0]
     assert accepted.code == 0 and [row["step"] for row in rows(place / "runs/tiny")] == [1, 2, 3, 4, 5, 6]
@@ -107,29 +95,22 @@ def test_more_steps_are_free_if_nothing_derives_from_them(place: Path) -> None:
 
 def test_a_second_run_on_the_same_folder_is_refused(place: Path) -> None:
     """The error names the process and host that has the folder, and no file is touched."""
-    words = ("run", "tiny.toml", "trainer.steps=100000", "checkpoint.every='last'")
-    command = [sys.executable, "-m", "drawloom", *words]
-    source = str(Path(__file__).parents[2] / "src")
-    with subprocess.Popen(command, cwd=place, env={"PYTHONPATH": source}, stdout=subprocess.PIPE) as first:
-        try:
-            wait_for_a_step(place / "runs/tiny")
-            half = place / "runs/tiny/checkpoints/.tmp-step-7"
-            half.mkdir()
-            second = drawloom(place, *words)[0]
-        finally:
-            first.kill()
-    assert second.code == 1 and f"process {first.pid}" in second.text and "Traceback" not in second.text
+    half = place / "runs/tiny/checkpoints/.tmp-step-7"
+    half.mkdir(parents=True)
+    first = FolderLock(place / "runs/tiny")
+    try:
+        second = drawloom(place, "run", "tiny.toml")[0]
+    finally:
+        first.release()
+    assert second.code == 1 and f"process {os.getpid()}" in second.text and "Traceback" not in second.text
     assert half.exists()  # whatever the first one has begun to write
 
 
-@pytest.mark.parametrize(("signal", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
-def test_a_signal_ends_the_run_with_a_checkpoint(place: Path, signal: str, code: int) -> None:
-    """The current step is finished and saved, the exit code names the signal, and the run resumes later."""
-    command = [sys.executable, "-m", "drawloom", "run", "tiny.toml", "trainer.steps=100000", "checkpoint.every='last'"]
-    source = str(Path(__file__).parents[2] / "src")
-    with subprocess.Popen(command, cwd=place, env={"PYTHONPATH": source}, stdout=subprocess.DEVNULL) as process:
-        wait_for_a_step(place / "runs/tiny")
-        process.send_signal(getattr(signals, signal))
-        assert process.wait(30) == code
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_with_a_checkpoint(place: Path, number: int, code: int) -> None:
+    """The current step is finished and saved, and the exit code names the signal."""
+    words = ("run", "tiny.toml", "trainer.steps=100000", "checkpoint.every='last'")
+    [outcome] = run_ranks(struck, 1, place, words, int(number), variables=False)
+    assert outcome.code == code and "Traceback" not in outcome.text
     saved = [path.name for path in (place / "runs/tiny/checkpoints").iterdir()]
     assert saved == [f"step-{rows(place / 'runs/tiny')[-1]['step']}"]

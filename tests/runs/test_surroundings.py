@@ -286,14 +286,20 @@ def test_a_changed_corpus_is_refused(place: Path) -> None:
     assert accepted.code == 0 and "warning: the corpus is not the one" in accepted.text
 
 
-def test_a_diverged_run_stops_and_keeps_a_finite_checkpoint(place: Path) -> None:
-    """It stops after `max_skipped_steps` in a row; the newest checkpoint with a finite loss is kept."""
+@pytest.mark.parametrize("norm", ["exact", "device"])
+def test_a_diverged_run_stops_and_keeps_a_finite_checkpoint(place: Path, norm: str) -> None:
+    """
+    It stops after `max_skipped_steps` in a row; the newest checkpoint with a finite loss is kept.
+
+    Where the host learns late that a step is skipped, its checkpoint knows it nevertheless.
+    """
     words = (
         "optimizer.lr=1e30",
         "clip.max_norm=1e30",
         "trainer.max_skipped_steps=6",
         "checkpoint.every=1",
         "checkpoint.keep=2",
+        f"sync_gradients.norm={norm}",
     )
     outcome = drawloom(place, *TINY, *words)[0]
     assert outcome.code == 1 and "6 steps in a row were skipped, at last step 7: " in outcome.text

@@ -18,7 +18,7 @@ from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.program import Program, RankProgram
 from support.schedules import NAMES, counts, ends, parts, rendezvous, schedule, variants
 
-RANKS = range(1, 9)
+RANKS = (1, 2, 3, 4, 5, 8)
 COSTS = st.floats(0.1, 3.0)
 
 

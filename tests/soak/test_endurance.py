@@ -58,7 +58,7 @@ def _grow(path: Path, moments: random.Random) -> None:
         file.write(moments.randbytes(moments.randrange(1, 9)))
 
 
-@pytest.mark.parametrize(("corrupt", "times"), [(_flip, 500), (_cut, 100), (_zero, 100), (_grow, 100)])
+@pytest.mark.parametrize(("corrupt", "times"), [(_flip, 150), (_cut, 50), (_zero, 50), (_grow, 50)])
 def test_every_corruption_of_every_file_is_detected(
     tmp_path: Path, corrupt: Callable[[Path, random.Random], None], times: int
 ) -> None:
@@ -171,10 +171,11 @@ class Folder(RuleBasedStateMachine):
         assert len(there) <= 3 + self.unsure
 
 
-def test_any_sequence_of_faults_restores_the_newest_valid_checkpoint() -> None:
+@pytest.mark.parametrize("times", [15, pytest.param(150, marks=pytest.mark.soak)])
+def test_any_sequence_of_faults_restores_the_newest_valid_checkpoint(times: int) -> None:
     """Saves, full disks, corruption and restarts in any order."""
     run_state_machine_as_test(
-        Folder, settings=settings(max_examples=40, stateful_step_count=15, suppress_health_check=list(HealthCheck))
+        Folder, settings=settings(max_examples=times, stateful_step_count=15, suppress_health_check=list(HealthCheck))
     )
 
 
@@ -200,7 +201,7 @@ def _expire_or_read(folder: Path, seconds: float) -> int:
     return times
 
 
-@pytest.mark.parametrize("seconds", [3.0, pytest.param(60.0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seconds", [1.5, pytest.param(60.0, marks=pytest.mark.soak)])
 def test_a_reader_during_saves_sees_valid_checkpoints(tmp_path: Path, seconds: float) -> None:
     """A command never reads a partly removed checkpoint, and never memory-maps a file."""
     saved, read = run_ranks(_expire_or_read, 2, tmp_path, seconds, timeout=seconds + 60)
@@ -231,7 +232,7 @@ def _endure(folder: Path, steps: int, every: int) -> tuple[list[int], list[int]]
     return seen[1], seen[-1]
 
 
-@pytest.mark.parametrize(("steps", "every"), [(600, 5), pytest.param(10_000, 20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("steps", "every"), [(300, 5), pytest.param(10_000, 20, marks=pytest.mark.soak)])
 def test_a_long_run_leaks_nothing(tmp_path: Path, steps: int, every: int) -> None:
     """Hundreds of saves, some of which fail, leave no file, thread or memory behind."""
     [(early, late)] = run_ranks(_endure, 1, tmp_path, steps, every, timeout=500)

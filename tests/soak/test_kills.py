@@ -26,10 +26,10 @@ def _assert_sound(findings: Findings) -> None:
 
 
 def test_a_few_kills(tmp_path: Path) -> None:
-    """The test below for a quarter of a minute: one and two processes, each kind of staging."""
-    findings = _soak(tmp_path, JOBS[:4], kills=30, seed=1, seconds=15)
+    """The test below for some seconds: one process that writes at once, and two that write in the background."""
+    findings = _soak(tmp_path, [JOBS[0], JOBS[3]], kills=30, seed=1, seconds=8)
     _assert_sound(findings)
-    assert findings.kills.total() >= 3
+    assert findings.kills.total() >= 2
     assert findings.finished >= 1
 
 

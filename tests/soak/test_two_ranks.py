@@ -87,8 +87,7 @@ def _io_errors(base: Path, rank: int, code: int) -> list[tuple[list[str], int, l
     raise ValueError("there is no end to the calls")
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "code"), [(0, errno.ENOSPC), (1, errno.EIO)])
 def test_an_io_error_of_one_rank_skips_the_save_on_both(tmp_path: Path, rank: int, code: int) -> None:
     """At each call both ranks raise the same error, with rank, path and reason, and the next save is committed."""
     run_ranks(_save, 2, tmp_path / "good", 1, 2)

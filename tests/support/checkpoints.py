@@ -11,6 +11,7 @@ from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import Event, Stateful, Step
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, ResolvedRecipe
 
@@ -42,9 +43,9 @@ class ShardedNode(StateNode):
 
     names: list[str] | None = None
 
-    def state_names(self) -> list[str]:
-        """The entries of the state, or `names` if set."""
-        return list(self.state) if self.names is None else self.names
+    def state_slices(self) -> dict[str, TensorSlice | None]:
+        """The entries of the state, or `names` if set; none is a slice."""
+        return dict.fromkeys(self.state if self.names is None else self.names)
 
 
 @attrs.define
@@ -61,9 +62,13 @@ class SingleRankMesh:
     world: Group = attrs.field(factory=SingleProcess)
     replicas: Group = attrs.field(factory=SingleProcess)
 
-    def group(self, dimension: str) -> Group:
+    def group(self, *dimensions: str) -> Group:
         """A group of one rank."""
         return SingleProcess()
+
+    def torch_mesh(self, *dimensions: str) -> Any:
+        """Nothing is sharded."""
+        raise AssertionError
 
     def size(self, dimension: str) -> int:
         """1 along every dimension."""

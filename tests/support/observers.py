@@ -9,16 +9,20 @@ from typing import Any
 from unittest import mock
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from drawloom.components.data import loader as loading
 from drawloom.components.data.bytes import Bytes
+from drawloom.components.data.text_files import TextFiles
+from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.pipeline.program.notation import write_csv
-from drawloom.components.ports.data import Batch, Corpus, PackedDataset
+from drawloom.components.ports.corpus import TokenCorpus
+from drawloom.components.ports.data import Batch, PackedDataset
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.model import BatchContext, Head, LayerRange
 from drawloom.components.ports.run import Batching, RunInfo, Step
@@ -58,6 +62,11 @@ def model_of(use: str, values: Values, _place: Path) -> Any:
 
 def _number(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None else float(tensor.double().abs().sum())
+
+
+def initial_weights_of(use: str, values: Values, _place: Path) -> Any:
+    """The folder from which stages load their first weights."""
+    return build(use, kernels=cpu_kernels(), **values).initial_weights
 
 
 def config_of(use: str, values: Values, _place: Path) -> Any:
@@ -109,6 +118,9 @@ class _Held:
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return [("layers.0.weight", self.matrix), ("layers.0.norm", self.vector)]
+
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(name for name, _ in self.named())
 
     def counted(self) -> list[tuple[str, nn.Parameter]]:
         return self.named()
@@ -162,7 +174,7 @@ class _Recorder:
 
 
 def sums_over_ranks(use: str, values: Values, _place: Path) -> Any:
-    """The dtypes and sizes of the tensors that two replicas sum."""
+    """The dtypes and sizes of the tensors that two replicas sum, and whether the host knows the norm at once."""
     own = {} if use == "gradients.synchronize" else values
     precision = build("distributed.precision", **own)
     group, held = _Recorder(), _Held()
@@ -174,8 +186,9 @@ def sums_over_ranks(use: str, values: Values, _place: Path) -> Any:
         "reduce": build("distributed.sum_over_shards", mesh=SingleRankMesh()),
     }
     synchronize = build("gradients.synchronize", **edges, **(values if not own else {}))
-    synchronize.run_phase(step_of([1.0], [1.0]))
-    return group.summed
+    step = step_of([1.0], [1.0])
+    synchronize.run_phase(step)
+    return group.summed, step.settled
 
 
 def loss_of(use: str, values: Values, _place: Path) -> Any:
@@ -231,10 +244,30 @@ def tokens_of(use: str, values: Values, _place: Path) -> Any:
     return tokenizer.encode("the quick fox").tolist(), tokenizer.eos_id
 
 
+def first_tokens(use: str, values: Values, _place: Path) -> Any:
+    """The tokens of the first document of each split; stores are in the current directory."""
+    corpus = build(use, **values)
+    corpus.open()
+    splits = [corpus.documents(split) for split in ("train", "validation")]
+    return [split.tokens(0, 0, 99).tolist() if len(split.lengths) else [] for split in splits]
+
+
+def cached(use: str, values: Values, place: Path) -> Any:
+    """Where the stores are, below the current directory or the place."""
+    (place / "a.txt").write_text("text")
+    corpus = TextFiles(paths=[str(place / "a.txt")])
+    job = fake(RunInfo, **JOB | {"path": place / "runs" / "test"})
+    tokens = build(use, corpus=corpus, tokenizer=Bytes(), job=job, **values)
+    tokens.open()
+    tokens.close()
+    return sorted(path.parent.parent.name for root in (Path(), place) for path in root.rglob("*-train/store.json"))
+
+
 def packed_rows(use: str, values: Values, _place: Path) -> Any:
     """The tokens of all rows."""
-    corpus = fake(Corpus, documents=lambda split: iter(["some text", "and more"]))
-    packing = build(use, corpus=corpus, tokenizer=Bytes(), job=fake(RunInfo, **JOB), **values)
+    documents = TokenArrays.of([np.arange(9), np.arange(5), np.arange(3)], np.uint16)
+    corpus = fake(TokenCorpus, documents=lambda split: documents, vocab_size=10, eos_id=0)
+    packing = build(use, tokens=corpus, job=fake(RunInfo, **JOB), **values)
     packing.open()
     return packing.batch("train", range(packing.count("train"))).tokens.tolist()
 

@@ -21,6 +21,7 @@ from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Device, Processes, Timed
+from drawloom.components.ports.model import BatchContext
 from drawloom.components.ports.pipeline import Executor, Losses, Predictor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
 from drawloom.components.trackers import aim
@@ -67,6 +68,32 @@ def stages_of(use: str, values: Values, place: Path) -> Any:
                 dtypes = kept.dtype, kept.grad_dtype, used[name].dtype, used[name].grad_dtype
                 found.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
         return found
+
+
+LORA = {"use": "adapters.lora", "targets": ["q_proj"], "rank": 2, "alpha": 4.0}
+
+
+def adapted_by(use: str, values: Values, place: Path) -> Any:
+    """The parameters that an adapter trains, and logits in a pass with gradients in which none of them is zero."""
+    adapter = {"use": use, **values}
+    with _recipe(place, adapter=adapter, stages={"adapters": ["@adapter"]}).open(only="stages") as objects:
+        (stage,) = objects["stages"].local
+        named = objects["stages"].named()
+        torch.manual_seed(0)
+        for _, parameter in named:
+            torch.nn.init.normal_(parameter)
+        tokens = torch.arange(6).unsqueeze(0)
+        shared = BatchContext(torch.arange(6).unsqueeze(0), torch.zeros_like(tokens))
+        logits = stage.module(tokens, shared, lambda hidden, head: head.logits(hidden))
+        return [(name, tuple(parameter.shape)) for name, parameter in named], logits.detach().tolist()
+
+
+def exported_adapter(use: str, values: Values, place: Path) -> Any:
+    """The configuration of an exported adapter."""
+    tables = {"lora": LORA, "stages": {"adapters": ["@lora"]}, "adapter": {"use": use, **values}}
+    with _recipe(place, **tables, trainer={"on_finish": ["@adapter"]}).open(only="adapter") as objects:
+        objects["adapter"].finish(1)
+    return (place / "run" / "adapter" / "adapter_config.json").read_text("utf-8")
 
 
 def exported(use: str, values: Values, place: Path) -> Any:

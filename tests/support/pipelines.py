@@ -1,10 +1,12 @@
 """A small model over pipeline ranks, and what a step of it leaves behind."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import attrs
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.loss.dft import Dft
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.optim.adamw import AdamW
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
@@ -122,28 +125,33 @@ MIXED = {"parameter": "float32", "compute": "bfloat16"}
 
 def steps(
     cases: list[Case],
-    replicas: int = 1,
+    sizes: Mapping[str, int] = {},
     kind: Literal["cpu", "cuda"] = "cpu",
     dtypes: Mapping[str, Any] = FLOAT64,
+    taken: int = 1,
+    layers: int = 8,
 ) -> list[dict[str, Any]]:
     """
-    What a step of each case leaves on this rank, in all processes that were started together, or in this one.
+    What steps of each case leave on this rank, in all processes that were started together, or in this one; the model
+    has so many layers.
 
-    With several replicas each takes its part of the microbatches, and gradients are summed over replicas, too.
+    `sizes` are those of the mesh; pipeline ranks take what is left. Each data-parallel rank has its part of the
+    microbatches. `taken` steps are taken with AdamW, all but the last of which are followed by an update.
     """
     device = ComputeDevice(kind=kind)
     device.open()
     processes = TorchProcesses(device=device, timeout=30.0)
     processes.open()
     try:
-        mesh = RankMesh(processes=processes, pipeline=processes.world_size // replicas, data_replicate=replicas)
+        rest = processes.world_size // math.prod(sizes.values())
+        mesh = RankMesh(processes=processes, **{"pipeline": rest, "data_replicate": 1, **sizes})
         mesh.open()
-        return [_step(*case, mesh, device, DtypePolicy(**dtypes)) for case in cases]
+        return [_steps(*case, mesh, device, DtypePolicy(**dtypes), taken, layers) for case in cases]
     finally:
         processes.close()
 
 
-def _step(
+def _steps(
     name: str,
     microbatches: int,
     tied: bool,
@@ -152,9 +160,16 @@ def _step(
     mesh: RankMesh,
     device: Any,
     precision: DtypePolicy,
+    taken: int,
+    layers: int,
 ) -> dict[str, Any]:
-    """Gradients by name, as the optimizer gets them; this rank's loss and sums, and its validation loss."""
+    """
+    Gradients by name, as the optimizer gets them in the last step, and the weights before it; which slices these are;
+    this rank's loss and sums, its validation loss, and the norm of all gradients.
+    """
     sizes: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "vocab_size": 20,
         "hidden_size": 16,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
@@ -162,7 +177,7 @@ def _step(
         "intermediate_size": 24,
     }
     stages = MaterializedStages(
-        model=Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=tied, num_hidden_layers=8, vocab_size=20, **sizes),
+        model=Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=tied, **sizes),
         loss=LOSSES[kind](),
         schedule=schedule(name),
         mesh=mesh,
@@ -182,13 +197,59 @@ def _step(
         device=device,
     )
     executor.open()
-    share, first = microbatches // mesh.size("data_replicate"), mesh.index("data_replicate")
-    losses = executor.train(batches(microbatches)[first * share : (first + 1) * share])
-    step = Step(1, 1, outputs={"losses": losses})
-    Synchronize(
-        parameters=stages, mesh=mesh, precision=precision, reduce=SumOverParameters(mesh=mesh), bucket_bytes=1000
-    ).run_phase(step)
+    reduce = SumOverParameters(mesh=mesh)
+    synchronize = Synchronize(parameters=stages, mesh=mesh, precision=precision, reduce=reduce, bucket_bytes=1000)
+    optimizer = AdamW(parameters=stages, lr=1e-3)
+    optimizer.open()
+    among, place = mesh.size("data_replicate") * mesh.size("data_shard"), mesh.index("data_replicate")
+    share, first = microbatches // among, place * mesh.size("data_shard") + mesh.index("data_shard")
+    mine = batches(microbatches)[first * share : (first + 1) * share]
+    for number in range(1, taken + 1):
+        step = Step(number, taken, outputs={"losses": executor.train(mine)})
+        synchronize.run_phase(step)
+        if number < taken:
+            optimizer.run_phase(step)
+    losses = step.outputs["losses"]
     held_out = executor.evaluate(iter(batches(3)))
     grads = {name: None if parameter.grad is None else parameter.grad.cpu() for name, parameter in stages.named()}
-    sums = {key: float(value) for key, value in losses.sums.items()}
-    return {"grads": grads, "loss": float(losses.total), "sums": sums, "held_out": float(held_out.total)}
+    return {
+        "grads": grads,
+        "weights": {name: tensor.detach().cpu() for name, tensor in stages.state_dict().items()},
+        "slices": stages.state_slices(),
+        "loss": float(losses.total),
+        "sums": {key: float(value) for key, value in losses.sums.items()},
+        "held_out": float(held_out.total),
+        "norm": step.outputs["grad_norm"],
+    }
+
+
+def assembled(parts: Sequence[Mapping[str, Any]], what: str) -> dict[str, Tensor | None]:
+    """The whole tensors of `what`, of any shapes, from the slices of all ranks; those of several must be equal."""
+    whole: dict[str, Tensor | None] = {}
+    for part in parts:
+        for name, tensor in part[what].items():
+            place = part["slices"][name]
+            if place is None or tensor is None:
+                first = whole.setdefault(name, tensor)
+                assert (first is None) == (tensor is None), name
+                if tensor is not None and first is not None:
+                    torch.testing.assert_close(tensor, first, rtol=1e-12, atol=1e-14)
+                continue
+            target = whole.setdefault(name, torch.full(place.shape, torch.nan, dtype=tensor.dtype))
+            assert target is not None
+            target[tuple(slice(at, at + size) for at, size in zip(place.offsets, tensor.shape, strict=True))] = tensor
+    return whole
+
+
+def assert_same_steps(ranks: Sequence[Mapping[str, Any]], whole: Mapping[str, Any]) -> None:
+    """Losses, norms, gradients and weights of all ranks together equal those of one process in float64, to 1e-10."""
+    assert sum(each["loss"] for each in ranks) == pytest.approx(whole["loss"], rel=1e-10)
+    assert {round(each["norm"] / whole["norm"], 10) for each in ranks} == {1.0}
+    for what in ("grads", "weights"):
+        found = assembled(ranks, what)
+        assert found.keys() == whole[what].keys()
+        for name, tensor in found.items():
+            if tensor is None or whole[what][name] is None:
+                assert tensor is None and whole[what][name] is None, name
+                continue
+            torch.testing.assert_close(tensor, whole[what][name], rtol=1e-10, atol=1e-12, msg=name)

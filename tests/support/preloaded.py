@@ -4,6 +4,8 @@ Imports that most runs need, made once in the process from which all others are 
 Python 3.11 does not pass its search path on to that process, so it is passed by a variable, which is removed here.
 """
 
+import atexit
+import gc
 import os
 from contextlib import suppress
 from importlib import import_module
@@ -15,3 +17,5 @@ import_module("torch._dynamo")  # takes a second of its own
 with suppress(Exception):  # the test of a broken component reports it
     workshop = Project.of("drawloom")
     workshop.graph(workshop.load("first_run", [], [])).or_error()
+gc.freeze()  # no collection of a forked process walks through, and copies, what all of them share
+atexit.register(gc.unfreeze)  # or extension modules report what is left when the interpreter ends

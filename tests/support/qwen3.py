@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.kernels.auto import AutoKernels
-from drawloom.components.model.qwen3.builder import Qwen3Builder
+from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.ports.data import IGNORE_INDEX
@@ -50,7 +50,7 @@ def sparse(**changes: Any) -> Qwen3Moe:
     return Qwen3Moe(**({"kernels": cpu_kernels()} | SPARSE_SIZES | changes))
 
 
-def whole(model: Qwen3Builder) -> nn.Module:
+def whole(model: DecoderBuilder) -> nn.Module:
     """All of a model in one module, every parameter random: norms of weight 1 would hide that they are not used."""
     module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
     for parameter in module.parameters():
@@ -58,7 +58,7 @@ def whole(model: Qwen3Builder) -> nn.Module:
     return module
 
 
-def twin(model: Qwen3Builder, parameters: Mapping[str, Tensor], **settings: Any) -> Any:
+def twin(model: DecoderBuilder, parameters: Mapping[str, Tensor], **settings: Any) -> Any:
     """The same model in transformers, with the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds, which ranks of other tests do without
 

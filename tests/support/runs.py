@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from drawloom.components.distributed.torchrun import rank_console
 from drawloom.graph.cli.main import main
 from support.processes import RanksFailed, run_ranks
 
+SOURCE = str(Path(__file__).parents[2] / "src")
 TINY = """
 extends = "first_run"
 
@@ -81,9 +83,10 @@ class Outcome:
     text: str
 
 
-def drawloom(folder: Path, *arguments: str, ranks: int = 1) -> list[Outcome]:
-    """Run a command in `folder` in this many processes."""
-    found: list[Outcome] = run_ranks(command, ranks, folder, arguments, None, timeout=120, variables=ranks > 1)
+def drawloom(folder: Path, *arguments: str, ranks: int = 1, path: str = "") -> list[Outcome]:
+    """Run a command in `folder` in this many processes, which find packages in the folder `path`, too."""
+    words = folder, arguments, None, path
+    found: list[Outcome] = run_ranks(command, ranks, *words, timeout=120, variables=ranks > 1)
     return found
 
 
@@ -100,9 +103,12 @@ def killed(folder: Path, name: str, *arguments: str, after: float) -> bool:
     return False
 
 
-def command(folder: Path, arguments: Sequence[str], kill_after: tuple[Path, float] | None) -> Outcome:
+def command(folder: Path, arguments: Sequence[str], kill_after: tuple[Path, float] | None, path: str = "") -> Outcome:
     """One process of `drawloom`, which kills itself after this many lines of a file; for `run_ranks`."""
     os.chdir(folder)
+    if path:
+        sys.path.append(path)
+        os.environ["PYTHONPATH"] = os.pathsep.join([SOURCE, path])  # of the processes that it starts
     if kill_after is not None:
         threading.Thread(target=_kill_after, args=kill_after, daemon=True).start()
     with open(f"printed-{os.getpid()}", "w+", encoding="utf-8") as file:
@@ -113,8 +119,8 @@ def command(folder: Path, arguments: Sequence[str], kill_after: tuple[Path, floa
 
 
 def struck(folder: Path, arguments: Sequence[str], number: int) -> Outcome:
-    """One process of `drawloom` for `run_ranks`; rank 1 sends itself a signal once step 1 is tracked."""
-    if os.environ["RANK"] == "1":
+    """One process of `drawloom` for `run_ranks`; rank 1, or a single one, sends itself a signal after step 1."""
+    if os.environ.get("RANK", "1") == "1":
         name = next((word for word in arguments if word.startswith("run.name=")), "run.name=tiny")
         run = folder / "runs" / name.removeprefix("run.name=")
         threading.Thread(target=_strike, args=(run, number), daemon=True).start()

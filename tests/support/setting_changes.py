@@ -38,7 +38,7 @@ class Row:
     changes: dict[str, Any]
 
 
-MESH = ("data_replicate", "data_shard", "context", "tensor", "expert")
+MESH = ("data_replicate", "context", "tensor", "expert")
 INVALID_BYTES = Change("refuse", {"paths": ["latin.txt"], "invalid_bytes": "replace"}, refused=True)
 STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
@@ -66,6 +66,13 @@ MODEL: dict[str, Any] = {
     "rms_norm_eps": 0.5,
     "initializer_range": 0.5,
 }
+
+
+def config(family: str) -> Change:
+    """Another config.json of a family."""
+    return Change(f"other_{family}.json", NO_SIZES | {"config": f"one_{family}.json"})
+
+
 LLAMA = {"rope_type": "llama3", "factor": 4.0, **BOUNDS, "original_max_position_embeddings": 32}
 POLYNOMIAL = [{"to": 1.0, "curve": "polynomial"}]
 ROPE = {
@@ -111,6 +118,12 @@ TRITON = (
 )
 
 ROWS: dict[str, Row] = {
+    "adapters.full_tuning": Row(runs.adapted_by, {"targets": ["norm"]}, {"targets": ["layers.0"]}),
+    "adapters.lora": Row(
+        runs.adapted_by,
+        {"targets": ["q_proj"], "rank": 2, "alpha": 4.0},
+        {"targets": ["k_proj"], "rank": 3, "alpha": 5.0, "rslora": True, "dora": True, "dropout": 0.5},
+    ),
     "checkpoint.checkpointer": Row(
         runs.checkpoints_of,
         {"every": 1, "keep": 2},
@@ -136,7 +149,13 @@ ROWS: dict[str, Row] = {
         {"workers": 1},
         {"workers": 2, "prefetch": 3, "timeout": 7.0, "shuffle": False},
     ),
-    "data.packing": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
+    "data.tokenized": Row(
+        parts.first_tokens,
+        {"path": "one_store", "validation_fraction": 0.0},
+        {"path": "other_store", "validation_fraction": 0.5, "validation_path": "other_store"},
+    ),
+    "data.tokenized_text": Row(parts.cached, {}, {"cache": "another"}),
+    "data.packing.concatenated": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
     "data.standard_library": Row(parts.documents, {}, SPLIT),
     "data.text_files": Row(
         parts.documents,
@@ -151,7 +170,7 @@ ROWS: dict[str, Row] = {
         runs.sizes_of_mesh,
         {},
         # Two replicas are not four ranks, and the other dimensions are not built yet.
-        {"pipeline": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
+        {"pipeline": 2, "data_shard": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
     ),
     "distributed.precision": Row(
         runs.stages_of,
@@ -165,10 +184,11 @@ ROWS: dict[str, Row] = {
         },
     ),
     "distributed.processes": Row(runs.joined, {}, {"timeout": 7.0}),
+    "export.adapter": Row(runs.exported_adapter, {}, {"base_model": "some/model"}),
     "export.hugging_face": Row(runs.exported, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
     "gradients.clip_norm": Row(parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0}),
     "gradients.clip_value": Row(parts.clipped, {"max_value": 1.0}, {"max_value": 2.0}),
-    "gradients.synchronize": Row(parts.sums_over_ranks, {}, {"bucket_bytes": 4}),
+    "gradients.synchronize": Row(parts.sums_over_ranks, {}, {"bucket_bytes": 4, "norm": "device"}),
     "kernels.auto": Row(
         parts.chosen_kernels,
         {},
@@ -207,6 +227,26 @@ ROWS: dict[str, Row] = {
         {"quantiles": [0.5], "bins": 10},
         {"of": "accuracy", "quantiles": [0.9], "low": 1.0, "high": 10.0, "bins": 7},
     ),
+    "model.auto": Row(
+        parts.model_of,
+        {"path": "one.json", "weights": False},
+        {"path": "other_llama.json", "weights": Change(True, {"path": "exported"}, parts.initial_weights_of)},
+    ),
+    "model.llama": Row(
+        parts.model_of, SIZES, MODEL | {"config": config("llama")} | {"attention_bias": True, "mlp_bias": True}
+    ),
+    "model.mistral": Row(parts.model_of, SIZES, MODEL | {"config": config("mistral"), "sliding_window": 3}),
+    "model.qwen2": Row(
+        parts.model_of,
+        SIZES,
+        MODEL
+        | {"config": config("qwen2")}
+        | {
+            "use_sliding_window": Change(True, {"sliding_window": 3, "max_window_layers": 1}),
+            "sliding_window": Change(3, {"use_sliding_window": True, "max_window_layers": 1}),
+            "max_window_layers": Change(1, {"use_sliding_window": True, "sliding_window": 3}),
+        },
+    ),
     "model.qwen3.dense": Row(parts.model_of, SIZES, MODEL),
     "model.qwen3.moe": Row(parts.model_of, SPARSE_SIZES, MODEL | EXPERTS),
     "optim.adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS),
@@ -243,6 +283,10 @@ ROWS: dict[str, Row] = {
 }
 
 UNOBSERVED = {
+    (
+        "pipeline.stages",
+        "reshard_after_forward",
+    ): "it needs ranks that shard: test_sharded_store.py has them",
     ("optim.stochastic_adamw", "implementation"): "it is about speed: both give the same bits, as tests of kernels say",
 }
 """Settings whose effect can't be observed on a CPU, and why."""

@@ -1,18 +1,25 @@
 """The component `model.qwen3.dense`."""
 
-from torch import nn
-
-from drawloom.components.model.qwen3.builder import Qwen3Builder
-from drawloom.components.model.qwen3.decoder_layer import SwiGLU
-from drawloom.components.model.qwen3.hugging_face import DENSE
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.config import Qwen3Config
+from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.graph import component
+
+FIXED = {"attention_bias": False, "use_sliding_window": False}
+
+DENSE = Family(
+    "model.qwen3.dense",
+    "a Qwen3 dense model",
+    Qwen3Config,
+    "qwen3",
+    "Qwen3ForCausalLM",
+    fixed=FIXED,
+    derives_head_dim=False,
+)
 
 
 @component(impact="incompatible")
-class Qwen3Dense(Qwen3Builder):
+class Qwen3Dense(DecoderBuilder):
     """A Qwen3 dense language model, of sizes given here or by a Hugging Face `config.json`."""
 
     family = DENSE
-
-    def mlp_of(self, number: int) -> nn.Module:
-        return SwiGLU(self.architecture, self.kernels)

@@ -4,16 +4,37 @@ from typing import Any
 
 from torch import nn
 
-from drawloom.components.model.qwen3.builder import Qwen3Builder
-from drawloom.components.model.qwen3.decoder_layer import SwiGLU
-from drawloom.components.model.qwen3.experts import SparseMoeBlock
-from drawloom.components.model.qwen3.hugging_face import MOE
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.config import MoeConfig
+from drawloom.components.model.decoder.experts import SparseMoeBlock
+from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.layer import SwiGLU
+from drawloom.components.model.qwen3.dense import FIXED
 from drawloom.components.ports.model import ExpertKernels
 from drawloom.graph import at_least, component, setting
 
+MOE = Family(
+    "model.qwen3.moe",
+    "a Qwen3 model with experts",
+    MoeConfig,
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    needed=(
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+    ),
+    hf_defaults={"norm_topk_prob": False},
+    fixed=FIXED,
+    derives_head_dim=False,
+)
+
 
 @component(impact="incompatible")
-class Qwen3Moe(Qwen3Builder):
+class Qwen3Moe(DecoderBuilder):
     """
     A Qwen3 language model with experts, of sizes given here or by a Hugging Face `config.json`.
 

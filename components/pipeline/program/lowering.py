@@ -8,6 +8,9 @@ received in the order in which they are sent; and a receive precedes the action 
 that it is posted by then.
 """
 
+from collections import defaultdict
+from collections.abc import Set
+
 import attrs
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +26,7 @@ from drawloom.components.ports.program import (
     MessageOp,
     Program,
     RankProgram,
+    flat,
     group_overlaps,
 )
 
@@ -38,6 +42,31 @@ def lower(program: Program, rank: int, costs: Costs = ASSUMED_COSTS) -> RankProg
     """
     program = with_whole_backwards(program)
     return with_messages(program, time(program, costs), rank)
+
+
+def with_shard_actions(line: RankProgram, gathered: Set[int], reduced: Set[int]) -> RankProgram:
+    """
+    A rank's program with the actions on its sharded stages.
+
+    The `gathered` stages are unsharded one compute action before their first, so that both overlap, and resharded after
+    their last; a stage that has a backward and is `reduced` frees its parameters with the reduction.
+    """
+    before: dict[int, list[Action]] = defaultdict(list)
+    after: dict[int, list[Action]] = defaultdict(list)
+    places = [(place, part) for place, item in enumerate(line) for part in flat([item]) if part.op in OPS]
+    computes = sorted({place for place, _ in places})
+    first = {part.stage: (place, part.microbatch) for place, part in reversed(places)}
+    last = {part.stage: (place, part) for place, part in places}
+    for stage, (place, microbatch) in sorted(first.items(), key=lambda each: each[1]):
+        if stage in gathered:
+            early = computes[max(0, computes.index(place) - 1)]
+            before[early].append(Action(stage, "UNSHARD", microbatch))
+    for stage, (place, part) in last.items():
+        if part.op != "F" and stage in reduced:
+            before[place].append(Action(stage, "REDUCE_GRAD", part.microbatch))
+        elif stage in gathered:
+            after[place].append(Action(stage, "RESHARD", part.microbatch))
+    return [each for place, item in enumerate(line) for each in (*before[place], item, *after[place])]
 
 
 def with_whole_backwards(program: Program) -> Program:

@@ -63,6 +63,9 @@ class ProgramRunner:
             "RECV_F": self._receive_forward,
             "SEND_B": self._send_backward,
             "RECV_B": self._receive_backward,
+            "UNSHARD": lambda action: self.stages[action.stage].unshard(),
+            "RESHARD": lambda action: self.stages[action.stage].reshard(),
+            "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_next(),
         }
         for action in flat(program):
             # A traceback alone would not say which of many identical stages and microbatches it was.

@@ -11,7 +11,7 @@ from torch import Tensor
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Head, Stage
+from drawloom.components.ports.model import BatchContext, Head, Shards, Stage
 from drawloom.components.ports.pipeline import Loss
 from drawloom.components.storage.pytree import leaves, transform
 
@@ -39,6 +39,7 @@ class StageRunner:
     state: PipelineStateHandler
     split: bool = False
     _in_flight: dict[int, InFlight] = attrs.field(factory=dict)
+    _reduces_next: bool = False
 
     @property
     def last(self) -> bool:
@@ -103,8 +104,29 @@ class StageRunner:
         return back
 
     def backward_weight(self, microbatch: int) -> None:
-        """W: accumulate the weight gradients."""
+        """W: accumulate the weight gradients; sharded ones are reduced if these are the last of the step."""
         _split(self._in_flight.pop(microbatch)).backward_weight()
+        if self._reduces_next:
+            self._shards.reduce()
+
+    def unshard(self) -> None:
+        """Start to gather the stage's sharded parameters."""
+        self._shards.unshard()
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+        self._shards.reshard()
+
+    def reduce_next(self) -> None:
+        """Gradients are final with the next backward pass."""
+        self._shards.reduce_next()
+        self._reduces_next = True
+
+    @property
+    def _shards(self) -> Shards:
+        if self.stage.shards is None:
+            raise ValueError(f"the parameters of stage {self.stage.index} are not sharded")
+        return self.stage.shards
 
 
 def _logits(hidden: Tensor, head: Head) -> Tensor:

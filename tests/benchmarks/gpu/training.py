@@ -82,7 +82,7 @@ SMALL = {
 }
 
 MODELS = {"Qwen3-0.6B": DENSE, "1B with experts": SPARSE}
-OURS = {"qwen3": ("dense", "Qwen3Dense"), "qwen3_moe": ("sparse", "Qwen3Sparse")}
+OURS = {"qwen3": ("dense", "Qwen3Dense"), "qwen3_moe": ("moe", "Qwen3Moe")}
 
 
 def main() -> None:

@@ -1,42 +1,41 @@
 """Rows whose tokens identify them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import numpy as np
 import pytest
 
-from drawloom.components.data.packing import Packing
-from drawloom.components.ports.data import Batch, Split
+from drawloom.components.data.packing.concatenated import Concatenated
+from drawloom.components.data.token_arrays import TokenArrays
+from drawloom.components.ports.corpus import Split
+from drawloom.components.ports.data import Batch
 
 LENGTH = 4
 
 
 @attrs.frozen
-class Counting:
-    """A corpus of one document per split that counts from 1, and a tokenizer of numbers whose end is 0."""
+class TokensInMemory:
+    """A corpus of given documents, which end as they are."""
 
-    train: int
-    validation: int
+    train: list[list[int]]
+    validation: list[list[int]]
     vocab_size: int = 100_000
     eos_id: int = 0
 
-    def documents(self, split: Split) -> Iterator[str]:
-        last = self.train if split == "train" else self.validation
-        yield " ".join(str(number) for number in range(1, last + 1))
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array([int(word) for word in text.split()], np.int32)
+    def documents(self, split: Split) -> TokenArrays:
+        held = self.train if split == "train" else self.validation
+        return TokenArrays.of([np.array(document, np.int64) for document in held], np.uint32)
 
 
 @pytest.fixture(scope="session")
-def rows_of(job: Any) -> Callable[..., Packing]:
+def rows_of(job: Any) -> Callable[..., Concatenated]:
     """Makes a dataset of this many rows; the tokens of row r are 4r + 1, 4r + 2, 4r + 3, 4r + 4."""
 
-    def make(train: int = 0, validation: int = 0) -> Packing:
-        numbers: Any = Counting(train * LENGTH, validation * LENGTH)
-        rows = Packing(corpus=numbers, tokenizer=numbers, job=job, length=LENGTH)
+    def make(train: int = 0, validation: int = 0) -> Concatenated:
+        splits = [[[*range(1, count * LENGTH + 1), 0]] if count else [] for count in (train, validation)]
+        rows = Concatenated(tokens=TokensInMemory(splits[0], splits[1]), job=job, length=LENGTH)
         rows.open()
         return rows
 

@@ -99,3 +99,21 @@ def test_saved_files_give_the_same_ids(tmp_path: Path) -> None:
     (source / "tokenizer_config.json").write_text('{"mine": 1}')
     opened(path).save(two)
     assert json.loads((two / "tokenizer_config.json").read_text()) == {"mine": 1}
+
+
+@pytest.mark.parametrize("eos", ["<end>", {"content": "<end>", "special": True}])
+def test_a_folder_says_its_end_token(eos: Any, tmp_path: Path) -> None:
+    """A folder is read as its file is, and the end is the one of tokenizer_config.json, in both of its forms."""
+    write(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    tokenizer = HuggingFaceTokenizer(path=tmp_path)
+    tokenizer.open()
+    assert tokenizer.eos_id == 6
+    assert [path.name for path in tokenizer.files_read()["path"]] == ["tokenizer.json", "tokenizer_config.json"]
+
+
+def test_an_end_token_that_nothing_says_is_asked_for(tmp_path: Path) -> None:
+    """Without a setting and without a tokenizer_config.json the message lists what to write."""
+    write(tmp_path)
+    with pytest.raises(UserError, match=r'says no eos_token, and it is left out; write one of "<end>"'):
+        HuggingFaceTokenizer(path=tmp_path).open()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from drawloom.components.data.loader import Loader
-from drawloom.components.data.order import permutation
+from drawloom.components.data.order import Permutation
 from drawloom.components.run.batch import GlobalBatch
 from drawloom.graph import UserError
 
@@ -44,7 +44,7 @@ def steps(loader: Loader, names: Any, number: int) -> list[list[list[int]]]:
 def expected(seed: int, first: int, last: int) -> list[list[list[int]]]:
     """The steps of one rank, from the concatenated permutations of the epochs."""
     epochs = range(last * STEP // ROWS + 1)
-    endless = list(chain(*(permutation(seed, "rows", epoch, ROWS).tolist() for epoch in epochs)))
+    endless = list(chain(*(Permutation(seed, "rows", epoch, ROWS).all().tolist() for epoch in epochs)))
     taken = [endless[step * STEP : (step + 1) * STEP] for step in range(first, last)]
     return [[step[start : start + MICRO] for start in range(0, STEP, MICRO)] for step in taken]
 

@@ -25,7 +25,7 @@ def test_every_module_is_a_document_of_one_split() -> None:
     """Both splits together are the modules, each once, and about one in twenty is in the validation split."""
     library = StandardLibrary()
     train, validation = list(library.documents("train")), list(library.documents("validation"))
-    texts = [file.path.read_bytes().decode("utf-8", "replace") for file in source_files()]
+    texts = [Path(file.path).read_bytes().decode("utf-8", "replace") for file in source_files()]
     assert Counter(train + validation) == Counter(texts)
     assert 0.02 < len(validation) / len(texts) < 0.1
     assert Path(json.__file__).read_bytes().decode() in train + validation

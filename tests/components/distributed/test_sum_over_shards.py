@@ -1,5 +1,7 @@
 """Sums over ranks that hold different parameters."""
 
+from typing import Any
+
 import attrs
 import torch
 from torch import Tensor
@@ -19,14 +21,17 @@ class Twice(SingleProcess):
 
 @attrs.define
 class FakeMesh:
-    """Two pipeline ranks, and two replicas."""
+    """Two pipeline ranks, two replicas, and two ranks that shard."""
 
     world: Group = attrs.field(factory=SingleProcess)
     replicas: Group = attrs.field(factory=Twice)
 
-    def group(self, dimension: str) -> Group:
-        """Two ranks along pipeline and data_replicate."""
-        return Twice() if dimension in ("pipeline", "data_replicate") else SingleProcess()
+    def group(self, *dimensions: str) -> Group:
+        """Two ranks along pipeline, data_replicate and data_shard."""
+        return Twice() if {"pipeline", "data_replicate", "data_shard"} & {*dimensions} else SingleProcess()
+
+    def torch_mesh(self, *dimensions: str) -> Any:
+        raise AssertionError("nothing is sharded")
 
     def size(self, dimension: str) -> int:
         """The number of ranks."""
@@ -38,7 +43,7 @@ class FakeMesh:
 
 
 def test_replicas_are_not_summed() -> None:
-    """The sum runs over pipeline ranks and not over replicas; the argument is unchanged."""
+    """The sum runs over ranks that split the layers or shard parameters, and not over replicas; the argument stays."""
     value = torch.tensor(3.0, dtype=torch.float64)
     total = SumOverParameters(mesh=FakeMesh()).total(value)
-    assert (total.item(), total.dtype, value.item()) == (6, torch.float64, 3)
+    assert (total.item(), total.dtype, value.item()) == (12, torch.float64, 3)

@@ -14,7 +14,7 @@ from torch import nn
 
 from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.export.hf_writer import write_folder
-from drawloom.components.model.qwen3.builder import Qwen3Builder
+from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.model import LayerRange, Stage
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.weights.load import load_folder
@@ -44,7 +44,7 @@ class FakeTokenizer:
 
 
 both = pytest.mark.parametrize("make", [dense, sparse], ids=["dense", "sparse"])
-Make = Callable[..., Qwen3Builder]
+Make = Callable[..., DecoderBuilder]
 
 
 @both

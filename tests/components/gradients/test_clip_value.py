@@ -1,5 +1,7 @@
 """Gradient clipping by value."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -16,6 +18,9 @@ class Weights:
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return [("weight", self.parameter)]
+
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(name for name, _ in self.named())
 
 
 def test_elements_are_clamped() -> None:

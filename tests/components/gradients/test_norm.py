@@ -1,6 +1,7 @@
 """The total norm of gradients, for any sharding."""
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 import attrs
@@ -10,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.components.gradients.norm import total_norm
+from drawloom.components.gradients.norm import EXACT, ON_DEVICE, total_norm
 
 numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
+CPU = torch.device("cpu")
 
 
 @attrs.define
@@ -27,23 +29,39 @@ class Ranks:
         return torch.stack([value, *self.others]).sum(0)
 
 
-def _over_ranks(gradients: list[Tensor], owners: list[int]) -> list[float]:
+Norm = Callable[[list[Tensor], Ranks], float]
+
+
+def _exact(gradients: list[Tensor], ranks: Ranks) -> float:
+    return total_norm(gradients, ranks, CPU, EXACT)
+
+
+def _on_device(gradients: list[Tensor], ranks: Ranks) -> float:
+    norm = total_norm(gradients, ranks, CPU, ON_DEVICE)
+    assert norm.dtype == torch.float64 and norm.shape == ()
+    return float(norm)
+
+
+both = pytest.mark.parametrize("norm", [_exact, _on_device], ids=["exact", "device"])
+
+
+def _over_ranks(gradients: list[Tensor], owners: list[int], norm: Norm = _exact) -> list[float]:
     """The norm that each of three ranks with these gradients computes."""
     held = [[each for each, owner in zip(gradients, owners, strict=True) if owner == rank] for rank in range(3)]
     told = [Ranks() for _ in held]
     for rank, own in zip(told, held, strict=True):
-        total_norm(own, rank)
+        norm(own, rank)
     sent = [rank.given[0] for rank in told]
-    return [total_norm(own, Ranks(sent[:rank] + sent[rank + 1 :])) for rank, own in enumerate(held)]
+    return [norm(own, Ranks(sent[:rank] + sent[rank + 1 :])) for rank, own in enumerate(held)]
 
 
 @given(st.lists(st.tuples(st.lists(numbers, max_size=3), st.integers(0, 2)), max_size=8), st.randoms())
 def test_any_sharding_gives_the_same_bits(held: list[tuple[list[float], int]], moments: object) -> None:
     """On one rank or three, in any order, the norm is the root of the exactly summed squares."""
     gradients = [torch.tensor(values) for values, _ in held]
-    whole = total_norm(gradients, Ranks())
+    whole = _exact(gradients, Ranks())
     assert _over_ranks(gradients, [owner for _, owner in held]) == [whole] * 3
-    assert total_norm(gradients[::-1], Ranks()) == whole
+    assert _exact(gradients[::-1], Ranks()) == whole
     norms = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in gradients]
     assert whole == math.sqrt(float(sum(Fraction(norm * norm) for norm in norms)))
 
@@ -51,22 +69,33 @@ def test_any_sharding_gives_the_same_bits(held: list[tuple[list[float], int]], m
 def test_small_gradients_are_not_lost_beside_a_large_one() -> None:
     """4000 squares that each vanish when added to 1 in float64 change the norm together."""
     gradients = [torch.tensor([1.0]), *[torch.tensor([2.0**-27])] * 4096]
-    assert total_norm(gradients, Ranks()) == math.sqrt(1 + 2.0**-42)
+    assert _exact(gradients, Ranks()) == math.sqrt(1 + 2.0**-42)
 
 
-@pytest.mark.parametrize(("value", "norm"), [(math.inf, math.inf), (-math.inf, math.inf), (math.nan, math.nan)])
-def test_a_non_finite_gradient_shows_on_every_rank(value: float, norm: float) -> None:
+@given(st.lists(st.tuples(st.lists(numbers, max_size=3), st.integers(0, 2)), max_size=8))
+def test_the_norm_on_the_device_is_the_exact_one_to_rounding(held: list[tuple[list[float], int]]) -> None:
+    """On one rank or three, it differs by rounding in float64."""
+    gradients = [torch.tensor(values) for values, _ in held]
+    found = [_on_device(gradients, Ranks()), *_over_ranks(gradients, [owner for _, owner in held], _on_device)]
+    assert found == pytest.approx([_exact(gradients, Ranks())] * 4, rel=1e-14, abs=0)
+
+
+@both
+@pytest.mark.parametrize(("value", "total"), [(math.inf, math.inf), (-math.inf, math.inf), (math.nan, math.nan)])
+def test_a_non_finite_gradient_shows_on_every_rank(value: float, total: float, norm: Norm) -> None:
     """One non-finite element on one rank makes the norm non-finite on all."""
-    found = _over_ranks([torch.tensor([1.0, 2.0]), torch.tensor([value]), torch.tensor([1.0])], [0, 1, 2])
-    assert [repr(each) for each in found] == [repr(norm)] * 3
+    found = _over_ranks([torch.tensor([1.0, 2.0]), torch.tensor([value]), torch.tensor([1.0])], [0, 1, 2], norm)
+    assert [repr(each) for each in found] == [repr(total)] * 3
 
 
-def test_the_largest_gradients_are_finite() -> None:
+@both
+def test_the_largest_gradients_are_finite(norm: Norm) -> None:
     """Squares of the largest float32 don't overflow."""
     largest = torch.finfo(torch.float32).max
-    assert total_norm([torch.full((4,), largest)] * 4, Ranks()) == largest * 4
+    assert norm([torch.full((4,), largest)] * 4, Ranks()) == largest * 4
 
 
-def test_without_gradients_the_norm_is_zero() -> None:
+@both
+def test_without_gradients_the_norm_is_zero(norm: Norm) -> None:
     """A rank without parameters has a norm of zero."""
-    assert total_norm([], Ranks()) == 0.0
+    assert norm([], Ranks()) == 0.0

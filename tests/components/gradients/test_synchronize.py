@@ -41,6 +41,9 @@ class Weights:
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return [("first", self.first), ("second", self.second)]
 
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(name for name, _ in self.named())
+
     def counted(self) -> list[tuple[str, nn.Parameter]]:
         return self.named()
 
@@ -63,33 +66,40 @@ class Twins:
         return [value, value]
 
 
-def taken(weights: Weights, mesh: Any, total: float, weight: float, bucket_bytes: int = 2**20) -> Step:
+def taken(weights: Weights, mesh: Any, total: float, weight: float, why: str = "", **settings: Any) -> Step:
     """The step after the phase has run with the given sums on this rank."""
-    phase = Synchronize(
-        parameters=weights, mesh=mesh, precision=Float32(), reduce=NoReduction(), bucket_bytes=bucket_bytes
-    )
+    phase = Synchronize(parameters=weights, mesh=mesh, precision=Float32(), reduce=NoReduction(), **settings)
     sums = torch.tensor([total, weight], dtype=torch.float64)
-    step = Step(1, 1, tokens=7, outputs={"losses": Losses(*sums)})
+    step = Step(1, 1, tokens=7, skip_reason=why, outputs={"losses": Losses(*sums)})
     phase.run_phase(step)
     return step
 
 
-def test_gradient_and_loss_are_means_by_weight(one_rank: Any) -> None:
+both = pytest.mark.parametrize("norm", ["exact", "device"])
+
+
+@both
+def test_gradient_and_loss_are_means_by_weight(one_rank: Any, norm: str) -> None:
     """Sums are divided by the total weight once; a parameter without a gradient gets zeros."""
     weights = Weights(torch.tensor([6.0, 8.0]))
-    step = taken(weights, one_rank, total=10.0, weight=2.0)
+    step = taken(weights, one_rank, total=10.0, weight=2.0, norm=norm)
+    assert step.settled is (norm == "exact") and step.outputs["loss"] == 5.0
+    step.settle()
     assert weights.first.grad is not None and weights.first.grad.tolist() == [3.0, 4.0]
     assert weights.second.grad is not None and weights.second.grad.tolist() == [0.0, 0.0]
     assert step.outputs["loss"] == 5.0 and step.outputs["grad_norm"] == pytest.approx(5.0) and not step.skip_reason
+    assert [type(step.outputs[name]) for name in ("loss", "grad_norm")] == [float, float]
 
 
+@both
 @pytest.mark.parametrize("bucket_bytes", [1, 12, 2**20])
-def test_two_equal_replicas_give_the_gradient_of_one(bucket_bytes: int, mesh_of: Any) -> None:
+def test_two_equal_replicas_give_the_gradient_of_one(bucket_bytes: int, mesh_of: Any, norm: str) -> None:
     """The sum over equal replicas divided by the total weight is the gradient of one, for any bucket size."""
     weights = Weights(torch.tensor([6.0, 8.0]))
-    step = taken(weights, mesh_of(replicas=Twins()), total=10.0, weight=2.0, bucket_bytes=bucket_bytes)
+    mesh = mesh_of(replicas=Twins())
+    step = taken(weights, mesh, total=10.0, weight=2.0, bucket_bytes=bucket_bytes, norm=norm)
     assert weights.first.grad is not None and weights.first.grad.tolist() == [3.0, 4.0]
-    assert step.outputs["loss"] == 5.0 and step.tokens == 14
+    assert step.tokens == 14 and step.outputs["loss"] == 5.0
 
 
 def test_float64_gradients_are_reduced_in_float64(mesh_of: Any) -> None:
@@ -100,6 +110,7 @@ def test_float64_gradients_are_reduced_in_float64(mesh_of: Any) -> None:
     assert weights.second.grad is not None and weights.second.grad.dtype == torch.float32
 
 
+@both
 @pytest.mark.parametrize(
     ("gradient", "total", "weight", "reason"),
     [
@@ -108,6 +119,18 @@ def test_float64_gradients_are_reduced_in_float64(mesh_of: Any) -> None:
         (1.0, 0.0, 0.0, "there was no token to learn from"),
     ],
 )
-def test_a_non_finite_step_is_skipped(gradient: float, total: float, weight: float, reason: str, one_rank: Any) -> None:
-    """A step with a non-finite loss or gradient norm, or without tokens, gets a skip_reason."""
-    assert taken(Weights(torch.tensor([gradient])), one_rank, total, weight).skip_reason == reason
+def test_a_non_finite_step_is_skipped(
+    gradient: float, total: float, weight: float, reason: str, one_rank: Any, norm: str
+) -> None:
+    """A step with a non-finite loss or gradient norm, or without tokens, gets a skip_reason, and found_inf if late."""
+    step = taken(Weights(torch.tensor([gradient])), one_rank, total, weight, norm=norm)
+    assert (step.found_inf is None) if norm == "exact" else (step.found_inf == 1)
+    assert step.skip_reason == reason
+
+
+@both
+def test_a_reason_of_an_earlier_phase_is_kept(one_rank: Any, norm: str) -> None:
+    """A finite step that a phase refuses is skipped, on the device too."""
+    step = taken(Weights(torch.tensor([1.0])), one_rank, 1.0, 1.0, why="a phase says so", norm=norm)
+    assert step.found_inf is None or step.found_inf == 1
+    assert step.skip_reason == "a phase says so"

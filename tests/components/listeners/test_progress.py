@@ -14,7 +14,7 @@ from rich.console import Console
 
 from drawloom.components.listeners.logging import RunLogging
 from drawloom.components.listeners.progress import ProgressBar
-from drawloom.components.ports.run import Event, Step
+from drawloom.components.ports.run import Event, LateValues, Step
 
 
 @attrs.frozen
@@ -109,6 +109,18 @@ def test_a_skipped_step_shows_no_loss(bar: ProgressBar, screen: io.StringIO) -> 
     """The bar shows "skipped" in place of the loss."""
     _take(bar, Step(1, 1, started=0.0, skip_reason="nan", outputs={"loss": float("nan")}))
     assert "loss skipped" in screen.getvalue()
+
+
+def test_a_late_step_shows_the_loss_of_the_one_before(bar: ProgressBar, screen: io.StringIO) -> None:
+    """The bar does not wait for a GPU, but for the last step."""
+    steps = [Step(index, 3, started=2.0 * (index - 1)) for index in (1, 2, 3)]
+    for step in steps:
+        step.late = lambda loss=step.index: LateValues({"loss": loss}, 20, "")
+        _take(bar, step)
+        if step.index == 2:
+            assert not step.settled and "step 2/3" in screen.getvalue()
+            assert screen.getvalue().count("loss 1.0000") and "loss 2.0000" not in screen.getvalue()
+    assert "loss 3.0000" in screen.getvalue() and "10 tokens/s" in screen.getvalue()
 
 
 def test_fast_steps_do_not_each_refresh_the_bar(bar: ProgressBar, screen: io.StringIO) -> None:

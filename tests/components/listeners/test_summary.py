@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from drawloom.components.listeners.summary import RunSummary
-from drawloom.components.ports.data import Batch, Split
+from drawloom.components.ports.corpus import Split
+from drawloom.components.ports.data import Batch
 from drawloom.components.ports.run import Event, Step
 from drawloom.graph import Every
 from drawloom.graph.testing import build

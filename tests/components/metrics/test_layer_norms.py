@@ -22,6 +22,9 @@ class Weights:
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return [*self.parameters.items()]
 
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(name for name, _ in self.named())
+
     def counted(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, each) for name, each in self.named() if name not in self.others]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from drawloom.components.metrics.throughput import Throughput
-from drawloom.components.ports.run import Step
+from drawloom.components.ports.run import LateValues, Step
 from support.metrics import measured
 
 
@@ -32,3 +32,17 @@ def test_tokens_add_up_over_a_resumed_run() -> None:
 def test_a_clock_that_stands_still_is_no_error() -> None:
     """A step that took no time has a speed, however large."""
     assert measured(_at(1.0), Step(1, 9, tokens=1, started=1.0))["tokens_per_second"] == pytest.approx(1e9)
+
+
+def test_tokens_that_a_device_sums_are_read_late() -> None:
+    """Measuring does not wait for them; a state that is saved before the step's values counts them too."""
+    waited = []
+
+    def late() -> LateValues:
+        waited.append(True)
+        return LateValues({}, 100, "")
+
+    throughput = _at(5.0)
+    throughput.update(Step(1, 9, tokens=50, started=0.0, late=late))
+    assert not waited
+    assert throughput.state_dict() == {"tokens": 100} and waited

@@ -1,6 +1,7 @@
 """AdamW by parameter names."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ class Weights:
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return [("vector", self.vector), ("matrix", self.matrix)]
+
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(name for name, _ in self.named())
 
     def give_gradients(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

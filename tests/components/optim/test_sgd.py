@@ -1,5 +1,7 @@
 """SGD with momentum."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -15,6 +17,9 @@ class Weight:
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return [("weight", self.weight)]
+
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(name for name, _ in self.named())
 
 
 def test_momentum_adds_up_gradients() -> None:

@@ -32,6 +32,9 @@ class Weights:
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.parameters.items())
 
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(name for name, _ in self.named())
+
     def give_gradients(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for _, parameter in self.named():

@@ -21,6 +21,9 @@ class Weights:
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return [("matrix", self.matrix), ("vector", self.vector)]
 
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(name for name, _ in self.named())
+
 
 @pytest.mark.parametrize(("kind", "settings"), [(AdamW, {}), (SGD, {"momentum": 0.9}), (SGD, {"momentum": 0.0})])
 def test_the_state_takes_the_bytes_that_were_announced(kind: Any, settings: Any) -> None:

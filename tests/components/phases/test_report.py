@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.host_copy import HostCopy
 from drawloom.components.phases import report
 from drawloom.components.phases.metric_totals import Measured
 from drawloom.components.phases.report import Report, step_line
@@ -161,7 +162,7 @@ def test_a_late_step_is_written_once_with_the_next_or_before_a_checkpoint(
     def late(metrics: Any, step: Step, *_: Any) -> Measured:
         arrivals.append(Arrival())
         arrived: Any = arrivals[-1]
-        return Measured(step, {}, arrived)
+        return Measured(step, HostCopy({}, arrived))
 
     monkeypatch.setattr(report, "measure", late)
     tracker = Recorder()

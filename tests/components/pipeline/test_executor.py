@@ -179,33 +179,44 @@ def test_a_failing_stage_is_named_and_the_next_step_works(one_rank: Any) -> None
 
 CASES: dict[int, list[pipelines.Case]] = {
     2: [
-        (name, microbatches, True, False, loss)
-        for name in pipelines.TRAINING
-        for microbatches, loss in ((1, "dft"), (5, "smoothed"), (8, "tempered"))
+        *((name, 1, True, False, "dft") for name in pipelines.TRAINING),
+        *((name, 5, True, False, "tempered") for name in pipelines.TRAINING),
+        *((name, 6, True, False, "smoothed") for name in ("gpipe", "interleaved_1f1b", "zero_bubble_v")),
     ],
     4: [(name, 8, False, True, "plain") for name in pipelines.TRAINING],
 }
+LAYERS = {2: 4, 4: 8}
+"""Of the model, by the number of ranks: as few as all schedules take."""
 
 
 @pytest.fixture(scope="module")
 def parts() -> dict[int, list[list[dict[str, Any]]]]:
     """For each number of ranks what every rank had after a step of each case."""
-    return {ranks: run_ranks(pipelines.steps, ranks, cases, timeout=120) for ranks, cases in CASES.items()}
+    common: tuple[Any, ...] = {}, "cpu", pipelines.FLOAT64, 1
+    return {
+        ranks: run_ranks(pipelines.steps, ranks, cases, *common, LAYERS[ranks], timeout=120)
+        for ranks, cases in CASES.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def wholes() -> dict[tuple[Any, ...], dict[str, Any]]:
     """The same steps in one process."""
-    cases = sorted({("gpipe", *case[1:]) for case in CASES[2] + CASES[4]})
-    return {case[1:]: found for case, found in zip(cases, pipelines.steps(cases), strict=True)}
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for ranks, theirs in CASES.items():
+        cases = sorted({("gpipe", *case[1:]) for case in theirs})
+        steps = pipelines.steps(cases, layers=LAYERS[ranks])
+        found |= {case[1:]: step for case, step in zip(cases, steps, strict=True)}
+    return found
 
 
-REPLICATED: list[pipelines.Case] = [(name, 8, True, False, "tempered") for name in ("one_f_one_b", "zero_bubble_v")]
+REPLICATED: list[pipelines.Case] = [(name, 6, True, False, "smoothed") for name in ("one_f_one_b", "zero_bubble_v")]
 
 
 def test_replicas_of_a_pipeline_have_the_gradients_of_one_process(wholes: Any) -> None:
     """Two pipelines of two ranks, each with half of the microbatches, agree with one process in float64."""
-    parts = run_ranks(pipelines.steps, 4, REPLICATED, 2, timeout=120)
+    common = {"data_replicate": 2}, "cpu", pipelines.FLOAT64, 1
+    parts = run_ranks(pipelines.steps, 4, REPLICATED, *common, LAYERS[2], timeout=120)
     for number, case in enumerate(REPLICATED):
         whole, mine = wholes[case[1:]], [found[number] for found in parts]
         assert sum(part["loss"] for part in mine) == pytest.approx(whole["loss"], rel=1e-12), case

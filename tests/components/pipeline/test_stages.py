@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.pipeline.stages import MaterializedStages
-from drawloom.components.ports.model import LayerRange, TensorSlice
+from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.program import Program
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper_ops import rename
 from drawloom.graph import UserError
@@ -30,6 +31,9 @@ class Blueprint:
         module = nn.ModuleDict({str(layer): nn.Linear(2, 2, bias=False) for layer in range(span.first, span.last)})
         self.built_on += [parameter.device.type for parameter in module.parameters()]
         return module
+
+    def blocks(self, module: nn.Module) -> list[nn.Module]:
+        return [part for part in module.modules() if isinstance(part, nn.Linear)]
 
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         parameter.fill_(len(name) + seed)
@@ -140,10 +144,12 @@ def test_each_rank_owns_its_part(rank: int, per_rank: int, names: str, mesh_of: 
 
 
 def test_transforms_come_before_the_parameters_are_real(one_rank: Any, job: Any) -> None:
-    """What a transform froze is no parameter to train, but is saved."""
+    """What a transform froze is neither trained nor saved: the state says what it follows from."""
     stages = made(one_rank, job, Blueprint(), transforms=[Freeze()])
     assert [name for name, _ in stages.named()] == ["0.weight"]
-    assert len(stages.state_dict()) == 4
+    assert stages.state_dict().keys() == {"0.weight", "frozen"}
+    assert stages.state_dict()["frozen"] == f"seed {job.seed}"
+    assert stages.memory_bytes()["gradients"] == 4 * torch.float32.itemsize
 
 
 def test_state_goes_from_one_to_another(one_rank: Any, job: Any) -> None:
@@ -234,8 +240,9 @@ def test_buffers_have_the_values_of_their_modules(one_rank: Any, job: Any) -> No
         assert buffer.tolist() == (7 if name.endswith("count") else [0.0, 1.0])
         assert buffer.dtype == (torch.int64 if name.endswith("count") else torch.float32)
     buffers["2.count"].fill_(9)
-    assert stages.state_names() == list(stages.state_dict()) and "2.count" in stages.state_names()
-    assert not any(name.endswith("table") for name in stages.state_names())
+    names = list(stages.state_slices())
+    assert names == list(stages.state_dict()) and "2.count" in names
+    assert not any(name.endswith("table") for name in names)
     other.load_state_dict(stages.state_dict())
     assert other.state_dict()["2.count"] == 9
 
@@ -273,7 +280,7 @@ def test_weights_are_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_
     save_file(theirs, tmp_path / "model.safetensors")
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
     stages = made(mesh, job, Blueprint(), transforms=[Freeze()], weights=tmp_path)
-    held = stages.state_dict()
+    held = dict(stages.local[0].named_parameters())
     assert list(held) == [f"{layer}.weight" for layer in ((0, 1), (2, 3))[rank]]
     assert all(torch.equal(tensor, theirs[f"theirs.{name[0]}"].bfloat16()) for name, tensor in held.items())
     assert [name for name, _ in stages.named()] == ["0.weight"][rank:]

@@ -1,10 +1,10 @@
-"""Sources of tensors, one standing on another."""
+"""Sources of tensors, and the bytes of tensors."""
 
 import pytest
 import torch
 
 from drawloom.components.storage.safetensors.header import DTYPES
-from drawloom.components.storage.tensor_source import AsType, InMemory, TensorSpec, bytes_of, empty, from_memory
+from drawloom.components.storage.tensor_source import InMemory, TensorSpec, bytes_of, empty, from_memory
 
 SOURCE = InMemory({"a": torch.ones(2, 3, requires_grad=True), "b": torch.tensor([1, 2])})
 
@@ -16,24 +16,9 @@ def test_in_memory_gives_detached_tensors() -> None:
     assert (SOURCE.specs()["a"].bytes, SOURCE.specs()["b"].bytes) == (24, 16)
 
 
-def test_as_type_leaves_whole_numbers_alone() -> None:
-    """Floating-point tensors are converted, and their specs state it; other tensors are unchanged."""
-    half = AsType(SOURCE, torch.bfloat16)
-    assert {name: kind.dtype for name, kind in half.specs().items()} == {"a": torch.bfloat16, "b": torch.int64}
-    assert (half.tensor("a").dtype, half.tensor("b").dtype) == (torch.bfloat16, torch.int64)
-
-
-def test_sources_can_be_nested() -> None:
-    """Of nested conversions, the outermost gives the dtype."""
-    both = AsType(AsType(SOURCE, torch.bfloat16), torch.float16)
-    assert both.specs()["a"] == TensorSpec((2, 3), torch.float16)
-    assert both.tensor("a").dtype == torch.float16
-
-
 def test_memory_that_another_object_holds_is_not_owned() -> None:
-    """Tensors of a source in memory are not owned by the reader, in any dtype."""
+    """Tensors of a source in memory are not owned by the reader."""
     assert not SOURCE.owns_memory
-    assert not AsType(SOURCE, torch.float16).owns_memory
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.load import convert
+from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import (
     chunk,
     concatenate,
@@ -19,6 +20,7 @@ from drawloom.components.weights.mapper_ops import (
     select_child,
     squeeze,
     stack,
+    to_dtype,
     transpose,
     unsqueeze,
     unstack,
@@ -139,3 +141,10 @@ def test_a_tensor_chunked_and_concatenated_is_unchanged(dim: int, count: int, da
     whole = torch.randn(shape)
     apart = unstack("whole", names, dim)
     assert torch.equal(convert(apart.inverse(), convert(apart, {"whole": whole}))["whole"], whole)
+
+
+def test_to_dtype_casts_floating_point_tensors_alone() -> None:
+    """Whole numbers keep their dtype."""
+    given = {"a": torch.rand(3), "b": torch.arange(3)}
+    found = convert(parallel(to_dtype("a", torch.bfloat16), to_dtype("b", torch.bfloat16)), given)
+    assert torch.equal(found["a"], given["a"].bfloat16()) and torch.equal(found["b"], given["b"])

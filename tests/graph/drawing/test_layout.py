@@ -2,7 +2,7 @@
 
 from itertools import combinations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.graph.drawing.layout import crossings, depths, layer, spread
@@ -11,7 +11,6 @@ NAMES = [f"n{number}" for number in range(9)]
 PAIRS = st.lists(st.sampled_from(list(combinations(NAMES, 2))), unique=True, max_size=20)
 
 
-@settings(max_examples=60, deadline=None)
 @given(PAIRS)
 def test_every_arrow_leads_to_the_right_by_steps_of_a_column(arrows: list[tuple[str, str]]) -> None:
     """A path starts and ends at its boxes with one stop in each column between; each stop is in one column."""
@@ -24,7 +23,6 @@ def test_every_arrow_leads_to_the_right_by_steps_of_a_column(arrows: list[tuple[
     assert sorted(stop.box for stop in stops if not stop.bend) == NAMES
 
 
-@settings(max_examples=60, deadline=None)
 @given(PAIRS)
 def test_the_column_of_a_box_is_its_longest_path(arrows: list[tuple[str, str]]) -> None:
     """Its column is one more than the greatest among its users, or the first."""
@@ -34,7 +32,6 @@ def test_the_column_of_a_box_is_its_longest_path(arrows: list[tuple[str, str]]) 
         assert found[name] == max(users, default=-1) + 1
 
 
-@settings(max_examples=60, deadline=None)
 @given(PAIRS)
 def test_crossings_are_counted_like_by_hand(arrows: list[tuple[str, str]]) -> None:
     """Two pieces of the same gap cross if they end the other way round than they begin."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.graph.build.graph import Graph
@@ -63,7 +63,6 @@ def test_boxes_and_field_labels_do_not_overlap(first_run: Graph, focus: str) -> 
     assert not [pair for pair in combinations(labels, 2) if svg.overlap(pair[0].area, pair[1].area)]
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.dictionaries(st.sampled_from(list(combinations("abcdefgh", 2))), st.text("xy", min_size=9, max_size=15)))
 def test_labels_at_arrows_do_not_overlap(labels: dict[tuple[str, str], str]) -> None:
     """In any graph, labels overlap neither labels nor boxes, and are inside the picture."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import tomli
-from hypothesis import given, settings
+from hypothesis import given
 
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.inspect.changes import diff, resolve
@@ -117,7 +117,6 @@ def test_true_is_not_one(project: Project) -> None:
 
 
 @given(recipes(), recipes())
-@settings(max_examples=50, deadline=None)
 def test_diff_and_a_resuming_run_list_the_same_changes(one: dict[str, Any], other: dict[str, Any]) -> None:
     """`diff` without cosmetic changes equals the changes that a resuming run finds."""
     project = Project.of("support.shop")

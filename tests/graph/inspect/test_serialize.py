@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tomli
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.graph.build.graph import Graph
@@ -81,7 +81,6 @@ def test_reading_it_again_gives_the_same(shop: Shop, project: Project) -> None:
 
 
 @given(recipes())
-@settings(max_examples=150, deadline=None)
 def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
     """For any settings, inline nodes and groups, the resolved text gives the same graph and hash."""
     project = Project.of("support.shop")
@@ -100,8 +99,8 @@ def test_shipped_recipes_come_back_the_same(name: str) -> None:
     project = Project.of("drawloom")
     overlays = [overlay for overlay in SHIPPED if overlay.startswith("with_")]
     graph = project.graph(project.load(name, overlays), root="")
-    if graph.errors:  # a base that says not yet what to learn
-        assert name == "pretrain"
+    if graph.errors:  # a base that says not yet what to learn, or to start from
+        assert name in ("pretrain", "finetune", "finetune_lora")
         return
     once = resolve(graph)
     other = again(project, once)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tomli
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from drawloom.graph.toml import emit
@@ -26,7 +26,6 @@ SCALARS = st.one_of(
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=10)
 
 
-@settings(max_examples=300)
 @given(VALUES)
 @example("".join(map(chr, range(256))) + "\u2028\ufeff\U0010ffff")
 @example({"": {}, "a b": [], "é": -0.0})
@@ -35,7 +34,6 @@ def test_tomli_reads_a_written_value_back(value: Any) -> None:
     assert repr(tomli.loads(f"x = {emit.dumps(value)}")) == repr({"x": value})
 
 
-@settings(max_examples=300)
 @given(VALUES)
 def test_a_value_is_one_printable_line(value: Any) -> None:
     """TOML 1.0 allows no newline in an inline table, and no control character of ASCII; U+009B commands a terminal."""

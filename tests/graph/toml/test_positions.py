@@ -207,7 +207,6 @@ def cut(text: str, span: SourceRange | None) -> str:
     return text[span.start : span.end]
 
 
-@settings(max_examples=60, deadline=None)
 @given(documents())
 def test_the_text_of_each_value_range_parses_to_the_value(text: str) -> None:
     """The range of a value is its text; for a table without braces its header, or the key that implies it."""
@@ -223,7 +222,6 @@ def test_the_text_of_each_value_range_parses_to_the_value(text: str) -> None:
                 assert places.value(path) == places.key(path)
 
 
-@settings(max_examples=60, deadline=None)
 @given(documents())
 def test_the_text_of_each_key_range_parses_to_the_key(text: str) -> None:
     """The range of a key is its text, followed only by `=` and the value; items of arrays have no key."""
@@ -240,7 +238,6 @@ def test_the_text_of_each_key_range_parses_to_the_key(text: str) -> None:
             assert text[key.end : end.start].strip(" \t") == "="
 
 
-@settings(max_examples=60, deadline=None)
 @given(documents())
 def test_value_ranges_do_not_overlap_and_items_are_in_order(text: str) -> None:
     """Ranges of scalars never overlap; the content of an array item is between it and the next item."""
@@ -257,7 +254,7 @@ def test_value_ranges_do_not_overlap_and_items_are_in_order(text: str) -> None:
                 assert starts[item] <= starts[path] < starts.get(following, len(text))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(documents(), st.data())
 def test_nearest_is_the_value_of_the_longest_known_part(text: str, data: st.DataObject) -> None:
     """Steps that lead nowhere are dropped from the end, at worst all of them."""
@@ -268,7 +265,6 @@ def test_nearest_is_the_value_of_the_longest_known_part(text: str, data: st.Data
     assert places.value((*path, *stray)) is places.key((*path, *stray)) is None
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.text(st.sampled_from("a\n\r\u2028ä😀")), st.data())
 def test_positions_count_lines_by_newline_and_columns_by_code_point(text: str, data: st.DataObject) -> None:
     """Only a newline ends a line, and the end of the text has a position too."""

@@ -6,7 +6,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from drawloom.graph.types.port_match import call_mismatch, members, mismatches
@@ -252,7 +252,6 @@ def allows(function: Callable[..., Any], call: tuple[tuple[int, ...], dict[str, 
     return True
 
 
-@settings(max_examples=500, deadline=None)
 @given(functions(), functions())
 def test_a_class_that_implements_a_port_accepts_every_call_of_it(
     given: Callable[..., Any], promised: Callable[..., Any]

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.graph import at_least, setting
@@ -387,7 +387,6 @@ def fitting(draw: st.DrawFn, kind: Any) -> Any:
     return draw(fitting(draw(st.sampled_from(inner))))
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data(), KINDS)
 def test_a_type_takes_exactly_the_values_that_fit_it(data: st.DataObject, kind: Any) -> None:
     """Nothing is converted in silence but an integer to the number that equals it."""
@@ -395,7 +394,6 @@ def test_a_type_takes_exactly_the_values_that_fit_it(data: st.DataObject, kind: 
     assert (faults(value, kind) == []) == fits(value, kind)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data(), KINDS)
 def test_what_is_unstructured_and_structured_again_is_equal(data: st.DataObject, kind: Any) -> None:
     """And of the same type; unions may choose another member that takes the same TOML, so they are left out."""
@@ -408,7 +406,6 @@ def test_what_is_unstructured_and_structured_again_is_equal(data: st.DataObject,
         assert type(again) is type(value)
 
 
-@settings(max_examples=100, deadline=None)
 @given(KINDS, VALUES)
 def test_every_problem_has_a_path_inside_the_value(kind: Any, value: Any) -> None:
     """Each path leads to a part of the value; that of a missing key is one step longer."""

@@ -71,6 +71,19 @@ def test_same_bits_at_boundaries(number: int) -> None:
         assert_same_bits(ours, theirs)
 
 
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_the_device_can_skip_a_step(found_inf: float) -> None:
+    """A number on the device says whether anything changes; gradients that are not finite leave no trace then."""
+    ours, theirs = twins([((700,), NARROW, NARROW), ((3, 5), WIDE, WIDE)])
+    before, _ = twins([((700,), NARROW, NARROW), ((3, 5), WIDE, WIDE)])
+    gradients = [torch.full(t.weight.shape, torch.inf if found_inf else 0.1).to(DEVICE) for t in ours]
+    numbers, flag = step_scalars(1e-2, (0.9, 0.95), 1e-8, 1), torch.tensor(found_inf).to(DEVICE)
+    StochasticAdamwTriton(ours).step(gradients, numbers, 1, flag)
+    StochasticAdamwEager(theirs).step(gradients, numbers, 1, flag)
+    assert_same_bits(ours, theirs)
+    assert all(torch.equal(a.weight, b.weight) == bool(found_inf) for a, b in zip(ours, before, strict=True))
+
+
 def test_several_programs_for_a_weight() -> None:
     """A weight of several programs' parts, the last one incomplete, changes as by the eager step."""
     ours, theirs = twins([((2, PART // 2 + 700), NARROW, NARROW), ((3,), NARROW, NARROW)])

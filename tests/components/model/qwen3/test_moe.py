@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.qwen3.moe import Qwen3Moe
-from drawloom.components.model.qwen3.rope import RopeScaling
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.graph.types.port_match import mismatches
@@ -202,7 +202,7 @@ def test_parity_holds_for_every_choice_of_kernels(choices: dict[str, Any]) -> No
     """Losses and gradients are those of transformers, whichever kernels compute them."""
     torch.manual_seed(0)
     model = sparse(kernels=kernels_on(DEVICE, **choices), router_aux_loss_coef=0.0)
-    assert_parity(model, *(x.to(DEVICE) for x in random_rows(model, 2, 11)))
+    assert_parity(model, *(x.to(DEVICE) for x in random_rows(model, 2, 7)))
 
 
 @pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
@@ -252,7 +252,9 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
 def test_compiles_without_breaks(choices: dict[str, Any]) -> None:
     """Traced as one graph, the whole model gives the losses that it gives otherwise, and its gradients."""
-    model = sparse(kernels=kernels_on(DEVICE, **choices), mlp_only_layers=[0], router_aux_loss_coef=0.3)
+    model = sparse(
+        kernels=kernels_on(DEVICE, **choices), mlp_only_layers=[0], router_aux_loss_coef=0.3, num_hidden_layers=2
+    )
     module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
     shared = to(DEVICE, one_document(2, 11))
     runs = []

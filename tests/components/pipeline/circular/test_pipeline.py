@@ -50,7 +50,7 @@ def test_outputs_and_gradients_are_those_of_the_blocks_in_order(setup: Setup) ->
     st.booleans(),
     st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_batching_and_remat_do_not_change_results(setup: Setup, remat: Remat, batched: bool, sharing: bool) -> None:
     """Batched or sequential, recomputed or not, with shared values and side outputs or not, results are the same."""
     setup = attrs.evolve(setup, remat=remat, batched=batched, sharing=sharing)

@@ -1,6 +1,6 @@
 """Lowering: messages in programs."""
 
-from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.program.lowering import lower, with_shard_actions
 from drawloom.components.pipeline.program.notation import read_program
 
 
@@ -50,3 +50,23 @@ def test_separated_backwards_stay_split() -> None:
     """I and W with another action between them stay split."""
     assert lowered("0: 0F0 0F1 0I0 0I1 0W0 0W1\n", 0) == "0F0 0F1 0I0 0I1 0W0 0W1"
     assert lowered("0: 0F0 0F1 0I0 0I1 0W1 0W0\n", 0) == "0F0 0F1 0I0 0B1 0W0"
+
+
+def test_sharded_stages_are_gathered_early_and_reduced_with_their_last_backward() -> None:
+    """A stage is gathered one compute action before its first, and its gradients are reduced with its last."""
+    line = lower(read_program("0: 0F0 2F0 0F1 2F1 2I0 2W0 2B1 0B0 0B1\n1: 1F0 1F1 1B0 1B1\n"), 0)
+    found = [str(action) for action in with_shard_actions(line, {0, 2}, {0, 2}) if "_F" not in str(action)]
+    compute = [name for name in found if "SEND" not in name and "RECV" not in name]
+    assert " ".join(compute) == ("0UNSHARD0 2UNSHARD0 0F0 2F0 0F1 2F1 2I0 2W0 2REDUCE_GRAD1 2B1 0B0 0REDUCE_GRAD1 0B1")
+
+
+def test_forwards_alone_free_what_they_gathered() -> None:
+    """Without a backward a gathered stage is freed after its last forward, and nothing is reduced."""
+    line = with_shard_actions(lower(read_program("0: 0F0 0F1 1F0 1F1\n"), 0), {0, 1}, {0, 1})
+    assert " ".join(map(str, line)) == "0UNSHARD0 0F0 1UNSHARD0 0F1 0RESHARD1 1F0 1F1 1RESHARD1"
+
+
+def test_stages_that_gather_by_block_are_only_reduced() -> None:
+    """Blocks gather themselves when they are used."""
+    line = with_shard_actions(lower(read_program("0: 0F0 0B0 0F1 0B1\n"), 0), set(), {0})
+    assert " ".join(map(str, line)) == "0F0 0B0 0F1 0REDUCE_GRAD1 0B1"

@@ -385,7 +385,7 @@ def test_a_stage_without_tokens_gives_zero_gradients() -> None:
 STEPS = ("product", "product", "scale", "shift", "tanh", "add", "halves", "product of weights", "without x")
 
 
-@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.settings(derandomize=True)
 @hypothesis.given(
     steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=9),
     trained=st.lists(st.booleans(), min_size=6, max_size=6),

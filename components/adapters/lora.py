@@ -1,0 +1,83 @@
+"""LoRA: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685."""
+
+import math
+from collections.abc import Collection
+
+from torch import nn
+
+from drawloom.components.adapters.lora_layers import FUSED, LoraEmbedding, LoraExperts, LoraForm, LoraLinear
+from drawloom.components.adapters.targets import matching, no_pattern
+from drawloom.components.model.decoder.experts import Experts
+from drawloom.components.model.layers import Embedding, Linear
+from drawloom.components.ports.adapters import AdaptedLayer
+from drawloom.graph import UserError, above, at_least, component, setting
+
+
+def _dropout(value: float) -> str | None:
+    return None if 0 <= value < 1 else f"{value} is not from 0 to below 1"
+
+
+@component
+class Lora:
+    """
+    Trains low-rank factors beside frozen weights: W computes as W + scale * B A, of which B begins as zeros.
+
+    Linear layers, the embedding, the head and experts can be adapted. With dropout, losses depend on how rows are dealt
+    out over ranks. PEFT loads what `export.adapter` writes of it.
+    """
+
+    targets: list[str] = setting(
+        check=no_pattern,
+        impact="incompatible",
+        doc='names of modules in transformers, or ends of names, as patterns: "q_proj", "layers.[0-3].mlp.*"; '
+        'of experts "experts", "experts.gate_up_proj" or "experts.down_proj"',
+    )
+    rank: int = setting(check=at_least(1), impact="incompatible", doc="rows of A and columns of B")
+    alpha: float = setting(check=above(0), doc="scale * rank, or with rslora scale * sqrt(rank)")
+    rslora: bool = setting(default=False, doc="divide alpha by sqrt(rank), for high ranks (arXiv 2312.03732)")
+    dora: bool = setting(
+        default=False,
+        impact="incompatible",
+        doc="train the lengths of the rows of W + scale * B A on their own (arXiv 2402.09353)",
+    )
+    dropout: float = setting(default=0.0, check=_dropout, doc="share of inputs of A set to zero in training")
+
+    @property
+    def form(self) -> LoraForm:
+        """What each adapted layer computes with."""
+        scale = self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return LoraForm(self.rank, scale, self.dropout, self.dora)
+
+    def inject(self, module: nn.Module) -> Collection[str]:
+        """Replace the layers that a pattern matches. Raises UserError for one that is trained already."""
+        found: set[str] = set()
+        for name, layer in list(module.named_modules()):
+            by_name = {each: matching(each, self.targets) for each in _names(name, layer)}
+            if adapted := [each for each, targets in by_name.items() if targets]:
+                found.update(*by_name.values())
+                owner, _, leaf = name.rpartition(".")
+                setattr(module.get_submodule(owner), leaf, self._adapted(name, layer, adapted))
+        return found
+
+    def _adapted(self, name: str, layer: nn.Module, adapted: list[str]) -> nn.Module:
+        """The layer with an adapter; `adapted` are the names by which it, or parameters of it, matched."""
+        if any(parameter.requires_grad for parameter in layer.parameters()):
+            raise UserError(f"adapters: {name} is named by two adapters; name it in one of them", exit_code=2)
+        if isinstance(layer, Linear):
+            return LoraLinear(layer, self.form)
+        if self.dora:
+            raise UserError(f"adapters: {name}: PEFT has DoRA for linear layers only; adapt it without dora", 2)
+        if isinstance(layer, Embedding):
+            return LoraEmbedding(layer, self.form)
+        if self.dropout:
+            raise UserError(f"adapters: {name}: PEFT has no dropout for experts; adapt them without dropout", 2)
+        assert isinstance(layer, Experts)
+        leaves = {each.rpartition(".")[2] for each in adapted}
+        return LoraExperts(layer, self.form, FUSED if name in adapted else sorted(leaves))
+
+
+def _names(name: str, layer: nn.Module) -> list[str]:
+    """The names by which a layer can be adapted: none if it is of another kind."""
+    if isinstance(layer, Experts):
+        return [name, *(f"{name}.{leaf}" for leaf in FUSED)]
+    return [name] if type(layer) in (Linear, Embedding) or isinstance(layer, AdaptedLayer) else []

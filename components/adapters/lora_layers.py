@@ -1,0 +1,276 @@
+"""
+Layers with low-rank adapters: linear layers and heads, embeddings, and experts.
+
+Hu et al. 2021, "LoRA", arXiv 2106.09685, section 4.1: a frozen weight W computes as W + scale * B A. The factors are
+parameters of the layer that replaces the frozen one, so that no other parameter changes its name. Names and shapes in
+files are those of PEFT.
+"""
+
+import math
+from collections.abc import Sequence
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drawloom.components.adapters.dora import dora_scale
+from drawloom.components.distributed.rng import derive_seed, fill_normal
+from drawloom.components.model.decoder.experts import Experts
+from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
+from drawloom.components.ports.adapters import AdaptedLayer, LowRank
+from drawloom.components.ports.model import Head
+from drawloom.components.ports.weights import Mapper, TensorGroup
+from drawloom.components.weights.mapper import parallel
+from drawloom.components.weights.mapper_ops import rename
+
+PEFT = "base_model.model."
+"""What PEFT's names of tensors begin with, before transformers' name of the module."""
+
+
+@attrs.frozen
+class LoraForm:
+    """Rank of the factors, what their product is multiplied by, dropout of their inputs, and whether DoRA is used."""
+
+    rank: int
+    scale: float
+    dropout: float = 0.0
+    dora: bool = False
+
+    def low_rank(self, target: str, fused: bool = False) -> LowRank:
+        """The entry of a module, or with `fused` of a parameter, in a configuration."""
+        return LowRank(target, self.rank, self.scale, self.dropout, self.dora, fused)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """Inputs of any shape after dropout, which only passes with gradients have: evaluation and sampling don't."""
+        return F.dropout(x, self.dropout) if self.dropout and torch.is_grad_enabled() else x
+
+
+def _factor(*shape: int, like: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device))
+
+
+def _fill_uniformlike(factor: Tensor, name: str, seed: int, inputs: int) -> None:
+    # The variance of PEFT's kaiming_uniform_(a=sqrt(5)), which is uniform up to 1 / sqrt(inputs).
+    fill_normal(factor, derive_seed(seed, "initial weights", name), 1 / math.sqrt(3 * inputs))
+
+
+class LoraLinear(Linear, AdaptedLayer):
+    """
+    A linear layer with `lora_A` (rank, inputs) and `lora_B` (outputs, rank).
+
+    With DoRA also `lora_magnitude` (outputs,): the norms of the rows of W + scale * B A are these, and B A changes
+    their directions only (Liu et al. 2024, "DoRA", arXiv 2402.09353, section 4).
+    """
+
+    def __init__(self, base: Linear, form: LoraForm) -> None:
+        outputs, inputs = base.weight.shape
+        super().__init__(inputs, outputs, base.kernels, base.bias is not None)
+        self.weight, self.bias = base.weight, base.bias
+        self.form = form
+        self.lora_A = _factor(form.rank, inputs, like=base.weight)
+        self.lora_B = _factor(outputs, form.rank, like=base.weight)
+        if form.dora:
+            self.lora_magnitude = _factor(outputs, like=base.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., inputs), of any floating dtype, to (..., outputs), in the weight's dtype."""
+        x = x.to(self.weight.dtype)
+        y = super().forward(x)
+        dropped = self.form.dropped(x)
+        low = self.kernels.linear(dropped.to(self.lora_A.dtype), self.lora_A)
+        change = self.kernels.linear(low, self.lora_B) * self.form.scale
+        if self.form.dora:
+            scale = dora_scale(self.weight, self.lora_A, self.lora_B, self.form.scale, self.lora_magnitude)
+            plain = self.kernels.linear(dropped, self.weight) if dropped is not x or self.bias is not None else y
+            change = (scale - 1).to(y.dtype) * plain + scale.to(y.dtype) * change
+        return y + change.to(y.dtype)
+
+    def head(self) -> Head:
+        """The layer as the head of a model."""
+        return ChunkedHead(self, len(self.weight))
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """Both factors, and the magnitude of DoRA."""
+        return ["lora_A", "lora_B", *(["lora_magnitude"] if self.form.dora else [])]
+
+    def fill_adapter(self, name: str, seed: int) -> None:
+        """Random numbers for A and zeros for B, so that the layer begins as the frozen one."""
+        with torch.no_grad():
+            _fill_uniformlike(self.lora_A, f"{name}.lora_A", seed, self.lora_A.shape[1])
+            self.lora_B.zero_()
+            if self.form.dora:
+                self.lora_magnitude.copy_(torch.linalg.vector_norm(self.weight, dim=1, dtype=_wide(self.weight)))
+
+    def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+        """W + scale * B A, with DoRA its rows in the magnitudes' lengths."""
+        weight = f"{name}.weight"
+
+        def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            w, a, b, *magnitude = [tensor.to(_wide(tensors[0])) for tensor in tensors]
+            merged = w + self.form.scale * (b @ a)
+            if magnitude:
+                merged = merged * (magnitude[0] / torch.linalg.vector_norm(merged, dim=1))[:, None]
+            return [merged.to(tensors[0].dtype), *([tensors[0]] if base else [])]
+
+        inputs = (weight, *(f"{name}.{leaf}" for leaf in self.adapter_names))
+        return Mapper((TensorGroup(inputs, (weight, *([base] if base else [])), merge),))
+
+    def peft_mapper(self, name: str) -> Mapper:
+        """The factors as weights of two linear layers."""
+        theirs = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
+        return rename({f"{name}.{leaf}": f"{PEFT}{name}.{theirs[leaf]}" for leaf in self.adapter_names})
+
+    def low_ranks(self, name: str) -> list[LowRank]:
+        """One pair of factors."""
+        return [self.form.low_rank(name)]
+
+
+class LoraEmbedding(Embedding, AdaptedLayer):
+    """
+    An embedding with `lora_A` (vocab_size, rank), which is looked up, and `lora_B` (hidden_size, rank).
+
+    A head that is tied to the embedding uses the frozen table.
+    """
+
+    def __init__(self, base: Embedding, form: LoraForm) -> None:
+        vocab_size, hidden_size = base.weight.shape
+        super().__init__(vocab_size, hidden_size, base.kernels)
+        self.weight = base.weight
+        self.form = form
+        self.lora_A = _factor(vocab_size, form.rank, like=base.weight)
+        self.lora_B = _factor(hidden_size, form.rank, like=base.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids, int64 (...), to vectors (..., hidden_size) of the weight's dtype."""
+        vectors = super().forward(tokens)
+        change = self.kernels.linear(self.kernels.embedding(tokens, self.lora_A), self.lora_B)
+        return vectors + (change * self.form.scale).to(vectors.dtype)
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """Both factors."""
+        return ["lora_A", "lora_B"]
+
+    def fill_adapter(self, name: str, seed: int) -> None:
+        """Zeros for A and random numbers for B, as PEFT has it for embeddings."""
+        with torch.no_grad():
+            self.lora_A.zero_()
+            fill_normal(self.lora_B, derive_seed(seed, "initial weights", f"{name}.lora_B"), 1.0)
+
+    def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+        """The table + scale * A Bᵀ."""
+        weight = f"{name}.weight"
+
+        def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            w, a, b = [tensor.to(_wide(tensors[0])) for tensor in tensors]
+            merged = w + self.form.scale * (a @ b.T)
+            return [merged.to(tensors[0].dtype), *([tensors[0]] if base else [])]
+
+        inputs = (weight, f"{name}.lora_A", f"{name}.lora_B")
+        return Mapper((TensorGroup(inputs, (weight, *([base] if base else [])), merge),))
+
+    def peft_mapper(self, name: str) -> Mapper:
+        """PEFT's A is (rank, vocab_size)."""
+
+        def swap(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            return [tensors[0].T.contiguous()]
+
+        start = f"{PEFT}{name}.lora_embedding_"
+        first = TensorGroup((f"{name}.lora_A",), (f"{start}A",), swap, swap)
+        return parallel(Mapper((first,)), rename({f"{name}.lora_B": f"{start}B"}))
+
+    def low_ranks(self, name: str) -> list[LowRank]:
+        """One pair of factors."""
+        return [self.form.low_rank(name)]
+
+
+FUSED = ("gate_up_proj", "down_proj")
+"""The parameters of experts, in PEFT's order: each has (experts, outputs, inputs)."""
+
+
+class LoraExperts(Experts, AdaptedLayer):
+    """
+    Experts with factors for one or both of their parameters, for each expert a pair.
+
+    For `down_proj` they are `down_proj_lora_A` (experts, rank, inputs) and `down_proj_lora_B` (experts, outputs, rank).
+    """
+
+    def __init__(self, base: Experts, form: LoraForm, adapted: Sequence[str]) -> None:
+        nn.Module.__init__(self)
+        self.kernels = base.kernels
+        self.form = form
+        self.adapted = [name for name in FUSED if name in adapted]
+        for name in FUSED:
+            weight = getattr(base, name)
+            self.register_parameter(name, weight)
+            if name in adapted:
+                experts, outputs, inputs = weight.shape
+                self.register_parameter(f"{name}_lora_A", _factor(experts, form.rank, inputs, like=weight))
+                self.register_parameter(f"{name}_lora_B", _factor(experts, outputs, form.rank, like=weight))
+
+    def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+        """Rows (rows, inputs), sorted by expert, by one of the parameters: (rows, outputs)."""
+        y = super().project(name, rows, ends)
+        if name not in self.adapted:
+            return y
+        first, second = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")
+        low = self.kernels.grouped_gemm(rows.to(first.dtype), first, ends, transposed=True)
+        change = self.kernels.grouped_gemm(low, second, ends, transposed=True)
+        return y + (change * self.form.scale).to(y.dtype)
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """The factors of each adapted parameter."""
+        return [f"{name}_lora_{factor}" for name in self.adapted for factor in "AB"]
+
+    def fill_adapter(self, name: str, seed: int) -> None:
+        """Random numbers for A and zeros for B."""
+        with torch.no_grad():
+            for each in self.adapted:
+                first = getattr(self, f"{each}_lora_A")
+                _fill_uniformlike(first, f"{name}.{each}_lora_A", seed, first.shape[2])
+                getattr(self, f"{each}_lora_B").zero_()
+
+    def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+        """W + scale * B A for each expert."""
+
+        def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            w, a, b = [tensor.to(_wide(tensors[0])) for tensor in tensors]
+            return [torch.baddbmm(w, b, a, alpha=self.form.scale).to(tensors[0].dtype)]
+
+        groups = []
+        for each in self.adapted:
+            weight = f"{name}.{each}"
+            groups.append(TensorGroup((weight, f"{weight}_lora_A", f"{weight}_lora_B"), (weight,), merge))
+        return Mapper(tuple(groups))
+
+    def peft_mapper(self, name: str) -> Mapper:
+        """
+        PEFT wraps the module once for each parameter, so that the first one's factors are those of `base_layer`.
+
+        Its A is (experts * rank, inputs), expert by expert; its B (outputs, rank * experts), rank by rank.
+        """
+
+        def first(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            return [tensors[0].flatten(0, 1)]
+
+        def second(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            return [tensors[0].permute(1, 2, 0).flatten(1)]
+
+        groups = []
+        for place, each in enumerate(self.adapted):
+            start = f"{PEFT}{name}.{'base_layer.' * (len(self.adapted) - 1 - place)}"
+            groups.append(TensorGroup((f"{name}.{each}_lora_A",), (f"{start}lora_A.weight",), first))
+            groups.append(TensorGroup((f"{name}.{each}_lora_B",), (f"{start}lora_B.weight",), second))
+        return Mapper(tuple(groups))
+
+    def low_ranks(self, name: str) -> list[LowRank]:
+        """A pair for each adapted parameter."""
+        return [self.form.low_rank(f"{name}.{each}", fused=True) for each in self.adapted]
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """The dtype to merge in: at least float32, since a change is small beside the weight."""
+    return torch.promote_types(tensor.dtype, torch.float32)

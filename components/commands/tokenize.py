@@ -1,0 +1,75 @@
+"""tokenize files into a token store; the same command completes one that was interrupted"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from drawloom.components.data.bytes import Bytes
+from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from drawloom.components.data.sources.files import find
+from drawloom.components.data.sources.parts import parts_of
+from drawloom.components.data.store.build import build
+from drawloom.components.ports.corpus import Tokenizer
+from drawloom.graph import UserError
+from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="files, folders, globs, or URLs that fsspec reads")
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="the folder of the store")
+    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json; bytes if left out")
+    parser.add_argument("--end-token", metavar="TOKEN", help="ends a document; the tokenizer's own if left out")
+    parser.add_argument("--field", default="text", help="the field or column with the text (default text)")
+    parser.add_argument("--workers", type=_count, metavar="N", help="processes (default: one for each core)")
+
+
+def main(options: argparse.Namespace, _project: Project) -> int:
+    """Make or complete the store, and print what it holds."""
+    tokenizer = _tokenizer(options)
+    files = find(_pattern(path) for path in options.paths)
+    workers = options.workers or len(os.sched_getaffinity(0))
+    store = build(
+        options.to,
+        parts_of(files, options.field),
+        tokenizer,
+        workers=workers,
+        say=lambda text: print_text(text, "stderr"),
+        every=1 if sys.stderr.isatty() else 10,
+    )
+    print_text(f"{options.to}: {len(store.lengths):,} documents, {store.token_count:,} tokens")
+    return 0
+
+
+def _tokenizer(options: argparse.Namespace) -> Tokenizer:
+    if options.tokenizer is None:
+        if options.end_token is not None:
+            raise UserError("--end-token is for a --tokenizer; bytes have an end of their own", 2)
+        return Bytes()
+    path = options.tokenizer / "tokenizer.json" if options.tokenizer.is_dir() else options.tokenizer
+    tokenizer = HuggingFaceTokenizer(path=path, end_token=options.end_token or _end_token(path))
+    tokenizer.open()
+    return tokenizer
+
+
+def _end_token(path: Path) -> str:
+    """The end token that the configuration beside a tokenizer.json names."""
+    config = path.with_name("tokenizer_config.json")
+    try:
+        token = json.loads(config.read_text("utf-8"))["eos_token"]
+        return str(token["content"] if isinstance(token, dict) else token)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{config} names no eos_token; write --end-token, the token that ends a document", 2) from error
+
+
+def _pattern(path: str) -> str:
+    return f"{path.rstrip('/')}/**/*" if "://" not in path and os.path.isdir(path) else path
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)

@@ -1,0 +1,139 @@
+"""Contracts of the ports of corpora: documents of text, tokenizers, and documents of token ids."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, Tokenizer
+from drawloom.graph.testing import expect
+
+
+def documents_are_texts(corpus: Corpus) -> None:
+    """The training split has documents; each is a text, some of which may be empty."""
+    documents = list(corpus.documents("train"))
+    expect(documents, "the training split has no document")
+    expect(
+        any(documents) and all(isinstance(text, str) for text in documents), "a document is not a str, or all are empty"
+    )
+
+
+def the_order_is_stable(one: Corpus, other: Corpus) -> None:
+    """The documents of a split are the same, in the same order, each time."""
+    for split in ("train", "validation"):
+        first = list(one.documents(split))
+        expect(first == list(one.documents(split)), f"read again, {split} has other documents or another order")
+        expect(
+            first == list(other.documents(split)),
+            f"a second corpus with the same settings has other documents in {split}, or another order",
+        )
+
+
+def splits_share_no_documents(corpus: Corpus) -> None:
+    """Hardly a text is in both splits; copies of a file may be."""
+    trained, validated = ({*corpus.documents(split)} - {""} for split in ("train", "validation"))
+    shared = len(trained & validated)
+    # Corpora have copies of files; a twentieth of the validation split is taken for these.
+    expect(shared * 20 <= len(validated), f"{shared} of {len(validated)} validation texts are in the training split")
+
+
+TEXTS = ("", "a", "def f(x):\n\treturn x  # naïve\n", "Zwölf Boxkämpfer 😀", "one\r\ntwo\x00three", "  \n\n ")
+
+
+def text_comes_back(tokenizer: Tokenizer) -> None:
+    """Decoding the ids of a text gives the text."""
+    for text in TEXTS:
+        back = tokenizer.decode([int(token) for token in tokenizer.encode(text)])
+        expect(back == text, f"{text!r} comes back as {back!r}")
+
+
+def ids_are_of_the_vocabulary(tokenizer: Tokenizer) -> None:
+    """Ids are int32, from 0 to below vocab_size; so is eos_id, which no text has."""
+    expect(0 <= tokenizer.eos_id < tokenizer.vocab_size, f"eos_id = {tokenizer.eos_id} is outside of the vocabulary")
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        expect(ids.dtype == np.int32 and ids.ndim == 1, f"ids are {ids.dtype} of shape {ids.shape}")
+        expect(all(0 <= token < tokenizer.vocab_size for token in ids), f"{text!r} has ids outside of the vocabulary")
+        expect(tokenizer.eos_id not in ids, f"{text!r} has eos_id among its ids")
+
+
+def ids_stand_for_all_bytes(tokenizer: Tokenizer) -> None:
+    """The bytes of a text's ids are those of the text; the end of a document has none."""
+    table = tokenizer.token_bytes()
+    expect(table.dtype == np.int64 and table.shape == (tokenizer.vocab_size,), f"{table.dtype} {table.shape} of bytes")
+    expect(table[tokenizer.eos_id] == 0, f"the end of a document has {table[tokenizer.eos_id]} bytes")
+    for text in TEXTS:
+        found, size = int(table[tokenizer.encode(text)].sum()), len(text.encode())
+        expect(found == size, f"{text!r} has {size} bytes, and its ids {found}")
+
+
+def two_agree(one: Tokenizer, other: Tokenizer) -> None:
+    """Two tokenizers with the same settings give the same ids."""
+    for text in TEXTS:
+        expect(np.array_equal(one.encode(text), other.encode(text)), f"{text!r} has two encodings")
+
+
+def a_batch_is_encoded_as_its_texts(tokenizer: Tokenizer) -> None:
+    """Texts that are encoded together have the ids that each has alone."""
+    together = tokenizer.encode_batch(TEXTS)
+    expect(len(together) == len(TEXTS), f"{len(TEXTS)} texts have {len(together)} encodings")
+    for text, ids in zip(TEXTS, together, strict=True):
+        same = ids.dtype == np.int32 and np.array_equal(ids, tokenizer.encode(text))
+        expect(same, f"{text!r} has other ids in a batch")
+
+
+def it_is_saved_for_others(tokenizer: Tokenizer) -> None:
+    """Saving writes at least one file into an existing folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        expect(any(Path(folder).iterdir()), "nothing was saved")
+
+
+SPLITS: tuple[Split, ...] = ("train", "validation")
+
+
+def ids_are_below_the_vocabulary(corpus: TokenCorpus) -> None:
+    """The training split has tokens; every id is from 0 to below vocab_size, and so is eos_id."""
+    expect(0 <= corpus.eos_id < corpus.vocab_size, f"eos_id = {corpus.eos_id} is outside of the vocabulary")
+    documents = corpus.documents("train")
+    expect(
+        len(documents.lengths) > 0 and documents.lengths.min() >= 0, "there is no document, or one is shorter than 0"
+    )
+    for number, length in enumerate(documents.lengths[:100].tolist()):
+        ids = documents.tokens(number, 0, length)
+        expect(np.issubdtype(ids.dtype, np.integer) and ids.shape == (length,), f"{ids.dtype} {ids.shape} of {length}")
+        expect(ids.min(initial=0) >= 0 and ids.max(initial=0) < corpus.vocab_size, f"document {number} has other ids")
+
+
+def parts_are_those_of_the_whole(corpus: TokenCorpus) -> None:
+    """Any part of a document has the ids and weights of the whole; weights are finite, and not negative."""
+    for split in SPLITS:
+        documents = corpus.documents(split)
+        for number, length in enumerate(documents.lengths[:20].tolist()):
+            first, last = length // 3, length - length // 4
+            whole, part = documents.tokens(number, 0, length), documents.tokens(number, first, last)
+            expect(np.array_equal(whole[first:last], part), f"part of document {number} differs from the whole")
+            weights = documents.weights(number, 0, length)
+            if weights is not None:
+                expect(weights.dtype == np.float32 and weights.shape == (length,), f"{weights.dtype} {weights.shape}")
+                expect(bool(np.isfinite(weights).all() and (weights >= 0).all()), "a weight is negative or infinite")
+                own = documents.weights(number, first, last)
+                expect(own is not None and np.array_equal(weights[first:last], own), "weights of a part differ")
+
+
+def two_have_the_same_documents(one: TokenCorpus, other: TokenCorpus) -> None:
+    """Two with the same settings have the same documents, and say so by their fingerprints."""
+    for split in SPLITS:
+        ours, theirs = one.documents(split), other.documents(split)
+        expect(np.array_equal(ours.lengths, theirs.lengths), f"{split} has documents of other lengths the second time")
+        expect(ours.fingerprint == theirs.fingerprint, f"{split} has another fingerprint the second time")
+        for number, length in enumerate(ours.lengths[:20].tolist()):
+            same = np.array_equal(ours.tokens(number, 0, length), theirs.tokens(number, 0, length))
+            expect(same, f"document {number} of {split} differs the second time")
+
+
+def each_document_has_a_source(corpus: TokenCorpus) -> None:
+    """Documents say where they come from, each differently."""
+    documents = corpus.documents("train")
+    sources = [documents.source(number) for number in range(min(20, len(documents.lengths)))]
+    expect(all(sources) and len(set(sources)) == len(sources), f"sources are missing or equal: {sources}")

@@ -1,0 +1,1 @@
+"""Packing: which parts of which documents make each row, by index alone."""

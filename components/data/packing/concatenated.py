@@ -1,0 +1,59 @@
+"""Concatenates documents and cuts them into rows: every row is full, and a document may continue in the next."""
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from drawloom.components.data.packing.packed_rows import PackedRows
+from drawloom.components.data.packing.rows import Piece, RowIndex
+from drawloom.graph import component
+
+
+@component
+class Concatenated(PackedRows):
+    """
+    Documents laid end to end and cut into rows; a document that crosses a row's end restarts in the next row.
+
+    Every row is full but the last, which is padded and not dropped, so that every token is used once in an epoch.
+    """
+
+    def index_of(self, lengths: np.ndarray, order: np.ndarray) -> RowIndex:
+        """Where each document ends in the stream of all; rows are computed from that."""
+        ends = np.cumsum(lengths[order], dtype=np.int64)
+        return Stream(torch.from_numpy(order), torch.from_numpy(ends), self.length)
+
+
+@attrs.frozen(eq=False)
+class Stream:
+    """A stream of whole documents, cut every `length` tokens: `order` and `ends` are int64 (documents,)."""
+
+    order: Tensor
+    ends: Tensor
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """The tokens in the stream."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    @property
+    def rows(self) -> int:
+        """The number of rows; the very last token has no target, and begins no row."""
+        return -(-max(self.tokens - 1, 0) // self.length)
+
+    def pieces(self, row: int) -> list[Piece]:
+        """The parts of documents between two cuts."""
+        if not 0 <= row < self.rows:
+            raise IndexError(f"there is no row {row} of {self.rows}")
+        begin, end = row * self.length, min((row + 1) * self.length, self.tokens)
+        ends = self.ends.numpy()
+        first, last = np.searchsorted(ends, [begin, end - 1], side="right").tolist()
+        held = ends[first : last + 1]
+        starts = np.concatenate([ends[first - 1 : first] if first else [0], held[:-1]])
+        columns = (
+            self.order[first : last + 1].tolist(),
+            (np.maximum(starts, begin) - starts).astype(np.int64).tolist(),
+            (np.minimum(held, end) - starts).astype(np.int64).tolist(),
+        )
+        return list(map(Piece._make, zip(*columns, strict=True)))

@@ -1,0 +1,66 @@
+"""Rows made of parts of documents: which parts is an index's to say, here they become a batch."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from drawloom.components.ports.corpus import TokenDocuments
+from drawloom.components.ports.data import IGNORE_INDEX, Batch
+
+
+class Piece(NamedTuple):
+    """The tokens of a document from `first` to before `last`."""
+
+    document: int
+    first: int
+    last: int
+
+
+class RowIndex(Protocol):
+    """The pieces of each row; it can be pickled, with arrays as tensors, which torch shares between processes."""
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all pieces."""
+        ...
+
+    def pieces(self, row: int) -> list[Piece]:
+        """The pieces of a row, in order; raises IndexError beyond the last row."""
+        ...
+
+
+def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[Piece]], length: int, pad: int) -> Batch:
+    """
+    The rows that these pieces make, one after another from the left, filled up with `pad`.
+
+    A piece has its own positions and document id, and so has the padding. The target of a piece's last token is the
+    next of its document, if there is one.
+    """
+    tokens = np.full((len(rows), length), pad, np.int64)
+    targets = np.full((len(rows), length), IGNORE_INDEX, np.int64)
+    weights = np.zeros((len(rows), length), np.float32)
+    starts = np.zeros((len(rows), length), np.int64)  # 1 where a piece or the padding begins
+    for row, pieces in enumerate(rows):
+        begin = 0
+        for document, first, last in pieces:
+            # one token more than the piece has: the target of its last token
+            ids = documents.tokens(document, first, last + 1)
+            own = documents.weights(document, first, last + 1)
+            end, targeted = begin + last - first, begin + len(ids) - 1
+            tokens[row, begin:end] = ids[: last - first]
+            targets[row, begin:targeted] = ids[1:]
+            weights[row, begin:targeted] = 1.0 if own is None else own[1:]
+            starts[row, begin] = 1
+            begin = end
+        starts[row, begin : begin + 1] = 1
+    here = np.arange(length)
+    positions = here - np.maximum.accumulate(np.where(starts > 0, here, 0), axis=1)
+    arrays = (tokens, targets, positions, np.cumsum(starts, axis=1) - 1, weights)
+    return Batch(*map(torch.from_numpy, arrays))

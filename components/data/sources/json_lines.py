@@ -1,0 +1,106 @@
+"""JSON lines: an object per line, whose text is in one field."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import IO
+
+import attrs
+
+from drawloom.components.data.sources.documents import PART_BYTES, Document
+from drawloom.components.data.sources.files import File, opened
+from drawloom.graph import UserError
+
+
+@attrs.frozen
+class JsonLinesPart:
+    """The lines of a file that begin from byte `begin` to before `end`; of a compressed file all."""
+
+    file: File
+    field: str
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """The bytes of these lines in the file."""
+        return min(self.end, self.file.size) - self.begin
+
+    def documents(self) -> Iterator[Document]:
+        """The text of each line that is not blank. Raises UserError with the position of a bad line."""
+        with opened(self.file) as stream:
+            for offset, line in self._lines(stream):
+                text = self._text(line, offset)
+                yield Document(text, self.file.path, offset, text.encode())
+
+    def _lines(self, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+        """The lines that are not blank, with the offsets at which they begin."""
+        offset = self.begin
+        if offset:
+            stream.seek(offset - 1)
+            offset += len(stream.readline()) - 1
+        while offset < self.end and (line := stream.readline()):
+            if line.strip():
+                yield offset, line
+            offset += len(line)
+
+    def _text(self, line: bytes, offset: int) -> str:
+        try:
+            return text_of(_parse(line), self.field)
+        except ValueError as error:
+            raise UserError(f"{self.file.path}:{self._number(offset)}{error}") from error
+
+    def _number(self, offset: int) -> int:
+        """The number of the line at an offset, from 1."""
+        with opened(self.file) as stream:
+            number = 1
+            while offset > 0 and (block := stream.read(min(2**20, offset))):
+                number += block.count(b"\n")
+                offset -= len(block)
+        return number
+
+
+def json_lines_parts(files: Sequence[File], field: str) -> list[JsonLinesPart]:
+    """Ranges of each file; a compressed one is not divided."""
+    parts = []
+    for file in files:
+        step = max(file.size, 1) if file.compressed else PART_BYTES
+        for begin in range(0, max(file.size, 1), step):
+            end = 2**63 if file.compressed else min(begin + step, file.size)
+            parts.append(JsonLinesPart(file, field, begin, end))
+    return parts
+
+
+def text_of(value: object, field: str) -> str:
+    """The text in a field of an object. Raises ValueError with the reason if there is none."""
+    if not isinstance(value, dict):
+        raise ValueError(f': a line must be an object and not {_kind(value)}; write a line like {{"{field}": "..."}}')
+    if field not in value:
+        fields = ", ".join(value) or "none"
+        raise ValueError(f': the object has no field "{field}", only {fields}; set `field` to one of them')
+    text = value[field]
+    if not isinstance(text, str):
+        raise ValueError(f': field "{field}" is {_kind(text)}; a document must be a string')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        character = f"\\u{ord(text[error.start]):04x}"
+        raise ValueError(f': field "{field}" contains {character}, half of a surrogate pair; remove it') from error
+    return text
+
+
+def _parse(line: bytes) -> object:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f":{error.colno}: not JSON ({error.msg}); repair or remove the line") from error
+    # RecursionError: deep nesting; ValueError: invalid UTF-8, and integers of too many digits
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f": can't be read ({error}); repair or remove the line") from error
+
+
+def _kind(value: object) -> str:
+    """JSON's name of a value's type."""
+    if value is None:
+        return "null"
+    names: dict[type, str] = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    return names.get(type(value), "a number")

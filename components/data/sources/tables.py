@@ -1,0 +1,119 @@
+"""Tables with a column of texts: Parquet, and Arrow files or streams, as Hugging Face's `datasets` writes them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from drawloom.components.data.sources.documents import PART_BYTES, Document
+from drawloom.components.data.sources.files import PYARROW, File, opened, package
+from drawloom.graph import UserError
+
+BATCH = 1000  # rows that are in memory together
+MAGIC = b"ARROW1"  # of an Arrow file; a stream has none
+
+
+@attrs.frozen
+class ParquetPart:
+    """Consecutive row groups of a Parquet file; `row` is the number of their first row, `size` their bytes."""
+
+    file: File
+    field: str
+    groups: tuple[int, ...]
+    row: int
+    size: int
+
+    def documents(self) -> Iterator[Document]:
+        """The text of each row. Raises UserError with the row of what is no text."""
+        with opened(self.file) as stream, _reading(self.file):
+            batches = _parquet(stream).iter_batches(BATCH, row_groups=list(self.groups), columns=[self.field])
+            yield from _documents(batches, self.file, self.field, self.row)
+
+
+@attrs.frozen
+class ArrowPart:
+    """An Arrow file or stream."""
+
+    file: File
+    field: str
+
+    @property
+    def size(self) -> int:
+        """The bytes of the file."""
+        return self.file.size
+
+    def documents(self) -> Iterator[Document]:
+        """The text of each row. Raises UserError with the row of what is no text."""
+        package("pyarrow", PYARROW)
+        from pyarrow import ipc
+
+        with opened(self.file) as stream, _reading(self.file):
+            is_file = stream.read(len(MAGIC)) == MAGIC
+            stream.seek(0)
+            reader = ipc.open_file(stream) if is_file else ipc.open_stream(stream)
+            _check_field(reader.schema.names, self.field, self.file)
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
+            yield from _documents((batch.select([self.field]) for batch in batches), self.file, self.field, 0)
+
+
+def parquet_parts(files: Sequence[File], field: str) -> list[ParquetPart]:
+    """Groups of row groups of each file."""
+    return [part for file in files for part in _parquet_parts(file, field)]
+
+
+def _parquet_parts(file: File, field: str) -> Iterator[ParquetPart]:
+    with opened(file) as stream, _reading(file):
+        metadata = _parquet(stream).metadata
+        _check_field(metadata.schema.to_arrow_schema().names, field, file)
+        sizes = [
+            (metadata.row_group(number).num_rows, metadata.row_group(number).total_byte_size)
+            for number in range(metadata.num_row_groups)
+        ]
+    groups: list[int] = []
+    row = size = 0
+    for number, (_, group_size) in enumerate(sizes):
+        if groups and size + group_size > PART_BYTES:
+            yield ParquetPart(file, field, tuple(groups), row, size)
+            row += sum(sizes[each][0] for each in groups)
+            groups, size = [], 0
+        groups.append(number)
+        size += group_size
+    if groups:
+        yield ParquetPart(file, field, tuple(groups), row, size)
+
+
+def _parquet(stream: Any) -> Any:
+    package("pyarrow", PYARROW)
+    from pyarrow.parquet import ParquetFile
+
+    return ParquetFile(stream)
+
+
+def _documents(batches: Any, file: File, field: str, row: int) -> Iterator[Document]:
+    for batch in batches:
+        for text in batch.column(0).to_pylist():
+            if not isinstance(text, str):
+                kind = "null" if text is None else type(text).__name__
+                raise UserError(f'{file.path}: row {row}: field "{field}" is {kind}; a document must be a string')
+            yield Document(text, file.path, row, text.encode())
+            row += 1
+
+
+def _check_field(names: Sequence[str], field: str, file: File) -> None:
+    if field not in names:
+        raise UserError(
+            f'{file.path}: the table has no column "{field}", only {", ".join(names)}; set `field` to one of them'
+        )
+
+
+class _reading:
+    """Errors of pyarrow are UserErrors that name the file."""
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None and type(error).__module__.startswith("pyarrow"):
+            raise UserError(f"{self._file.path}: can't be read ({error}); repair the file, or leave it out") from error

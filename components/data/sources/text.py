@@ -1,0 +1,44 @@
+"""Text files, one document each."""
+
+import os
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from drawloom.components.data.sources.documents import PART_BYTES, Document
+from drawloom.components.data.sources.files import File, groups, opened
+from drawloom.graph import UserError
+
+
+@attrs.frozen
+class TextPart:
+    """A few text files. Invalid UTF-8 raises UserError, or is replaced by U+FFFD."""
+
+    files: tuple[File, ...]
+    replace: bool = False
+
+    @property
+    def size(self) -> int:
+        """The bytes of the files."""
+        return sum(file.size for file in self.files)
+
+    def documents(self) -> Iterator[Document]:
+        """The text of each file, with unchanged line ends; its key is the file's name."""
+        for file in self.files:
+            with opened(file) as stream:
+                content = stream.read()
+            yield Document(_decode(content, file.path, self.replace), file.path, 0, os.fsencode(file.name))
+
+
+def text_parts(files: Sequence[File], replace: bool = False) -> list[TextPart]:
+    """Groups of files."""
+    return [TextPart(group, replace) for group in groups(files, PART_BYTES)]
+
+
+def _decode(content: bytes, path: str, replace: bool) -> str:
+    try:
+        return content.decode("utf-8", "replace" if replace else "strict")
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} (0x{content[error.start]:02x})"
+        hint = 'convert the file, leave it out of `paths`, or write invalid_bytes = "replace"'
+        raise UserError(f"{path}: {byte} is not UTF-8; {hint}") from error

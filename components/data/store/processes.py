@@ -1,0 +1,119 @@
+"""Processes that tokenize parts; each has a pipe, and ends when the process that started it does."""
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from drawloom.components.data.sources.documents import Part
+from drawloom.components.data.store.encode import unopened, write_shard
+from drawloom.components.data.store.progress import Progress
+from drawloom.components.ports.corpus import Tokenizer
+from drawloom.graph import UserError
+
+TICK = 1.0  # seconds between two looks at the progress
+
+
+@attrs.frozen
+class _Process:
+    process: BaseProcess
+    pipe: Connection
+
+
+def run(folder: Path, parts: dict[int, Part], tokenizer: Tokenizer, workers: int, progress: Progress) -> None:
+    """
+    Write the shards of these parts, by number, in up to `workers` processes; in this one, if one is enough.
+
+    Raises the first error of a part, or UserError if a process dies; shards that are complete stay.
+    """
+    if min(workers, len(parts)) <= 1:
+        for number, part in parts.items():
+            write_shard(folder, number, part, tokenizer, partial(progress.add, number))
+            progress.finish(number)
+        return
+    waiting = deque(parts.items())
+    processes = [_start(folder, unopened(tokenizer)) for _ in range(min(workers, len(parts)))]
+    try:
+        for each in processes:
+            each.pipe.send(waiting.popleft())
+        _listen(processes, waiting, progress)
+    finally:
+        for each in processes:
+            each.process.kill()
+            each.process.join()
+            each.pipe.close()
+
+
+def _listen(processes: Sequence[_Process], waiting: "deque[tuple[int, Part]]", progress: Progress) -> None:
+    """Take reports and hand out parts, until no process has one."""
+    busy = {each.pipe: each for each in processes}
+    while busy:
+        for ready in wait([*busy, *(each.process.sentinel for each in busy.values())], TICK):
+            if not isinstance(ready, Connection):
+                continue
+            each = busy[ready]
+            try:
+                kind, *values = ready.recv()
+            except (EOFError, OSError) as error:
+                raise _died(each) from error
+            if kind == "error":
+                raise values[0]
+            if kind == "batch":
+                progress.add(*values)
+            else:
+                progress.finish(*values)
+                if waiting:
+                    ready.send(waiting.popleft())
+                else:
+                    del busy[ready]
+        progress.show()
+
+
+def _died(each: _Process) -> UserError:
+    each.process.join(1)
+    code = each.process.exitcode or 0
+    end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited (exit code {code})"
+    hint = "check for a lack of memory; the same command completes what is missing"
+    return UserError(f"a process that tokenizes ({each.process.pid}) {end}; {hint}")
+
+
+def _start(folder: Path, tokenizer: Tokenizer) -> _Process:
+    context = multiprocessing.get_context("spawn")  # a small process: a training rank's memory is not copied
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_main, args=(folder, tokenizer, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return _Process(process, ours)
+
+
+def _report(pipe: Connection, number: int, read: int, tokens: int) -> None:
+    pipe.send(("batch", number, read, tokens))
+
+
+def _main(folder: Path, tokenizer: Any, pipe: Connection) -> None:
+    """The main function of a process: write the shard of each part that comes through the pipe, until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals every process; the one that started this ends it
+    os.environ["RAYON_NUM_THREADS"] = "1"  # the package tokenizers has its own threads; one process has one core
+    with suppress(EOFError, OSError):
+        try:
+            if hasattr(tokenizer, "open"):
+                tokenizer.open()
+            while True:
+                number, part = pipe.recv()
+                write_shard(folder, number, part, tokenizer, partial(_report, pipe, number))
+                pipe.send(("done", number))
+        except (EOFError, BrokenPipeError):
+            raise
+        except BaseException as error:
+            known = isinstance(error, UserError | OSError)
+            pipe.send(("error", error if known else RuntimeError(traceback.format_exc())))

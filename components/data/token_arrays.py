@@ -1,0 +1,87 @@
+"""Documents of token ids in memory."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from drawloom.components.data.store.shard import id_dtype
+from drawloom.components.ports.corpus import Corpus, Split, Tokenizer
+
+
+@attrs.frozen(eq=False)
+class TokenArrays:
+    """
+    Documents laid end to end.
+
+    ids: (tokens,), uint16 or uint32; ends: (documents,), int64, where each document ends; own_weights: (tokens,),
+    float32, or None. They are tensors because torch passes tensors to other processes through shared memory, without a
+    copy.
+    """
+
+    ids: Tensor
+    ends: Tensor
+    own_weights: Tensor | None = None
+    name: str = "document"
+
+    @classmethod
+    def of(
+        cls,
+        documents: Iterable[np.ndarray],
+        dtype: type[np.generic],
+        weights: Sequence[np.ndarray] | None = None,
+        name: str = "document",
+    ) -> "TokenArrays":
+        """Documents, each with its end token, and the weights of their tokens; `name` is for messages."""
+        held = [document.astype(dtype) for document in documents]
+        ends = np.cumsum([len(document) for document in held], dtype=np.int64)
+        joined = None if weights is None else torch.from_numpy(np.concatenate([np.empty(0, np.float32), *weights]))
+        ids = torch.from_numpy(np.concatenate([np.empty(0, dtype), *held]))
+        return cls(ids, torch.from_numpy(ends), joined, name)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """The tokens of each document, int64 (documents,)."""
+        return np.diff(self.ends.numpy(), prepend=0)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A SHA-256 of all arrays."""
+        digest = hashlib.sha256()
+        for tensor in (self.ids, self.ends, self.own_weights):
+            if tensor is not None:
+                digest.update(f"{tensor.dtype} {len(tensor)}\n".encode())
+                digest.update(tensor.numpy().data)
+        return digest.hexdigest()
+
+    def tokens(self, document: int, first: int, last: int) -> np.ndarray:
+        """A view of ids of a document; up to its end, if `last` is beyond that."""
+        begin, end = self._span(document)
+        return self.ids.numpy()[begin + first : min(begin + last, end)]
+
+    def weights(self, document: int, first: int, last: int) -> np.ndarray | None:
+        """A view of the weights of these tokens, or None."""
+        if self.own_weights is None:
+            return None
+        begin, end = self._span(document)
+        return self.own_weights.numpy()[begin + first : min(begin + last, end)]
+
+    def source(self, document: int) -> str:
+        """The document's number."""
+        return f"{self.name} {document}"
+
+    def _span(self, document: int) -> tuple[int, int]:
+        ends = self.ends.numpy()
+        return int(ends[document - 1]) if document else 0, int(ends[document])
+
+
+def tokenize(corpus: Corpus, tokenizer: Tokenizer, split: Split) -> TokenArrays:
+    """The documents of a split, each followed by its end; empty ones are dropped."""
+    end = np.array([tokenizer.eos_id], np.int32)
+    encoded = (tokenizer.encode(text) for text in corpus.documents(split))
+    documents = (np.concatenate([ids, end]) for ids in encoded if len(ids))
+    return TokenArrays.of(documents, id_dtype(tokenizer.vocab_size), name=f"{split} document")

@@ -1,0 +1,53 @@
+"""Documents of token ids from a token store, which `drawloom tokenize` makes."""
+
+from pathlib import Path
+
+import attrs
+
+from drawloom.components.data.store.splits import split_documents
+from drawloom.components.data.store.store import Store
+from drawloom.components.ports.corpus import Split, TokenDocuments
+from drawloom.graph import UserError, between, component, setting
+
+
+@component
+class Tokenized:
+    """
+    A token store, memory-mapped: it is opened without being read.
+
+    The split of a document depends only on its ids, so that duplicates are never in both splits.
+    """
+
+    path: Path = setting(doc="the folder of the store, relative to the current directory")
+    validation_fraction: float = setting(
+        default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
+    )
+    validation_path: Path | None = setting(
+        default=None, doc="another store, whose documents are the validation split; then all of `path` is for training"
+    )
+    _train: Store = attrs.field(init=False, default=None)
+    _validation: Store | None = attrs.field(init=False, default=None)
+
+    def open(self) -> None:
+        """Open the stores. Raises UserError if one is damaged, or if they have different tokenizers."""
+        self._train = Store.open(self.path)
+        if self.validation_path is not None:
+            self._validation = Store.open(self.validation_path)
+            if self._validation.tokenizer != self._train.tokenizer:
+                raise UserError(f"validation_path: {self.validation_path} has another tokenizer than {self.path}")
+
+    @property
+    def vocab_size(self) -> int:
+        """That of the store's tokenizer."""
+        return self._train.vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        """That of the store's tokenizer."""
+        return self._train.eos_id
+
+    def documents(self, split: Split) -> TokenDocuments:
+        """The documents of a split."""
+        if self._validation is not None:
+            return self._train if split == "train" else self._validation
+        return split_documents(self._train, split, self.validation_fraction)

@@ -1,0 +1,83 @@
+"""Documents of text as token ids: tokenized once, into a store in a cache."""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import attrs
+
+from drawloom.components.data.sources.documents import Part
+from drawloom.components.data.store.build import build, plan_of
+from drawloom.components.data.store.store import Store
+from drawloom.components.data.token_arrays import tokenize
+from drawloom.components.ports.corpus import Corpus, Split, TokenDocuments, Tokenizer
+from drawloom.components.ports.run import RunInfo
+from drawloom.graph import component, setting
+
+SPLITS: tuple[Split, ...] = ("train", "validation")
+CACHE = ".tokens"
+
+log = logging.getLogger("drawloom.data")
+
+
+@runtime_checkable
+class DividedCorpus(Protocol):
+    """A corpus of files, whose documents are read in parts; any process can make out whether it has changed."""
+
+    def parts(self, split: Split) -> Sequence[Part]:
+        """The documents of a split."""
+        ...
+
+
+@component
+class TokenizedText:
+    """
+    The documents of a corpus of text, each followed by the tokenizer's end token; empty ones are dropped.
+
+    The first process of a host makes a token store of each split in a cache, and the others wait for it; later runs
+    with the same files and tokenizer find it there. A corpus that is not made of files is tokenized in memory.
+    """
+
+    corpus: Corpus
+    tokenizer: Tokenizer
+    job: RunInfo
+    cache: Path | None = setting(
+        default=None, impact="safe", doc="folder of token stores; if left out, `.tokens` beside the run folder"
+    )
+    _splits: dict[Split, TokenDocuments] = attrs.field(init=False, factory=dict)
+
+    def open(self) -> None:
+        """Open the stores, or make them. Raises UserError if a file can't be read, or the cache not be written."""
+        if isinstance(self.corpus, DividedCorpus):
+            self._splits = {split: self._store(self.corpus.parts(split), split) for split in SPLITS}
+        else:
+            self._splits = {split: tokenize(self.corpus, self.tokenizer, split) for split in SPLITS}
+
+    def close(self) -> None:
+        """Close the stores."""
+        self._splits = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """The tokenizer's."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        """The tokenizer's."""
+        return self.tokenizer.eos_id
+
+    def documents(self, split: Split) -> TokenDocuments:
+        """The documents of a split."""
+        return self._splits[split]
+
+    def _store(self, parts: Sequence[Part], split: Split) -> Store:
+        plan = json.dumps(plan_of(parts, self.tokenizer))
+        cache = self.cache if self.cache is not None else self.job.path.parent / CACHE
+        folder = cache / f"{hashlib.sha256(plan.encode()).hexdigest()[:16]}-{split}"
+        log.debug("%s: %s documents are in %s", type(self.corpus).__name__, split, folder)
+        return build(folder, parts, self.tokenizer, workers=len(os.sched_getaffinity(0)))

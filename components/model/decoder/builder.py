@@ -1,0 +1,170 @@
+"""The settings that all families share, the modules that they build, and initial weights."""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.distributed.rng import derive_seed, fill_normal
+from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.hugging_face import Family, config_of, config_path, mapper_of
+from drawloom.components.model.decoder.layer import Block, SwiGLU
+from drawloom.components.model.decoder.model import CausalLM
+from drawloom.components.model.decoder.rope import RopeScaling
+from drawloom.components.model.decoder.settings import choose_architecture, faults
+from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.model import Kernels, LayerRange
+from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.weights import Mapper
+from drawloom.graph import Problem, above, at_least, between, inherited, setting
+
+RESIDUAL_OUTPUTS = (".self_attn.o_proj.weight", ".mlp.down_proj.weight", ".mlp.experts.down_proj")
+
+MAX_LAYERS = 10_000  # ten times the deepest transformers; building many more would take hours
+
+
+def fill_with_initial_weights(
+    name: str, parameter: Tensor, *, seed: int, layers: int, std: float, part_of: TensorSlice | None = None
+) -> None:
+    """
+    Fill a parameter of any shape and floating-point dtype, or the slice `part_of` of one, in place.
+
+    Biases get 0, other vectors, which are the weights of norms, 1, and matrices normal numbers of standard deviation
+    `std`. The 2 * layers matrices whose outputs are added to the residual stream get it divided by sqrt(2 * layers), so
+    that the
+    stream does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Numbers depend on the seed, the name and
+    the element's index only; they are drawn in float32 and rounded to the dtype.
+    """
+    if parameter.ndim < 2:
+        with torch.no_grad():
+            parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
+        return
+    # Each layer adds two outputs to the stream: attention's and the feed-forward network's.
+    scale = std / math.sqrt(2 * layers) if name.endswith(RESIDUAL_OUTPUTS) else std
+    part = part_of or TensorSlice.whole(tuple(parameter.shape))
+    fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
+
+
+@inherited
+class DecoderBuilder:
+    """A decoder of sizes given by settings or by a Hugging Face `config.json`; its layers are dense."""
+
+    family: ClassVar[Family]
+
+    kernels: Kernels
+    tokenizer: Tokenizer | None = None
+    config: Path | None = setting(default=None, doc="a Hugging Face config.json or its folder, instead of what follows")
+    _num_hidden_layers: int | None = setting(
+        default=None, alias="num_hidden_layers", check=between(1, MAX_LAYERS), doc="how many layers"
+    )
+    hidden_size: int | None = setting(default=None, check=at_least(1), doc="channels of the hidden states")
+    num_attention_heads: int | None = setting(default=None, check=at_least(1), doc="query heads")
+    num_key_value_heads: int | None = setting(
+        default=None, check=at_least(1), doc="key and value heads; heads if left out"
+    )
+    head_dim: int | None = setting(default=None, check=at_least(1), doc="channels of a head; width / heads if left out")
+    intermediate_size: int | None = setting(
+        default=None, check=at_least(1), doc="channels inside the feed-forward network"
+    )
+    _vocab_size: int | None = setting(
+        default=None, alias="vocab_size", check=at_least(1), doc="token ids; the tokenizer's if left out"
+    )
+    vocabulary_multiple: int = setting(
+        default=1, check=at_least(1), doc="the tokenizer's vocabulary is rounded up to a multiple of this"
+    )
+    tie_word_embeddings: bool | None = setting(default=None, doc="whether the head is the embedding; false if left out")
+    max_position_embeddings: int | None = setting(
+        default=None,
+        check=at_least(1),
+        impact="safe",
+        doc="longest text that an export claims; the family's if left out",
+    )
+    rope_theta: float | None = setting(
+        default=None,
+        check=above(1),
+        impact="changes_training",
+        doc="base of rotary positions; the family's if left out",
+    )
+    rope_scaling: RopeScaling | None = setting(
+        default=None, impact="changes_training", doc="how rotary positions are scaled for longer texts; not if left out"
+    )
+    rope_parameters: RopeScaling | None = setting(
+        default=None,
+        impact="changes_training",
+        doc="transformers 5's form of rope_theta and rope_scaling, instead of both",
+    )
+    rms_norm_eps: float | None = setting(
+        default=None,
+        check=above(0),
+        impact="changes_training",
+        doc="added to mean squares in norms; the family's if left out",
+    )
+    initializer_range: float | None = setting(
+        default=None,
+        check=above(0),
+        impact="changes_training",
+        doc="standard deviation of initial weights; 0.02 if left out",
+    )
+
+    @classmethod
+    def constraints(cls, node: Any) -> Iterator[Problem]:
+        """Settings that contradict one another, or lack something."""
+        for fault in faults(cls.family, node.settings, bool(node.neighbours("tokenizer"))):
+            yield node.problem(fault.key, fault.why, fault.instead)
+
+    @classmethod
+    def resume_impact(cls, node: Any, key: str) -> str | None:
+        """max_position_embeddings is only exported, unless dynamic positions depend on it."""
+        rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
+        return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type == "dynamic" else None
+
+    @cached_property
+    def architecture(self) -> DecoderConfig:
+        """All sizes. Computed on first use, because the tokenizer must be open."""
+        cls: Any = type(self)
+        settings = {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
+        tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
+        return choose_architecture(self.family, settings, tokens)
+
+    def files_read(self) -> dict[str, list[Path]]:
+        """The config.json, if the sizes are in one."""
+        if self.config is None:
+            return {}
+        return {"config": [config_path(self.config)]}
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.architecture.num_hidden_layers
+
+    @property
+    def vocab_size(self) -> int:
+        return self.architecture.vocab_size
+
+    def mlp_of(self, number: int) -> nn.Module:
+        """The feed-forward network of a layer: hidden states and weights of tokens in, hidden states out."""
+        return SwiGLU(self.architecture, self.kernels)
+
+    def build(self, span: LayerRange) -> nn.Module:
+        return CausalLM(self.architecture, span, self.kernels, self.mlp_of)
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        return [part for part in module.modules() if isinstance(part, Block)]
+
+    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
+        """A function of seed, name and index alone, for parameters of any shape and slices of them."""
+        std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
+        fill_with_initial_weights(name, parameter, seed=seed, layers=layers, std=std, part_of=part_of)
+
+    def hugging_face_config(self) -> dict[str, Any]:
+        return config_of(self.family, self.architecture, None if self.tokenizer is None else self.tokenizer.eos_id)
+
+    def hugging_face_mapper(self) -> Mapper:
+        # Only names are needed, so nothing is allocated.
+        with torch.device("meta"):
+            whole = self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
+        return mapper_of([name for name, _ in whole.named_parameters()], getattr(self.architecture, "num_experts", 0))

@@ -1,0 +1,108 @@
+"""The sizes of a decoder, dense or with experts, and which kinds of layers it has."""
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import attrs
+
+from drawloom.components.model.decoder.rope import InvalidSetting, RopeScaling
+
+
+@attrs.frozen(kw_only=True)
+class DecoderConfig:
+    """
+    All that is needed to build a decoder; sizes count channels, heads, layers or token ids.
+
+    Fields are keys of `config.json`. What sets families apart, beyond sizes, are `qk_norm` and the methods, which a
+    family's own class answers from its own keys.
+    """
+
+    qk_norm: ClassVar[bool] = False
+    """Whether queries and keys are normed by head."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 32_768
+    rope_theta: float = 1e6
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+
+    def has_bias(self, projection: str) -> bool:
+        """Whether a linear layer, called as in transformers (`q_proj`), has a bias."""
+        return False
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens, itself included, a token of this layer attends to at most; None for all before it."""
+        return None
+
+
+@attrs.frozen(kw_only=True)
+class Qwen3Config(DecoderConfig):
+    """Qwen3 (Qwen team 2025, arXiv 2505.09388): queries and keys are normed by head."""
+
+    qk_norm: ClassVar[bool] = True
+
+
+@attrs.frozen(kw_only=True)
+class MoeConfig(Qwen3Config):
+    """
+    All that is needed to build a Qwen3 model with experts.
+
+    `mlp_only_layers` are the numbers of layers without experts; `router_aux_loss_coef` is the coefficient of the
+    load-balancing loss.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    router_aux_loss_coef: float = 0.001  # the default of transformers' MoeConfig
+
+    def has_experts(self, number: int) -> bool:
+        """Whether the layer of this number has experts."""
+        return has_experts(number, self.decoder_sparse_step, self.mlp_only_layers)
+
+    @property
+    def moe_layers(self) -> int:
+        """The number of layers with experts."""
+        return sum(map(self.has_experts, range(self.num_hidden_layers)))
+
+
+def has_experts(number: int, sparse_step: int, dense_layers: Sequence[int]) -> bool:
+    """Whether a layer has experts: the last of every `decoder_sparse_step` layers, unless it is in mlp_only_layers."""
+    return number not in dense_layers and (number + 1) % sparse_step == 0
+
+
+def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSetting]:
+    """Invalid combinations of the sizes of attention."""
+    if heads % kv_heads:
+        whole = [number for number in range(1, heads + 1) if heads % number == 0]
+        why = f"num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}"
+        yield InvalidSetting("num_key_value_heads", why, f"write one of {', '.join(map(str, whole))}")
+    if head_dim % 2:
+        why = f"head_dim = {head_dim} is odd, and rotary positions rotate pairs of channels"
+        yield InvalidSetting("head_dim", why, f"write {head_dim + 1}")
+
+
+def expert_faults(
+    layers: int, experts: int, experts_per_token: int, sparse_step: int, dense_layers: Sequence[int]
+) -> Iterator[InvalidSetting]:
+    """Invalid numbers of experts, and of layers that have them."""
+    if experts_per_token > experts:
+        why = f"num_experts_per_tok = {experts_per_token} is more than num_experts = {experts}"
+        yield InvalidSetting("num_experts_per_tok", why, f"write {experts}, or less")
+    if strange := [number for number in dense_layers if not 0 <= number < layers]:
+        why = f"mlp_only_layers names layer {strange[0]}, and layers are counted from 0 to {layers - 1}"
+        yield InvalidSetting("mlp_only_layers", why, f"remove {strange[0]}")
+    elif not any(has_experts(number, sparse_step, dense_layers) for number in range(layers)):
+        key = "decoder_sparse_step" if sparse_step > layers else "mlp_only_layers"
+        yield InvalidSetting(key, "no layer has experts", 'write less, or use = "model.qwen3.dense"')

@@ -1,0 +1,89 @@
+"""The module of a span of layers, with the submodules and names of Hugging Face's models."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.layer import Block
+from drawloom.components.model.decoder.rope import scaling_of
+from drawloom.components.model.layers import Embedding, Linear, RMSNorm
+from drawloom.components.ports.model import BatchContext, Finish, Head, Kernels, LayerRange
+from drawloom.kernels.rope_frequencies import rope_angles
+
+
+class Decoder(nn.Module):
+    """
+    Layers under their numbers in the whole model, with or without the embedding and the last norm.
+
+    `mlp` builds the feed-forward network of a layer, from its number. `layers` is a ModuleDict, since a ModuleList
+    would number every span's layers from 0. A tied head needs the embedding's weight: a span with the head holds
+    `embed_tokens`, too, a separate tensor if the embedding itself is on another span.
+    """
+
+    def __init__(
+        self, architecture: DecoderConfig, span: LayerRange, kernels: Kernels, mlp: Callable[[int], nn.Module]
+    ) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.span = span
+        self.kernels = kernels
+        self.scaling = scaling_of(architecture.rope_scaling, architecture.max_position_embeddings)
+        if span.embedding or (span.head and architecture.tie_word_embeddings):
+            self.embed_tokens = Embedding(architecture.vocab_size, architecture.hidden_size, kernels)
+        self.layers = nn.ModuleDict(
+            {str(n): Block(architecture, kernels, mlp(n)) for n in range(span.first, span.last)}
+        )
+        if span.head:
+            self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
+
+    def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
+        """
+        Hidden states (rows, length, hidden_size), of the parameters' dtype, behind the last norm if there is one.
+
+        Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states.
+        """
+        hidden = self.embed_tokens(inputs) if self.span.embedding else inputs
+        cos, sin = self._angles(shared.positions)
+        windows = [self.architecture.window_of(int(number)) for number in self.layers]
+        # One mask for all layers of a window.
+        masks = {
+            window: self.kernels.attention_mask(shared.document_ids, window, shared.cache)
+            for window in dict.fromkeys(windows)
+        }
+        for layer, window in zip(self.layers.values(), windows, strict=True):
+            hidden = layer(hidden, cos, sin, masks[window], shared.weights)
+        return self.norm(hidden) if self.span.head else hidden
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the angles of queries and keys, float32 (rows, length, head_dim // 2)."""
+        return rope_angles(positions, self.architecture.head_dim, self.architecture.rope_theta, self.scaling)
+
+
+class CausalLM(nn.Module):
+    """A span of the model: `model`, the decoder, and `lm_head` if the span has the head and the head is not tied."""
+
+    def __init__(
+        self, architecture: DecoderConfig, span: LayerRange, kernels: Kernels, mlp: Callable[[int], nn.Module]
+    ) -> None:
+        super().__init__()
+        self.span = span
+        self.kernels = kernels
+        self.model = Decoder(architecture, span, kernels, mlp)
+        self.tied = architecture.tie_word_embeddings
+        if span.head and not self.tied:
+            self.lm_head = Linear(architecture.hidden_size, architecture.vocab_size, kernels)
+
+    def forward(self, inputs: Tensor, shared: BatchContext, finish: Finish | None = None) -> Any:
+        """
+        Hidden states (rows, length, hidden_size), of the parameters' dtype, or with the head what `finish` makes of
+        them.
+
+        Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states.
+        """
+        hidden = self.model(inputs, shared)
+        return finish(hidden, self._head()) if self.span.head and finish is not None else hidden
+
+    def _head(self) -> Head:
+        return (self.model.embed_tokens if self.tied else self.lm_head).head()

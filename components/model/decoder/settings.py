@@ -1,0 +1,129 @@
+"""From the settings of a recipe to the configuration of a model, with all problems of the settings."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from drawloom.components.model.decoder.config import (
+    DecoderConfig,
+    MoeConfig,
+    expert_faults,
+    has_experts,
+    head_faults,
+)
+from drawloom.components.model.decoder.hugging_face import Family, read_config
+from drawloom.components.model.decoder.rope import InvalidSetting, form_faults, rope_faults, take_apart
+from drawloom.graph import UserError
+
+EXAMPLES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "intermediate_size": 768,
+    "vocab_size": 320,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}
+
+BESIDE_CONFIG = ("router_aux_loss_coef",)
+"""Settings that override the config's: they change training, not the model."""
+
+
+def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> Iterator[InvalidSetting]:
+    """Problems of the settings of a recipe; a setting that is None was left out."""
+    given = _given(family, settings)
+    if settings["config"] is not None:
+        yield from _config_faults(family, settings, given)
+        return  # a config sets everything else
+    for key in family.needed:
+        if key not in given:
+            yield InvalidSetting(
+                key, f"{key} is missing", f"write {key} = {EXAMPLES[key]}, say, or config = a config.json"
+            )
+    if "vocab_size" not in given and not has_tokenizer:
+        instead = f'write tokenizer = "@tokenizer", or vocab_size = {EXAMPLES["vocab_size"]}, say'
+        yield InvalidSetting("vocab_size", "there is neither a vocabulary nor a tokenizer to ask for it", instead)
+    if "hidden_size" in given and "num_attention_heads" in given:
+        yield from _attention_faults(given)
+    yield from form_faults(given)
+    for key in ("rope_scaling", "rope_parameters"):
+        if key in given:
+            yield from rope_faults(given[key], given.get("head_dim"), key)
+    if family.architecture is MoeConfig and given.keys() >= set(family.needed):
+        yield from _expert_faults(given)
+
+
+def choose_architecture(family: Family, settings: Mapping[str, Any], tokens: int | None) -> DecoderConfig:
+    """The architecture of these settings, with `tokens` ids in the tokenizer; UserError for invalid settings."""
+    for fault in faults(family, settings, tokens is not None):
+        raise UserError(f"{family.component}: {fault.why}; {fault.instead}")
+    if settings["config"] is not None:
+        beside = {key: value for key, value in _given(family, settings).items() if key in BESIDE_CONFIG}
+        architecture = attrs.evolve(read_config(family, settings["config"]), **beside)
+    else:
+        architecture = family.architecture(**_completed(family, settings, tokens))
+    if tokens is not None and tokens > architecture.vocab_size:
+        why = f"the tokenizer has {tokens} ids, but the model's vocabulary only {architecture.vocab_size}"
+        raise UserError(f"{family.component}: {why}; write vocab_size = {tokens}, or another tokenizer")
+    return architecture
+
+
+def _given(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: settings[key] for key in family.settings if settings[key] is not None}
+
+
+def _completed(family: Family, settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
+    """Settings with defaults that depend on others; the architecture has the rest."""
+    given = _given(family, settings)
+    if tokens is not None:
+        given.setdefault("vocab_size", _rounded_up(tokens, settings["vocabulary_multiple"]))
+    if "num_experts_per_tok" in given:
+        # The size of layers without experts: if it was left out there are none, and only exports show it.
+        given.setdefault("intermediate_size", given["num_experts_per_tok"] * given["moe_intermediate_size"])
+    return {
+        "num_key_value_heads": given["num_attention_heads"],
+        "head_dim": given["hidden_size"] // given["num_attention_heads"],
+        **take_apart(given),
+    }
+
+
+def _config_faults(family: Family, settings: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    for key in (key for key in given if key not in BESIDE_CONFIG):
+        yield InvalidSetting(key, f"{key} is set beside config, which sets it as well", f"remove {key} or config")
+    try:
+        read_config(family, settings["config"])
+    except UserError as error:
+        why, _, instead = str(error).rpartition("; ")
+        yield InvalidSetting("config", why, instead)
+
+
+def _attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    width, heads = given["hidden_size"], given["num_attention_heads"]
+    if "head_dim" not in given and width % heads:
+        why = f"num_attention_heads = {heads} does not divide hidden_size = {width}, so head_dim has no default"
+        yield InvalidSetting("num_attention_heads", why, "write head_dim = 64, say")
+        return
+    yield from head_faults(heads, given.get("num_key_value_heads", heads), given.get("head_dim", width // heads))
+
+
+def _expert_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    layers, step, dense = (
+        given["num_hidden_layers"],
+        given.get("decoder_sparse_step", 1),
+        given.get("mlp_only_layers", ()),
+    )
+    found = list(expert_faults(layers, given["num_experts"], given["num_experts_per_tok"], step, dense))
+    yield from found
+    first = next((number for number in range(layers) if not has_experts(number, step, dense)), None)
+    if first is not None and "intermediate_size" not in given and not found:
+        why = f"intermediate_size is missing, and layer {first} has no experts"
+        yield InvalidSetting(
+            "intermediate_size", why, f"write intermediate_size = {EXAMPLES['intermediate_size']}, say"
+        )
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    # A vocabulary that 64 or 128 divides makes the head's matrix products faster on GPUs.
+    return -(-number // multiple) * multiple

@@ -1,0 +1,55 @@
+"""The component `model.qwen2`: Qwen2 and Qwen2.5 (Qwen team 2024, arXiv 2412.15115)."""
+
+import attrs
+
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.graph import at_least, component, setting
+
+
+@attrs.frozen(kw_only=True)
+class Qwen2Config(DecoderConfig):
+    """Qwen2: biases of queries, keys and values, and a window in the layers from `max_window_layers` on, if any."""
+
+    use_sliding_window: bool = False
+    sliding_window: int = 4096
+    max_window_layers: int = 28
+
+    def has_bias(self, projection: str) -> bool:
+        """Those of queries, keys and values."""
+        return projection in ("q_proj", "k_proj", "v_proj")
+
+    def window_of(self, layer: int) -> int | None:
+        """In the last layers alone, and only if windows are used."""
+        return self.sliding_window if self.use_sliding_window and layer >= self.max_window_layers else None
+
+
+QWEN2 = Family(
+    "model.qwen2",
+    "a Qwen2 or Qwen2.5 model",
+    Qwen2Config,
+    "qwen2",
+    "Qwen2ForCausalLM",
+    hf_defaults={"rope_theta": 1e4, "num_key_value_heads": 32},
+)
+
+
+@component(impact="incompatible")
+class Qwen2(DecoderBuilder):
+    """A Qwen2 or Qwen2.5 language model, of sizes given here or by a Hugging Face `config.json`."""
+
+    family = QWEN2
+
+    use_sliding_window: bool | None = setting(
+        default=None, impact="changes_training", doc="whether some layers have a window; false if left out"
+    )
+    sliding_window: int | None = setting(
+        default=None,
+        check=at_least(1),
+        impact="changes_training",
+        doc="how many tokens a token attends to in these, itself included; 4096 if left out",
+    )
+    max_window_layers: int | None = setting(
+        default=None, check=at_least(0), impact="changes_training", doc="the first layer with a window; 28 if left out"
+    )

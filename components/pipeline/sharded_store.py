@@ -1,0 +1,243 @@
+"""
+Parameters that FSDP2 shards over ranks: every rank keeps a slice of each, and gathers a block's to compute with it.
+
+torch's `fully_shard` does the work: Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277. Its hooks assume one forward
+and one backward at a time. A pipeline's program has several microbatches in flight and may split a backward pass, so
+that the program says here when gradients are final; until then each rank adds up its own, as without shards. This file
+alone uses private names of torch (tried on 2.11 and 2.13).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype, is_dtensor
+from drawloom.components.ports.distributed import Precision
+from drawloom.components.ports.memory import MemoryKind
+from drawloom.components.ports.model import LOSS
+from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.weights.adapted import adapter_names
+
+Blocks = Callable[[nn.Module], Sequence[nn.Module]]
+"""The blocks of a stage's module, each of which is gathered by itself."""
+
+
+@attrs.frozen(eq=False)
+class ShardedModule:
+    """
+    A stage's module whose parameters are sharded; `units` are the module, for what no block holds, and its blocks.
+
+    `by_block` gathers each block when it is used and frees it afterwards, in forward and backward. Otherwise the
+    program gathers the whole stage before its first use in a step, and its gradients' reduction frees it.
+    """
+
+    root: Any
+    units: Sequence[Any]
+    by_block: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, blocks: Blocks, whole: set[nn.Parameter], **how: Any) -> "ShardedModule":
+        """Shard a module on the meta device, except for the parameters `whole`; `how` is for `fully_shard`."""
+        # Takes a second to import, which runs without shards do not pay.
+        from torch.distributed.fsdp import fully_shard
+
+        by_block = how["reshard_after_forward"]
+        # The parameters of a block belong to the innermost unit, which must be sharded first.
+        units = [module, *blocks(module)]
+        for unit in reversed(units):
+            fully_shard(unit, ignored_params=whole, **how)
+            sharded: Any = unit
+            # Sums, because a loss is divided by the weight of all tokens, once. gloo has no scaled sum.
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+            # Else ranks on which different weights get no gradient would wait for each other (not in torch 2.11).
+            if hasattr(sharded, "set_reduce_scatter_unused_params"):
+                sharded.set_reduce_scatter_unused_params(True)
+        return cls(module, units, by_block)
+
+    def open(self, gradient: torch.dtype) -> None:
+        """Make what torch makes at the first use; microbatches are summed in dtype `gradient`."""
+        for unit in self.units:
+            # In inference mode, a first use would make parameters that can't be trained.
+            unit.unshard()
+            for part in _parts(unit):
+                if part.sharded_param.requires_grad:
+                    part.unsharded_param.grad_dtype = gradient
+            unit.reshard()
+
+    def begin(self) -> None:
+        """Begin a step: the slices have changed, and no gradient is final before `reduce_next`."""
+        for unit in self.units:
+            unit.reshard()
+        self._reduce_in_backward(False)
+
+    def unshard(self) -> None:
+        """Start to gather the whole stage; its forward waits for it."""
+        for unit in self.units:
+            unit.unshard(async_op=True)
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+        for unit in self.units:
+            unit.reshard()
+
+    def reduce_next(self) -> None:
+        """With the next backward pass the step's gradients are final: each block's are reduced as soon as they are."""
+        self._reduce_in_backward(True)
+
+    def reduce(self) -> None:
+        """Reduce all gradients now: after a pass for the weights alone, which runs no hook of torch's."""
+        for unit in reversed(self.units):
+            for group in _groups(unit):
+                group.post_backward()
+        self.root._get_fsdp_state()._root_post_backward_final_callback()
+
+    def gathered_bytes(self) -> int:
+        """The most bytes that are gathered at one time; of blocks the one in use and the next."""
+        sizes: list[int] = [sum(part.unsharded_param.nbytes for part in _parts(unit)) for unit in self.units]
+        blocks: int = 2 * max(sizes[1:], default=0) if self.by_block else sum(sizes[1:])
+        return sizes[0] + blocks
+
+    def sharded(self) -> Iterator[tuple[str, Any]]:
+        """The sharded parameters (DTensors) by name, while they are not gathered."""
+        for name, parameter in self.root.named_parameters():
+            if is_dtensor(parameter):
+                yield name, parameter
+
+    def _reduce_in_backward(self, now: bool) -> None:
+        self.root.set_is_last_backward(now)
+        self.root.set_requires_gradient_sync(now)
+        self.root.set_reshard_after_backward(now or self.by_block)
+
+
+@attrs.define(eq=False)
+class ShardedStore:
+    """
+    The parameters of modules on one rank, sharded over ranks; `masters` are this rank's slices, as plain parameters.
+
+    `slices` says which part of the whole parameter each is. Those without an entry are whole on every rank: parameters
+    of a loss and of adapters, those that are not cast, since FSDP gathers one dtype at a time, and those that two local
+    stages share.
+    """
+
+    modules: Sequence[ShardedModule]
+    masters: dict[str, nn.Parameter]
+    slices: Mapping[str, TensorSlice]
+    _whole: ParameterStore
+    _pairs: Sequence[tuple[nn.Parameter, Any]]
+    _gathered_at: list[int] = attrs.field(factory=list)
+
+    @classmethod
+    def of(cls, modules: Sequence[ShardedModule], precision: Precision) -> "ShardedStore":
+        """Take over sharded modules whose parameters have memory and values."""
+        whole = ParameterStore.of((module.root for module in modules), precision)
+        masters, slices, pairs = dict(whole.masters), dict[str, TensorSlice](), []
+        for module in modules:
+            module.open(precision.gradient)
+            for name, parameter in module.sharded():
+                # Memory that is shared with torch's parameter, without its class: optimizers, clippers and stagers
+                # need to know nothing of shards.
+                masters[name] = nn.Parameter(local_part(parameter), parameter.requires_grad)
+                slices[name] = slice_of(parameter)
+                pairs.append((masters[name], parameter))
+        return cls(modules, masters, slices, whole, pairs)
+
+    def cast(self, only_if_changed: bool = False) -> None:
+        """Begin a step: what was gathered is dropped; `only_if_changed`, if a slice may have changed since."""
+        self._whole.cast(only_if_changed)
+        versions = [master._version for master, _ in self._pairs]
+        if not (only_if_changed and versions == self._gathered_at):
+            for module in self.modules:
+                module.begin()
+        self._gathered_at = versions
+
+    def hand_over_gradients(self) -> None:
+        """Make the reduced gradients those of the slices."""
+        self._whole.hand_over_gradients()
+        for master, parameter in self._pairs:
+            if parameter.grad is not None:
+                gradient, parameter.grad = local_part(parameter.grad), None
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        # Fused optimizers change parameters without a change of their versions.
+        self._gathered_at = []
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the compute copies among the parameters of the modules."""
+        return self._whole.copied_bytes
+
+    def shards_of(self, module: nn.Module) -> ShardedModule:
+        """The shards of one of the modules."""
+        return next(each for each in self.modules if each.root is module)
+
+    def memory_bytes(self) -> dict[MemoryKind, int]:
+        """Bytes of masters that have copies, and of these copies and what is gathered at one time."""
+        whole = self._whole.memory_bytes()
+        gathered = sum(module.gathered_bytes() for module in self.modules)
+        return {**whole, "compute_copies": whole["compute_copies"] + gathered}
+
+
+def shard(
+    modules: Iterable[nn.Module], blocks: Blocks, mesh: Any, precision: Precision, by_block: bool
+) -> list[ShardedModule]:
+    """Shard modules that are on the meta device over the ranks of a torch mesh of one dimension."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    modules = list(modules)
+    policy = MixedPrecisionPolicy(
+        param_dtype=precision.compute,
+        reduce_dtype=torch.promote_types(precision.reduce, precision.gradient),
+        # Layers cast what they multiply; positions and weights of tokens keep their dtype.
+        cast_forward_inputs=False,
+    )
+    times = Counter(name for module in modules for name, _ in module.named_parameters())
+    shared = {name for name in times if times[name] > 1}
+    how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": by_block}
+    return [ShardedModule.of(module, blocks, _whole(module, precision, shared), **how) for module in modules]
+
+
+def _whole(module: nn.Module, precision: Precision, shared: set[str]) -> set[nn.Parameter]:
+    """The parameters of a module that every rank keeps whole; those of adapters are small."""
+    adapters = adapter_names(module)
+    return {
+        parameter
+        for name, parameter in module.named_parameters()
+        if name in shared
+        or name in adapters
+        or name.startswith(f"{LOSS}.")
+        or not parameter.is_floating_point()
+        or parameter.ndim == 0
+        or compute_dtype(name, precision) != precision.compute
+    }
+
+
+def _groups(unit: Any) -> list[Any]:
+    """The parameter groups of a unit: none if it has no parameters of its own; one in torch 2.11."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+def _parts(unit: Any) -> Iterator[Any]:
+    for group in _groups(unit):
+        yield from group.fsdp_params
+
+
+def local_part(tensor: Any) -> Tensor:
+    """This rank's slice of a DTensor of any shape, sharing its memory, without a graph."""
+    with torch.no_grad():
+        part: Tensor = tensor.to_local().detach()
+    return part
+
+
+def slice_of(tensor: Any) -> TensorSlice:
+    """Where this rank's slice of a DTensor of any shape lies in the whole."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return TensorSlice(tuple(tensor.shape), tuple(offsets), tuple(size))

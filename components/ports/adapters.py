@@ -1,0 +1,80 @@
+"""Adapters: what is trained of a model whose other weights are frozen, such as the low-rank factors of LoRA."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import attrs
+from torch import nn
+
+from drawloom.components.ports.weights import Mapper
+from drawloom.graph import port
+
+
+@port
+class Adapter(Protocol):
+    """Adds parameters to a frozen model, or thaws some of its own, while it is on the meta device."""
+
+    @property
+    def targets(self) -> Sequence[str]:
+        """Patterns of the names of modules or parameters; the recipe is wrong if one matches nothing in the model."""
+        ...
+
+    def inject(self, module: nn.Module) -> Collection[str]:
+        """
+        Adapt a span of the model in place; gives the patterns that matched something in it.
+
+        Parameters that are there keep their names, and those that are added belong to an `AdaptedLayer`.
+        """
+        ...
+
+
+@attrs.frozen
+class LowRank:
+    """
+    One pair of low-rank factors, as PEFT's `adapter_config.json` describes it.
+
+    `target` is the name of a module in transformers; if `fused`, of a parameter that stacks experts. `scale` is what
+    the product of the factors is multiplied by.
+    """
+
+    target: str
+    rank: int
+    scale: float
+    dropout: float = 0.0
+    dora: bool = False
+    fused: bool = False
+
+
+class AdaptedLayer(ABC):
+    """
+    A layer with an adapter: a module with the parameters of the layer that it replaces, and some of its own.
+
+    The methods take the name of the layer in the model.
+    """
+
+    @property
+    @abstractmethod
+    def adapter_names(self) -> list[str]:
+        """The names, in the layer, of the adapter's parameters."""
+
+    @abstractmethod
+    def fill_adapter(self, name: str, seed: int) -> None:
+        """Fill the adapter's parameters, in place, with their initial values; the layer's others have theirs."""
+
+    @abstractmethod
+    def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+        """
+        Maps the layer's parameters to those of a layer without an adapter that computes the same.
+
+        Each group begins with the parameter that it changes. With `base`, the first also gives that parameter
+        unchanged, under this name.
+        """
+
+    @abstractmethod
+    def peft_mapper(self, name: str) -> Mapper:
+        """Maps the adapter's parameters to the tensors of PEFT's `adapter_model.safetensors`."""
+
+    @abstractmethod
+    def low_ranks(self, name: str) -> list[LowRank]:
+        """The pairs of low-rank factors."""

@@ -1,0 +1,112 @@
+"""
+Ports of corpora: documents of text, tokenizers, and documents of token ids.
+
+This module imports no torch, so that processes that only tokenize stay small.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from drawloom.graph import port
+
+Split = Literal["train", "validation"]
+
+
+@port
+class Corpus(Protocol):
+    """Documents in a stable order, each of which belongs to the training or the validation split."""
+
+    def documents(self, split: Split) -> Iterator[str]:
+        """The texts of a split."""
+        ...
+
+
+@port
+class Tokenizer(Protocol):
+    """Converts text to token ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids."""
+        ...
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a document."""
+        ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of a text, int32 of shape (tokens,), without `eos_id`."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, as `encode` gives them."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; bytes that are not UTF-8 are replaced."""
+        ...
+
+    def token_bytes(self) -> np.ndarray:
+        """
+        How many bytes of UTF-8 each id stands for, int64 (vocab_size,); 0 for `eos_id` and others that are no text.
+
+        The bytes of a text's ids add up to those of the text.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the files that other programs need for the same ids: `tokenizer.json` and its configuration."""
+        ...
+
+
+class TokenDocuments(Protocol):
+    """
+    Documents of token ids, with random access by number from 0. It can be pickled, for worker processes.
+
+    A document that ends has its end token; one that was cut off may have none.
+    """
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The tokens of each document, any integer dtype (documents,)."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all ids and weights in their order; it differs if any of them does."""
+        ...
+
+    def tokens(self, document: int, first: int, last: int) -> np.ndarray:
+        """The ids of a document from `first` to before `last`, or to its end; any integer dtype (last - first,)."""
+        ...
+
+    def weights(self, document: int, first: int, last: int) -> np.ndarray | None:
+        """What each of these tokens weighs as a target, float32 of 0 and more (last - first,); None: 1 each."""
+        ...
+
+    def source(self, document: int) -> str:
+        """Where a document comes from, for people: a file, and a position in it."""
+        ...
+
+
+@port
+class TokenCorpus(Protocol):
+    """Documents of token ids in a stable order, each of which belongs to the training or the validation split."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below it."""
+        ...
+
+    @property
+    def eos_id(self) -> int:
+        """The id that fills the rest of a row."""
+        ...
+
+    def documents(self, split: Split) -> TokenDocuments:
+        """The documents of a split."""
+        ...

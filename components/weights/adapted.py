@@ -1,0 +1,103 @@
+"""Models with adapters: what is frozen, what is added, and how it is merged into the weights of the model."""
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.ports.adapters import AdaptedLayer, Adapter
+from drawloom.components.ports.model import LayerRange, Model
+from drawloom.components.ports.weights import Mapper
+from drawloom.components.weights.load import convert
+from drawloom.components.weights.mapper import parallel
+from drawloom.components.weights.mapper_ops import whole
+from drawloom.graph import UserError
+
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
+"""Hugging Face's names of the embedding, and of a head that is not tied to it."""
+
+
+def inject(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
+    """Freeze a module on the meta device but for what the adapters train; the patterns that matched something."""
+    if not adapters:
+        return set()
+    module.requires_grad_(False)
+    return {target for adapter in adapters for target in adapter.inject(module)}
+
+
+def adapted_model(model: Model, adapters: Sequence[Adapter]) -> nn.Module:
+    """The whole model with adapters, on the meta device. Raises UserError for a pattern that matches nothing in it."""
+    with torch.device("meta"):
+        module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
+        names = [name for name, _ in module.named_modules() if name.count(".") > 2]
+        found = inject(adapters, module)
+    for adapter in adapters:
+        for target in adapter.targets:
+            if target not in found:
+                example = f"; a module of the model is called {names[0]}" if names else ""
+                raise UserError(f"adapters: {target!r} matches nothing that can be adapted{example}", exit_code=2)
+    return module
+
+
+def adapted_layers(module: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
+    """The layers with adapters, by name."""
+    return ((name, part) for name, part in module.named_modules() if isinstance(part, AdaptedLayer))
+
+
+def adapter_names(module: nn.Module) -> set[str]:
+    """The names of the parameters that adapters have added."""
+    return {f"{name}.{leaf}" for name, layer in adapted_layers(module) for leaf in layer.adapter_names}
+
+
+def fill_adapters(module: nn.Module, device: torch.device, seed: int) -> None:
+    """Make the adapters' parameters real, with their initial values; all other parameters have theirs."""
+    for name, layer in adapted_layers(module):
+        for leaf in layer.adapter_names:
+            parameter = getattr(layer, leaf)
+            if parameter.is_meta:
+                empty = torch.empty_like(parameter, device=device)
+                setattr(layer, leaf, nn.Parameter(empty, parameter.requires_grad))
+        layer.fill_adapter(name, seed)
+
+
+def merge_mapper(whole: nn.Module, tied: bool) -> Mapper:
+    """
+    Maps the parameters of layers with adapters to those of layers without.
+
+    An adapter of a tied embedding leaves the head as it is: the result has a head of its own then.
+    """
+    layers = adapted_layers(whole)
+    return parallel(*(layer.merge_mapper(name, HEAD if tied and name == EMBEDDING else None) for name, layer in layers))
+
+
+@attrs.frozen
+class MergeError:
+    """Sums of squares over weights: of their changes by adapters, and of what merging in some dtype loses of these."""
+
+    change: float = 0.0
+    lost: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """The norm of what is lost, as a part of that of the change."""
+        return (self.lost / self.change) ** 0.5 if self.change else 0.0
+
+
+def merge_error(mapper: Mapper, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> MergeError:
+    """
+    What merging loses of the changes of these tensors, of any shape, in a dtype or, if None, in the weights' own.
+
+    DTensors are gathered: a collective of the ranks that share them out.
+    """
+    error = MergeError()
+    for group in mapper.groups:
+        if not tensors.keys() >= set(group.inputs):
+            continue
+        base = tensors[group.inputs[0]]
+        wide = {name: whole(tensors[name]).detach().float() for name in group.inputs}
+        merged = convert(Mapper((group,)), wide)[group.outputs[0]]
+        lost = merged - merged.to(dtype or base.dtype).float()
+        change = merged - wide[group.inputs[0]]
+        error = MergeError(error.change + float(change.square().sum()), error.lost + float(lost.square().sum()))
+    return error

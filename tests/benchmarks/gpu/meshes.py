@@ -1,0 +1,250 @@
+"""
+Meshes of two GPUs beside one GPU and beside plain FSDP2, in one run: `make bench-mesh-gpu`.
+
+Qwen3-0.6B and the shape of Llama 3 8B, in bfloat16, with rows of 4096 tokens; a step is forward, backward, the norm of
+all gradients, clipping and AdamW. Every rank has as many rows as the one GPU, so that the ideal is twice its tokens a
+second. The peer is Hugging Face transformers with Liger's kernels, if they are installed, under torch's `fully_shard`,
+each layer a unit, as here. A line says tokens per second and GPU, their ratio to one GPU's, and GiB per GPU at most.
+"""
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+TINY = "--tiny" in sys.argv
+if TINY:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import attrs  # noqa: E402
+import torch  # noqa: E402
+
+from benchmarks.gpu.training import DENSE, SMALL  # noqa: E402
+from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
+from drawloom.components.distributed.mesh import RankMesh  # noqa: E402
+from drawloom.components.distributed.precision import DtypePolicy  # noqa: E402
+from drawloom.components.distributed.processes import TorchProcesses  # noqa: E402
+from drawloom.components.distributed.sum_over_shards import SumOverParameters  # noqa: E402
+from drawloom.components.gradients.clip_norm import ClipNorm  # noqa: E402
+from drawloom.components.gradients.synchronize import Synchronize  # noqa: E402
+from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
+from drawloom.components.loss.next_token import NextToken  # noqa: E402
+from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
+from drawloom.components.optim.adamw import AdamW  # noqa: E402
+from drawloom.components.pipeline.executor import Executor  # noqa: E402
+from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
+from drawloom.components.ports.data import Batch  # noqa: E402
+from drawloom.components.ports.run import Step  # noqa: E402
+from support import pipelines  # noqa: E402
+
+LENGTH = 12 if TINY else 4096
+STEPS, WARM_UPS = (1, 1) if TINY else (8, 3)
+
+LLAMA: dict[str, Any] = DENSE | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "rope_theta": 5e5,
+}
+"""The shape of Llama 3 8B, with Qwen3's norms of queries and keys."""
+
+
+@attrs.frozen
+class Case:
+    """A model, rows of a microbatch, microbatches of a step on each rank, a mesh, and whether it is the peer's."""
+
+    model: str
+    rows: int
+    microbatches: int
+    sizes: Mapping[str, int] = {}
+    peer: bool = False
+    reshard: bool = True
+
+    @property
+    def name(self) -> str:
+        """What a line calls it."""
+        who = ", FSDP2 + transformers" if self.peer else "" if self.reshard else ", gathered once a step"
+        mesh = " ".join(f"{name}={size}" for name, size in self.sizes.items()) or "one GPU"
+        return f"{self.model}, {self.rows} x {LENGTH} x {self.microbatches}, {mesh}{who}"
+
+
+MODELS = {"Qwen3-0.6B": DENSE, "Llama-3-8B shape": LLAMA}
+SHAPES = (("Qwen3-0.6B", 4, 1), ("Qwen3-0.6B", 4, 4), ("Llama-3-8B shape", 2, 1))
+MESHES: tuple[Mapping[str, int], ...] = ({"data_shard": 2}, {"data_replicate": 2})
+
+
+def cases(ranks: int) -> list[Case]:
+    """What is measured with so many processes."""
+    if ranks == 1:
+        return [Case(*shape) for shape in SHAPES]
+    found = [Case(*shape, sizes) for shape in SHAPES for sizes in MESHES]
+    # Each replica of the large model would need more memory than the one GPU, for buckets of gradients.
+    found = [case for case in found if "8B" not in case.model or "data_shard" in case.sizes]
+    found += [attrs.evolve(case, reshard=False) for case in found if "data_shard" in case.sizes]
+    return [*found, *(Case(*shape, {"data_shard": 2}, peer=True) for shape in SHAPES if shape[2] == 1)]
+
+
+def main() -> None:
+    """Measure one GPU, then two, in processes of their own."""
+    if "RANK" in os.environ:
+        return _worker()
+    if not TINY and torch.cuda.device_count() < 2:
+        sys.exit("this needs two GPUs; --tiny tries it with two processes on a CPU")
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"BENCH_FOLDER": folder, "OMP_NUM_THREADS": "4"}
+        for ranks in (1, 2):
+            starter = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+            command = [sys.executable, *starter, str(Path(__file__)), *sys.argv[1:]]
+            subprocess.run(command, env=environment, check=True)
+
+
+def _worker() -> None:
+    kind: Any = "cpu" if TINY else "cuda"
+    device = ComputeDevice(kind=kind)
+    device.open()
+    processes = TorchProcesses(device=device)
+    processes.open()
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    base = Path(os.environ["BENCH_FOLDER"]) / "one.json"
+    ones: dict[str, float] = json.loads(base.read_text()) if base.exists() else {}
+    try:
+        for case in cases(processes.world_size):
+            if not words or any(word in case.name for word in words):
+                _line(case, processes, device, ones)
+        base.write_text(json.dumps(ones))
+    finally:
+        processes.close()
+
+
+def _line(case: Case, processes: TorchProcesses, device: ComputeDevice, ones: dict[str, float]) -> None:
+    mesh = RankMesh(processes=processes, **{"data_replicate": 1, **case.sizes})
+    mesh.open()
+    shape = f"{case.model} {case.rows} {case.microbatches}"
+    try:
+        seconds, memory = _measured((_peer if case.peer else _ours)(case, mesh, device), device)
+        speed = case.rows * case.microbatches * LENGTH / seconds
+        if processes.world_size == 1:
+            ones[shape] = speed
+        text = f"{speed:>10,.0f} tokens/s a GPU{speed / ones.get(shape, float('nan')):>8.1%}{memory:>8.1f} GiB"
+    except Exception as failure:  # the others are measured nevertheless; all ranks fail alike
+        text = f"  {type(failure).__name__}: {failure}".splitlines()[0][:150]
+    if processes.rank == 0:
+        print(f"{case.name:<75}{text}", flush=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], None]:
+    kernels = AutoKernels(device=device)
+    kernels.open()
+    config = _config(case) | {"max_position_embeddings": 40960}
+    config.pop("model_type")
+    model = Qwen3Dense(kernels=kernels, **config)
+    model.initialise = _initialise  # type: ignore[assignment,method-assign]
+    dtype: Any = "float32" if TINY else "bfloat16"
+    precision, schedule, loss = DtypePolicy(parameter=dtype), pipelines.schedule("one_f_one_b"), NextToken()
+    common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
+    stages = MaterializedStages(model=model, loss=loss, precision=precision, job=pipelines.Job(), **common)
+    stages.reshard_after_forward = case.reshard
+    stages.open()
+    executor = Executor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
+    executor.open()
+    phases: list[Any] = [
+        Synchronize(parameters=stages, mesh=mesh, precision=precision, reduce=SumOverParameters(mesh=mesh)),
+        ClipNorm(parameters=stages, max_norm=1.0),
+        optimizer := AdamW(parameters=stages, lr=1e-5),
+    ]
+    optimizer.open()
+    batches = [_batch(number, device, config["vocab_size"], case.rows) for number in range(case.microbatches)]
+
+    def step() -> None:
+        state = Step(1, 1)
+        state.outputs["losses"] = executor.train(batches)
+        for phase in phases:
+            phase.run_phase(state)
+
+    return step
+
+
+def _peer(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], None]:
+    import transformers
+    from torch.distributed.fsdp import fully_shard
+
+    config = transformers.AutoConfig.for_model(**_config(case))
+    kinds: Any = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model: Any = kinds.from_config(config, attn_implementation="sdpa").to(torch.float32 if TINY else torch.bfloat16)
+    liger = find_spec("liger_kernel") is not None and not TINY
+    if liger:
+        import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh.torch_mesh("data_shard"))
+    fully_shard(model, mesh=mesh.torch_mesh("data_shard"))
+    model.to_empty(device=device.device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
+        for name, buffer in model.named_buffers():
+            if name.endswith("inv_freq"):
+                half = torch.arange(len(buffer), device=device.device) / len(buffer)
+                buffer.copy_(config.rope_parameters["rope_theta"] ** -half)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    tokens = _batch(0, device, config.vocab_size, case.rows).tokens
+
+    def step() -> None:
+        model(tokens, labels=tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _config(case: Case) -> dict[str, Any]:
+    small = {key: value for key, value in SMALL.items() if key in DENSE} | {"num_hidden_layers": 2}
+    return MODELS[case.model] | (small if TINY else {})
+
+
+def _initialise(_name: str, parameter: torch.Tensor, _seed: int, _part_of: Any = None) -> None:
+    """Fill a parameter on its device, which is quicker than the numbers that a run starts from."""
+    parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
+
+
+def _batch(number: int, device: ComputeDevice, vocabulary: int, rows: int) -> Batch:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(vocabulary, (rows, LENGTH + 1), generator=generator).to(device.device)
+    positions = torch.arange(LENGTH, device=device.device).expand(rows, LENGTH).contiguous()
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return Batch(inputs, targets, positions, torch.zeros_like(positions), torch.ones_like(positions).float())
+
+
+def _measured(step: Callable[[], None], device: ComputeDevice) -> tuple[float, float]:
+    """The median of the seconds of several steps, and GiB at most."""
+    gpu, times = device.device.type == "cuda", []
+    for number in range(WARM_UPS + STEPS):
+        if gpu and number == WARM_UPS:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        step()
+        if gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    memory = torch.cuda.max_memory_allocated() / 2**30 if gpu else float("nan")
+    return statistics.median(times[WARM_UPS:]), memory
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Concatenated documents: the index of their stream, compared with a loop."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.components.data.packing.concatenated import Stream
+
+
+@given(st.lists(st.integers(1, 12), max_size=8), st.integers(2, 9), st.randoms())
+def test_pieces_are_those_of_a_cut_stream(sizes: list[int], length: int, shuffling: random.Random) -> None:
+    """Pieces list the tokens of all documents in their order, `length` to a row, each row until it is full."""
+    order = shuffling.sample(range(len(sizes)), len(sizes))
+    ends = torch.tensor([sizes[number] for number in order], dtype=torch.int64).cumsum(0)
+    index = Stream(torch.tensor(order, dtype=torch.int64), ends, length)
+    stream = [(number, token) for number in order for token in range(sizes[number])]
+    rows = [stream[start : start + length] for start in range(0, max(len(stream) - 1, 0), length)]
+    assert index.tokens == len(stream) and index.rows == len(rows)
+    for number, row in enumerate(rows):
+        pieces = index.pieces(number)
+        assert [(piece.document, token) for piece in pieces for token in range(piece.first, piece.last)] == row
+        assert all(piece.first < piece.last for piece in pieces)
+
+
+def test_a_row_beyond_the_last_is_an_error() -> None:
+    """Negative rows do not count from the end."""
+    index = Stream(torch.tensor([0]), torch.tensor([5]), 4)
+    for row in (-1, 1 + index.rows):
+        with pytest.raises(IndexError, match=f"no row {row}"):
+            index.pieces(row)

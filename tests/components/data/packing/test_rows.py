@@ -1,0 +1,133 @@
+"""Rows of pieces of documents, compared with a loop over tokens."""
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.components.data.packing.concatenated import Stream
+from drawloom.components.data.packing.rows import batch_of
+from drawloom.components.data.token_arrays import TokenArrays
+from drawloom.components.ports.data import IGNORE_INDEX, Batch
+
+END = 0
+documents = st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=12), max_size=8)
+lengths = st.integers(2, 9)
+
+
+@attrs.frozen
+class Table:
+    """Documents, each followed by the end, as a matrix of rows."""
+
+    documents: TokenArrays
+    index: Stream
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        pieces = [self.index.pieces(row) for row in rows]
+        return batch_of(self.documents, pieces, self.index.length, END)
+
+
+def pack(texts: list[list[int]], length: int, weights: list[list[float]] | None = None) -> Table:
+    arrays = [np.array([*text, END]) for text in texts]
+    own = None if weights is None else [np.array(each, np.float32) for each in weights]
+    held = TokenArrays.of(arrays, np.uint16, own)
+    return Table(held, Stream(torch.arange(len(texts)), held.ends, length))
+
+
+def packed(texts: list[list[int]], length: int) -> Batch:
+    """All rows of these documents."""
+    table = pack(texts, length)
+    return table.batch(range(table.index.rows))
+
+
+def reference(texts: list[list[int]], length: int) -> list[list[tuple[int, int, int, int]]]:
+    """Rows of (token, target, position, document id), token by token."""
+    stream = [(token, number) for number, text in enumerate(texts) for token in [*text, END]]
+    rows = []
+    for start in range(0, max(len(stream) - 1, 0), length):
+        row: list[tuple[int, int, int, int]] = []
+        first = stream[start][1]
+        begun = start
+        for place in range(start, start + length):
+            token, number = stream[place] if place < len(stream) else (END, len(texts))
+            before = stream[place - 1][1] if place <= len(stream) else len(texts)
+            if place > start and number != before:
+                begun = place
+            follows = place + 1 < len(stream) and stream[place + 1][1] == number
+            target = stream[place + 1][0] if follows else IGNORE_INDEX
+            row.append((token, target, place - begun, number - first))
+        rows.append(row)
+    return rows
+
+
+@given(documents, lengths)
+def test_rows_are_those_of_a_loop(texts: list[list[int]], length: int) -> None:
+    """Tokens, targets, positions and document ids equal those of a loop over the tokens."""
+    batch = packed(texts, length)
+    columns = [batch.tokens, batch.targets, batch.positions, batch.document_ids]
+    assert all(column.dtype == torch.int64 and column.shape[1] == length for column in columns)
+    rows = [list(zip(*(column[row].tolist() for column in columns), strict=True)) for row in range(len(batch.tokens))]
+    assert rows == reference(texts, length)
+
+
+@given(documents, lengths)
+def test_each_token_is_a_target_once(texts: list[list[int]], length: int) -> None:
+    """Every token but the first of each document is a target once, ends included, in order."""
+    batch = packed(texts, length)
+    targets = batch.targets[batch.targets != IGNORE_INDEX].tolist()
+    assert targets == [token for text in texts for token in [*text[1:], END]]
+
+
+@given(documents, lengths)
+def test_each_row_has_a_target(texts: list[list[int]], length: int) -> None:
+    """No row is without a target, so that no microbatch has weight zero."""
+    assert (packed(texts, length).targets != IGNORE_INDEX).any(dim=1).all()
+
+
+@given(documents, lengths)
+def test_no_target_is_in_another_document(texts: list[list[int]], length: int) -> None:
+    """A token's target is the next token of the row, in the same document."""
+    batch = packed(texts, length)
+    learned = batch.targets[:, :-1] != IGNORE_INDEX
+    assert (batch.targets[:, :-1] == batch.tokens[:, 1:])[learned].all()
+    assert (batch.document_ids[:, :-1] == batch.document_ids[:, 1:])[learned].all()
+    assert (batch.positions[:, 1:] == batch.positions[:, :-1] + 1)[learned].all()
+
+
+@given(documents, lengths, st.data())
+def test_rows_have_random_access(texts: list[list[int]], length: int, data: st.DataObject) -> None:
+    """A batch of chosen rows equals those rows one by one; a batch of no rows is empty."""
+    table = pack(texts, length)
+    whole, rows = table.batch(range(table.index.rows)), table.index.rows
+    chosen = data.draw(st.lists(st.integers(0, rows - 1))) if rows else []
+    batch = table.batch(chosen)
+    for name in ("tokens", "targets", "positions", "document_ids"):
+        assert getattr(batch, name).tolist() == getattr(whole, name)[chosen].tolist()
+        assert getattr(batch, name).shape == (len(chosen), length)
+
+
+def test_a_row_out_of_range_is_an_error() -> None:
+    """An index beyond the last row raises."""
+    for row in (2, -1):
+        with pytest.raises(IndexError):
+            pack([[1, 2, 3]], 2).batch([row])
+
+
+def test_a_batch_owns_its_memory() -> None:
+    """Writing to a batch changes neither the dataset nor another batch."""
+    table = pack([[1, 2, 3]], 3)
+    table.batch([0]).tokens.fill_(9)
+    assert table.batch([0]).tokens.tolist() == [[1, 2, 3]]
+
+
+def test_a_weight_is_that_of_the_target() -> None:
+    """A token's loss weighs what its target weighs in its document, also across a cut; without a target nothing."""
+    batch = pack([[1, 2, 3], [4, 5]], 3, [[9.0, 0.0, 0.5, 2.0], [9.0, 1.0, 0.0]]).batch([0, 1])
+    assert batch.tokens.tolist() == [[1, 2, 3], [END, 4, 5]]
+    assert batch.targets.tolist() == [[2, 3, END], [IGNORE_INDEX, 5, END]]
+    assert batch.weights.tolist() == [[0.0, 0.5, 2.0], [0.0, 1.0, 0.0]]
+    assert batch.weights.dtype == torch.float32

@@ -1,0 +1,28 @@
+"""The training and validation split."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.components.data.sources.documents import split_of
+
+
+@given(st.binary(), st.floats(0, 1), st.floats(0, 1))
+def test_a_larger_validation_fraction_only_adds_documents(key: bytes, one: float, other: float) -> None:
+    """A document in the validation split of a fraction is in that of every larger one."""
+    low, high = sorted((one, other))
+    if split_of(key, low) == "validation":
+        assert split_of(key, high) == "validation"
+
+
+def test_the_validation_fraction_is_met() -> None:
+    """Of 20,000 keys a fraction of 0.1 selects 2,000, to five standard deviations."""
+    validation = sum(split_of(b"%d" % number, 0.1) == "validation" for number in range(20_000))
+    assert abs(validation - 2_000) < 5 * (20_000 * 0.1 * 0.9) ** 0.5
+
+
+def test_the_split_never_changes() -> None:
+    """Known keys keep their split: another hash would move trained documents to the validation split."""
+    fractions = {b"a": 0x40F89E395B66422F / 2**64, b"abc.py": 0x4538B7851783F5F6 / 2**64}  # b2sum -l 64
+    for key, fraction in fractions.items():
+        assert split_of(key, fraction * 0.999) == "train"
+        assert split_of(key, fraction * 1.001) == "validation"

@@ -1,0 +1,134 @@
+"""Files of a corpus."""
+
+import gzip
+import os
+from pathlib import Path
+
+import fsspec
+import pyarrow
+import pytest
+
+from drawloom.components.data.sources.files import File, find, groups, opened
+from drawloom.graph import UserError
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current directory with a few files, created in another order than that of their names."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("corpus/z.txt", "corpus/b/a.txt", "corpus/a.txt", "corpus/b/c/d.txt", "other/a.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(name)
+    return tmp_path
+
+
+def names(patterns: list[str]) -> list[str]:
+    return [file.name for file in find(patterns)]
+
+
+@pytest.mark.usefixtures("corpus")
+def test_files_are_ordered_by_name() -> None:
+    """`**` crosses folders; the order is by path below the first wildcard, not the file system's."""
+    assert names(["corpus/**/*.txt"]) == ["a.txt", "b/a.txt", "b/c/d.txt", "z.txt"]
+
+
+@pytest.mark.usefixtures("corpus")
+def test_globs_keep_their_order_and_share_no_file() -> None:
+    """A file that two globs match is listed once, at the first glob."""
+    found = find(["corpus/z.txt", "corpus/*.txt", "other/*"])
+    assert [str(file.path) for file in found] == ["corpus/z.txt", "corpus/a.txt", "other/a.txt"]
+
+
+def test_a_link_is_no_second_document(corpus: Path) -> None:
+    """A file that is also reached by a link is listed once."""
+    (corpus / "corpus/y.txt").symlink_to("z.txt")
+    assert names(["corpus/*.txt"]) == ["a.txt", "y.txt"]
+
+
+def test_names_do_not_depend_on_the_location_of_the_corpus(corpus: Path) -> None:
+    """An absolute glob gives the same names as a relative one."""
+    assert names([f"{corpus}/corpus/**/*.txt"]) == names(["corpus/**/*.txt"])
+
+
+@pytest.mark.usefixtures("corpus")
+def test_a_glob_without_a_file_is_refused() -> None:
+    """A glob that matches nothing, or only folders, is an error that names it, even next to one that matches."""
+    for pattern in ("corpus/*.md", "corpus/b/*c"):
+        with pytest.raises(UserError) as error:
+            find(["corpus/*.txt", pattern])
+        assert f'"{pattern}"' in str(error.value)
+
+
+def read(patterns: list[str]) -> list[bytes]:
+    """The content of all files."""
+    contents = []
+    for file in find(patterns):
+        with opened(file) as stream:
+            contents.append(stream.read())
+    return contents
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    """A file that vanishes after it was found is an error that names it."""
+    (tmp_path / "a").touch()
+    found = find([f"{tmp_path}/a"])
+    (tmp_path / "a").unlink()
+    with pytest.raises(UserError, match="a: can't be read"), opened(found[0]):
+        pass
+
+
+def test_a_changed_file_has_another_version(tmp_path: Path) -> None:
+    """A file of the same size and time of modification, but other content, differs from the one before."""
+    path = tmp_path / "a"
+    path.write_text("one")
+    before = find([str(path)])
+    os.utime(path, ns=(1, 1))
+    path.write_text("two")
+    os.utime(path, ns=(1, 1))
+    assert find([str(path)]) != before and find([str(path)]) == find([str(path)])
+
+
+def test_compressed_files_are_decompressed(tmp_path: Path) -> None:
+    """`.gz` and `.zst` are read as what they hold, also of several frames, and their formats are known."""
+    two_frames = gzip.compress(b"one ") + gzip.compress(b"two")
+    (tmp_path / "a.jsonl.gz").write_bytes(two_frames)
+    (tmp_path / "b.txt.zst").write_bytes(b"".join(bytes(pyarrow.compress(part, "zstd")) for part in (b"one ", b"two")))
+    assert read([f"{tmp_path}/*"]) == [b"one two", b"one two"]
+    assert [file.suffix for file in find([f"{tmp_path}/*"])] == [".jsonl", ".txt"]
+
+
+@pytest.mark.parametrize("name", ["a.gz", "a.zst"])
+def test_a_cut_off_compressed_file_is_an_error(tmp_path: Path, name: str) -> None:
+    """A file whose end is missing is named, and not read as far as it goes."""
+    content = os.urandom(2**18)
+    packed = gzip.compress(content) if name == "a.gz" else bytes(pyarrow.compress(content, "zstd"))
+    (tmp_path / name).write_bytes(packed[: len(packed) * 3 // 4])
+    with pytest.raises(UserError, match=f"{name}: can't be read"):
+        read([f"{tmp_path}/{name}"])
+
+
+def test_a_url_is_read_by_fsspec() -> None:
+    """A glob of another file system has files with names, sizes and versions as a local one."""
+    system = fsspec.filesystem("memory")
+    system.pipe({"/corpus/b/two.txt": b"two", "/corpus/one.txt": b"first"})
+    try:
+        found = find(["memory://corpus/**/*.txt"])
+        assert [(file.name, file.size) for file in found] == [("b/two.txt", 3), ("one.txt", 5)]
+        assert read(["memory://corpus/**/*.txt"]) == [b"two", b"first"]
+        with pytest.raises(UserError, match="no file matches"):
+            find(["memory://corpus/*.md"])
+    finally:
+        system.rm("/corpus", recursive=True)
+
+
+def test_a_protocol_without_a_package_is_refused() -> None:
+    """A URL of an unknown protocol is an error with its name."""
+    with pytest.raises(UserError, match="nowhere://x"):
+        find(["nowhere://x"])
+
+
+def test_groups_keep_the_order_and_their_size() -> None:
+    """Files are together up to the most bytes; one that is larger is alone."""
+    files = [File(str(number), "", size, "") for number, size in enumerate([3, 4, 20, 1, 2, 8])]
+    assert [[file.size for file in group] for group in groups(files, 8)] == [[3, 4], [20], [1, 2], [8]]
+    assert list(groups([], 8)) == []

@@ -1,0 +1,21 @@
+"""The formats of files."""
+
+import gzip
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from drawloom.components.data.sources.documents import texts_of
+from drawloom.components.data.sources.files import find
+from drawloom.components.data.sources.parts import parts_of
+
+
+def test_names_tell_the_format(tmp_path: Path) -> None:
+    """Files of all formats beside one another are read in their order, each in its own way."""
+    (tmp_path / "a.jsonl").write_text('{"body": "lines"}\n')
+    (tmp_path / "b.txt").write_text("a text")
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"body": "compressed"}\n{"body": "lines"}\n'))
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a", "table"]}), tmp_path / "d.parquet")
+    parts = parts_of(find([f"{tmp_path}/*"]), "body")
+    assert list(texts_of(parts)) == ["lines", "a text", "compressed", "lines", "a", "table"]

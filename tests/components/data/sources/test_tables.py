@@ -1,0 +1,69 @@
+"""Tables of Parquet and Arrow."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from pyarrow import ipc
+
+from drawloom.components.data.sources import tables
+from drawloom.components.data.sources.documents import Part, texts_of
+from drawloom.components.data.sources.files import find
+from drawloom.components.data.sources.tables import ArrowPart, parquet_parts
+from drawloom.graph import UserError
+
+TEXTS = [f"text {number}" for number in range(2500)]
+
+
+def table(texts: Any = TEXTS) -> Any:
+    return pyarrow.table({"id": list(range(len(texts))), "body": texts})
+
+
+def write(path: Path, kind: str, held: Any) -> list[Part]:
+    """A file of this kind, and its parts."""
+    if kind == "parquet":
+        pyarrow.parquet.write_table(held, path, row_group_size=700)
+        return [*parquet_parts(find([str(path)]), "body")]
+    writer = ipc.new_file if kind == "file" else ipc.new_stream
+    with writer(str(path), held.schema) as out:
+        out.write_table(held, max_chunksize=700)
+    return [ArrowPart(file, "body") for file in find([str(path)])]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
+def test_each_row_is_a_document(tmp_path: Path, kind: str) -> None:
+    """The texts of the column come in order, with the numbers of their rows."""
+    parts = write(tmp_path / "a", kind, table())
+    found = [document for part in parts for document in part.documents()]
+    assert [document.text for document in found] == TEXTS
+    assert [document.offset for document in found] == list(range(len(TEXTS)))
+
+
+def test_row_groups_are_divided_into_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large file is in several parts, which read their own row groups."""
+    monkeypatch.setattr(tables, "PART_BYTES", 1)
+    parts = write(tmp_path / "a", "parquet", table())
+    assert len(parts) == 4
+    assert [document.offset for document in parts[1].documents()] == list(range(700, 1400))
+    assert list(texts_of(parts)) == TEXTS
+
+
+@pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
+def test_what_is_no_text_is_named(tmp_path: Path, kind: str) -> None:
+    """A null, another column and a damaged file are errors that name the file, and the row if there is one."""
+    with pytest.raises(UserError, match='a: row 1: field "body" is null'):
+        list(texts_of(write(tmp_path / "a", kind, table(["one", None]))))
+    with pytest.raises(UserError, match=r'b: the table has no column "body", only id, other'):
+        list(texts_of(write(tmp_path / "b", kind, table(["one"]).rename_columns(["id", "other"]))))
+    path = tmp_path / "a"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match="a: can't be read"):
+        list(
+            texts_of(
+                parquet_parts(find([str(path)]), "body")
+                if kind == "parquet"
+                else [ArrowPart(find([str(path)])[0], "body")]
+            )
+        )

@@ -1,0 +1,23 @@
+"""The progress of tokenizing."""
+
+from drawloom.components.data.store.progress import Progress, duration, megabytes
+
+
+def test_progress_is_said_at_intervals() -> None:
+    """Bytes, share, rate and the time that is left come at most once an interval; no part exceeds its size."""
+    said: list[str] = []
+    now = [0.0]
+    progress = Progress({0: 4_000_000, 1: 4_000_000}, 2_000_000, said.append, 3, lambda: now[0])
+    progress.add(0, 1_000_000, 500_000)
+    assert said == []
+    now[0] = 4.0
+    progress.add(0, 9_000_000, 500_000)
+    progress.finish(1)
+    progress.show()
+    assert said == ["tokenized 6.0 MB of 10.0 MB (60 %), 0.25 M tokens/s, 4 s left"]
+
+
+def test_sizes_and_times_are_readable() -> None:
+    """Units follow the size."""
+    assert [megabytes(1_500_000), megabytes(2_000_000_000)] == ["1.5 MB", "2.0 GB"]
+    assert [duration(59), duration(100), duration(600), duration(9000)] == ["59 s", "2 min", "10 min", "2 h 30 min"]

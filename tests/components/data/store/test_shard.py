@@ -1,0 +1,86 @@
+"""One shard of a token store."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from drawloom.components.data.store.shard import Shard, ShardFiles, ShardWriter, id_dtype
+from drawloom.graph import UserError
+from support.stores import content, damage
+
+DTYPE = np.dtype("<u2")
+DOCUMENTS = [([1, 2, 65_535], "a.txt", 0), ([], "a.txt", 7), ([9], "b.txt", 2**40)]
+
+
+def write(folder: Path, weighted: bool = False) -> Shard:
+    with ShardWriter(folder, 3, DTYPE, weighted) as shard:
+        for ids, source, offset in DOCUMENTS:
+            weights = np.linspace(0, 1, len(ids), dtype=np.float32) if weighted else None
+            shard.add(np.array(ids, np.int64), source, offset, weights)
+    return Shard(ShardFiles(folder, 3), len(DOCUMENTS), 4, DTYPE, weighted)
+
+
+def test_documents_come_back(tmp_path: Path) -> None:
+    """Ids, ends, offsets and sources are as they were added; equal ids have equal hashes, others different ones."""
+    shard = write(tmp_path, weighted=True)
+    assert shard.ids.tolist() == [1, 2, 65_535, 9] and shard.ends.tolist() == [3, 3, 4]
+    assert shard.weights.tolist() == [0.0, 0.5, 1.0, 0.0]
+    assert [shard.source(number) for number in range(3)] == ["a.txt:0", "a.txt:7", f"b.txt:{2**40}"]
+    assert len(set(shard.column("keys").tolist())) == 3
+    other = tmp_path / "other"
+    other.mkdir()
+    assert write(other, weighted=True).column("keys").tolist() == shard.column("keys").tolist()
+    shard.check_digests()
+
+
+def test_the_files_are_as_documented(tmp_path: Path) -> None:
+    """The bytes on disk are little-endian columns, which other programs can read."""
+    write(tmp_path)
+    files = content(tmp_path)
+    assert sorted(files) == ["00003.documents", "00003.json", "00003.tokens"]
+    assert files["00003.tokens"] == b"\x01\0\x02\0\xff\xff\x09\0"
+    assert np.frombuffer(files["00003.documents"], "<u8", 3).tolist() == [3, 3, 4]
+    assert np.frombuffer(files["00003.documents"], "<u4", 3, 72).tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("kind", ["tokens", "documents", "weights"])
+def test_a_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
+    """A changed byte is found by reading, a cut-off or missing file at once; the error names the file."""
+    shard = write(tmp_path, weighted=True)
+    path = tmp_path / f"00003.{kind}"
+    damage(path)
+    shard.check_sizes()
+    with pytest.raises(UserError, match=f"00003.{kind} has other content"):
+        shard.check_digests()
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=f"00003.{kind} has .* bytes instead of"):
+        shard.check_sizes()
+    path.unlink()
+    with pytest.raises(UserError, match=f"00003.{kind} is missing"):
+        shard.check_sizes()
+
+
+def test_a_failure_leaves_no_complete_shard(tmp_path: Path) -> None:
+    """An error while a shard is written leaves it without its JSON file, also if it had one before."""
+    write(tmp_path)
+    with pytest.raises(KeyError), ShardWriter(tmp_path, 3, DTYPE, False) as shard:
+        shard.add(np.array([1]), "a", 0)
+        raise KeyError
+    assert not (tmp_path / "00003.json").exists()
+    write(tmp_path).check_digests()
+
+
+def test_an_empty_shard_is_complete(tmp_path: Path) -> None:
+    """A part may have no document."""
+    with ShardWriter(tmp_path, 0, DTYPE, False):
+        pass
+    shard = Shard(ShardFiles(tmp_path, 0), 0, 0, DTYPE, False)
+    shard.check_digests()
+    assert shard.ids.tolist() == shard.ends.tolist() == []
+
+
+@pytest.mark.parametrize(("size", "width"), [(257, 2), (65_536, 2), (65_537, 4)])
+def test_ids_have_the_least_width(size: int, width: int) -> None:
+    """Two bytes up to 65,536 ids, else four."""
+    assert np.dtype(id_dtype(size)).itemsize == width

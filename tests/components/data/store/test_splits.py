@@ -1,0 +1,26 @@
+"""The splits of a store."""
+
+from pathlib import Path
+
+from drawloom.components.data.store.splits import split_documents
+from support.stores import store_of
+
+
+def test_each_document_is_in_one_split(tmp_path: Path) -> None:
+    """The splits are disjoint and complete, about as large as asked, and equal documents are in one."""
+    texts = [f"text {number % 50}" for number in range(100)]
+    store = store_of(tmp_path / "store", [texts])
+    train, validation = (split_documents(store, split, 0.3) for split in ("train", "validation"))
+    found = [sorted(part.chosen.tolist()) for part in (train, validation)]  # type: ignore[attr-defined]
+    assert sorted(found[0] + found[1]) == list(range(100)) and 10 < len(found[1]) < 50
+    assert {number % 50 for number in found[0]}.isdisjoint(number % 50 for number in found[1])
+    assert [train.source(0), train.tokens(0, 0, 4).tolist()] == [f"part 0:{found[0][0]}", [*b"text"]]
+    assert train.lengths.tolist() == store.lengths[found[0]].tolist() and train.weights(0, 0, 1) is None
+    assert len({train.fingerprint, validation.fingerprint, store.fingerprint}) == 3
+
+
+def test_without_a_fraction_all_is_for_training(tmp_path: Path) -> None:
+    """A fraction of 0 holds nothing out."""
+    store = store_of(tmp_path / "store", [["a", "b"]])
+    assert split_documents(store, "train", 0.0) is store
+    assert len(split_documents(store, "validation", 0.0).lengths) == 0

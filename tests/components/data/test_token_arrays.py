@@ -1,0 +1,42 @@
+"""Documents of token ids in memory."""
+
+import numpy as np
+import pytest
+
+from drawloom.components.data.store.shard import id_dtype
+from drawloom.components.data.token_arrays import TokenArrays
+
+
+def arrays(*documents: list[int], weights: list[list[float]] | None = None) -> TokenArrays:
+    own = None if weights is None else [np.array(each, np.float32) for each in weights]
+    return TokenArrays.of([np.array(document) for document in documents], np.uint16, own)
+
+
+def test_parts_of_documents_stay_inside_of_them() -> None:
+    """A part is that of the whole document, and ends with it; weights follow."""
+    held = arrays([1, 2, 3], [], [4, 5], weights=[[0.0, 1.0, 2.0], [], [3.0, 4.0]])
+    assert held.lengths.tolist() == [3, 0, 2]
+    assert held.tokens(0, 1, 9).tolist() == [2, 3] and held.tokens(2, 0, 1).tolist() == [4]
+    weights = held.weights(0, 1, 9)
+    assert weights is not None and weights.tolist() == [1.0, 2.0]
+    assert arrays([1]).weights(0, 0, 1) is None
+
+
+def test_the_fingerprint_is_of_everything() -> None:
+    """Another id, border or weight gives another fingerprint; the same documents the same."""
+    same = [arrays([1, 2], [3]), arrays([1, 2], [3])]
+    others = [arrays([1, 2, 3]), arrays([1, 2], [4]), arrays([1, 2], [3], weights=[[1.0, 1.0], [1.0]])]
+    others.append(arrays([1, 2], [3], weights=[[1.0, 1.0], [0.5]]))
+    assert len({each.fingerprint for each in same}) == 1
+    assert len({each.fingerprint for each in [same[0], *others]}) == 5
+
+
+@pytest.mark.parametrize(("size", "width"), [(257, 2), (65_536, 2), (65_537, 4)])
+def test_ids_have_the_least_width(size: int, width: int) -> None:
+    """Two bytes up to 65,536 ids, else four."""
+    assert np.dtype(id_dtype(size)).itemsize == width
+
+
+def test_an_empty_corpus_has_no_documents() -> None:
+    """No documents make empty arrays."""
+    assert arrays().lengths.tolist() == []

@@ -1,0 +1,118 @@
+"""Adapters in PEFT's format, as PEFT itself loads them."""
+
+import json
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from drawloom.components.adapters.full_tuning import FullTuning
+from drawloom.components.export.adapter import AdapterExport
+from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.ports.run import FinalTask
+from drawloom.graph import UserError
+from drawloom.graph.types.port_match import mismatches
+from support.adapted import OneStage, adapted, lora
+from support.qwen3 import dense, logits_of, one_document, sparse
+
+
+def full(*targets: str) -> FullTuning:
+    """Full tuning."""
+    return FullTuning(targets=list(targets))
+
+
+def export(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExport:
+    """Write the base, the merged export and the adapter; gives the exporter."""
+    stages: Any = OneStage(adapted(model, *adapters), adapters)
+    mesh: Any = SimpleNamespace(world=world)
+    run: Any = SimpleNamespace(folder=folder)
+    exporter = AdapterExport(model=model, stages=stages, folder=run, mesh=mesh, base_model="base")
+    exporter.finish(3)
+    write_folder(folder / "export", model, stages)
+    write_folder(folder / "base", model, OneStage(adapted(model)))
+    return exporter
+
+
+def theirs(folder: Path, adapter: Path | None = None) -> Any:
+    """The model of a folder in transformers, with an adapter if given."""
+    kinds: Any = AutoModelForCausalLM
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers' own deprecations
+        model = kinds.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
+        if adapter is not None:
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            model = PeftModel.from_pretrained(model, adapter).eval()
+    return model
+
+
+CASES: dict[str, Any] = {
+    "linear": lambda: (dense(), lora("q_proj", "v_proj")),
+    "linear, embedding and head": lambda: (dense(), lora("*_proj", "embed_tokens", "lm_head", rslora=True)),
+    "tied embedding": lambda: (dense(tie_word_embeddings=True), lora("embed_tokens", "q_proj")),
+    "DoRA with the head": lambda: (dense(), lora("*_proj", "lm_head", dora=True)),
+    "some layers, two ranks": lambda: (dense(), lora("q_proj", dropout=0.1), lora("0.*.k_proj", rank=2, alpha=1.0)),
+    "full tuning beside": lambda: (dense(), lora("q_proj"), full("norm", "lm_head", "layers.1.mlp", "q_norm")),
+    "full tuning of a tied table": lambda: (dense(tie_word_embeddings=True), lora("q_proj"), full("embed_tokens")),
+    "experts": lambda: (sparse(), lora("experts", "q_proj", rslora=True)),
+    "one parameter of experts": lambda: (sparse(), lora("experts.gate_up_proj")),
+    "experts with a rank of their own": lambda: (sparse(), lora("experts.down_proj"), lora("q_proj", rank=2)),
+    "experts tuned in full": lambda: (sparse(), lora("q_proj"), full("experts", "mlp.gate")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peft_and_the_merged_export_have_our_logits(case: str, tmp_path: Path, one_rank: Any) -> None:
+    """The model that was trained, PEFT over the base, and transformers with the export agree; the base does not."""
+    model, *adapters = CASES[case]()
+    export(tmp_path, one_rank.world, model, *adapters)
+    tokens = torch.arange(14).view(2, 7) % model.vocab_size
+    with torch.no_grad():
+        ours: Tensor = logits_of(adapted(model, *adapters), tokens, one_document(2, 7))
+        assert float((theirs(tmp_path / "base")(tokens).logits - ours).abs().max()) > 0.1
+        merged = theirs(tmp_path / "export")(tokens).logits
+        torch.testing.assert_close(merged, ours, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(
+            theirs(tmp_path / "base", tmp_path / "adapter")(tokens).logits, merged, rtol=1e-4, atol=2e-5
+        )
+
+
+def test_a_folder_is_of_one_step(tmp_path: Path, one_rank: Any) -> None:
+    """It is finished for the step of its weights, and replaced for a later one."""
+    exporter = export(tmp_path, one_rank.world, dense(), lora("q_proj"))
+    assert not mismatches(AdapterExport, FinalTask)
+    assert exporter.is_finished(3) and not exporter.is_finished(6)
+    exporter.finish(6)
+    assert exporter.is_finished(6)
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "trainer_state.json",
+    }
+
+
+def test_names_are_short_where_all_modules_of_a_name_are_adapted(tmp_path: Path, one_rank: Any) -> None:
+    """Other tools read ends of names; a part of the layers is named whole."""
+    export(tmp_path, one_rank.world, dense(), lora("q_proj", "layers.1.*.v_proj"))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text("utf-8"))
+    assert config["target_modules"] == ["model.layers.1.self_attn.v_proj", "q_proj"]
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8.0, "base")
+
+
+@pytest.mark.parametrize(
+    ("adapters", "text"),
+    [
+        ([lambda: full("norm")], "an adapter for PEFT needs LoRA"),
+        ([lambda: lora("q_proj"), lambda: lora("k_proj", dora=True)], "PEFT has DoRA for all layers or for none"),
+    ],
+)
+def test_what_peft_does_not_have_is_refused(adapters: Any, text: str, tmp_path: Path, one_rank: Any) -> None:
+    """Nothing is written."""
+    with pytest.raises(UserError, match=text):
+        export(tmp_path, one_rank.world, dense(), *(make() for make in adapters))
+    assert not (tmp_path / "adapter").exists()

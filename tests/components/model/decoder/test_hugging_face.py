@@ -1,0 +1,272 @@
+"""Reading other people's config.json."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from drawloom.components.model.decoder.config import MoeConfig
+from drawloom.components.model.decoder.hugging_face import config_of, read_config
+from drawloom.components.model.decoder.rope import RopeScaling
+from drawloom.components.model.qwen3.dense import DENSE
+from drawloom.components.model.qwen3.moe import MOE
+from drawloom.graph import UserError
+from support.qwen3 import dense, sparse
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """A good config with changes; a change to None removes the key."""
+    config = {key: value for key, value in (good() | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def good() -> dict[str, Any]:
+    return dense().hugging_face_config()
+
+
+def test_reads_what_transformers_writes(tmp_path: Path) -> None:
+    """What transformers saves of our config, in its newest form, is read as the same model."""
+    transformers.Qwen3Config(**good()).save_pretrained(tmp_path)
+    assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
+    assert read_config(DENSE, tmp_path) == dense().architecture
+
+
+def test_transformers_reads_what_we_write() -> None:
+    """Every number of the architecture arrives in transformers' config."""
+    config = transformers.Qwen3Config(
+        **dense(
+            tie_word_embeddings=True, rope_theta=77.0, rms_norm_eps=0.5, max_position_embeddings=99
+        ).hugging_face_config()
+    )
+    assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size, config.vocab_size) == (
+        24,
+        2,
+        40,
+        29,
+    )
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 77.0}
+    assert (config.tie_word_embeddings, config.rms_norm_eps, config.max_position_embeddings) == (True, 0.5, 99)
+
+
+def test_reads_what_transformers_writes_of_experts(tmp_path: Path) -> None:
+    """Also of a model with experts, whose number transformers calls otherwise."""
+    model = sparse(
+        num_hidden_layers=4,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        norm_topk_prob=False,
+        router_aux_loss_coef=0.0,
+        intermediate_size=50,
+    )
+    transformers.Qwen3MoeConfig(**model.hugging_face_config()).save_pretrained(tmp_path)
+    assert "num_experts" not in json.loads((tmp_path / "config.json").read_text())
+    assert read_config(MOE, tmp_path) == model.architecture
+
+
+def test_transformers_reads_what_we_write_of_experts() -> None:
+    """Every number of the experts arrives in transformers' config, and whether they are balanced is left to it."""
+    model = sparse(
+        num_hidden_layers=4,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        norm_topk_prob=False,
+        router_aux_loss_coef=0.25,
+        intermediate_size=50,
+    )
+    config = transformers.Qwen3MoeConfig(**model.hugging_face_config())
+    assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (5, 2, 12)
+    assert (config.norm_topk_prob, config.decoder_sparse_step, config.mlp_only_layers) == (False, 2, [3])
+    assert (config.router_aux_loss_coef, config.output_router_logits, config.intermediate_size) == (0.25, False, 50)
+
+
+def test_silence_means_what_it_means_to_transformers(tmp_path: Path) -> None:
+    """Keys that a config of a model with experts leaves out are read as transformers reads them."""
+    optional = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef")
+    config = {key: value for key, value in sparse().hugging_face_config().items() if key not in optional}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs, ours = transformers.Qwen3MoeConfig(**config), read_config(MOE, tmp_path)
+    assert isinstance(ours, MoeConfig)
+    assert (ours.norm_topk_prob, ours.decoder_sparse_step) == (theirs.norm_topk_prob, theirs.decoder_sparse_step)
+    assert (list(ours.mlp_only_layers), ours.router_aux_loss_coef) == (
+        theirs.mlp_only_layers,
+        theirs.router_aux_loss_coef,
+    )
+
+
+FAULTS_OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a dense model": ({"model_type": "qwen3"}, 'model_type = "qwen3", where only "qwen3_moe"'),
+    "missing sizes": ({"num_experts": None, "moe_intermediate_size": None}, "lacks num_experts, moe_intermediate_size"),
+    "too many choices": ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6 is more than num_experts = 5"),
+    "a layer that is not there": ({"mlp_only_layers": [2]}, "mlp_only_layers names layer 2, and layers are counted"),
+    "no sparse layer": ({"mlp_only_layers": [0, 1]}, "no layer has experts"),
+    "text for layers": ({"mlp_only_layers": "0"}, 'mlp_only_layers = "0", which is not a list of layers\' numbers'),
+    "fractions of layers": ({"mlp_only_layers": [0.5]}, "mlp_only_layers = [0.5], which is not a list"),
+    "below zero": ({"router_aux_loss_coef": -1}, "router_aux_loss_coef = -1, which is not float of 0 or more"),
+    "number for a truth": ({"norm_topk_prob": 1}, "norm_topk_prob = 1, which is not true or false"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), FAULTS_OF_EXPERTS.values(), ids=FAULTS_OF_EXPERTS.keys())
+def test_refuses_experts_that_it_can_not_build(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """So is a config of a model with experts."""
+    config = {key: value for key, value in (sparse().hugging_face_config() | changes).items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as caught:
+        read_config(MOE, tmp_path)
+    assert message in str(caught.value) and "take the config.json of a Qwen3 model with experts" in str(caught.value)
+
+
+def test_older_form_of_the_rotary_base(tmp_path: Path) -> None:
+    """`rope_theta` at the top and within `rope_parameters` mean the same."""
+    top = read_config(DENSE, written(tmp_path, rope_theta=123.0, rope_scaling=None))
+    assert top.rope_theta == 123.0
+    rope = {"rope_type": "default", "rope_theta": 123.0}
+    assert read_config(DENSE, written(tmp_path, rope_theta=None, rope_parameters=rope)) == top
+
+
+STRETCHES = [
+    RopeScaling(rope_type="linear", factor=2.0),
+    RopeScaling(rope_type="dynamic", factor=3.0),
+    RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
+    RopeScaling(
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=8,
+        beta_fast=3.0,
+        beta_slow=0.5,
+        truncate=False,
+        attention_factor=1.5,
+    ),
+    RopeScaling(
+        rope_type="llama3", factor=8.0, original_max_position_embeddings=8, low_freq_factor=0.5, high_freq_factor=2.0
+    ),
+]
+
+
+@pytest.mark.parametrize("rope", STRETCHES, ids=lambda rope: rope.rope_type)
+def test_rope_scaling_goes_to_transformers_and_back(tmp_path: Path, rope: RopeScaling) -> None:
+    """The scaling of positions is read again from what we write, and from what transformers saves of that."""
+    for make, family, kind in ((dense, DENSE, transformers.Qwen3Config), (sparse, MOE, transformers.Qwen3MoeConfig)):
+        model = make(rope_scaling=rope, rope_theta=500.0, max_position_embeddings=32)
+        (tmp_path / "config.json").write_text(json.dumps(model.hugging_face_config()))
+        assert read_config(family, tmp_path) == model.architecture
+        kind.from_pretrained(tmp_path).save_pretrained(tmp_path / "theirs")
+        assert read_config(family, tmp_path / "theirs") == model.architecture
+
+
+def test_older_form_of_rope_scaling(tmp_path: Path) -> None:
+    """`type` in `rope_scaling`, with what is left out, means what transformers takes it for."""
+    old = {"type": "yarn", "factor": 4.0}
+    found = read_config(DENSE, written(tmp_path, rope_scaling=old, max_position_embeddings=77))
+    assert found.rope_scaling == RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=77)
+    theirs: Any = transformers.Qwen3Config(**good() | {"rope_scaling": old, "max_position_embeddings": 77})
+    assert theirs.rope_parameters["original_max_position_embeddings"] == 77
+
+
+def test_llama3_is_written_with_what_transformers_has_no_defaults_for() -> None:
+    """Bounds that were left out are in the config."""
+    rope = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=8)
+    config: Any = transformers.Qwen3Config(**dense(rope_scaling=rope).hugging_face_config())
+    assert (config.rope_parameters["low_freq_factor"], config.rope_parameters["high_freq_factor"]) == (1.0, 4.0)
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "another family": ({"model_type": "llama"}, 'model_type = "llama", where only "qwen3"'),
+    "biases": ({"attention_bias": True}, "attention_bias = true, where only false"),
+    "sliding window": ({"use_sliding_window": True}, "use_sliding_window = true, where only false"),
+    "layer types": ({"layer_types": ["full_attention", "sliding_attention"]}, "says layer_types other than"),
+    "missing sizes": ({"hidden_size": None, "head_dim": None}, "lacks hidden_size, head_dim"),
+    "no rotary base": ({"rope_theta": None}, "lacks rope_theta"),
+    "scaled in another way": (
+        {"rope_scaling": {"rope_type": "longrope"}},
+        "scales rotary positions by 'longrope'",
+    ),
+    "scaled in no way": ({"rope_scaling": {"rope_type": ["yarn"]}}, "scales rotary positions by ['yarn']"),
+    "no object": ({"rope_scaling": [4.0]}, "has rope_scaling that is no object"),
+    "no factor": ({"rope_scaling": {"type": "linear"}}, "lacks the factor by which rotary positions are scaled"),
+    "a factor below 1": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "says factor of rotary positions, and"),
+    "text for a factor": ({"rope_scaling": {"type": "linear", "factor": "2"}}, "says factor = '2' of rotary positions"),
+    "a key of others": (
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 2.0}},
+        "says beta_fast of rotary positions of kind 'linear'",
+    ),
+    "a key that changes all": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}},
+        "says mrope_section of rotary positions of kind 'default'",
+    ),
+    "a part of each head": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "rotates a part of each head only",
+    ),
+    "a part of each head, at the top": ({"partial_rotary_factor": 0.5}, "rotates a part of each head only"),
+    "bounds that cross": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 64}},
+        "rope_scaling.beta_fast = 32 is not above beta_slow = 64",
+    ),
+    "text for a number": ({"hidden_size": "24"}, 'hidden_size = "24", which is not int above 0'),
+    "fraction for a size": ({"hidden_size": 24.5}, "hidden_size = 24.5, which is not int above 0"),
+    "truth for a size": ({"num_hidden_layers": True}, "num_hidden_layers = true, which is not int above 0"),
+    "nothing": ({"num_hidden_layers": 0}, "num_hidden_layers = 0, which is not int above 0"),
+    "number for a truth": ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1, which is not true or false"),
+    "num_attention_heads": (
+        {"num_key_value_heads": 3},
+        "num_key_value_heads = 3 does not divide num_attention_heads = 4",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), FAULTS.values(), ids=FAULTS.keys())
+def test_refuses_what_it_can_not_build(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """A config of a model that would compute something else is refused, and never read as something near it."""
+    with pytest.raises(UserError) as caught:
+        read_config(DENSE, written(tmp_path, **changes))
+    assert message in str(caught.value)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "holds no JSON object")])
+def test_refuses_what_is_no_config(tmp_path: Path, text: str, message: str) -> None:
+    """A file without a JSON object is refused, and the message says so."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_config(DENSE, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1, "a": 2}', "'a' more than once"),
+        ("[" * 10**6, "is not JSON"),
+        ('{"a": "' + "x" * 2**20, "is not JSON"),
+    ],
+)
+def test_refuses_what_a_stranger_may_write(tmp_path: Path, text: str, message: str) -> None:
+    """Two meanings, nesting without end and texts without end are refused like any broken file."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_config(DENSE, tmp_path)
+
+
+def test_waits_for_no_pipe(tmp_path: Path) -> None:
+    """A pipe in the place of a config is refused at once, without waiting for a writer."""
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(UserError, match=r"config\.json can't be read \(it is not a regular file\)"):
+        read_config(DENSE, tmp_path)
+
+
+def test_refuses_a_missing_file(tmp_path: Path) -> None:
+    """A folder without config.json, and a missing path, are refused by name."""
+    for path in (tmp_path, tmp_path / "other.json"):
+        with pytest.raises(UserError, match="can't be read"):
+            read_config(DENSE, path)
+
+
+def test_end_is_written_only_if_known() -> None:
+    """Without a tokenizer the config says nothing of the end of a text."""
+    assert "eos_token_id" not in config_of(DENSE, dense().architecture, None)
+    assert config_of(DENSE, dense().architecture, 0)["eos_token_id"] == 0

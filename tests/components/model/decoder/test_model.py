@@ -1,0 +1,148 @@
+"""Spans of a model: chained they are the whole."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.ports.model import LayerRange
+from drawloom.kernels.attention import Implementation
+from drawloom.kernels.attention_flex import FLEX
+from support.qwen3 import cpu_kernels, dense, logits_of, losses_of, one_document, packed, sparse, to, weights_of, whole
+from support.split_passes import Products, grads_for, in_one, same, split_of, taken
+from support.split_stages import Stage
+
+SPLITS = [
+    [LayerRange(0, 1, True, False), LayerRange(1, 3, False, True)],
+    [LayerRange(0, 0, True, False), LayerRange(0, 3, False, False), LayerRange(3, 3, False, True)],
+]
+
+
+Make = Callable[..., DecoderBuilder]
+both = pytest.mark.parametrize(
+    "make", [dense, partial(sparse, mlp_only_layers=[1], router_aux_loss_coef=0.5)], ids=["dense", "with experts"]
+)
+
+
+def built(model: DecoderBuilder, spans: list[LayerRange], weights: nn.Module) -> list[nn.Module]:
+    """Modules of spans, with the weights of the whole under the same names."""
+    state = weights.state_dict()
+    modules = [model.build(span) for span in spans]
+    for module in modules:
+        module.load_state_dict({name: state[name] for name in module.state_dict()})
+    return modules
+
+
+@pytest.mark.parametrize("spans", SPLITS, ids=["two spans", "three spans, ends without layers"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@both
+def test_chained_spans_equal_the_whole(spans: list[LayerRange], tied: bool, make: Make) -> None:
+    """Chained spans give bitwise the losses and logits of the whole, and gradients that add up to its gradients."""
+    model = make(num_hidden_layers=3, tie_word_embeddings=tied)
+    module = whole(model)
+    modules = built(model, spans, module)
+    tokens, targets = torch.randint(29, (2, 2, 10))
+    for shared, last in (
+        (packed([[4, 6], [10]]), partial(losses_of, targets=targets)),
+        (one_document(2, 10), logits_of),
+    ):
+        weighted = attrs.evolve(shared, weights=weights_of(targets) if last is not logits_of else None)
+        expected, found = last(module, tokens, shared), tokens
+        for part in modules[:-1]:
+            found = part(found, weighted)
+        found = last(modules[-1], found, shared)
+        assert torch.equal(found, expected)
+        module.zero_grad()
+        for part in modules:
+            part.zero_grad()
+        expected.sum().backward()
+        found.sum().backward()
+        for name, parameter in module.named_parameters():
+            grads = [dict(part.named_parameters())[name].grad for part in modules if name in part.state_dict()]
+            total = torch.stack([grad for grad in grads if grad is not None]).sum(0)
+            torch.testing.assert_close(total, parameter.grad)
+
+
+def with_flex(make: Make) -> tuple[nn.Module, list[torch.Tensor]]:
+    """A model with torch's flexible attention, which a CPU takes forward, and the documents that masks are made of."""
+    kernels, asked = cpu_kernels(), []
+
+    def mask(documents: torch.Tensor, window: int | None) -> Any:
+        asked.append(documents)
+        return FLEX.mask(documents, window)
+
+    kernels._functions["attention"] = Implementation(mask, FLEX.attend)
+    return whole(make(num_hidden_layers=3, kernels=kernels)), asked
+
+
+@both
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_mask_is_made_once_for_all_layers(make: Make) -> None:
+    """Each pass makes one mask, of its own documents, also where the next microbatch's are written over the last's."""
+    module, asked = with_flex(make)
+    plain = make(num_hidden_layers=3).build(LayerRange(0, 3, embedding=True, head=True))
+    plain.load_state_dict(module.state_dict())
+    tokens, shared = torch.randint(29, (2, 10)), packed([[4, 6], [10]])
+    for number in range(2):
+        found = module(tokens, shared)
+        torch.testing.assert_close(found, plain(tokens, shared), atol=1e-4, rtol=1e-4)
+        assert len(asked) == number + 1
+        shared.document_ids.copy_(packed([[7, 3], [1, 9]]).document_ids)
+
+
+@both
+def test_masks_need_no_device(make: Make) -> None:
+    """On the meta device the mask has shapes alone, and the output has its shape."""
+    module, _ = with_flex(make)
+    shared = to(torch.device("meta"), packed([[4, 6], [10]]))
+    assert logits_of(module.to("meta"), shared.positions, shared).shape == (2, 10, 29)
+
+
+@pytest.mark.parametrize("spans", SPLITS)
+@both
+def test_names_do_not_depend_on_the_split(spans: list[LayerRange], make: Make) -> None:
+    """Spans name their parameters as the whole does, and together hold each; a tied head brings the embedding."""
+    for tied in (False, True):
+        model = make(num_hidden_layers=3, tie_word_embeddings=tied)
+        names = [name for span in spans for name, _ in model.build(span).named_parameters()]
+        assert set(names) == {name for name, _ in whole(model).named_parameters()}
+        assert names.count("model.embed_tokens.weight") == (2 if tied else 1)
+        assert len(names) == len(set(names)) + tied
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ends", [(True, True), (True, False), (False, False), (False, True)])
+@both
+def test_stages_put_every_matrix_off(ends: tuple[bool, bool], tied: bool, recompute: bool, make: Make) -> None:
+    """Two backward passes of the first, a middle, the last or the only stage give what one gives, recomputed or not."""
+    model = make(tie_word_embeddings=tied)
+    module = model.build(LayerRange(0, 2, *ends)).double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    if recompute:
+        for block in module.get_submodule("model.layers").children():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    shared, targets = one_document(2, 10), torch.randint(29, (2, 10))
+    weighted = attrs.evolve(shared, weights=weights_of(targets))
+    hidden = torch.randn(2, 10, model.architecture.hidden_size, dtype=torch.float64, requires_grad=True)
+    inputs = [torch.randint(29, (2, 10)) if ends[0] else hidden]
+    stage = Stage(
+        lambda s, x: losses_of(s.module, x, shared, targets) if ends[1] else s.module(x, weighted), module=module
+    )
+    expected, (split, outputs) = in_one(stage, inputs), split_of(stage, inputs)
+    with Products() as first:
+        found = split.backward_input(outputs, grads_for(outputs), inputs)
+    with Products() as second:
+        split.backward_weight()
+    same((found, taken(list(stage.parameters()))), expected)
+    linear_layers = sum(parameter.ndim > 1 for parameter in module.parameters())
+    assert second.count == linear_layers - ends[0] + (tied and all(ends))
+    assert first.count > 0

@@ -1,0 +1,315 @@
+"""What a recipe can say of a model, and what it can't."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from drawloom.components.model.decoder.rope import RopeScaling
+from drawloom.components.model.decoder.settings import choose_architecture, faults
+from drawloom.components.model.qwen3.dense import DENSE, Qwen3Dense
+from drawloom.components.model.qwen3.moe import MOE, Qwen3Moe
+from drawloom.graph import UserError
+from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
+
+NONE = dict.fromkeys(DENSE.settings) | {"config": None, "vocabulary_multiple": 1}
+
+
+Found = list[tuple[str | tuple[str, ...], str, str]]
+
+
+def faults_of(tokenizer: bool = False, **settings: Any) -> Found:
+    return [(fault.key, fault.why, fault.instead) for fault in faults(DENSE, NONE | settings, tokenizer)]
+
+
+def test_sizes_that_fit() -> None:
+    """Ordinary sizes have no fault, with and without what has a default."""
+    assert faults_of(**SIZES) == []
+    assert (
+        faults_of(tokenizer=True, num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=4) == []
+    )
+
+
+def test_defaults() -> None:
+    """Without num_key_value_heads each head has its own, without head_dim the heads share the width."""
+    found = choose_architecture(
+        DENSE,
+        NONE
+        | {
+            "num_hidden_layers": 1,
+            "hidden_size": 24,
+            "num_attention_heads": 3,
+            "intermediate_size": 4,
+            "vocab_size": 9,
+        },
+        None,
+    )
+    assert (found.num_key_value_heads, found.head_dim, found.tie_word_embeddings) == (3, 8, False)
+    assert (found.rope_theta, found.rms_norm_eps, found.initializer_range, found.max_position_embeddings) == (
+        1e6,
+        1e-6,
+        0.02,
+        32768,
+    )
+
+
+def test_everything_missing_is_told_at_once() -> None:
+    """For an empty table there is one problem for each setting that it needs."""
+    assert [key for key, _, _ in faults_of()] == [
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "intermediate_size",
+        "vocab_size",
+    ]
+
+
+def test_key_heads_divide_heads() -> None:
+    """num_key_value_heads that do not divide heads are refused with those that do."""
+    [(key, why, instead)] = faults_of(**(SIZES | {"num_attention_heads": 6, "num_key_value_heads": 4}))
+    assert (key, why, instead) == (
+        "num_key_value_heads",
+        "num_key_value_heads = 4 does not divide num_attention_heads = 6",
+        "write one of 1, 2, 3, 6",
+    )
+
+
+def test_odd_head() -> None:
+    """Rotary positions need an even head_dim, whether it is written or follows from the width."""
+    assert [key for key, _, _ in faults_of(**(SIZES | {"head_dim": 7}))] == ["head_dim"]
+    assert [key for key, _, _ in faults_of(**(SIZES | {"hidden_size": 20, "head_dim": None}))] == ["head_dim"]
+
+
+def test_width_that_heads_do_not_divide() -> None:
+    """Without head_dim, heads must divide the width."""
+    assert [key for key, _, _ in faults_of(**(SIZES | {"hidden_size": 25, "head_dim": None}))] == [
+        "num_attention_heads"
+    ]
+    assert faults_of(**(SIZES | {"hidden_size": 25})) == []
+
+
+STRETCHES: list[tuple[RopeScaling, tuple[str | tuple[str, ...], str, str]]] = [
+    (
+        RopeScaling(rope_type="linear", factor=2.0, low_freq_factor=1.0),
+        (
+            ("rope_scaling", "low_freq_factor"),
+            "rope_scaling.low_freq_factor belongs to llama3, and this is linear",
+            "remove low_freq_factor",
+        ),
+    ),
+    (
+        RopeScaling(rope_type="dynamic", factor=2.0, original_max_position_embeddings=9),
+        (
+            ("rope_scaling", "original_max_position_embeddings"),
+            "rope_scaling.original_max_position_embeddings belongs to yarn and llama3, and this is dynamic",
+            "remove original_max_position_embeddings",
+        ),
+    ),
+    (
+        RopeScaling(rope_type="yarn", factor=2.0),
+        (
+            "rope_scaling",
+            "rope_scaling lacks original_max_position_embeddings, which yarn needs",
+            "write original_max_position_embeddings = 32768, say",
+        ),
+    ),
+    (
+        RopeScaling(rope_type="yarn", factor=2.0, original_max_position_embeddings=9, beta_slow=40.0),
+        (
+            ("rope_scaling", "beta_slow"),
+            "rope_scaling.beta_fast = 32 is not above beta_slow = 40",
+            "write beta_fast = 80",
+        ),
+    ),
+    (
+        RopeScaling(rope_type="llama3", factor=2.0, original_max_position_embeddings=9, high_freq_factor=1.0),
+        (
+            ("rope_scaling", "high_freq_factor"),
+            "rope_scaling.high_freq_factor = 1 is not above low_freq_factor = 1",
+            "write high_freq_factor = 2",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("rope", "fault"), STRETCHES)
+def test_invalid_rope_scaling(rope: RopeScaling, fault: tuple[str | tuple[str, ...], str, str]) -> None:
+    """The keys of a scaling must belong to its rope_type, and be complete."""
+    assert faults_of(**SIZES | {"rope_scaling": rope}) == [fault]
+
+
+def test_dynamic_scaling_needs_more_than_one_pair() -> None:
+    """Dynamic scaling leaves the first pair alone, so there must be another."""
+    rope = RopeScaling(rope_type="dynamic", factor=2.0)
+    assert faults_of(**SIZES | {"rope_scaling": rope}) == []
+    assert [key for key, _, _ in faults_of(**SIZES | {"rope_scaling": rope, "head_dim": 2})] == [
+        ("rope_scaling", "rope_type")
+    ]
+
+
+def test_both_forms_of_rotary_positions_mean_the_same() -> None:
+    """`rope_parameters` gives what `rope_theta` and `rope_scaling` give; a base inside `rope_scaling` counts too."""
+    yarn: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    apart = choose_architecture(DENSE, NONE | SIZES | {"rope_theta": 5e2, "rope_scaling": RopeScaling(**yarn)}, None)
+    for key in ("rope_parameters", "rope_scaling"):
+        joined = {key: RopeScaling(**yarn, rope_theta=5e2)}
+        assert choose_architecture(DENSE, NONE | SIZES | joined, None) == apart
+    plain = choose_architecture(DENSE, NONE | SIZES | {"rope_parameters": RopeScaling(rope_theta=5e2)}, None)
+    assert (plain.rope_theta, plain.rope_scaling) == (5e2, None)
+
+
+def test_rotary_positions_given_twice_are_refused() -> None:
+    """One form beside the other, and a base inside and outside, are faults of the key to remove."""
+    rope = RopeScaling(rope_type="linear", factor=2.0, rope_theta=5e2)
+    both = faults_of(**SIZES, rope_parameters=rope, rope_theta=5e2, rope_scaling=RopeScaling())
+    assert [(key, instead) for key, _, instead in both] == [
+        ("rope_theta", "remove rope_theta or rope_parameters"),
+        ("rope_scaling", "remove rope_scaling or rope_parameters"),
+    ]
+    [(key, why, _)] = faults_of(**SIZES, rope_theta=5e2, rope_scaling=rope)
+    assert key == ("rope_scaling", "rope_theta") and "beside rope_theta" in why
+    [(key, why, instead)] = faults_of(**SIZES, rope_parameters=RopeScaling(rope_type="linear"))
+    assert (key, why, instead) == (
+        "rope_parameters",
+        "rope_parameters lacks factor, which linear needs",
+        "write factor = 4.0, say",
+    )
+
+
+def test_resuming_with_another_longest_text() -> None:
+    """It is a claim alone, and changes what is learned only where positions beyond it are scaled."""
+
+    @attrs.frozen
+    class View:
+        settings: dict[str, Any]
+
+    rope = RopeScaling(rope_type="dynamic", factor=2.0)
+    assert Qwen3Dense.resume_impact(View(NONE), "max_position_embeddings") is None
+    dynamic = View(NONE | {"rope_scaling": rope})
+    assert Qwen3Dense.resume_impact(dynamic, "max_position_embeddings") == "changes_training"
+    assert Qwen3Dense.resume_impact(dynamic, "tie_word_embeddings") is None
+
+
+def test_config_beside_sizes(tmp_path: Path) -> None:
+    """Each size beside a config is a fault; so is a config that can't be read, in the same report."""
+    found = faults_of(config=tmp_path / "config.json", num_hidden_layers=2, tie_word_embeddings=False)
+    assert [key for key, _, _ in found] == ["num_hidden_layers", "tie_word_embeddings", "config"]
+    assert found[0][1:] == (
+        "num_hidden_layers is set beside config, which sets it as well",
+        "remove num_hidden_layers or config",
+    )
+
+
+def test_errors_at_run_time_say_the_same() -> None:
+    """Without a recipe, use raises what check would have said."""
+    model = Qwen3Dense(kernels=cpu_kernels(), **(SIZES | {"num_key_value_heads": 3}))
+    with pytest.raises(
+        UserError, match="num_key_value_heads = 3 does not divide num_attention_heads = 4; write one of 1, 2, 4"
+    ):
+        _ = model.num_hidden_layers
+
+
+def test_constraints_are_faults_of_the_node() -> None:
+    """check sees these faults through `constraints`, on the keys that they concern."""
+
+    @attrs.frozen
+    class View:
+        settings: dict[str, Any]
+
+        def neighbours(self, edge: str) -> list[Any]:
+            return []
+
+        def problem(self, key: str, text: str, hint: str) -> Any:
+            return key, text, hint
+
+    found = list(Qwen3Dense.constraints(View(NONE | SIZES | {"num_key_value_heads": 3, "vocab_size": None})))
+    assert [fault[0] for fault in found] == ["vocab_size", "num_key_value_heads"]  # type: ignore[index]
+
+
+def test_config_gives_all_sizes(tmp_path: Path) -> None:
+    """A model from the config that another exports is that other model."""
+    other = Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=True, rope_theta=500.0, rms_norm_eps=1e-5, **SIZES)
+    (tmp_path / "config.json").write_text(json.dumps(other.hugging_face_config()))
+    for config in (tmp_path, tmp_path / "config.json"):
+        assert Qwen3Dense(kernels=cpu_kernels(), config=config).architecture == other.architecture
+
+
+NO_EXPERTS = dict.fromkeys(MOE.settings) | {"config": None, "vocabulary_multiple": 1}
+
+
+def faults_of_experts(**settings: Any) -> Found:
+    found = faults(MOE, NO_EXPERTS | settings, False)
+    return [(fault.key, fault.why, fault.instead) for fault in found]
+
+
+def test_experts_that_fit() -> None:
+    """Sizes that fit have no fault; without layers of another kind, intermediate_size may be left out."""
+    assert faults_of_experts(**SPARSE_SIZES) == []
+    assert faults_of_experts(**SPARSE_SIZES | {"intermediate_size": None}) == []
+    assert faults_of_experts(**SPARSE_SIZES | {"mlp_only_layers": [1]}) == []
+    found = choose_architecture(
+        MOE, NO_EXPERTS | SPARSE_SIZES | {"intermediate_size": None, "mlp_only_layers": []}, None
+    )
+    assert found.intermediate_size == 2 * 12  # as many channels as a token has in its experts
+
+
+def test_everything_of_experts_that_is_missing_is_told() -> None:
+    """For an empty table there is one problem for each setting that it needs."""
+    needed = [
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "vocab_size",
+    ]
+    assert [key for key, _, _ in faults_of_experts()] == needed
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (
+            {"num_experts_per_tok": 6},
+            ("num_experts_per_tok", "num_experts_per_tok = 6 is more than num_experts = 5", "write 5, or less"),
+        ),
+        (
+            {"mlp_only_layers": [0, 2]},
+            ("mlp_only_layers", "mlp_only_layers names layer 2, and layers are counted from 0 to 1", "remove 2"),
+        ),
+        (
+            {"mlp_only_layers": [0, 1]},
+            ("mlp_only_layers", "no layer has experts", 'write less, or use = "model.qwen3.dense"'),
+        ),
+        (
+            {"decoder_sparse_step": 3},
+            ("decoder_sparse_step", "no layer has experts", 'write less, or use = "model.qwen3.dense"'),
+        ),
+        (
+            {"decoder_sparse_step": 2, "intermediate_size": None},
+            (
+                "intermediate_size",
+                "intermediate_size is missing, and layer 0 has no experts",
+                "write intermediate_size = 768, say",
+            ),
+        ),
+    ],
+)
+def test_faults_of_experts(changes: dict[str, Any], fault: tuple[str, str, str]) -> None:
+    """A contradiction is a problem of the key that it concerns, with what to write instead."""
+    assert faults_of_experts(**SPARSE_SIZES | changes) == [fault]
+
+
+def test_balance_may_stand_beside_a_config(tmp_path: Path) -> None:
+    """What the loss that spreads tokens weighs is the recipe's to say; all that makes the model is the config's."""
+    other = Qwen3Moe(kernels=cpu_kernels(), router_aux_loss_coef=0.5, **SPARSE_SIZES)
+    (tmp_path / "config.json").write_text(json.dumps(other.hugging_face_config()))
+    assert Qwen3Moe(kernels=cpu_kernels(), config=tmp_path).architecture == other.architecture
+    found: Any = Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, router_aux_loss_coef=0.0).architecture
+    assert (found.router_aux_loss_coef, attrs.evolve(found, router_aux_loss_coef=0.5)) == (0.0, other.architecture)
+    assert [key for key, _, _ in faults_of_experts(config=tmp_path, router_aux_loss_coef=0.0, num_experts=5)] == [
+        "num_experts"
+    ]

@@ -1,0 +1,59 @@
+"""Models of whichever family a folder has."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.model.auto import FAMILIES, AutoModel
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.ports.model import LayerRange, Model
+from drawloom.graph import UserError
+from drawloom.graph.types.port_match import mismatches
+from support.adapted import OneStage
+from support.families import small
+from support.qwen3 import SPARSE_SIZES, cpu_kernels, whole
+
+
+def made(kind: type[DecoderBuilder]) -> DecoderBuilder:
+    """A small model of a family."""
+    return small(kind, **(SPARSE_SIZES if "moe" in kind.family.model_type else {}))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_folder_becomes_the_model_that_it_was_made_of(model_type: str, tmp_path: Path) -> None:
+    """Family, sizes, names and initial values are those of the family's own component with the same sizes."""
+    model = made(FAMILIES[model_type])
+    write_folder(tmp_path / "base", model, OneStage(whole(model)))
+    auto = AutoModel(kernels=cpu_kernels(), path=tmp_path / "base")
+    assert not mismatches(AutoModel, Model)
+    assert type(auto.builder) is FAMILIES[model_type] and auto.initial_weights == tmp_path / "base"
+    assert auto.hugging_face_config() == model.hugging_face_config()
+    assert (auto.num_hidden_layers, auto.vocab_size) == (2, 29)
+    span = LayerRange(0, 2, embedding=True, head=True)
+    ours, theirs = dict(auto.build(span).named_parameters()), dict(model.build(span).named_parameters())
+    assert {name: each.shape for name, each in ours.items()} == {name: each.shape for name, each in theirs.items()}
+    assert auto.hugging_face_mapper().outputs == model.hugging_face_mapper().outputs
+    one, other = torch.empty(24, 24), torch.empty(24, 24)
+    auto.initialise("x.weight", one, 3)
+    model.initialise("x.weight", other, 3)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (None, "can't be read"),
+        ({"model_type": "gpt2"}, 'says model_type = "gpt2"; take a model of one of llama, mistral, qwen2, qwen3'),
+        ({"model_type": "llama", "hidden_act": "gelu"}, "says hidden_act"),
+    ],
+)
+def test_what_is_no_known_model_is_refused(config: Any, text: str, tmp_path: Path) -> None:
+    """One sentence says what the folder has, and what can be built."""
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=text):
+        _ = AutoModel(kernels=cpu_kernels(), path=tmp_path).vocab_size

@@ -1,0 +1,48 @@
+"""Llama against transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawloom.components.model.decoder.hugging_face import read_config
+from drawloom.components.model.decoder.rope import RopeScaling
+from drawloom.components.model.llama import LLAMA, Llama
+from support.families import assert_equal_to_transformers, assert_files_go_both_ways, small
+
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama 3": {
+        "rope_scaling": RopeScaling(
+            rope_type="llama3",
+            factor=8.0,
+            original_max_position_embeddings=16,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+        ),
+        "rope_theta": 50.0,
+    },
+    "tied, heads of another width": {"tie_word_embeddings": True, "head_dim": 10},
+    "with all biases": {"attention_bias": True, "mlp_bias": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_those_of_transformers(kind: str) -> None:
+    """Logits, losses and gradients."""
+    assert_equal_to_transformers(small(Llama, **KINDS[kind]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    """In both directions."""
+    assert_files_go_both_ways(small(Llama, **KINDS[kind]), tmp_path)
+
+
+def test_an_old_config_has_transformers_defaults(tmp_path: Path) -> None:
+    """Before Llama 3 files left out what they had the default of: heads' sizes, base of positions, eps."""
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 29, **sizes}))
+    found = read_config(LLAMA, tmp_path)
+    assert (found.num_key_value_heads, found.head_dim) == (4, 6)
+    assert (found.rope_theta, found.rms_norm_eps, found.tie_word_embeddings) == (1e4, 1e-6, False)

@@ -1,0 +1,98 @@
+"""Steps that the device skips, which the host learns a step later, beside the same steps that the host skips."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.optim.adamw import AdamW
+from drawloom.components.optim.sgd import SGD
+from drawloom.components.optim.stochastic_adamw import StochasticAdamW
+from drawloom.components.ports.run import LateValues, Step
+from support.equality import assert_equal
+from support.host_reads import NoHostReads
+from support.kernels import DEVICE
+
+
+class Weights:
+    """A matrix and a vector to train, and gradients in a dtype."""
+
+    def __init__(self, dtype: torch.dtype, gradient: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"matrix": (4, 6), "vector": (6,)}
+        self.parameters = {
+            name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(DEVICE))
+            for name, shape in shapes.items()
+        }
+        for parameter in self.parameters.values():
+            parameter.grad_dtype = gradient
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.parameters.items())
+
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(self.parameters)
+
+    def give_gradients(self, seed: int, finite: bool) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _, parameter in self.named():
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = (gradient if finite else gradient / 0.0).to(parameter.grad_dtype).to(DEVICE)
+
+
+@attrs.frozen
+class OneJob:
+    seed: int = 3
+    name: str = "run"
+    path: Path = Path("runs/run")
+
+
+def stochastic(parameters: Weights, **settings: Any) -> StochasticAdamW:
+    """An optimizer on the device of the tests."""
+    kind: Any = DEVICE.type
+    return StochasticAdamW(parameters=parameters, job=OneJob(), device=ComputeDevice(kind=kind), **settings)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+OPTIMIZERS: dict[str, tuple[Callable[..., Any], torch.dtype, torch.dtype, dict[str, Any]]] = {
+    "adamw": (AdamW, FP32, FP32, {}),
+    "adamw, float32 gradients of bfloat16": (AdamW, BF16, FP32, {}),
+    "sgd": (SGD, FP32, FP32, {}),
+    "sgd without momentum": (SGD, FP32, FP32, {"momentum": 0.0}),
+    "stochastic": (stochastic, BF16, BF16, {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_the_device_skips_is_one_that_the_host_skips(name: str) -> None:
+    """
+    Weights are the same bits after each of some steps, and the state after the last, the first step skipped or not.
+
+    In an update the host reads nothing of the device.
+    """
+    make, dtype, gradient, settings = OPTIMIZERS[name]
+    for skipped in ({1, 3}, {2, 3, 5}):
+        late, known = Weights(dtype, gradient), Weights(dtype, gradient)
+        ours, theirs = (make(parameters=side, lr=0.1, **settings) for side in (late, known))
+        ours.open()
+        theirs.open()
+        last = Step(0, 5)
+        for index in range(1, 6):
+            reason = "the norm is inf" if index in skipped else ""
+            step = Step(index, 5, found_inf=torch.tensor(float(index in skipped), device=DEVICE))
+            step.late = lambda reason=reason: LateValues({}, 0, reason)
+            late.give_gradients(index, finite=not reason)
+            known.give_gradients(index, finite=True)
+            last.settle()
+            with NoHostReads():
+                ours.run_phase(step)
+            theirs.run_phase(Step(index, 5, skip_reason=reason))
+            assert not step.settled and all(parameter.grad is None for _, parameter in late.named())
+            assert_equal(dict(late.named()), dict(known.named()))
+            last = step
+        assert_equal(ours.state_dict(), theirs.state_dict())

@@ -1,0 +1,121 @@
+"""Parameters that ranks share out, and when each rank has them whole."""
+
+from typing import Any
+
+import torch
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.precision import DtypePolicy
+from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.pipeline.parameter_store import is_dtensor
+from drawloom.components.pipeline.stages import MaterializedStages, misfits_of_shards
+from drawloom.components.ports.model import BatchContext
+from support import pipelines
+from support.processes import run_ranks
+from support.qwen3 import cpu_kernels
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 25,
+    "num_hidden_layers": 3,
+    "vocab_size": 21,
+}
+
+
+def _stages(mesh: RankMesh, device: ComputeDevice, reshard: bool | None, **precision: Any) -> MaterializedStages:
+    stages = MaterializedStages(
+        model=Qwen3Dense(kernels=cpu_kernels(), **SIZES),
+        loss=pipelines.TemperedLoss(),
+        schedule=pipelines.schedule("one_f_one_b"),
+        mesh=mesh,
+        device=device,
+        precision=DtypePolicy(**precision),
+        job=pipelines.Job(),
+        reshard_after_forward=reshard,
+    )
+    stages.open()
+    return stages
+
+
+def _looked_at() -> list[dict[str, Any]]:
+    """What a rank holds, and whether a layer's parameters are slices after a forward, by setting."""
+    device = ComputeDevice(kind="cpu")
+    device.open()
+    processes = TorchProcesses(device=device, timeout=30.0)
+    processes.open()
+    try:
+        mesh = RankMesh(processes=processes, data_shard=processes.world_size)
+        mesh.open()
+        found = []
+        for reshard, precision in (
+            (None, {}),
+            (False, {}),
+            (True, {"compute": "bfloat16", "uncast": ["*norm.weight"]}),
+        ):
+            stages = _stages(mesh, device, reshard, **precision)
+            module = stages.local[0].module
+            tokens = torch.arange(6).view(1, 6)
+            stages.cast_weights()
+            with torch.no_grad():
+                module(tokens, BatchContext(tokens, torch.zeros_like(tokens)))
+            layer = module.get_submodule("model.layers.1")
+            freed = is_dtensor(layer.get_parameter("self_attn.q_proj.weight"))
+            stages.cast_weights()
+            named = dict(stages.local[0].named_parameters())
+            found.append(
+                {
+                    "freed": freed,
+                    "sizes": {name: tuple(part.shape) for name, part in named.items()},
+                    "slices": stages.state_slices(),
+                    "dtypes": {str(part.dtype) for part in named.values()},
+                    "bytes": stages.memory_bytes(),
+                }
+            )
+        return found
+    finally:
+        processes.close()
+
+
+def test_each_rank_keeps_its_slices_and_frees_what_it_gathers() -> None:
+    """Slices tile every parameter; a layer is freed after its forward unless the setting says no."""
+    ranks = run_ranks(_looked_at, 2)
+    alone = run_ranks(_looked_at, 1)[0][0]["sizes"]
+    for number, freed in enumerate((True, False, True)):
+        mine = [rank[number] for rank in ranks]
+        assert [each["freed"] for each in mine] == [freed, freed]
+        whole = {name for name, place in mine[0]["slices"].items() if place is None}
+        norms = {name for name in alone if name.endswith("norm.weight")}
+        assert whole == {"loss.log"} | (norms if number == 2 else set())
+        for name in alone.keys() - whole:
+            rows = [each["sizes"][name][0] for each in mine]
+            assert sum(rows) == alone[name][0] and rows[0] - rows[1] in (0, 1), name
+            assert [each["slices"][name].offsets[0] for each in mine] == [0, rows[0]], name
+        assert all(each["dtypes"] == {"torch.float32"} for each in mine)
+    whole_bytes = 4 * sum(torch.Size(size).numel() for size in alone.values())
+    assert ranks[0][0]["bytes"]["parameters"] + ranks[1][0]["bytes"]["parameters"] < 1.1 * whole_bytes
+
+
+class _View:
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+    def problem(self, key: str, text: str, hint: str) -> tuple[str, str, str]:
+        return key, text, hint
+
+
+def test_gradients_that_shards_would_narrow_are_refused() -> None:
+    """FSDP keeps the slices of gradients in the dtype of parameters: another one is a problem with shards."""
+    precision: Any = _View(parameter="bfloat16", gradient="float32")
+    shards: Any = _View(data_shard=2)
+    problems: list[Any] = list(misfits_of_shards(shards, precision))
+    [(key, text, hint)] = problems
+    assert (key, hint) == ("gradient", "write parameter = 'float32', or leave gradient out")
+    assert "'bfloat16'" in text and "'float32'" in text
+    others: Any = ((_View(data_shard=1), precision), (shards, _View(parameter="float32", gradient=None)))
+    for mesh, dtypes in others:
+        assert not list(misfits_of_shards(mesh, dtypes))

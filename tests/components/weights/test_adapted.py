@@ -1,0 +1,52 @@
+"""Models with adapters; the adapters themselves are tested in tests/components/adapters."""
+
+import pytest
+import torch
+
+from drawloom.components.ports.weights import Mapper, TensorGroup
+from drawloom.components.weights.adapted import (
+    adapted_model,
+    adapter_names,
+    fill_adapters,
+    inject,
+    merge_error,
+    merge_mapper,
+)
+from support.adapted import lora
+from support.qwen3 import dense, whole
+
+
+def test_without_adapters_nothing_is_frozen() -> None:
+    """A model is trained whole if no adapter is named."""
+    module = whole(dense())
+    assert inject([], module) == set() and all(parameter.requires_grad for parameter in module.parameters())
+    assert adapter_names(module) == set()
+
+
+def test_initial_values_follow_from_seed_and_name() -> None:
+    """The same seed gives the same factors, also when other layers are adapted beside; another seed gives others."""
+
+    def factor(seed: int, *targets: str) -> torch.Tensor:
+        module = adapted_model(dense(), [lora(*targets)]).to_empty(device="cpu")
+        fill_adapters(module, torch.device("cpu"), seed)
+        return dict(module.named_parameters())["model.layers.1.self_attn.q_proj.lora_A"].detach()
+
+    assert torch.equal(factor(1, "q_proj"), factor(1, "*_proj"))
+    assert not torch.equal(factor(1, "q_proj"), factor(2, "q_proj"))
+
+
+def test_merging_keeps_the_names_of_all_but_the_adapters() -> None:
+    """What is merged has the names of the frozen weights; a tied head becomes one of its own."""
+    module = adapted_model(dense(tie_word_embeddings=True), [lora("embed_tokens", "q_proj")])
+    mapper = merge_mapper(module, tied=True)
+    assert set(mapper.inputs) - set(mapper.outputs) == adapter_names(module)
+    assert "lm_head.weight" in mapper.outputs and "lm_head.weight" not in merge_mapper(module, tied=False).outputs
+
+
+def test_the_error_of_merging_is_what_rounding_loses_of_the_change() -> None:
+    """1 + 2^-9 has no bfloat16: the change is lost whole; 1 + 2^-7 has one."""
+    mapper = Mapper((TensorGroup(("w", "d"), ("w",), lambda tensors: [tensors[0] + tensors[1]]),))
+    for change, lost in ((2.0**-9, 1.0), (2.0**-7, 0.0)):
+        tensors = {"w": torch.ones(3), "d": torch.full((3,), change)}
+        assert merge_error(mapper, tensors, torch.bfloat16).relative == pytest.approx(lost)
+        assert merge_error(mapper, tensors, None).relative == 0.0

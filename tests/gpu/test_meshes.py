@@ -1,0 +1,59 @@
+"""Sharded parameters over NCCL: two or four processes, a GPU each."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from support import pipelines
+from support.processes import run_ranks
+
+GPUS = torch.cuda.device_count()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.xdist_group("pipelines"),
+    pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and {GPUS} of this machine can be seen"),
+]
+
+CASES: list[pipelines.Case] = [
+    ("gpipe", 4, True, False, "tempered"),
+    ("one_f_one_b", 4, False, True, "plain"),
+    ("looped_bfs", 4, True, False, "smoothed"),
+]
+SPLIT: list[pipelines.Case] = [(name, 8, True, False, "dft") for name in pipelines.TRAINING]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "cases"),
+    [
+        (2, {"data_shard": 2}, CASES),
+        (4, {"data_replicate": 2, "data_shard": 2}, CASES),
+        (4, {"data_shard": 2}, SPLIT),
+    ],
+    ids=["shards", "replicas of shards", "pipelines of shards"],
+)
+def test_steps_over_nccl_are_those_of_one_process(
+    ranks: int, sizes: Mapping[str, int], cases: list[pipelines.Case]
+) -> None:
+    """Losses, norms, gradients and weights of three steps equal one process's in float64, to 1e-10."""
+    if ranks > GPUS:
+        pytest.skip(f"needs {ranks} GPUs, and {GPUS} of this machine can be seen")
+    alone = sorted({("gpipe", *case[1:]) for case in cases})
+    (found,) = run_ranks(pipelines.steps, 1, alone, {}, "cuda", pipelines.FLOAT64, 3, timeout=120)
+    whole = {case[1:]: each for case, each in zip(alone, found, strict=True)}
+    meshed = run_ranks(pipelines.steps, ranks, cases, sizes, "cuda", pipelines.FLOAT64, 3, timeout=180)
+    for number, case in enumerate(cases):
+        pipelines.assert_same_steps([each[number] for each in meshed], whole[case[1:]])
+
+
+def test_mixed_precision_on_shards_is_that_of_one_process() -> None:
+    """With float32 masters and bfloat16 compute, shards have the losses and gradients of one process to bfloat16."""
+    cases: list[pipelines.Case] = [("gpipe", 4, True, False, "plain")]
+    (found,) = run_ranks(pipelines.steps, 1, cases, {}, "cuda", pipelines.MIXED, 1, timeout=120)
+    meshed: list[Any] = run_ranks(pipelines.steps, 2, cases, {"data_shard": 2}, "cuda", pipelines.MIXED, 1, timeout=120)
+    grads = pipelines.assembled([each[0] for each in meshed], "grads")
+    assert sum(each[0]["loss"] for each in meshed) == pytest.approx(found[0]["loss"], rel=1e-6)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, found[0]["grads"][name], rtol=1e-3, atol=1e-5)

@@ -1,0 +1,121 @@
+"""Checkpoints that are saved on one mesh and loaded on another."""
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.precision import DtypePolicy
+from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.loss.next_token import NextToken
+from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.optim.adamw import AdamW
+from drawloom.components.pipeline.stages import MaterializedStages
+from drawloom.components.ports.model import gradient_of
+from drawloom.components.ports.run import Step
+from support import pipelines
+from support.checkpoints import checkpointer
+from support.processes import run_ranks
+from support.qwen3 import cpu_kernels
+
+MESHES: dict[int, list[Mapping[str, int]]] = {
+    1: [{}],
+    2: [{"data_shard": 2}, {"pipeline": 2}, {"data_replicate": 2}],
+    4: [
+        {"data_shard": 4},
+        {"data_replicate": 2, "data_shard": 2},
+        {"pipeline": 2, "data_shard": 2},
+        {"pipeline": 2, "data_replicate": 2},
+    ],
+}
+ALL = [(ranks, mesh) for ranks, meshes in MESHES.items() for mesh in meshes]
+
+
+def _nodes(mesh: RankMesh, device: Any) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"hidden_size": 6, "num_attention_heads": 1, "head_dim": 4, "intermediate_size": 7}
+    model = Qwen3Dense(kernels=cpu_kernels(), num_hidden_layers=4, vocab_size=9, tie_word_embeddings=True, **sizes)
+    stages = MaterializedStages(
+        model=model,
+        loss=NextToken(),
+        schedule=pipelines.schedule("one_f_one_b"),
+        mesh=mesh,
+        device=device,
+        precision=DtypePolicy(),
+        job=pipelines.Job(),
+    )
+    stages.open()
+    optimizer = AdamW(parameters=stages, lr=1e-3)
+    optimizer.open()
+    return {"stages": stages, "optimizer": optimizer}
+
+
+def _state(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights and moments of this rank, and of which slices they are."""
+    moments = nodes["optimizer"].state_dict()
+    return {
+        "slices": {**nodes["stages"].state_slices()},
+        "weights": {name: part.clone() for name, part in nodes["stages"].state_dict().items()},
+        **{key: {name: part[key].clone() for name, part in moments.items()} for key in ("exp_avg", "exp_avg_sq")},
+    }
+
+
+def _saved_or_loaded(folders: list[tuple[Path, Mapping[str, int], bool]]) -> list[dict[str, Any]]:
+    """Of each folder, on its mesh: take a step and save, or restore; this rank's state afterwards."""
+    device = ComputeDevice(kind="cpu")
+    device.open()
+    processes = TorchProcesses(device=device, timeout=30.0)
+    processes.open()
+    found = []
+    try:
+        for folder, sizes, saves in folders:
+            mesh = RankMesh(processes=processes, **{"data_replicate": 1, **sizes})
+            mesh.open()
+            nodes = _nodes(mesh, device)
+            if saves:
+                for name, parameter in nodes["stages"].named():
+                    gradient_of(parameter).fill_(len(name) / 100)
+                nodes["optimizer"].run_phase(Step(1, 1))
+            node = checkpointer(folder, nodes, mesh)
+            if saves:
+                node.save(Step(1, 9))
+            elif node.restore() != 1:
+                raise ValueError("there is no checkpoint")
+            found.append(_state(nodes))
+        return found
+    finally:
+        processes.close()
+
+
+def test_weights_and_moments_are_bitwise_the_same_on_another_mesh(tmp_path: Path) -> None:
+    """Twelve random pairs of meshes: what is loaded is what was saved, to the bit, and each element is saved once."""
+    work: dict[int, list[tuple[Path, Mapping[str, int], bool]]] = {ranks: [] for ranks in MESHES}
+    for number, (ranks, mesh) in enumerate(ALL):
+        work[ranks].append((tmp_path / str(number), mesh, True))
+    saved: dict[int, Any] = {}
+    for ranks, jobs in work.items():
+        parts = run_ranks(_saved_or_loaded, ranks, jobs, timeout=120)
+        for place, (folder, _, _) in enumerate(jobs):
+            saved[int(folder.name)] = [part[place] for part in parts]
+    pairs = random.Random(5).sample([(a, b) for a in range(len(ALL)) for b in range(len(ALL)) if a != b], 12)
+    for ranks in MESHES:
+        mine = [(a, b) for a, b in pairs if ALL[b][0] == ranks]
+        jobs = [(tmp_path / str(a), ALL[b][1], False) for a, b in mine]
+        parts = run_ranks(_saved_or_loaded, ranks, jobs, timeout=120) if jobs else []
+        for place, (a, _) in enumerate(mine):
+            loaded = [part[place] for part in parts]
+            for what in ("weights", "exp_avg", "exp_avg_sq"):
+                expected = pipelines.assembled(saved[a], what)
+                for name, tensor in pipelines.assembled(loaded, what).items():
+                    assert tensor is not None and torch.equal(tensor, expected[name]), (a, what, name)  # type: ignore[arg-type]
+    assert len({_elements(tmp_path / str(number) / "checkpoints/step-1") for number in range(len(ALL))}) == 1
+
+
+def _elements(checkpoint: Path) -> int:
+    """How many elements all files of a checkpoint have, without counters, which each slice has."""
+    tensors = (load_file(path).values() for path in checkpoint.glob("*.safetensors"))
+    return sum(tensor.numel() for found in tensors for tensor in found if tensor.ndim)

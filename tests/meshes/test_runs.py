@@ -1,0 +1,70 @@
+"""Whole runs on meshes, against the same run in one process."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from support.runs import drawloom, series, take_back, write_corpus
+
+COMMON = ("run", "tiny.toml", "batch.micro_size=2", "checkpoint.every=5", "model.num_hidden_layers=2")
+LEARNED = ("loss", "grad_norm", "validation_loss", "tokens")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus, the tiny recipe, and a run of it on one process."""
+    folder = tmp_path_factory.mktemp("meshes")
+    write_corpus(folder)
+    assert drawloom(folder, *COMMON, "run.name=one")[0].code == 0
+    return folder
+
+
+def exported(run: Path) -> dict[str, Tensor]:
+    """The tensors of a run's export, which pipeline ranks write as a file each."""
+    return {name: part for file in (run / "export").glob("*.safetensors") for name, part in load_file(file).items()}
+
+
+def assert_same(run: Path, other: Path) -> None:
+    """Losses and gradient norms of every step are equal to 1e-6 relative; weights of exports to float32's rounding."""
+    ours, theirs = series(run, *LEARNED), series(other, *LEARNED)
+    assert len(ours) == len(theirs) == 10
+    for mine, yours in zip(ours, theirs, strict=True):
+        assert [value or 0 for value in mine] == pytest.approx([value or 0 for value in yours], rel=1e-6)
+    weights, others = map(exported, (run, other))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert (weight - others[name]).abs().max() < 1e-5, name
+
+
+def test_a_sharded_run_resumes_on_one_process_and_on_a_sharded_pipeline(place: Path) -> None:
+    """Trained on two ranks that shard, then on one, then on a pipeline of shards: the losses of one process."""
+    codes = drawloom(place, *COMMON, "run.name=moved", "mesh.data_shard=2", ranks=2)
+    assert [outcome.code for outcome in codes] == [0, 0], codes
+    run = place / "runs/moved"
+    assert_same(place / "runs/one", run)
+    assert (run / "sample.txt").exists()
+    for sizes, ranks in ((("mesh.data_shard=1",), 1), (("mesh.pipeline=2", "mesh.data_shard=2"), 4)):
+        take_back(run, 5)
+        codes = drawloom(place, *COMMON, "run.name=moved", *sizes, ranks=ranks)
+        assert {outcome.code for outcome in codes} == {0}, codes
+        assert_same(place / "runs/one", run)
+
+
+def test_stochastic_rounding_has_the_same_noise_on_shards(place: Path) -> None:
+    """bfloat16 weights that are rounded stochastically are the same on one process and on two that shard."""
+    rounded = (
+        "optimizer.use=optim.stochastic_adamw",
+        "optimizer.lr=1e-3",
+        "precision.parameter=bfloat16",
+        "trainer.steps=3",
+    )
+    found = []
+    for name, ranks in (("alone", 1), ("shared", 2)):
+        codes = drawloom(place, *COMMON, *rounded, f"run.name={name}", f"mesh.data_shard={ranks}", ranks=ranks)
+        assert {outcome.code for outcome in codes} == {0}, codes
+        found.append(exported(place / f"runs/{name}"))
+    for name, weight in found[0].items():
+        # Gradients differ in their last bits, so that a few elements are rounded otherwise.
+        assert (weight != found[1][name]).float().mean() < 0.02, name

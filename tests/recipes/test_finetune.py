@@ -1,0 +1,66 @@
+"""The recipes that start from a model."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from drawloom.graph.project import Project, Recipe
+from support.observers_of_runs import TINY
+from support.runs import drawloom, rows
+
+PROJECT = Project.of("drawloom")
+SMALL = ("trainer.steps=3", "vars.length=32", "batch.global_size=2", "batch.micro_size=2", "validation.rows_used=2")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A tiny model with a tokenizer, as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("base")
+    run: dict[str, Any] = {"name": "base", "folder": str(folder / "run")}
+    with Recipe.load("first_run").with_values({"model": TINY, "run": run}).open(only="export") as objects:
+        objects["export"].finish(1)
+    yield folder / "run/export"
+
+
+@pytest.mark.parametrize("recipe", ["finetune", "finetune_lora"])
+def test_recipes_need_a_base_and_nothing_else(recipe: str, base: Path) -> None:
+    """With `vars.base` there is no problem; without it, or with a folder that is no model, one that says so."""
+
+    def problems(*words: str) -> list[str]:
+        return [str(problem) for problem in PROJECT.graph(PROJECT.load(recipe, (), words)).problems]
+
+    assert problems(f"vars.base={base}") == []
+    assert any("vars.base" in problem for problem in problems())
+    assert any("config.json" in problem for problem in problems(f"vars.base={base.parent}"))
+    lines = (Path(__file__).parents[2] / "recipes" / f"{recipe}.toml").read_text("utf-8").splitlines()
+    assert len(lines) < 40
+
+
+def test_finetune_starts_from_the_base(base: Path, tmp_path: Path) -> None:
+    """The first loss is that of the base's weights: with a learning rate of nearly nothing the export is the base."""
+    words = (f"vars.base={base}", *SMALL, "optimizer.lr=1e-30", "optimizer.weight_decay=0.0")
+    [outcome] = drawloom(tmp_path, "run", "finetune", *words)
+    assert outcome.code == 0, outcome.text
+    ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path / "runs/finetune/export", base))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    [outcome] = drawloom(tmp_path, "generate", "runs/finetune", "--prompt", "def", "--tokens", "3")
+    assert outcome.code == 0 and outcome.text.startswith("def"), outcome.text
+
+
+def test_finetune_lora_leaves_an_adapter(base: Path, tmp_path: Path) -> None:
+    """The head can be adapted by one more word; generating needs the run folder and the base."""
+    words = (f"vars.base={base}", *SMALL)
+    [outcome] = drawloom(tmp_path, "run", "finetune_lora", *words)
+    assert outcome.code == 0, outcome.text
+    run = tmp_path / "runs/finetune_lora"
+    assert len(rows(run)) == 3
+    config = json.loads((run / "adapter/adapter_config.json").read_text("utf-8"))
+    assert config["base_model_name_or_path"] == str(base) and config["r"] == 16
+    assert (run / "export/config.json").exists() and (run / "sample.txt").exists()
+    [outcome] = drawloom(tmp_path, "generate", "runs/finetune_lora", "--prompt", "def", "--tokens", "3")
+    assert outcome.code == 0 and outcome.text.startswith("def"), outcome.text

@@ -1,0 +1,50 @@
+"""Small models with adapters and random weights, as stages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from drawloom.components.adapters.lora import Lora
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.ports.adapters import Adapter
+from drawloom.components.ports.model import LayerRange, Stage
+from drawloom.components.weights.adapted import fill_adapters, inject
+from support.qwen3 import whole
+
+
+@attrs.frozen
+class OneStage:
+    """The whole model as one stage."""
+
+    module: nn.Module
+    adapters: Sequence[Adapter] = ()
+
+    @property
+    def local(self) -> list[Stage]:
+        return [Stage(0, 1, LayerRange(0, 2, True, True), self.module, adapters=self.adapters)]
+
+
+def lora(*targets: str, **changes: Any) -> Lora:
+    """LoRA of rank 4 and scale 2."""
+    settings: dict[str, Any] = {"targets": list(targets), "rank": 4, "alpha": 8.0}
+    return Lora(**(settings | changes))
+
+
+def adapted(model: DecoderBuilder, *adapters: Adapter) -> nn.Module:
+    """
+    A whole model with random weights, the same ones whatever the adapters; what these train is not where it begins.
+    """
+    torch.manual_seed(0)
+    module = whole(model)
+    before: dict[str, Any] = dict(module.named_parameters())
+    inject(adapters, module)
+    fill_adapters(module, torch.device("cpu"), 0)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if adapters and parameter.requires_grad:
+                noise = torch.randn_like(parameter) * 0.1
+                parameter.copy_(noise + (1 if parameter.ndim == 1 else 0) if name in before else parameter + noise)
+    return module
