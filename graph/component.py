@@ -200,9 +200,13 @@ def component(
 
     - `constraints(node)` yields problems that involve several settings, or settings of neighbours;
     - `notes(node)` yields lines that `explain` shows for the node;
-    - `resume_impact(node, key)` returns what it means to resume with another value of a key, or None;
+    - `resume_impact(node, key)` returns what it means to resume with another value of a key, alone or with the reason
+      as a tuple, or None;
     - `in_folder(settings, given, folder)` returns the settings with which a run uses the run folder that its recipe was
       read from; `given` are the keys that overlays or the command line set.
+
+    The container calls `open()`, `close()` and `on_failure(error)` of objects that have them; `run --dry-run` opens
+    those with `preview()`, which returns what they say of a run before its first step.
     """
 
     def make(cls: type[T]) -> type[T]:

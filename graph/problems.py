@@ -79,9 +79,9 @@ class UserError(Exception):
         self.exit_code = exit_code
         self.at = ""
 
-    def set_node(self, place: Place, node: str) -> None:
-        """Prefix the message with the node that raised it."""
-        self.at = f"{place}: [{node}] "
+    def set_node(self, place: Place | None, node: str) -> None:
+        """Prefix the message with the node that raised it, and with the place where the reason is written, if any."""
+        self.at = f"{place}: [{node}] " if place else f"[{node}] "
 
     def __str__(self) -> str:
         return f"{self.at}{super().__str__()}"

@@ -14,7 +14,7 @@ import attrs
 from drawloom.graph.component import Bound
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.problems import Problem
-from drawloom.graph.recipe.recipe import FORMAT, NAME
+from drawloom.graph.recipe.merged import FORMAT, NAME
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.types.describe import union_members

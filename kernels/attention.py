@@ -32,8 +32,8 @@ def attention_eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """
     softmax(q k^T / sqrt(head_dim)) v with grouped queries, over the tokens that the mask allows.
 
-    q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim), mask bool (rows, 1, length, length)
-    from `causal_document_mask`. Query head h attends to key head h // (heads // kv_heads). Returns
+    q (rows, length, heads, head_dim), k and v (rows, keys, kv_heads, head_dim), mask bool (rows, 1, length, keys) from
+    `causal_document_mask` or `causal_mask`. Query head h attends to key head h // (heads // kv_heads). Returns
     (rows, length, heads, head_dim) in the dtype of q.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -52,6 +52,12 @@ def causal_document_mask(document_ids: Tensor, window: int | None = None, querie
     mask = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril_()
     mask = mask if window is None else mask.triu_(1 - window)
     return mask if queries is None else mask.index_select(2, queries)
+
+
+def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """The keys that each of the last tokens of a text attends to, `window` at most: bool (1, 1, queries, keys)."""
+    mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
+    return mask if window is None else mask.triu_(keys - queries + 1 - window)
 
 
 EAGER = Implementation(causal_document_mask, attention_eager)

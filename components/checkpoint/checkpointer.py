@@ -29,6 +29,7 @@ from drawloom.graph.recipe.lockfile import LOCK
 CLOSE_TIMEOUT = 20.0  # seconds that a failing run waits for a checkpoint that is being written
 
 log = logging.getLogger("drawloom.checkpoint")
+run_log = logging.getLogger("drawloom.run")  # whose messages rank 0 prints
 
 
 @attrs.define
@@ -181,7 +182,7 @@ class Checkpointer:
         self._flush_logs()
         self._protocol.save(checkpoint, snapshot)
         if self._protocol.group.rank == 0:
-            log.info("saved %s", checkpoint)
+            run_log.info("checkpoint saved: %s", checkpoint)
             self._retention.mark_valid(checkpoint, snapshot.values)
             self._remove_expired(checkpoint)
 

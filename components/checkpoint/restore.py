@@ -1,11 +1,12 @@
 """Restores the nodes of a run from a checkpoint."""
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from drawloom.components.checkpoint.manifest import (
     CorruptCheckpoint,
@@ -120,4 +121,16 @@ def _load(checkpoint: Path, name: str, node: Stateful, state: dict[str, Any]) ->
     except (KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         # torch modules raise RuntimeError; the others come from states of another structure
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
+        if others := list(_other_shapes(node.state_dict(), state)):
+            text = "; ".join([*others[:5], *([f"and {len(others) - 5} more"] if len(others) > 5 else [])])
         raise UserError(f"{checkpoint}: its state of [{name}] does not fit the node: {text}") from error
+
+
+def _other_shapes(here: Any, saved: Any, name: str = "") -> Iterator[str]:
+    """The tensors of two states, by their names in both, whose shapes differ."""
+    if isinstance(here, Tensor) and isinstance(saved, Tensor):
+        if here.shape != saved.shape:
+            yield f"{name} is {tuple(saved.shape)} in the checkpoint, and {tuple(here.shape)} here"
+    elif isinstance(here, dict) and isinstance(saved, dict):
+        for key in filter(here.__contains__, saved):
+            yield from _other_shapes(here[key], saved[key], f"{name}.{key}" if name else str(key))

@@ -15,7 +15,7 @@ from drawloom.components.ports.data import PackedDataset, TrainingData
 from drawloom.components.ports.run import Batching, RunInfo
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Project
+from drawloom.graph.project import Project
 
 MOST = 20  # faults that are listed
 

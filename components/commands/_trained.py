@@ -1,57 +1,63 @@
-"""Opens the model of a run folder with the weights of its newest checkpoint, for read-only commands."""
+"""Opens the model of a run folder with the weights of one of its checkpoints, for read-only commands."""
 
-from collections.abc import Iterator, Sequence
+import argparse
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import attrs
 import tomli
 
-from drawloom.components.checkpoint.manifest import step_of
+from drawloom.components.checkpoint.manifest import FOLDER, committed, quick_check, step_of
 from drawloom.components.checkpoint.reader import load_node, newest
 from drawloom.components.ports.model import Stages
 from drawloom.components.ports.run import FILES
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Project
+from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
-from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.runtime.container import Container
 
 
-@attrs.frozen
-class Trained:
-    """The open components of a run, by port, and the step of its newest checkpoint."""
-
-    step: int
-    _objects: dict[type, Any]
-
-    def __getitem__(self, port: type) -> Any:
-        return self._objects[port]
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the run folder, and which of its checkpoints to take."""
+    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint after this step; the newest if left out")
+    which.add_argument("--best", action="store_true", help="the checkpoint with the least validation loss")
 
 
 @contextmanager
-def trained(project: Project, folder: Path, *ports: type) -> Iterator[Trained]:
+def trained(
+    project: Project, options: argparse.Namespace, *ports: type, change: Callable[[Recipe], Recipe] | None = None
+) -> Iterator[tuple[Container, int]]:
     """
-    A run's newest weights, in this process alone: what implements these ports, and nothing that they do not need.
+    A run with the weights of a checkpoint, in this process alone, and their step.
 
-    The run is only read, and may continue meanwhile.
+    Opens what implements these ports, and what these need, of the run's recipe or of what `change` makes of it. The run
+    is only read, and may continue meanwhile.
     """
-    step, graph, names, weights = _read(project, folder, (Stages, *ports))
-    with project.container(graph, *names.values()) as objects:
-        objects[names[Stages]].load_state_dict(weights)
+    step, recipe, names, weights = _read(project, options, (Stages, *ports), change)
+    with recipe.open(names) as run:
+        run[names[0]].load_state_dict(weights)
         del weights
-        yield Trained(step, {port: objects[name] for port, name in names.items()})
+        yield run, step
 
 
-def _read(project: Project, folder: Path, ports: Sequence[type]) -> tuple[int, Graph, dict[type, str], dict[str, Any]]:
-    """The newest checkpoint's step and graph, the names of the nodes by port, and the state of its stages."""
-    while (checkpoint := newest(folder)) is not None:
+def _read(
+    project: Project,
+    options: argparse.Namespace,
+    ports: Sequence[type],
+    change: Callable[[Recipe], Recipe] | None = None,
+) -> tuple[int, Recipe, list[str], dict[str, Any]]:
+    """A checkpoint's step and recipe, the names of the nodes of the ports, and the state of the first."""
+    folder = options.run_folder
+    while (checkpoint := _checkpoint(options)) is not None:
         try:
-            graph = _graph(project, checkpoint / LOCK, folder / FILES)
-            names = {port: _only(graph, port, checkpoint) for port in ports}
-            graph = graph.restricted_to(names.values())
-            return step_of(checkpoint), graph, names, load_node(checkpoint, names[Stages])
+            recipe = _recipe(project, checkpoint / LOCK, folder / FILES)
+            recipe = change(recipe) if change else recipe
+            names = [_only(recipe.graph, port, checkpoint) for port in ports]
+            return step_of(checkpoint), recipe, names, load_node(checkpoint, names[0])
         except (UserError, OSError):
             if checkpoint.exists():
                 raise
@@ -59,8 +65,28 @@ def _read(project: Project, folder: Path, ports: Sequence[type]) -> tuple[int, G
     raise UserError(f"{folder} holds no finished checkpoint; give the folder of a run, such as runs/first_run", 2)
 
 
-def _graph(project: Project, lock: Path, files: Path) -> Graph:
-    """The graph of a run for a single process; files that it read are read from their copies in the run folder."""
+def _checkpoint(options: argparse.Namespace) -> Path | None:
+    """The checkpoint that is asked for; None if there is none at all. Raises UserError."""
+    found = committed(options.run_folder / FOLDER)
+    if options.step is not None and found:
+        there = [path for path in found if step_of(path) == options.step]
+        if not there:
+            steps = ", ".join(str(step_of(path)) for path in found)
+            raise UserError(f"--step {options.step}: {options.run_folder} has checkpoints of the steps {steps}", 2)
+        return there[0]
+    if options.best and found:
+        manifests = {path: manifest for path in found if (manifest := quick_check(path))}
+        losses = {path: manifest.values.get("validation_loss") for path, manifest in manifests.items()}
+        known = {path: loss for path, loss in losses.items() if loss is not None}
+        if not known:
+            hint = "let checkpoint.every be a multiple of evaluate.every"
+            raise UserError(f"--best: no checkpoint in {options.run_folder} has a validation loss; {hint}", 2)
+        return min(known, key=lambda path: known[path])
+    return newest(options.run_folder)
+
+
+def _recipe(project: Project, lock: Path, files: Path) -> Recipe:
+    """The recipe of a run for a single process; files that it read are read from their copies in the run folder."""
     data: dict[str, Any] = tomli.loads(lock.read_text("utf-8"))
     for name, node in data.items():
         if isinstance(node, dict) and node.get("use") == "pipeline.stages":
@@ -74,7 +100,7 @@ def _graph(project: Project, lock: Path, files: Path) -> Graph:
             data[name] = {"use": "pipeline.schedules.one_f_one_b"}  # others may need more than one rank
     for copies in files.glob("*/*"):
         _use_copies(data, copies)
-    return project.graph(Recipe.of(data, str(lock)), root="")
+    return Recipe.of(data, str(lock), project=project)
 
 
 def _initial_weights(data: dict[str, Any], stages: dict[str, Any]) -> None:

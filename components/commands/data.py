@@ -10,8 +10,8 @@ from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import PackedDataset
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Project
 from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,25 +1,25 @@
-"""write a run's newest weights as a Hugging Face folder"""
+"""write a run's weights as a Hugging Face folder"""
 
 import argparse
 from pathlib import Path
 
-from drawloom.components.commands._trained import trained
+from drawloom.components.commands._trained import add_run, trained
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import Model, Stages
-from drawloom.graph.cli.project import Project
 from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
+    add_run(parser)
     parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="the folder to write; it must not exist")
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Export the weights and print the folder."""
-    with trained(project, options.run_folder, Model, Stages, Tokenizer) as run:
-        write_folder(options.to, run[Model], run[Stages], run[Tokenizer], step=run.step)
+    with trained(project, options, Model, Stages, Tokenizer) as (run, step):
+        write_folder(options.to, run.get(Model), run.get(Stages), run.get(Tokenizer), step=step)
     print_text(f"exported to {options.to}")
     return 0

@@ -1,22 +1,21 @@
-"""continue a prompt with a run's newest weights"""
+"""continue a prompt with a run's weights"""
 
 import argparse
 import math
-from pathlib import Path
 
-from drawloom.components.commands._trained import trained
+from drawloom.components.commands._trained import add_run, trained
 from drawloom.components.distributed.rng import generator
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.sampling.generate import Sampler
-from drawloom.graph.cli.project import Project
 from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
+    add_run(parser)
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="the beginning of the text")
     parser.add_argument("--tokens", type=_count, default=200, help="most tokens to sample (default 200)")
     parser.add_argument("--context", type=_count, default=256, help="tokens of context for the model (default 256)")
@@ -45,11 +44,11 @@ def _temperature(text: str) -> float:
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Print the prompt and its continuation."""
-    with trained(project, options.run_folder, Predictor, Tokenizer, Mesh) as run:
-        tokenizer = run[Tokenizer]
+    with trained(project, options, Predictor, Tokenizer, Mesh) as (run, _):
+        tokenizer = run.get(Tokenizer)
         sampler = Sampler(
-            model=run[Predictor],
-            pipeline=run[Mesh].group("pipeline"),
+            model=run.get(Predictor),
+            pipeline=run.get(Mesh).group("pipeline"),
             generator=generator(options.seed, "sample"),
             end=tokenizer.eos_id,
             context=options.context,

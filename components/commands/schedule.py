@@ -17,9 +17,9 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Project, read_overrides
 from drawloom.graph.cli.terminal import print_text
-from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.project import Project, Recipe
+from drawloom.graph.recipe.overrides import read_overrides
 from drawloom.graph.registry.spec import Spec
 
 FOLDER = "pipeline.schedules."
@@ -68,11 +68,13 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
         name = options.recipe.removeprefix(FOLDER)
         schedule = _by_name(options, project, name)
         return _simulated(options, name, schedule, options.ranks, _needed(options.microbatches))
-    graph = project.graph(project.load(options.recipe, options.overlay, options.words)).or_error()
+    recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
+    recipe.check()
+    graph = recipe.graph
     name = _only(graph, Schedule)
     ranks = graph.nodes[_only(graph, Mesh)].settings.get("pipeline", 1)
-    with project.container(graph, name) as objects:
-        schedule = objects[name]
+    with recipe.open(name) as opened:
+        schedule = opened.get(Schedule)
     _check_stages(options, name, schedule)
     use = graph.nodes[name].spec.use.removeprefix(FOLDER)
     return _simulated(options, use, schedule, ranks, options.microbatches or _microbatches(graph))
@@ -111,11 +113,11 @@ def _by_name(options: argparse.Namespace, project: Project, name: str, *, anyway
     data = {"use": use, **{key: value for key, value in given.items() if key in fields and value is not None}}
     words = read_overrides(options.words)
     nodes = {**words, "schedule": {**data, **words.get("schedule", {})}}
-    graph = project.graph(Recipe.of(nodes, "command line"), root="").or_error()
-    if "schedule" not in graph.implementers(Schedule):
-        raise UserError(f"{use} is not a schedule; `drawloom list pipeline.schedules` shows all", 2)
-    with project.container(graph, "schedule") as objects:
-        schedule: Schedule = objects["schedule"]
+    recipe = Recipe.of(nodes, "command line", project=project)
+    with recipe.open("schedule") as opened:
+        if "schedule" not in recipe.graph.implementers(Schedule):
+            raise UserError(f"{use} is not a schedule; `drawloom list pipeline.schedules` shows all", 2)
+        schedule: Schedule = opened["schedule"]
     if not anyway:
         _check_stages(options, name, schedule)
     return schedule

@@ -13,8 +13,8 @@ from drawloom.components.data.sources.parts import parts_of
 from drawloom.components.data.store.build import build
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.graph import UserError
-from drawloom.graph.cli.project import Project
 from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

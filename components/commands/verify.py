@@ -6,8 +6,8 @@ from pathlib import Path
 from drawloom.components.checkpoint.io_errors import size
 from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, verify
 from drawloom.graph import UserError
-from drawloom.graph.cli.project import Project
 from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

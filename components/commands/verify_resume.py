@@ -25,8 +25,8 @@ from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.run import Randomness, Tracker
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Project
 from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project, Recipe
 
 DIGESTS = "digests_of_verify_resume"
 MACHINE_METRICS = {"tokens_per_second", "memory"}  # metrics of the machine, not of the training
@@ -47,7 +47,9 @@ def main(options: argparse.Namespace, project: Project) -> int:
     """Print that the runs are equal, or the first step and tensor that differ; return 1 then."""
     if options.steps < 4:
         raise UserError(f"{options.steps} steps are too few to kill a run half-way; take at least 4", 2)
-    graph = project.graph(project.load(options.recipe, options.overlay, options.words)).or_error()
+    recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
+    recipe.check()
+    graph = recipe.graph
     with _signals_raise():
         place = Path(tempfile.mkdtemp(prefix="verify-resume-"))
         try:

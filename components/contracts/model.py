@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import (
     BatchContext,
@@ -57,6 +58,19 @@ def attention(kernels: Kernels) -> None:
     weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
     found = kernels.attention(q, k, v, kernels.attention_mask(documents))
     _expect_close(found, torch.einsum("rhij,rjhd->rihd", weights, v64))
+
+
+def attention_with_a_cache(kernels: Kernels) -> None:
+    """A text in parts, each layer of which extends the cache, has the attention of the whole text."""
+    q, k, v = _random(2, 6, 4, 8), _random(2, 6, 2, 8), _random(2, 6, 2, 8)
+    documents, cache = torch.zeros(2, 6, dtype=torch.int64), KeyValueCache(9)
+    layers = [(k, None), (2 * k, 3)]  # the second has a window
+    wanted = [kernels.attention(q, keys, v, kernels.attention_mask(documents, window)) for keys, window in layers]
+    for part in (slice(0, 3), slice(3, 5), slice(5, 6)):
+        for whole, (keys, window) in zip(wanted, layers, strict=True):
+            mask = kernels.attention_mask(documents[:, part], window, cache=cache)
+            _expect_close(kernels.attention(q[:, part], keys[:, part], v[:, part], mask), whole[:, part].double())
+        cache.advance(part.stop - part.start)
 
 
 def linear_cross_entropy(kernels: Kernels) -> None:
@@ -194,6 +208,23 @@ def its_head_is_for_losses(model: Model) -> None:
         return "finished"
 
     expect(module(tokens, shared, finish) == "finished", "the module does not give what `finish` does")
+
+
+def a_text_in_parts_is_the_whole_text(model: Model) -> None:
+    """With a key-value cache, if the model uses one, hidden states are those of a pass over the whole text."""
+    module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
+    for name, parameter in module.named_parameters():
+        model.initialise(name, parameter.data, 1)
+    tokens, positions = torch.arange(6)[None] % model.vocab_size, torch.arange(6)[None]
+    documents, cache = torch.zeros_like(tokens), KeyValueCache(6)
+    with torch.no_grad():
+        whole = module(tokens, BatchContext(positions, documents))
+        for part in (slice(0, 3), slice(3, 5), slice(5, 6)):
+            found = module(tokens[:, part], BatchContext(positions[:, part], documents[:, part], cache=cache))
+            if not cache.layers:
+                return
+            cache.advance(part.stop - part.start)
+            _expect_close(found, whole[:, part].double())
 
 
 def each_is_named_once(parameters: Parameters) -> None:

@@ -1,5 +1,6 @@
 """Exports the trained model as a folder that Hugging Face's libraries load."""
 
+import logging
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,8 @@ from drawloom.components.ports.run import RunFolder
 from drawloom.components.storage.atomic_write import remove_folder
 from drawloom.components.weights.save import MAX_SHARD
 from drawloom.graph import at_least, component, setting
+
+log = logging.getLogger("drawloom.run")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -59,6 +62,7 @@ class HuggingFaceExport:
             dtype=None if self.dtype is None else DTYPES[self.dtype],
             step=step,
         )
+        log.info("exported to %s", self._target)
         if workspace is not None and self.mesh.world.rank == 0:
             with suppress(OSError):  # an empty folder does no harm
                 workspace.rmdir()

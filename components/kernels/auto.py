@@ -8,17 +8,26 @@ import torch
 from torch import Tensor
 
 from drawloom.components.kernels.choosing import GPU, OPERATIONS, TRITON, Chosen, choose, load
+from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.model import RowPart
 from drawloom.graph import between, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
+from drawloom.kernels.attention import attention_eager, causal_mask
 from drawloom.kernels.cut_cross_entropy import Cut
 from drawloom.kernels.linear import embedding_eager, linear_eager
 
 Choice = Literal["auto", "eager", "triton"]
 Routes = tuple[Tensor, Tensor, Tensor]
+
+
+class Cached(NamedTuple):
+    """In place of a mask: the cache that attention extends, and the tokens that one sees at most."""
+
+    cache: KeyValueCache
+    window: int | None
 
 
 def _operation(default: str, doc: str) -> Any:
@@ -126,8 +135,19 @@ class AutoKernels:
         """RMSNorm by head, then `rope`: q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim)."""
         return self._functions["qk_norm_rope"](q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
-    def attention_mask(self, documents: Tensor, window: int | None = None, part: RowPart | None = None) -> Any:
-        """The mask that `attention` takes, from document ids int64 (rows, length), or a `part` of each row's."""
+    def attention_mask(
+        self,
+        documents: Tensor,
+        window: int | None = None,
+        part: RowPart | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Any:
+        """
+        The mask that `attention` takes, from document ids int64 (rows, length): of whole rows, of a `part` of each, or
+        with a cache of one document.
+        """
+        if cache is not None:
+            return Cached(cache, window)
         make = self._functions["attention"].mask
         if part is None:
             return make(documents, window)
@@ -138,6 +158,10 @@ class AutoKernels:
         if isinstance(mask, PartMask):
             k, v = torch.split(mask.part.gather(torch.cat([k, v], 2)), k.shape[2], 2)
             mask = mask.whole
+        if isinstance(mask, Cached):
+            # The implementations for training take as many queries as keys.
+            k, v = mask.cache.extend(k, v)
+            return attention_eager(q, k, v, causal_mask(q.shape[1], k.shape[1], mask.window, q.device))
         return self._functions["attention"].attend(q, k, v, mask)  # type: ignore[no-any-return]
 
     def linear_cross_entropy(

@@ -72,7 +72,13 @@ class Piecewise:
     @classmethod
     def derives_from_total(cls, node: Any) -> bool:
         """Whether another number of steps would change the factor of any step."""
-        return any(phase.steps is None for phase in node.settings["phases"])
+        value, floating = node.settings["start"], False
+        for phase in node.settings["phases"]:
+            floating |= phase.steps is None  # its end depends on the number of steps, and all that follows
+            if floating and phase.to != value:
+                return True
+            value = phase.to
+        return False
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:

@@ -33,12 +33,16 @@ class MemoryReport:
     precision: Every[Precision]
     mesh: Every[Mesh]
 
+    def preview(self) -> str:
+        """One line with the sum first, then each kind."""
+        held = memory_by_kind(self.users.values())
+        parts = [f"{name(kind)} {megabytes(size)}" for kind, size in held.items()]
+        return "  ".join([f"memory  {megabytes(sum(held.values()))}", *parts])
+
     def on_event(self, event: Event) -> None:
         """Log one line when the run starts."""
         if event.kind == "run_started":
-            held = memory_by_kind(self.users.values())
-            parts = [f"{name(kind)} {megabytes(size)}" for kind, size in held.items()]
-            log.info("memory  %s", "  ".join([megabytes(sum(held.values())), *parts]))
+            log.info("%s", self.preview())
 
     def on_failure(self, error: BaseException) -> BaseException | None:
         """A UserError in place of an error of allocation."""

@@ -9,18 +9,18 @@ import attrs
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.run import Event, Step
 from drawloom.graph import component
 
-COLUMNS = "step {task.completed:.0f}/{task.total:.0f}", "loss {task.fields[loss]}", "{task.fields[speed]} tokens/s"
+COLUMNS = "step {task.completed:.0f}/{task.total:.0f}", "{task.fields[values]}"
 REFRESH = 0.1  # seconds between two refreshes: one takes milliseconds, as long as a small step
 
 
 @component(impact="safe")
 class ProgressBar:
     """
-    Step, loss, tokens per second and time remaining, on rank 0 if standard output is a terminal.
+    Step, loss, last validation loss, learning rate, peak memory, speed and time remaining, on rank 0 of a terminal.
 
     On a GPU, loss and speed are those of the step before.
 
@@ -29,13 +29,16 @@ class ProgressBar:
     """
 
     mesh: Mesh
+    device: Device
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
     console: Console | None = attrs.field(init=False, default=None)
     _bar: Progress | None = attrs.field(init=False, default=None)
     _task: TaskID = attrs.field(init=False, default=TaskID(0))
     _refreshed: float = attrs.field(init=False, default=0.0)
-    _newest: tuple[Step, float] | None = attrs.field(init=False, default=None)  # with its seconds
+    _ended: tuple[Step, float] | None = attrs.field(init=False, default=None)
+    _shown: tuple[Step, float] | None = attrs.field(init=False, default=None)
+    _values: dict[str, str] = attrs.field(init=False, factory=dict)
     _filtered: list[logging.Handler] = attrs.field(init=False, factory=list)
 
     def open(self) -> None:
@@ -48,6 +51,7 @@ class ProgressBar:
             handler.removeFilter(_is_no_step_line)
         self._filtered = []
         if self._bar is not None:
+            self._show(self._bar)
             self._bar.stop()
             self._bar = None
 
@@ -61,10 +65,10 @@ class ProgressBar:
     def _start(self, step: Step) -> None:
         if self.console is None or not self.console.is_terminal or self.mesh.world.rank != 0:
             return
-        step_column, *others = [TextColumn(text) for text in COLUMNS]
-        columns = step_column, BarColumn(), *others, TimeRemainingColumn()
+        step_column, values = [TextColumn(text) for text in COLUMNS]
+        columns = step_column, BarColumn(bar_width=20), values, TimeRemainingColumn()
         self._bar = Progress(*columns, console=self.console, auto_refresh=False, get_time=self.clock)
-        self._task = self._bar.add_task("", total=step.total, completed=step.index - 1, loss="-", speed="-")
+        self._task = self._bar.add_task("", total=step.total, completed=step.index - 1, values="")
         self._filtered = list(logging.getLogger("drawloom.run").handlers)  # these write step lines to the terminal
         for handler in self._filtered:
             handler.addFilter(_is_no_step_line)
@@ -74,23 +78,39 @@ class ProgressBar:
         if self._bar is None:
             return
         now = self.clock()
-        before, self._newest = self._newest, (step, max(now - step.started - step.excluded_seconds, 1e-9))
-        self._bar.update(self._task, completed=step.index)
+        before, self._ended = self._ended, (step, now - step.started - step.excluded_seconds)
         # On a GPU the host does not know this step's loss yet; it is no reason to wait.
-        shown = self._newest if step.settled or step.last else before
-        if shown is not None:
-            self._bar.update(self._task, loss=_loss(shown[0]), speed=f"{shown[0].tokens / shown[1]:,.0f}")
+        self._shown = self._ended if step.settled or step.last else before
+        if "validation_loss" in step.outputs:
+            self._values["validation_loss"] = f"val {step.outputs['validation_loss']:.4f}"
+        self._bar.update(self._task, completed=step.index)
         if now - self._refreshed >= REFRESH:
             self._refreshed = now
+            self._show(self._bar)
             self._bar.refresh()
         if step.last:
             self.close()
 
+    def _show(self, bar: Progress) -> None:
+        """Put the values of a step into the bar; only when it is refreshed, which is not after each fast step."""
+        if self._shown is not None:
+            step, seconds = self._shown
+            step.settle()
+            self._values |= values_of(step)
+            self._values["speed"] = f"{step.tokens / max(seconds, 1e-9):,.0f} tokens/s"
+            self._values["memory"] = f"{self.device.memory() / 1e6:,.0f} MB"
+            bar.update(self._task, values="  ".join(self._values[name] for name in SHOWN if name in self._values))
 
-def _loss(step: Step) -> str:
-    step.settle()
-    loss = step.outputs.get("loss")
-    return "skipped" if step.skip_reason else "-" if loss is None else f"{float(loss):.4f}"
+
+SHOWN = ("loss", "validation_loss", "lr", "memory", "speed")
+
+
+def values_of(step: Step) -> dict[str, str]:
+    """Loss and learning rate of a step, as far as it has them; what it lacks stays shown from an earlier one."""
+    found = {} if "loss" not in step.outputs else {"loss": f"loss {float(step.outputs['loss']):.4f}"}
+    skipped = {"loss": "loss skipped"} if step.skip_reason else {}
+    rate = {} if "lr" not in step.outputs else {"lr": f"lr {step.outputs['lr']:#.2g}"}
+    return {**found, **skipped, **rate}
 
 
 def _is_no_step_line(record: logging.LogRecord) -> bool:

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 
 import attrs
 
@@ -17,7 +18,9 @@ log = logging.getLogger("drawloom.run")
 @component(reads=("loss", "grad_norm?", "lr?", "validation_loss?"), impact="safe")
 class Report:
     """
-    Collects every metric of a step, hands them to every tracker, and logs the step line.
+    Collects every metric of a step, hands them to every tracker, and logs step lines.
+
+    There is a line for the steps of `every`, for the first step of a process, and for those with a validation loss.
 
     On a GPU a step is written down when the next one is measured, so that the host need not wait for its numbers; the
     last one, and one after which a checkpoint is saved, at once.
@@ -27,9 +30,12 @@ class Report:
     device: Device
     metrics: list[Metric] = attrs.field(factory=list)
     trackers: list[Tracker] = attrs.field(factory=list)
-    every: Cadence = setting(default=1, check=check_cadence, doc='steps between lines in the log, or "last" or "never"')
+    every: Cadence = setting(
+        default=10, check=check_cadence, doc='steps between lines in the log, or "last" or "never"'
+    )
 
-    _rewound: bool = attrs.field(init=False, default=False)
+    _first: Step | None = attrs.field(init=False, default=None)
+    _second: Step | None = attrs.field(init=False, default=None)
     _dropped: set[int] = attrs.field(init=False, factory=set)
     _waiting: Measured | None = attrs.field(init=False, default=None)
     # A checkpoint that is written in the background flushes from its own thread.
@@ -37,10 +43,12 @@ class Report:
 
     def run_phase(self, step: Step) -> None:
         """Measure the step; the first of a process takes back what a run that was killed wrote of later ones."""
-        if not self._rewound:
+        if self._first is None:
             # a killed run may have tracked steps after the checkpoint that this process resumed from
-            self._rewound = True
+            self._first = step
             self._each(lambda tracker: tracker.rewind(step.index - 1))
+        elif self._second is None:
+            self._second = step
         self._write_waiting()
         self._waiting = measured = measure(self.metrics, step, self.mesh, self.device)
         if not measured.late or step.last:
@@ -67,8 +75,21 @@ class Report:
         self._each(lambda tracker: tracker.track(step.index, values))
         if step.skip_reason:
             log.warning("step %d/%d skipped: %s", step.index, step.total, step.skip_reason)
-        elif due(self.every, step):
-            log.info("%s", step_line(step, values), extra={"step_line": True})
+        elif self._has_line(step, values):
+            seconds = self._seconds_left(step)
+            left = f"  {timedelta(seconds=round(seconds))} left" if seconds else ""
+            log.info("%s%s", step_line(step, values), left, extra={"step_line": True})
+
+    def _has_line(self, step: Step, values: Mapping[str, Value]) -> bool:
+        news = step is self._first or values.get("validation_loss") is not None
+        return due(self.every, step) or (news and isinstance(self.every, int))
+
+    def _seconds_left(self, step: Step) -> float:
+        """The time that the other steps will take, by those since the second: the first one compiles; 0 if unknown."""
+        since = self._second
+        if since is None or step.index <= since.index:
+            return 0.0
+        return (step.started - since.started) / (step.index - since.index) * (step.total - step.index)
 
     def _each(self, work: Callable[[Tracker], None]) -> None:
         """Call `work` for every tracker; a tracker that raises is not called again."""

@@ -306,7 +306,11 @@ class MaterializedStages:
                 fill_parameters(LOSS, of_loss, device, seed)
             if self._folder is not None:
                 mapper = self.model.hugging_face_mapper().inverse()
-                load_folder(self._folder, module, mapper, device, without=adapter_names(module))
+                try:
+                    load_folder(self._folder, module, mapper, device, without=adapter_names(module))
+                except UserError as error:
+                    named = "weights: " if self.weights else ""  # otherwise the model has named them
+                    raise UserError(f"{named}{error}", error.exit_code) from error
             else:
                 self._initialise(module)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.adapters import Adapter
+from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
@@ -42,13 +43,15 @@ class BatchContext:
     What every stage of a pipeline sees of a microbatch: positions and document ids, int64 (rows, length).
 
     `weights`, float32 (rows, length), says how much each token counts for losses inside of the model, such as a
-    router's; without them there are none, as in inference. `part` says which tokens of longer rows these are.
+    router's; without them there are none, as in inference. `part` says which tokens of longer rows these are. With a
+    `cache`, the tokens follow those that it holds.
     """
 
     positions: Tensor
     document_ids: Tensor
     weights: Tensor | None = None
     part: RowPart | None = None
+    cache: KeyValueCache | None = None
 
 
 class Head(Protocol):
@@ -187,13 +190,20 @@ class Kernels(Protocol):
         """
         ...
 
-    def attention_mask(self, documents: Tensor, window: int | None = None, part: RowPart | None = None) -> Any:
+    def attention_mask(
+        self,
+        documents: Tensor,
+        window: int | None = None,
+        part: RowPart | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Any:
         """
         Which tokens see which, in the form that `attention` takes; made once for all layers that see a microbatch.
 
         documents int64 (rows, length): a token sees itself and those before it that have its number; with a window
         `window` tokens at most, itself included. With a `part`, documents are those of its tokens, and the mask is for
-        them as queries and for the keys of whole rows, which `attention` gathers.
+        them as queries and for the keys of whole rows, which `attention` gathers. With a cache, rows are of one
+        document, of which a token sees what the cache holds, too; `attention` extends it.
         """
         ...
 

@@ -132,5 +132,8 @@ def _content(path: Path) -> bytes | None:
 def _refusal(folder: Path, changes: list[RecipeChange]) -> str:
     lines = [f"{folder} holds a run of another recipe; the differences are:"]
     lines += [f"  {change}" for change in changes]
-    lines += ["only safe changes are allowed; use another run name, or add --accept-changes"]
+    if any(change.impact == "incompatible" for change in changes):
+        lines += ["the saved state does not fit incompatible changes; undo them, or use another run name"]
+    else:
+        lines += ["only safe changes are allowed; use another run name, or add --accept-changes"]
     return "\n".join(lines)

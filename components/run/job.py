@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from drawloom.graph import between, component, setting
+from drawloom.graph import UserError, between, component, setting
 
 
 def _plain_name(name: str) -> str | None:
@@ -25,6 +25,11 @@ class NamedRun:
         doc="the run folder; by default runs/ and the name, or the run folder that was given as the recipe",
     )
     seed: int = setting(default=0, check=between(0, 2**63), doc="seed of all random numbers of the run")
+
+    def open(self) -> None:
+        """Check that the run folder can be one. Raises UserError if it is a file."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"folder: {self.path} is a file; write the path of a folder, or of none yet", exit_code=2)
 
     @property
     def path(self) -> Path:

@@ -1,6 +1,7 @@
 """The training loop."""
 
 import logging
+import signal as signals
 from typing import Any
 
 import attrs
@@ -129,16 +130,18 @@ class Trainer:
     def _stop(self, step: Step, signal: int) -> None:
         if self.checkpointer:
             self.checkpointer.save(step)
-        log.info("stopped by signal %d after step %d; the same command resumes the run", signal, step.index)
+        by = "Ctrl-C" if signal == signals.SIGINT else signals.Signals(signal).name
+        log.info("stopped by %s after step %d; the same command resumes the run", by, step.index)
         raise SystemExit(128 + signal)
 
     @classmethod
-    def resume_impact(cls, node: Any, key: str) -> str | None:
+    def resume_impact(cls, node: Any, key: str) -> tuple[str, str] | None:
         """A change of `steps` is free unless a phase derives something from it, such as a learning rate schedule."""
         if key != "steps":
             return None
-        derived = [phase for phase in node.neighbours("phases") if _derives(phase)]
-        return "changes_training" if derived else "safe"
+        derived = [f"[{phase.name}]" for phase in node.neighbours("phases") if _derives(phase)]
+        why = f"the values of {' and '.join(derived)} at each step follow from the number of all"
+        return ("changes_training", why) if derived else ("safe", "")
 
 
 def changes_weights(phase: Phase) -> bool:

@@ -6,6 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import BatchContext
 from drawloom.components.ports.pipeline import Predictor
@@ -16,8 +17,8 @@ class Sampler:
     """
     Continues prompts; all ranks of a pipeline call it, and all get the sampled tokens.
 
-    The model sees the last `context` ids. `temperature` 0 is greedy, `top_k` restricts sampling to the k most likely
-    tokens, and the id `end` ends a text.
+    The model sees the last `context` ids; up to so many, it computes each once, and keeps its keys and values.
+    `temperature` 0 is greedy, `top_k` restricts sampling to the k most likely tokens, and the id `end` ends a text.
     """
 
     model: Predictor
@@ -30,22 +31,32 @@ class Sampler:
 
     def continued(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
         """Yield up to `tokens` ids after a prompt of at least one id, without the end."""
-        ids = list(prompt)
+        ids, cache = list(prompt), KeyValueCache(self.context)
         for _ in range(tokens):
-            token = self._next(torch.tensor([ids[-self.context :]]))
+            token = self._next(ids, cache)
             if token == self.end:
                 return
             ids.append(token)
             yield token
 
-    def _next(self, window: Tensor) -> int:
-        positions = torch.arange(window.shape[1]).unsqueeze(0)
-        # no key-value cache: samples are short, and the model has no other inference path
-        logits = self.model.infer(window, BatchContext(positions, torch.zeros_like(window)))
+    def _next(self, ids: list[int], cache: KeyValueCache) -> int:
+        # Once the text is longer, all that the model sees moves by one position with each token.
+        fits = len(ids) <= self.context
+        window, first = (ids[cache.length :], cache.length) if fits else (ids[-self.context :], 0)
+        logits = self._logits(window, first, cache if fits else None)
         drawn = 0 if logits is None else draw(logits[0, -1].float().cpu(), self.temperature, self.top_k, self.generator)
-        agreed = torch.tensor([drawn])
-        self.pipeline.sum(agreed)  # a broadcast: only the last stage has logits, the other ranks have 0
-        return int(agreed)
+        agreed = torch.tensor([drawn, cache.layers])
+        self.pipeline.sum(agreed)  # only the last stage has logits, the other ranks have drawn 0
+        token, layers = agreed.tolist()
+        if fits and layers:  # a model of a plugin may make no use of a cache
+            cache.advance(len(window))
+        return int(token)
+
+    def _logits(self, ids: list[int], first: int, cache: KeyValueCache | None) -> Tensor | None:
+        """Logits (1, tokens, vocab_size) of ids that begin at position `first`."""
+        window = torch.tensor([ids])
+        positions = torch.arange(first, first + len(ids)).unsqueeze(0)
+        return self.model.infer(window, BatchContext(positions, torch.zeros_like(window), cache=cache))
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

@@ -12,7 +12,7 @@ from drawloom.graph.build.settings import INVALID, SettingsResolver
 from drawloom.graph.component import is_named
 from drawloom.graph.problems import KeyPath, Problem, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table
-from drawloom.graph.recipe.recipe import VARIABLE, Recipe
+from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.types.describe import describe
@@ -26,7 +26,7 @@ MOST = 6
 class GraphBuilder:
     """The nodes of a recipe; `incomplete` has the problems of tables that could not become nodes."""
 
-    recipe: Recipe
+    recipe: MergedRecipe
     registry: Registry
     nodes: dict[str, Node] = attrs.field(factory=dict)
     incomplete: list[Problem] = attrs.field(factory=list)
@@ -75,7 +75,7 @@ class GraphBuilder:
 class EdgeResolver:
     """Resolves the edges of nodes. `make` makes a node from a table written inline, or None if that is invalid."""
 
-    recipe: Recipe
+    recipe: MergedRecipe
     nodes: dict[str, Node]
     settings: SettingsResolver
     make: Callable[[str, Table, str], Node | None]

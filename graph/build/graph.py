@@ -11,7 +11,7 @@ from drawloom.graph.build.node import Edge, Node, NodeView
 from drawloom.graph.component import Flow
 from drawloom.graph.problems import Place, Problem, RecipeError, in_order
 from drawloom.graph.recipe.layers import leaves
-from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.types.port_match import implements
 
@@ -20,14 +20,14 @@ from drawloom.graph.types.port_match import implements
 class Graph:
     """Nodes by name, and all problems of the recipe. Immutable: other values make another graph."""
 
-    recipe: Recipe
+    recipe: MergedRecipe
     registry: Registry
     nodes: Mapping[str, Node]
     root: str = ""
     problems: tuple[Problem, ...] = ()
 
     @classmethod
-    def of(cls, recipe: Recipe, registry: Registry, root: str = "") -> "Graph":
+    def of(cls, recipe: MergedRecipe, registry: Registry, root: str = "") -> "Graph":
         """Build and check the graph of a recipe. If `root` is given, nodes that it does not need are warnings."""
         builder = GraphBuilder(recipe, registry)
         builder.run()
@@ -102,7 +102,9 @@ class Graph:
     def restricted_to(self, roots: Iterable[str]) -> "Graph":
         """The graph of what `roots` need, with the problems of these nodes only: others need not even be known."""
         nodes = {name: self.nodes[name] for name in self.topological_order(roots)}
-        problems = tuple(problem for problem in self.problems if problem.node in nodes)
+        # An edge may be missing because the table that it leads to could not become a node.
+        broken = not all(self._is_complete(node) for node in nodes.values())
+        problems = tuple(p for p in self.problems if p.node in nodes or (broken and p.node not in self.nodes))
         return attrs.evolve(self, nodes=MappingProxyType(nodes), problems=problems)
 
     def find_cycle(self) -> list[str]:

@@ -8,7 +8,7 @@ import attrs
 from drawloom.graph.build.node import Node, dotted
 from drawloom.graph.problems import KeyPath, Place, Problem, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table
-from drawloom.graph.recipe.recipe import VARIABLE
+from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.types.describe import describe_type
 from drawloom.graph.types.structure import Values
@@ -44,6 +44,8 @@ class SettingsResolver:
         owner = node.table.discarded.get(key)
         known = [name for name, field in node.spec.fields.items() if field.kind not in ("every", "recipe")]
         hint = f"it belonged to {owner!r}, which this `use` replaces" if owner else did_you_mean(key, known)
+        if key in DIRECTIVES:
+            hint = f"write {key} at the top of the file, before the first [table]"
         node.add_problem("DL302", f"{node.spec.use!r} has no setting or edge {key!a}", hint, (key,), key=True)
 
     def _set(self, node: Node, field: Field, settings: dict[str, Any]) -> None:

@@ -4,16 +4,13 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from drawloom.graph.cli.exit_codes import INVALID, OK
-from drawloom.graph.cli.project import Project
 from drawloom.graph.cli.terminal import print_text
-from drawloom.graph.drawing.draw import FORMATS, draw
-from drawloom.graph.inspect.changes import diff, resolve
-from drawloom.graph.inspect.explain import explain
-from drawloom.graph.inspect.listing import list_components, list_plugins
+from drawloom.graph.drawing.draw import FORMATS
+from drawloom.graph.inspect.listing import list_components, list_fitting, list_plugins
 from drawloom.graph.problems import RecipeError, UserError
+from drawloom.graph.project import Project, Recipe
 from drawloom.graph.runtime.container import timing_table
 from drawloom.graph.schema import recipe_schema
 
@@ -50,6 +47,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
     parser.add_argument("--timings", action="store_true", help="print how long each node took to build, open and close")
     parser.add_argument("--accept-changes", action="store_true", help="resume although the recipe has changed")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, and do not run it")
 
 
 def _add_two(parser: argparse.ArgumentParser) -> None:
@@ -70,41 +68,53 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def _add_subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("subject", nargs="?", default="", metavar="SUBJECT", help="such as data, or data.loader")
+    parser.add_argument("--fits", metavar="NODE", help="the components that can be this node of the shipped recipes")
     parser.add_argument(
         "--plugins", action="store_true", help="components of installed packages, with their distributions"
     )
     add_packages(parser)
 
 
-def _graph(options: argparse.Namespace, project: Project) -> Any:
-    graph = project.graph(project.in_its_folder(project.load(options.recipe, options.overlay, options.words)))
-    options.console.warn(problem for problem in graph.problems if problem.warning)
-    return graph
+def _recipe(options: argparse.Namespace, project: Project) -> Recipe:
+    return Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
+
+
+def _checked(options: argparse.Namespace, project: Project) -> Recipe:
+    """A recipe whose warnings are printed. Raises RecipeError with its errors, after the warnings."""
+    recipe = _recipe(options, project)
+    options.console.warn(problem for problem in recipe.graph.problems if problem.warning)
+    recipe.check()
+    return recipe
 
 
 def _run(options: argparse.Namespace, project: Project) -> int:
-    graph = _graph(options, project)
-    objects = project.container(graph, accept_changes=options.accept_changes)
+    recipe = _checked(options, project)
+    if options.dry_run:
+        text = recipe.preview()
+        if options.console.warns:  # one process of several
+            print_text(text)
+        return OK
+    run = recipe.open(accept_changes=options.accept_changes)
     try:
-        with objects:
-            objects[project.root].run()
+        with run:
+            run[project.root].run()
     finally:
         if options.timings:
-            print_text(timing_table(objects.timings), "stderr")
+            print_text(timing_table(run.timings), "stderr")
     return OK
 
 
 def _check(options: argparse.Namespace, project: Project) -> int:
     if options.format == "json":
         return _check_json(options, project)
-    graph = _graph(options, project).or_error()
-    print_text(f"{options.recipe}: {len(graph.nodes)} nodes, no problems")
+    recipe = _checked(options, project)
+    print_text(f"{options.recipe}: {len(recipe.graph.nodes)} nodes, no problems")
     return OK
 
 
 def _check_json(options: argparse.Namespace, project: Project) -> int:
     try:
-        graph = project.graph(project.load(options.recipe, options.overlay, options.words))
+        graph = _recipe(options, project).graph
         problems, nodes = graph.problems, len(graph.nodes)
     except RecipeError as error:
         problems, nodes = tuple(error.problems), 0
@@ -114,26 +124,22 @@ def _check_json(options: argparse.Namespace, project: Project) -> int:
 
 
 def _show(options: argparse.Namespace, project: Project) -> int:
-    print_text(resolve(_graph(options, project).or_error()).text, end="")
+    print_text(_checked(options, project).resolved(), end="")
     return OK
 
 
 def _draw(options: argparse.Namespace, project: Project) -> int:
-    graph = _graph(options, project).or_error()
-    title = Path(options.recipe).stem
-    print_text(draw(graph, title, project.root, options.format, options.focus, step=options.step), end="")
+    print_text(_checked(options, project).draw(options.format, options.focus, step=options.step), end="")
     return OK
 
 
 def _explain(options: argparse.Namespace, project: Project) -> int:
-    print_text(explain(_graph(options, project).or_error(), options.target or "", project.root))
+    print_text(_checked(options, project).explain(options.target or ""))
     return OK
 
 
 def _diff(options: argparse.Namespace, project: Project) -> int:
-    # Without a root: recipes of runs and parts of recipes are compared alike, and unused nodes count.
-    new = project.graph(project.load(options.recipe, options.overlay, options.words), root="")
-    found = diff(project.load(options.old), new)
+    found = _recipe(options, project).changes_since(Recipe.load(options.old, project=project))
     print_text("\n".join(map(str, found)) or "no differences")
     return OK
 
@@ -154,9 +160,12 @@ def _schema(options: argparse.Namespace, project: Project) -> int:
 
 
 def _list(options: argparse.Namespace, project: Project) -> int:
-    print_text(
-        list_plugins(project.registry) if options.plugins else list_components(project.registry, options.subject)
-    )
+    if options.plugins:
+        print_text(list_plugins(project.registry))
+    elif options.fits:
+        print_text(list_fitting(project.registry, list(project.shipped()), options.fits))
+    else:
+        print_text(list_components(project.registry, options.subject))
     return OK
 
 

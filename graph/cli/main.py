@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 from drawloom.graph.cli.commands import COMMANDS, add_packages
 from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, format_problems, shortage
-from drawloom.graph.cli.project import Project
 from drawloom.graph.cli.terminal import discard, print_text
-from drawloom.graph.problems import Problem, RecipeError, UserError
+from drawloom.graph.problems import Problem, RecipeError, UserError, nearest
+from drawloom.graph.project import Project
 
 # The name of a node as a key, such as @metrics.learning or @metrics.*, is an anchor of a list edit.
 OVERRIDE = re.compile(r"[\w-]+(\.(@?[\w-]+|\*))+=")
@@ -48,11 +48,25 @@ def _command(arguments: Sequence[str], project: Project, console: Console) -> in
     if not _has_current_folder():
         raise UserError("the current folder has been removed; change to another one")
     rest, words = split_words(arguments)
-    options = _parser(project, rest).parse_args(rest)
+    parser = _parser(project, rest)
+    _suggest(parser, rest)
+    options = parser.parse_args(rest)
     options.words, options.console = words, console
     if words and not hasattr(options, "overlay"):
         raise RecipeError([Problem("DL110", f"{options.command} takes no values like {words[0]!r}")])
     return int(options.main(options, project.importing(getattr(options, "imports", ()))))
+
+
+def _suggest(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
+    """Refuse two slips of which argparse would not say what was meant."""
+    commands = next(action.choices for action in parser._actions if action.dest == "command")
+    if arguments and arguments[0][:1] != "-" and commands and arguments[0] not in commands:
+        near = nearest(arguments[0], commands)
+        hint = f"did you mean {near!r}?" if near else f"there is {', '.join(commands)}"
+        parser.error(f"there is no command {arguments[0]!r}; {hint}")
+    if "=" in arguments[1:-1]:
+        at = arguments.index("=", 1)
+        parser.error(f"write {arguments[at - 1]}={arguments[at + 1]}, without spaces")
 
 
 def _has_current_folder() -> bool:
@@ -88,6 +102,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(project: Project, arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="drawloom", description="Weave training runs from components, by recipe.")
+    package = importlib.import_module(project.registry.package.partition(".")[0])
+    version = f"%(prog)s {getattr(package, '__version__', '')}".rstrip()
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (function, summary, add) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)

@@ -20,7 +20,7 @@ from drawloom.graph.inspect.serialize import (
 from drawloom.graph.problems import Problem, RecipeError
 from drawloom.graph.recipe.layers import Leaf
 from drawloom.graph.recipe.lockfile import RecipeChange, ResolvedRecipe
-from drawloom.graph.recipe.recipe import FORMAT, Recipe
+from drawloom.graph.recipe.merged import FORMAT, MergedRecipe
 from drawloom.graph.toml.emit import canonical, dump_key, dumps
 from drawloom.graph.toml.parsing import parse
 
@@ -75,7 +75,7 @@ ABSENT = "absent"
 def changes_since(older: str, graph: Graph) -> list[RecipeChange]:
     """Differences from `older`, the text of a resolved recipe, to `graph`. Raises ValueError if that is not TOML."""
     try:
-        recipe = Recipe.of(parse(older))
+        recipe = MergedRecipe.of(parse(older))
     except RecipeError as error:
         problem = error.problems[0]
         raise ValueError(f"line {problem.place.line if problem.place else 0}: {problem.text}") from error
@@ -112,15 +112,15 @@ class _Comparison:
             before, after = old.get(key), new.get(key)
             if before is None or after is None or canonical(before) != canonical(after):
                 moved = is_edge(before) or is_edge(after)
-                impact = self._own_impact(name, key) or (
-                    self._edge_impact(before, after) if moved else self._setting_impact(name, key)
-                )
-                yield RecipeChange(name, key, _show(before), _show(after), impact, edge=moved)
+                own, why = self._own_impact(name, key)
+                impact = own or (self._edge_impact(before, after) if moved else self._setting_impact(name, key))
+                yield RecipeChange(name, key, _show(before), _show(after), impact, edge=moved, why=why)
 
-    def _own_impact(self, name: str, key: str) -> Impact | None:
-        """The impact that the component itself gives to a change of one of its keys, if it does."""
+    def _own_impact(self, name: str, key: str) -> tuple[Impact | None, str]:
+        """The impact that the component itself gives to a change of one of its keys, if it does, and why."""
         resume_impact = getattr(self.graph.nodes[name].spec.cls, "resume_impact", None)
-        return resume_impact(self.graph.view(name), key) if resume_impact else None
+        found = resume_impact(self.graph.view(name), key) if resume_impact else None
+        return found if isinstance(found, tuple) else (found, "")
 
     def _setting_impact(self, name: str, key: str) -> Impact:
         field = self.graph.nodes[name].spec.fields.get(key)
@@ -164,7 +164,7 @@ def _show(part: Any) -> str:
     return ABSENT if part is None else dumps(part)
 
 
-def diff(old: Recipe, new: Graph) -> list[RecipeChange]:
+def diff(old: MergedRecipe, new: Graph) -> list[RecipeChange]:
     """
     Differences from a recipe to a graph and, if neither is resolved, cosmetic ones in how they are written.
 

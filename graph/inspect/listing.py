@@ -1,13 +1,16 @@
-"""`drawloom list`: components with their settings, edges and first lines of documentation."""
+"""`drawloom list`: components with their settings, edges and documentation, also by the node that they can be."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.build.node import Node
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.problems import Problem, UserError, did_you_mean
 from drawloom.graph.registry.registry import Registry, distribution
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.toml.emit import dumps
 from drawloom.graph.types.describe import describe_type
+from drawloom.graph.types.port_match import implements
 
 
 def list_components(registry: Registry, subject: str = "") -> str:
@@ -20,6 +23,41 @@ def list_components(registry: Registry, subject: str = "") -> str:
         return "\n\n".join("\n".join(_long(name, registry.find(name))) for name in names)
     width = max(map(len, names))
     return "\n".join(f"{name:{width}}  {_short(registry.find(name))}" for name in names)
+
+
+def list_fitting(registry: Registry, graphs: Iterable[Graph], name: str) -> str:
+    """
+    The components that can be the node `name`, one a line, by the edges that lead to it in these graphs.
+
+    Of a sequence such as phases only those fit that write and change the same values. A group is named for its members.
+    """
+    roles = [role for graph in graphs for role in _roles(graph, name)]
+    if not roles:
+        known = {part for graph in graphs for node in graph.nodes for part in (node, node.partition(".")[0])}
+        raise UserError(f"no shipped recipe has a node [{name}]; {did_you_mean(name, known)}".rstrip("; "), 2)
+    found = {use: spec for use in registry.names() if isinstance(spec := registry.find(use), Spec)}
+    fitting = {use: spec for use, spec in found.items() if all(role(spec) for role in roles)}
+    width = max(map(len, fitting))
+    return "\n".join(f"{use:{width}}  {spec.doc}" for use, spec in fitting.items())
+
+
+def _roles(graph: Graph, name: str) -> Iterator[Callable[[Spec], bool]]:
+    """What a component must be in place of a node: for each edge to it, or to a member of the group."""
+    for node in graph.nodes.values():
+        if node.name == name or node.name.startswith(f"{name}."):
+            for user, keys in graph.incoming(node.name):
+                yield from (_role(node, graph.nodes[user].spec.fields[key]) for key in keys)
+
+
+def _role(node: Node, field: Field) -> Callable[[Spec], bool]:
+    flow = node.spec.traits.flow
+    makes = {*flow.writes, *flow.changes}
+
+    def fits(spec: Spec) -> bool:
+        same = field.kind != "ordered" or {*spec.traits.flow.writes, *spec.traits.flow.changes} == makes
+        return same and any(implements(spec.cls, port) for port in field.ports)
+
+    return fits
 
 
 def list_plugins(registry: Registry) -> str:

@@ -10,7 +10,7 @@ import attrs
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Node
 from drawloom.graph.recipe.layers import Leaf, Table, leaves
-from drawloom.graph.recipe.recipe import VARIABLE, Recipe
+from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
 
 Plain = dict[str, dict[str, Any]]
 """Nodes by name, each with `use`; an edge is "@name", or the table of a node that is written inline."""
@@ -21,7 +21,7 @@ def serialize_graph(graph: Graph) -> Plain:
     return {name: serialize_node(graph, node) for name, node in graph.nodes.items() if not node.owner}
 
 
-def serialize_recipe(recipe: Recipe) -> Plain:
+def serialize_recipe(recipe: MergedRecipe) -> Plain:
     """The values that a recipe writes explicitly; for a resolved recipe, all values of its graph."""
     return {name: _merged(table) for name, table in recipe.nodes.items()}
 

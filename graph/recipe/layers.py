@@ -23,6 +23,11 @@ class Layer:
     label: str = attrs.field(default=attrs.Factory(lambda self: self.source, takes_self=True))
     _places: SourceMap | None = attrs.field(default=None, init=False)
 
+    @property
+    def is_shipped(self) -> bool:
+        """Whether it is a shipped recipe, which has a label of its own."""
+        return self.label != self.source
+
     def key(self, path: KeyPath) -> Place:
         """The position of the key of a value."""
         return self._place(path, lambda places: places.key(path))

@@ -108,11 +108,11 @@ class _Reader:
 
     def _beside(self, layer: Layer, path: Path, name: str, place: Place) -> Iterator[tuple[Path, str, Place]]:
         target = path.parent / name.replace("\0", "")  # system calls refuse NUL
-        # A recipe from elsewhere must not read arbitrary files of this machine.
-        allowed = (Path.cwd().resolve(), path.parent.resolve())
+        # A recipe from elsewhere must not read arbitrary files of this machine; "../mine.toml" is one's own.
+        allowed = (Path.cwd().resolve(), path.parent.resolve().parent)
         if Path(name).is_absolute() or not any(target.resolve().is_relative_to(parent) for parent in allowed):
-            text = f"extends {name!r}, which is outside of the current directory and of the recipe's own folder"
-            self._problem("DL106", text, "put the base beside the recipe", place)
+            text = f"extends {name!r}, which is outside of the current directory and of the folder above the recipe"
+            self._problem("DL106", text, "put the base beside the recipe, or into the folder above", place)
             return
         yield target, os.path.normpath(Path(layer.source).parent / name), place
 

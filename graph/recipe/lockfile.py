@@ -18,7 +18,8 @@ class RecipeChange:
     A difference between two recipes: in a node, or in a key of one (empty: the node itself), or in the whole.
 
     `edge` says that the key is an edge. A value or node that one recipe does not have is "absent". `impact` is what the
-    difference means for a run that resumes; a cosmetic one is only in how a recipe is written.
+    difference means for a run that resumes, and `why`, if its component says so; a cosmetic one is only in how a recipe
+    is written.
     """
 
     node: str
@@ -27,9 +28,11 @@ class RecipeChange:
     new: str
     impact: Impact | Literal["cosmetic"]
     edge: bool = False
+    why: str = ""
 
     def __str__(self) -> str:
-        return f"{f'[{self.node}] {self._what()}' if self.node else f'{self.old}: {self.new}'} ({self.impact})"
+        what = f"[{self.node}] {self._what()}" if self.node else f"{self.old}: {self.new}"
+        return f"{what} ({self.impact}{f': {self.why}' if self.why else ''})"
 
     def _what(self) -> str:
         if not self.key:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import attrs
 
@@ -15,11 +15,14 @@ from drawloom.graph.component import Every, Ordered
 from drawloom.graph.problems import UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.registry.spec import Field
+from drawloom.graph.runtime.origin import place_of, raised_in
 from drawloom.graph.types.port_match import implements, mismatches
 
 Stage = Literal["build", "open", "close"]
 
 STAGES: tuple[Stage, ...] = ("build", "open", "close")
+
+T = TypeVar("T")
 
 LEAST = 0.001
 """Seconds; faster nodes share one line in the table of timings."""
@@ -212,8 +215,14 @@ class Container(Mapping[str, Any]):
                 with timed(self.timings, name, "open"):
                     item.open()
             except UserError as error:  # printed without traceback, so the message must name the node
-                error.set_node(self.graph.nodes[name].place, name)
+                node = self.graph.nodes[raised_in(error, self._built, name)]
+                error.set_node(place_of(node, str(error)), node.name)
                 raise
+
+    @property
+    def _built(self) -> dict[str, Any]:
+        """The objects that are not given, and so have a place in the recipe."""
+        return {name: item for name, item in self._objects.items() if name not in self.given}
 
     def _close(self, name: str, item: Any) -> None:
         with timed(self.timings, name, "close"):
@@ -228,6 +237,10 @@ class Container(Mapping[str, Any]):
     def _fail(self, error: BaseException) -> None:
         """Call the failure handlers, last opened first, and close everything. Raises a replacement, if any."""
         replacement = error
+        is_bug = isinstance(error, Exception) and not isinstance(error, UserError)
+        if is_bug and (name := raised_in(error, self._built)):
+            node = self.graph.nodes[name]
+            error.add_note(f"in [{name}] ({node.spec.use}), {node.place}")
         # Popped first: a handler that raises must not be called again.
         while self._failure_handlers:
             replacement = self._objects[self._failure_handlers.pop()].on_failure(replacement) or replacement
@@ -237,6 +250,25 @@ class Container(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         return self._objects[name]
+
+    @overload
+    def get(self, wanted: Callable[..., T]) -> T: ...
+    @overload
+    def get(self, wanted: str, default: Any = None) -> Any: ...
+    def get(self, wanted: Any, default: Any = None) -> Any:
+        """
+        The one object of a class or port, with that type; or, as of any mapping, the object of a node by name.
+
+        Raises LookupError if no object or several implement the port.
+        """
+        # The type is that of a function that makes a T: type checkers refuse Protocols for type[T].
+        if isinstance(wanted, str):
+            return self._objects.get(wanted, default)
+        names = [name for name, item in self._objects.items() if _fits(type(item), (wanted,))]
+        if len(names) != 1:
+            found = " and ".join(f"[{name}]" for name in names) or "no open node"
+            raise LookupError(f'{found} {"are" if names[1:] else "is"} a {wanted.__name__}; name a node: run["name"]')
+        return self._objects[names[0]]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._objects)

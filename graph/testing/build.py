@@ -1,21 +1,17 @@
-"""Builds one component with the checks of a recipe, or opens a part of a recipe, for tests."""
+"""Builds one component with the checks of a recipe, for tests."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import attrs
-
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Node, NodeView
 from drawloom.graph.build.settings import SettingsResolver
-from drawloom.graph.cli.project import Project
 from drawloom.graph.component import Every, Ordered
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.problems import Problem, RecipeError
+from drawloom.graph.project import Project
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
-from drawloom.graph.recipe.recipe import Recipe as PlainRecipe
+from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.spec import Field, Spec, read_spec
-from drawloom.graph.runtime.container import Container
 from drawloom.graph.types.port_match import mismatches
 from drawloom.graph.types.structure import Values
 
@@ -59,7 +55,7 @@ def _takes_objects(spec: Spec, key: str) -> bool:
 def _node_of(spec: Spec, settings: Mapping[str, Any]) -> Node:
     """A node with the settings converted as those of a recipe; a Path or Enum may be given as such, or as text."""
     plain = {key: serialize_value(value) for key, value in settings.items() if value is not None}
-    recipe = PlainRecipe.of({"it": {"use": spec.use, **plain}}, "build")
+    recipe = MergedRecipe.of({"it": {"use": spec.use, **plain}}, "build")
     converted: dict[str, Any] = {}
     node = Node(spec.use, recipe.tree.items["it"], spec, settings=converted)  # type: ignore[arg-type]
     SettingsResolver({}).resolve(node, converted)
@@ -119,35 +115,3 @@ def _constraints(node: Node) -> Iterator[Problem]:
         yield from constraints(_Isolated(node, {})) if constraints else ()
     except _Neighbours:  # an object for an edge has no settings that a constraint could check
         return
-
-
-@attrs.frozen
-class Recipe:
-    """A checked recipe of which a test opens a part. Immutable: other values make another recipe."""
-
-    graph: Graph
-    project: Project
-
-    @classmethod
-    def load(cls, name: str, *, overlays: Sequence[str] = (), package: str = "drawloom") -> "Recipe":
-        """A recipe by path or shipped name. Raises RecipeError if it can't be read."""
-        project = Project.of(package)
-        return cls(project.graph(project.load(name, overlays), root=""), project)
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any], *, package: str = "drawloom") -> "Recipe":
-        """A recipe from values as tomli returns them."""
-        project = Project.of(package)
-        return cls(project.graph(PlainRecipe.of(data, "test"), root=""), project)
-
-    def with_values(self, data: Mapping[str, Any]) -> "Recipe":
-        """Another recipe: this one with other values merged over it."""
-        return attrs.evolve(self, graph=self.graph.with_values(data, "test"))
-
-    def open(self, only: str = "", given: Mapping[str, Any] | None = None) -> Container:
-        """
-        A context manager that opens the node `only`, or the root, and what it needs; objects `given` replace nodes.
-
-        Raises RecipeError if the recipe has errors, TypeError if a given object does not implement the ports.
-        """
-        return self.project.container(self.graph, only or self.project.root, given=given)

@@ -1,1 +1,64 @@
-"""Train language models from components that a recipe combines."""
+"""
+Train language models from components that a recipe combines.
+
+    import drawloom
+    from drawloom.components.run.trainer import Trainer
+
+    recipe = drawloom.Recipe.load("first_run", "optimizer.lr=1e-3")
+    with recipe.open() as run:
+        run.get(Trainer).run()
+
+`Recipe` is for those who run recipes. `component`, `setting`, its bounds `above`, `at_least` and `between`, `port`,
+`Every` and `Ordered` are for authors of components, as are `drawloom.ports`, the interfaces between components, and
+`drawloom.testing`. Whatever is not in `__all__` of these three modules is internal.
+"""
+
+TYPE_CHECKING = False  # as of `typing`, whose import takes as long as all of Python's start
+if TYPE_CHECKING:
+    from drawloom import ports as ports
+    from drawloom import testing as testing
+    from drawloom.graph.component import Every, Ordered, above, at_least, between, component, port, setting
+    from drawloom.graph.problems import Place, Problem, RecipeError, UserError
+    from drawloom.graph.project import Recipe
+    from drawloom.graph.recipe.lockfile import ResolvedRecipe
+    from drawloom.graph.runtime.container import Container
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Container",
+    "Every",
+    "Ordered",
+    "Place",
+    "Problem",
+    "Recipe",
+    "RecipeError",
+    "ResolvedRecipe",
+    "UserError",
+    "__version__",
+    "above",
+    "at_least",
+    "between",
+    "component",
+    "port",
+    "ports",
+    "setting",
+    "testing",
+]
+
+if not TYPE_CHECKING:  # which would otherwise take any name for an attribute
+
+    def __getattr__(name):
+        # At the first use: the command line installs its signal handlers before anything else is imported.
+        if name not in __all__:
+            raise AttributeError(f"module 'drawloom' has no attribute {name!r}")
+        from importlib import import_module
+
+        homes = {"Recipe": "graph.project", "Container": "graph.runtime.container"}
+        if name in ("ports", "testing"):
+            return import_module(f"drawloom.{name}")
+        globals()[name] = value = getattr(import_module(f"drawloom.{homes.get(name, 'graph')}"), name)
+        return value
+
+    def __dir__():
+        return sorted(__all__)

@@ -4,8 +4,10 @@ import io
 import os
 import signal
 import sys
-from types import FrameType
-from typing import Any
+
+TYPE_CHECKING = False  # as of `typing`, whose import takes as long as all others, in which Ctrl-C has a traceback
+if TYPE_CHECKING:
+    from types import FrameType
 
 
 def main() -> int:
@@ -44,22 +46,25 @@ def _open_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _handle(number: signal.Signals, handler: Any) -> None:
+def _handle(number: signal.Signals, handler: object) -> None:
     """Install a handler, unless the signal is ignored, as under `nohup`."""
     if signal.getsignal(number) is not signal.SIG_IGN:
-        signal.signal(number, handler)
+        signal.signal(number, handler)  # type: ignore[arg-type]  # a function, or SIG_IGN
 
 
-def _end(number: int, _frame: FrameType | None) -> None:
+def _end(number: int, _frame: "FrameType | None") -> None:
     """End at once, without traceback or cleanup; an open run replaces this handler by its own."""
     os._exit(128 + number)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, so that commands close what they opened; during an import, end at once."""
+def _interrupt(number: int, frame: "FrameType | None") -> None:
+    """Raise KeyboardInterrupt, so that commands close what they opened; during an import, end at once, in one line."""
     # An import may swallow the exception, or print a traceback of its own.
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
+            if os.environ.get("RANK", "0") == "0":
+                with open(2, "wb", closefd=False, buffering=0) as stderr:
+                    stderr.write(b"interrupted\n")
             _end(number, frame)
         frame = frame.f_back
     raise KeyboardInterrupt

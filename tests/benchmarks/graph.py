@@ -1,6 +1,6 @@
 """What wiring costs: 10 to 10000 nodes read, checked and built, beside the same objects made by hand. CPU time."""
 
-from drawloom.graph.cli.project import Project
+from drawloom.graph.project import Project
 from support.cpu_time import cpu_ms
 from support.layered import by_hand, by_recipe, recipe_text
 

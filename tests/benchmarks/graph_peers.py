@@ -17,7 +17,7 @@ from typing import Any, NewType
 
 import tomli
 
-from drawloom.graph.cli.project import Project
+from drawloom.graph.project import Project
 from support.cpu_time import cpu_ms
 from support.layered import WIDTH, by_hand, by_recipe, recipe_text, serving
 from support.shop.components.pages.plain import Plain

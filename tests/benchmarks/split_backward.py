@@ -23,6 +23,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
+from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.kernels.attention import attention_eager, causal_document_mask
 from support.qwen3 import cpu_kernels
@@ -61,7 +62,9 @@ class TorchKernels:
         normed = self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps)
         return self.rope(normed[0], cos, sin), self.rope(normed[1], cos, sin)
 
-    def attention_mask(self, documents: Tensor, window: int | None = None) -> Tensor:
+    def attention_mask(
+        self, documents: Tensor, window: int | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
         return causal_document_mask(documents)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

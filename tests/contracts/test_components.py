@@ -17,9 +17,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 import drawloom.components.contracts as contracts
 import drawloom.components.ports as ports
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import Problem
-from drawloom.graph.testing import Recipe, check_port
+from drawloom.graph.project import Project, Recipe
+from drawloom.graph.testing import check_port
 from drawloom.graph.testing.ports import contract
 from drawloom.graph.types.port_match import mismatches
 from support.chat import say, tokenizer_folder

@@ -7,8 +7,8 @@ import pytest
 import tomli
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Project
-from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.project import Project
+from drawloom.graph.recipe.merged import MergedRecipe
 
 SHOP = """
 [store]
@@ -36,6 +36,6 @@ def shop(project: Project) -> Callable[..., Graph]:
 
     def make(text: str = "", root: str = "trainer") -> Graph:
         data: dict[str, Any] = tomli.loads(text)
-        return project.graph(Recipe.of(tomli.loads(SHOP)).with_values(data), root)
+        return project.graph(MergedRecipe.of(tomli.loads(SHOP)).with_values(data), root)
 
     return make

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft7Validator
 
-from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import RecipeError
+from drawloom.graph.project import Project
 from drawloom.graph.recipe.layers import Table
 from drawloom.graph.registry.spec import read_spec
 from drawloom.graph.schema import recipe_schema, setting_schema

@@ -25,7 +25,7 @@ QUESTIONS = {
     "where is the bubble of a schedule simulated?": ("simulat", "components/pipeline/simulation/simulator.py"),
     "where are layers split over stages?": ("partition", "components/pipeline/runtime/layer_partition.py"),
     "where is the lock of the recipe?": ("lockfile", "graph/recipe/lockfile.py"),
-    "where is an override of the command line read?": ("override", "graph/cli/project.py"),
+    "where is an override of the command line read?": ("override", "graph/recipe/overrides.py"),
     "where is RoPE scaled?": ("rope_scaling", "components/model/decoder/rope.py"),
     "where are documents packed into rows?": ("pack", "components/data/packing/packed_rows.py"),
     "where are initial weights drawn?": ("splitmix", "components/distributed/rng.py"),

@@ -1,5 +1,6 @@
 """The four folders at the root are one import package, in the tree and in the wheel."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -7,22 +8,25 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import drawloom
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"graph", "components", "kernels", "recipes"}
 
 
-def test_src_holds_three_files_and_a_link_to_each_folder() -> None:
-    """The import package consists of links to the folders that people see."""
+def test_src_holds_the_public_modules_and_a_link_to_each_folder() -> None:
+    """The import package consists of links to the folders that people see, and of what is public."""
     package = ROOT / "src" / "drawloom"
     links = {path.name: path.readlink() for path in package.iterdir() if path.is_symlink()}
     files = {path.name for path in package.iterdir() if not path.is_symlink() and path.name != "__pycache__"}
     assert links == {name: Path("../..") / name for name in FOLDERS}
-    assert files == {"__init__.py", "__main__.py", "py.typed"}
+    assert files == {"__init__.py", "__main__.py", "ports.py", "py.typed", "testing.py"}
 
 
 def test_graph_needs_no_torch() -> None:
-    """Importing the graph layer leaves torch out."""
-    code = "import sys, drawloom.graph, drawloom.graph.cli.main; sys.exit('torch' in sys.modules)"
+    """Importing the graph layer, or recipes for Python, leaves torch out."""
+    code = "import sys, drawloom.graph, drawloom.graph.cli.main, drawloom.testing; drawloom.Recipe;"
+    code += "sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src")})
 
 
@@ -34,6 +38,25 @@ def test_constraints_pin_every_direct_dependency() -> None:
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     pinned = {line.partition("==")[0].lower() for line in lines if "==" in line}
     assert wanted - pinned == {"triton"}, "write the release that `pip freeze` shows into constraints.txt"
+
+
+def test_every_public_name_is_found_at_its_first_use() -> None:
+    """`import drawloom` itself imports nothing, and each name in `__all__` is there with a docstring."""
+    code = "import sys, drawloom; assert 'drawloom.graph' not in sys.modules;"
+    code += "assert all(getattr(drawloom, name).__doc__ for name in drawloom.__all__);"
+    code += "assert set(drawloom.__all__) == set(dir(drawloom)); hasattr(drawloom, 'Graph') and sys.exit(1)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src")})
+
+
+def test_every_port_is_public() -> None:
+    """`drawloom.ports` has every public name of `components/ports`, but no others."""
+    names = []
+    for path in (ROOT / "components" / "ports").glob("*.py"):
+        for node in ast.parse(path.read_bytes()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+            names += [getattr(target, "name", getattr(target, "id", "_")) for target in targets]
+    assert {name for name in names if name[0] != "_"} == set(drawloom.ports.__all__)
+    assert all(hasattr(drawloom.ports, name) for name in drawloom.ports.__all__)
 
 
 def test_wheel_holds_every_module_and_recipe(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.graph.problems import Problem, RecipeError, UserError
+from drawloom.graph.project import Recipe
 from drawloom.graph.registry.registry import Registry
-from drawloom.graph.testing import Recipe, build
+from drawloom.graph.testing import build
 from support import observers as parts
 from support import observers_of_runs as runs
 from support.chat import CHATML, say

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drawloom.graph.cli.project import Project
-from drawloom.graph.testing import Recipe
+from drawloom.graph.project import Project, Recipe
 from support.chat import tokenizer_folder
 from support.observers_of_runs import TINY
 from support.runs import drawloom, rows

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.graph.cli.project import Project
+from drawloom.graph.project import Project
 
 ROOT = Path(__file__).parents[2]
 PROJECT = Project.of("drawloom")

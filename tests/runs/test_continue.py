@@ -27,7 +27,7 @@ def test_results_of_a_continued_run_are_of_its_last_step(place: Path) -> None:
     assert drawloom(place, "run", "tiny.toml", *constant, "trainer.steps=2")[0].code == 0
     assert exported_step(run) == 2
     early = (run / "export/model.safetensors").read_bytes(), (run / "sample.txt").read_bytes()
-    again = drawloom(place, "run", "tiny.toml", *constant, "trainer.steps=4", "--accept-changes")[0]
+    again = drawloom(place, "run", "tiny.toml", *constant, "trainer.steps=4")[0]
     assert again.code == 0, again.text
     assert drawloom(place, "run", "tiny.toml", *constant, "trainer.steps=4", "run.name=straight")[0].code == 0
     late = (run / "export/model.safetensors").read_bytes(), (run / "sample.txt").read_bytes()
@@ -43,8 +43,11 @@ def test_a_failed_resume_leaves_the_recipe_of_the_run(place: Path) -> None:
     before = lock.read_bytes()
     refused = drawloom(place, *command, "model.hidden_size=32")[0]
     failed = drawloom(place, *command, "model.hidden_size=32", "--accept-changes")[0]
-    assert refused.code == 2 and "--accept-changes" in refused.text
+    assert refused.code == 2 and "the saved state does not fit incompatible changes" in refused.text
     assert failed.code != 0 and "Traceback" not in failed.text, failed.text
+    assert "v_proj.weight is (8, 16) in the checkpoint, and (8, 32) here" in failed.text
+    longer = drawloom(place, "run", "tiny.toml", "trainer.steps=5")[0]
+    assert "steps: 4 -> 5 (changes_training: the values of [lr] at each step follow from" in longer.text, longer.text
     assert lock.read_bytes() == before
     again = drawloom(place, *command)[0]
     assert again.code == 0 and "nothing left to do" in again.text, again.text

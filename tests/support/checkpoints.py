@@ -129,13 +129,13 @@ def state_of(step: int) -> dict[str, Any]:
     return {"weight": torch.randn(3, 4, generator=generator), "step": step, "loss": 1 / 3 + step}
 
 
-def save_steps(folder: Path, *indices: int, keep: int = 100, staging: Stager | None = None) -> None:
-    """Commit a checkpoint of `state_of(step)` for each of these steps."""
+def save_steps(folder: Path, *indices: int, keep: int = 100, staging: Stager | None = None, **outputs: float) -> None:
+    """Commit a checkpoint of `state_of(step)` for each of these steps, which have these outputs."""
     memory = StateNode()
     node = checkpointer(folder, {"memory": memory}, keep=keep, staging=staging)
     for index in indices:
         memory.state = state_of(index)
-        node.save(Step(index, 1000))
+        node.save(Step(index, 1000, outputs=dict(outputs)))
 
 
 def restored(folder: Path) -> int:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drawloom.graph.cli.main import main, split_words
-from drawloom.graph.cli.project import Project
 from drawloom.graph.inspect.changes import resolve
 from drawloom.graph.problems import RecipeError
+from drawloom.graph.project import Project
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FAULTY, GOOD = GOLDEN / "faulty", GOLDEN / "good"

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from drawloom.graph.cli.project import Project
-from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.project import Project
+from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.toml.parsing import parse
 from support.shop.components.pages.plain import Plain
 from support.shop.components.servers.loop import Loop
@@ -27,7 +27,7 @@ def recipe_text(nodes: int) -> str:
 
 def by_recipe(project: Project, text: str) -> int:
     """Read, check and build; how many objects there are."""
-    container = project.container(project.graph(Recipe.of(parse(text))))
+    container = project.container(project.graph(MergedRecipe.of(parse(text))))
     container.build()
     return len(container)
 

@@ -26,7 +26,8 @@ from drawloom.components.ports.pipeline import Executor, Losses, Predictor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
 from drawloom.components.trackers import aim
 from drawloom.graph import UserError
-from drawloom.graph.testing import Recipe, build, fake
+from drawloom.graph.project import Recipe
+from drawloom.graph.testing import build, fake
 from support.checkpoints import SingleRankMesh, StateNode, checkpointer
 from support.observers import JOB, Values, messages
 

@@ -10,7 +10,7 @@ import os
 from contextlib import suppress
 from importlib import import_module
 
-from drawloom.graph.cli.project import Project
+from drawloom.graph.project import Project
 
 os.environ.pop("PYTHONPATH", None)
 import_module("torch._dynamo")  # takes a second of its own

@@ -34,7 +34,7 @@ from drawloom.components.ports.run import Step
 from drawloom.components.run.trainer import Trainer
 from drawloom.components.storage import atomic_write
 from drawloom.graph.cli.main import main
-from drawloom.graph.cli.project import Project
+from drawloom.graph.project import Project
 from support.crashes import is_valid
 from support.mutations import MUTATIONS, put
 from support.runs import write_corpus

@@ -44,9 +44,9 @@ class ActivationSpecs:
         if stage == 0:
             return on_meta(tokens)
         before = self.of(stage - 1, tokens, shared)
-        # No memory and no arithmetic: the module runs on the meta device.
+        # No memory and no arithmetic: the module runs on the meta device, without a cache that it would extend.
         with torch.no_grad():
-            return on_meta(self._module(stage - 1)(before, on_meta(shared)))
+            return on_meta(self._module(stage - 1)(before, on_meta(attrs.evolve(shared, cache=None))))
 
     def _module(self, stage: int) -> nn.Module:
         if stage not in self._modules:

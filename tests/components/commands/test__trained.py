@@ -1,7 +1,7 @@
 """Reading the newest weights of a run that goes on."""
 
+import argparse
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,45 @@ from support.checkpoints import save_steps, state_of
 
 
 @attrs.frozen
-class _Graph:
-    """A graph that is never built."""
+class _Recipe:
+    """A recipe that is never opened."""
 
     text: str
-
-    def restricted_to(self, _names: Iterable[str]) -> "_Graph":
-        return self
+    graph: None = None
 
 
-@pytest.mark.parametrize("moment", ["_graph", "load_node"])
+def options(folder: Path, *words: str) -> argparse.Namespace:
+    """The options of a command for a run folder."""
+    parser = argparse.ArgumentParser()
+    _trained.add_run(parser)
+    return parser.parse_args([str(folder), *words])
+
+
+def test_a_checkpoint_is_taken_by_its_step_or_by_its_loss(tmp_path: Path) -> None:
+    """Of equal steps none is guessed: a step that is not there is refused with those that are."""
+    save_steps(tmp_path, 1, validation_loss=3.0)
+    save_steps(tmp_path, 2, validation_loss=2.0)
+    save_steps(tmp_path, 3)
+    taken = [_trained._checkpoint(options(tmp_path, *words)) for words in ((), ("--step", "1"), ("--best",))]
+    assert [path and path.name for path in taken] == ["step-3", "step-1", "step-2"]
+    with pytest.raises(UserError, match=r"--step 7: .* has checkpoints of the steps 1, 2, 3"):
+        _trained._checkpoint(options(tmp_path, "--step", "7"))
+
+
+def test_without_validation_there_is_no_best(tmp_path: Path) -> None:
+    """The message says which cadences have to meet."""
+    save_steps(tmp_path, 1)
+    with pytest.raises(UserError, match=r"no checkpoint in .* has a validation loss; let checkpoint\.every"):
+        _trained._checkpoint(options(tmp_path, "--best"))
+
+
+@pytest.mark.parametrize("moment", ["_recipe", "load_node"])
 def test_a_checkpoint_that_rotation_removes_while_it_is_read_is_replaced_by_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """A run that rotates fast never makes `generate` or `export` call a removed step corrupt."""
     save_steps(tmp_path, 1)
-    read: dict[str, Any] = {"_graph": lambda _project, lock, _files: _Graph(lock.read_text()), "load_node": load_node}
+    read: dict[str, Any] = {"_recipe": lambda _project, lock, _files: _Recipe(lock.read_text()), "load_node": load_node}
     began: list[Path] = []
 
     def rotating(*arguments: Any) -> Any:
@@ -42,11 +65,11 @@ def test_a_checkpoint_that_rotation_removes_while_it_is_read_is_replaced_by_a_ne
             shutil.rmtree(tmp_path / "checkpoints" / "step-1")
         return read[moment](*arguments)
 
-    monkeypatch.setattr(_trained, "_graph", read["_graph"])
+    monkeypatch.setattr(_trained, "_recipe", read["_recipe"])
     monkeypatch.setattr(_trained, "_only", lambda *_: "memory")
     monkeypatch.setattr(_trained, moment, rotating)
     project: Any = None
-    _, _, _, state = _trained._read(project, tmp_path, (Stages,))
+    _, _, _, state = _trained._read(project, options(tmp_path), (Stages,))
     assert torch.equal(state["weight"], state_of(2)["weight"])
     assert len(began) == 2
 
@@ -54,8 +77,8 @@ def test_a_checkpoint_that_rotation_removes_while_it_is_read_is_replaced_by_a_ne
 def test_a_checkpoint_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with a checkpoint that is still there is not tried again for ever."""
     save_steps(tmp_path, 1)
-    monkeypatch.setattr(_trained, "_graph", lambda *_: _Graph(""))
+    monkeypatch.setattr(_trained, "_recipe", lambda *_: _Recipe(""))
     monkeypatch.setattr(_trained, "_only", lambda *_: "gone")
     project: Any = None
     with pytest.raises(UserError, match=r"has no state of \[gone\]"):
-        _trained._read(project, tmp_path, (Stages,))
+        _trained._read(project, options(tmp_path), (Stages,))

@@ -15,7 +15,7 @@ from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import ExpertKernels, Kernels
 from drawloom.graph import UserError
-from drawloom.graph.cli.project import Project
+from drawloom.graph.project import Project
 from drawloom.graph.registry.spec import read_spec
 from drawloom.graph.types.port_match import mismatches
 from drawloom.kernels.attention import attention_eager, causal_document_mask

@@ -1,5 +1,7 @@
 """A learning rate in phases."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,3 +58,20 @@ def test_the_phase_leaves_the_factor_of_its_step() -> None:
     step = Step(1, 10)
     Piecewise(start=0.25, phases=[Piece(to=1.0)]).run_phase(step)
     assert step.outputs == {"lr_factor": 0.25}
+
+
+PIECES = st.lists(
+    st.builds(Piece, steps=st.sampled_from([None, 2, 5]), to=st.sampled_from([0.5, 1.0])), min_size=1, max_size=3
+)
+
+
+@given(start=st.sampled_from([0.5, 1.0]), phases=PIECES, total=st.integers(1, 12))
+def test_a_rate_that_does_not_depend_on_the_number_of_steps_is_known(
+    start: float, phases: list[Piece], total: int
+) -> None:
+    """If it says so, each step has the same rate in a longer run; a constant rate, also after a warm-up, says so."""
+    lr, node = Piecewise(start=start, phases=phases), SimpleNamespace(settings={"start": start, "phases": phases})
+    if not Piecewise.derives_from_total(node):
+        assert factors(lr, total) == factors(lr, total + 3)[: total + 1]
+    constant = SimpleNamespace(settings={"start": 0.0, "phases": [Piece(steps=9, to=1.0), Piece(to=1.0)]})
+    assert not Piecewise.derives_from_total(constant)

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 from rich.console import Console
 
 from drawloom.components.listeners.logging import RunLogging
@@ -21,6 +22,17 @@ class Folder:
     """A run folder."""
 
     folder: Path
+
+
+@attrs.frozen
+class Cpu:
+    """A device of which 800 MB were used."""
+
+    device: torch.device = torch.device("cpu")
+    backend: str = "gloo"
+
+    def memory(self) -> int:
+        return 800_000_000
 
 
 @attrs.frozen
@@ -49,7 +61,7 @@ def screen() -> io.StringIO:
 @pytest.fixture
 def bar(one_rank: Any, screen: io.StringIO) -> Iterator[ProgressBar]:
     """An open bar on a terminal of 100 columns."""
-    bar = ProgressBar(mesh=one_rank)
+    bar = ProgressBar(mesh=one_rank, device=Cpu())
     bar.clock = FakeClock()
     bar.console = _terminal(screen)
     bar.open()
@@ -75,6 +87,15 @@ def test_the_bar_shows_step_loss_speed_and_time_remaining(bar: ProgressBar, scre
     drawn = screen.getvalue().rsplit("\r", 1)[-1]
     for part in ("step 4/10", "loss 2.3457", "500 tokens/s", "0:00:12"):
         assert part in drawn
+
+
+def test_validation_loss_rate_and_memory_stay_beside_the_bar(bar: ProgressBar, screen: io.StringIO) -> None:
+    """The validation loss of an earlier step is shown until there is another; all fit into 100 columns."""
+    outputs = {"loss": 2.34567, "lr": 0.0004}
+    _take(bar, Step(1, 10, tokens=1000, started=0.0, outputs={**outputs, "validation_loss": 3.5}))
+    _take(bar, Step(2, 10, tokens=1000, started=2.0, outputs=outputs))
+    drawn = screen.getvalue().rsplit("\r", 1)[-1]
+    assert "loss 2.3457  val 3.5000  lr 0.00040  800 MB  500 tokens/s" in drawn
 
 
 def test_a_resumed_bar_starts_at_the_resumed_step(bar: ProgressBar, screen: io.StringIO) -> None:
@@ -158,7 +179,7 @@ def test_no_bar_without_a_terminal_or_on_other_ranks(
     case: str, one_rank: Any, mesh_of: Callable[..., Any], screen: io.StringIO
 ) -> None:
     """Output to a file has no bar, and on a terminal only rank 0 has one."""
-    bar = ProgressBar(mesh=one_rank if case == "no terminal" else mesh_of(world=Second()))
+    bar = ProgressBar(mesh=one_rank if case == "no terminal" else mesh_of(world=Second()), device=Cpu())
     bar.console = _terminal(screen, is_one=case != "no terminal")
     bar.clock = FakeClock()
     bar.open()
@@ -172,7 +193,7 @@ def test_force_color_does_not_make_a_terminal(
 ) -> None:
     """FORCE_COLOR does not turn the bar on."""
     monkeypatch.setenv("FORCE_COLOR", "1")
-    bar = ProgressBar(mesh=one_rank)
+    bar = ProgressBar(mesh=one_rank, device=Cpu())
     bar.open()
     _take_real(bar)
     bar.close()

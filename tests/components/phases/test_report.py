@@ -100,12 +100,28 @@ def test_a_skipped_step_is_a_warning_at_any_cadence(one_rank: Any, caplog: pytes
 
 
 def test_lines_are_logged_at_the_cadence(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Every second step and the last have a line."""
+    """Every third step, the first of a process, those with a validation loss and the last have a line."""
     caplog.set_level(logging.INFO)
-    report = report_of(one_rank, every=2)
-    for index in range(1, 6):
-        report.run_phase(Step(index, 5))
-    assert caplog.messages == ["step 2/5", "step 4/5", "step 5/5"]
+    validated = attrs.evolve(Fixed({}), values={"validation_loss": 2.0})
+    report = report_of(one_rank, every=3)
+    for index in range(1, 9):
+        report.metrics = [validated] if index == 5 else []
+        report.run_phase(Step(index, 8, started=0.0))
+    lines = ["step 1/8", "step 3/8", "step 5/8  validation loss 2.0000", "step 6/8", "step 8/8"]
+    assert caplog.messages == lines
+    caplog.clear()
+    for cadence in ("last", "never"):
+        report_of(one_rank, every=cadence).run_phase(Step(1, 2))
+    assert caplog.messages == []
+
+
+def test_the_time_left_follows_from_the_steps_after_the_first(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The first step of a process, which compiles, does not count; 10 s a step leave 40 s after step 96 of 100."""
+    caplog.set_level(logging.INFO)
+    report = report_of(one_rank, every=1)
+    for index, started in ((93, 0.0), (94, 500.0), (95, 510.0), (96, 520.0)):
+        report.run_phase(Step(index, 100, started=started))
+    assert caplog.messages == ["step 93/100", "step 94/100", "step 95/100  0:00:50 left", "step 96/100  0:00:40 left"]
 
 
 def test_a_tracker_that_fails_is_dropped(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -57,6 +57,14 @@ def test_other_changes_are_refused_and_all_listed(tmp_path: Path) -> None:
     assert _lock(tmp_path) == "old"
 
 
+def test_changes_that_can_not_be_accepted_are_not_offered(tmp_path: Path) -> None:
+    """Where the saved state does not fit, --accept-changes would only fail later."""
+    claim_recipe(tmp_path, _recipe("old"))
+    with pytest.raises(UserError) as caught:
+        claim_recipe(tmp_path, _recipe("new", RecipeChange("model", "hidden_size", "16", "32", "incompatible")))
+    assert "--accept-changes" not in str(caught.value) and "use another run name" in str(caught.value)
+
+
 def test_accept_changes_accepts_every_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With --accept-changes the folder gets the new recipe, and the changes are logged."""
     caplog.set_level(logging.INFO)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.run.job import NamedRun
+from drawloom.graph import UserError
 
 
 def test_the_folder_is_derived_from_the_name_by_default() -> None:
@@ -38,3 +39,12 @@ def test_a_moved_run_folder_is_the_folder_of_its_run(tmp_path: Path, monkeypatch
     assert NamedRun.in_folder({"name": "b", "folder": "new"}, ["name", "folder"], "runs/a") == {}
     assert NamedRun.in_folder({"name": "b"}, ["name"], "runs/a") == {}
     assert NamedRun.in_folder({"name": "b", "folder": "old"}, ["name"], "moved/a") == {"folder": "runs/b"}
+
+
+def test_a_run_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    """By the setting that names it; a folder, or nothing yet, is fine."""
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^folder: .*file is a file; write the path of a folder"):
+        NamedRun(name="x", folder=tmp_path / "file").open()
+    for folder in (tmp_path, tmp_path / "new"):
+        NamedRun(name="x", folder=folder).open()

@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import attrs
+import pytest
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.model import BatchContext
 from drawloom.components.sampling.generate import Sampler, draw
+from support.qwen3 import dense, logits_of, sparse, whole
 
 
 class Successor:
@@ -23,9 +27,10 @@ class Successor:
 def drawn(model: Any, mesh: Any, **changes: Any) -> list[int]:
     """The continuation of 0."""
     options: dict[str, Any] = {"context": 3, "end": 4, "temperature": 0.0, **changes}
+    tokens = options.pop("tokens", 6)
     generator = torch.Generator().manual_seed(0)
     sampler = Sampler(model=model, pipeline=mesh.group("pipeline"), generator=generator, **options)
-    return list(sampler.continued([0], 6))
+    return list(sampler.continued([0], tokens))
 
 
 def test_greedy_sampling_stops_at_the_end(one_rank: Any) -> None:
@@ -37,6 +42,43 @@ def test_the_model_sees_no_more_than_the_context(one_rank: Any) -> None:
     """A long text is truncated to its last tokens."""
     model = Successor()
     assert len(drawn(model, one_rank, end=9)) == 6 and model.longest == 3
+
+
+@attrs.define
+class Whole:
+    """A model in one process, which counts the tokens that it computes."""
+
+    module: nn.Module
+    cached: bool
+    computed: int = 0
+    logits: list[Tensor] = attrs.field(factory=list)
+
+    def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor:
+        self.computed += tokens.shape[1]
+        with torch.inference_mode():
+            found: Tensor = logits_of(self.module, tokens, shared if self.cached else attrs.evolve(shared, cache=None))
+        self.logits.append(found[0, -1])
+        return found
+
+
+@pytest.mark.parametrize("family", [dense, sparse])
+def test_a_text_has_the_same_logits_with_and_without_a_cache(family: Any, one_rank: Any) -> None:
+    """Up to the context each token is computed once; beyond it, all that the model sees is computed again."""
+    torch.manual_seed(0)
+    module = whole(family())
+    one, other = Whole(module, True), Whole(module, False)
+    texts = [drawn(model, one_rank, context=5, end=-1, tokens=7) for model in (one, other)]
+    assert texts[0] == texts[1]
+    for found, wanted in zip(one.logits, other.logits, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert (one.computed, other.computed) == (5 + 5 * 2, 1 + 2 + 3 + 4 + 5 + 5 * 2)
+
+
+def test_a_full_cache_takes_no_more() -> None:
+    """More tokens than its capacity are an error, and not lost."""
+    cache = KeyValueCache(2)
+    with pytest.raises(ValueError, match="3 tokens do not fit into a cache of 2"):
+        cache.extend(torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 1, 4))
 
 
 def test_draws_follow_the_distribution() -> None:

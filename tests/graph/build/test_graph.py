@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Project
-from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.project import Project
+from drawloom.graph.recipe.merged import MergedRecipe
 
 Shop = Callable[..., Graph]
 
@@ -57,7 +57,7 @@ def test_closure_puts_needs_first(shop: Shop) -> None:
 
 def test_a_long_chain_needs_no_recursion(project: Project) -> None:
     """Five thousand nodes in a row are wired, ordered and built."""
-    graph = project.graph(Recipe.of(chain(5000)))
+    graph = project.graph(MergedRecipe.of(chain(5000)))
     assert graph.errors == []
     with project.container(graph) as objects:
         assert len(objects) == 5002
@@ -82,7 +82,7 @@ def test_many_paths_cost_no_more_than_many_nodes(project: Project) -> None:
         pages[f"left{number}"] = {"use": "pages.plain", "title": "l", "store": "@store", "filters": filters, **below}
     loop = {"use": "servers.loop", "pages": [f"@{name}" for name in pages], "store": "@store"}
     began = time.process_time()
-    graph = project.graph(Recipe.of({"store": {"use": "stores.memory"}, **pages, "trainer": loop}))
+    graph = project.graph(MergedRecipe.of({"store": {"use": "stores.memory"}, **pages, "trainer": loop}))
     assert graph.errors == [] and len(graph.topological_order(["trainer"])) == 402
     assert time.process_time() - began < 5
 

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import tomli
 
+import drawloom
 from drawloom.graph.cli.exit_codes import Console
 from drawloom.graph.cli.main import main, split_words
-from drawloom.graph.cli.project import Project, read_overrides
 from drawloom.graph.problems import RecipeError
+from drawloom.graph.project import Project, Recipe
+from drawloom.graph.recipe.overrides import read_overrides
 
 
 def test_three_ways_to_set_a_value() -> None:
@@ -65,6 +67,21 @@ def test_an_unrecognized_argument_is_refused(
     """Words and flags that no command knows end with exit code 2, and with how the command is used."""
     assert main(arguments, project) == 2
     assert capsys.readouterr().err.startswith("usage: drawloom ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["chek", "small"], "there is no command 'chek'; did you mean 'check'?"),
+        (["check", "small", "page.title", "=", "Kiosk"], "write page.title=Kiosk, without spaces"),
+    ],
+)
+def test_slips_get_a_suggestion(
+    project: Project, arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command that is nearly another, and spaces around the sign of a value."""
+    assert main(arguments, project) == 2
+    assert capsys.readouterr().err.endswith(f"error: {hint}\n")
 
 
 @pytest.mark.parametrize("arguments", [["fly"], ["check", "nowhere"], ["check", "small", "page.title=3"], ["fault"]])
@@ -170,6 +187,29 @@ def test_draw_and_list_show_what_there_is(project: Project, capsys: pytest.Captu
     assert "size: integer = 10  (how many values it keeps)" in capsys.readouterr().out
 
 
+def test_components_are_listed_by_the_node_that_they_can_be(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the ports of all edges to the node; of a sequence's members only those that change the same."""
+    main(["list", "--fits", "store"], project)
+    fitting = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert "stores.memory" in fitting and "stores.disk" in fitting
+    assert not [use for use in fitting if not use.startswith("stores.")]
+    assert main(["list", "--fits", "stor"], project) == 2
+    assert capsys.readouterr().err == "no shipped recipe has a node [stor]; did you mean 'store'?\n"
+
+
+def test_what_fits_in_a_sequence_changes_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the phases of training only clippers can be [clip], and every metric can be in the group [metrics]."""
+    main(["list", "--fits", "clip"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "gradients.clip_norm",
+        "gradients.clip_value",
+    ]
+    main(["list", "--fits", "metrics"])
+    assert "metrics.perplexity" in capsys.readouterr().out
+
+
 def test_problems_for_programs(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """`check --format json` gives every problem as data on stdout, and the same exit code as the text."""
     assert main(["check", "small", "--format", "json", "page.title=3", "store.sise=4"], project) == 2
@@ -194,6 +234,24 @@ def test_warnings_alone_are_fine(project: Project, capsys: pytest.CaptureFixture
     assert [p["warning"] for p in json.loads(capsys.readouterr().out)["problems"]] == [True]
 
 
+def test_a_dry_run_prints_the_preview_once(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of several processes one prints it, and none runs."""
+    monkeypatch.setattr(Recipe, "preview", lambda _: "what would run")
+    monkeypatch.setattr(Recipe, "open", lambda *_, **__: 1 / 0)
+    assert main(["run", "small", "--dry-run"], project) == 0
+    assert main(["run", "small", "--dry-run"], project, Console(warns=False)) == 0
+    assert capsys.readouterr().out == "what would run\n"
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """`drawloom --version` prints it, with exit code 0."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"drawloom {drawloom.__version__}\n"
+
+
 def test_timings_go_to_stderr(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """`run --timings` ends with a table, and leaves stdout alone."""
     assert main(["run", "small", "--timings"], project) == 0
@@ -201,10 +259,16 @@ def test_timings_go_to_stderr(project: Project, capsys: pytest.CaptureFixture[st
     assert said.out == "" and said.err.splitlines()[0].split() == ["ms", "build", "open", "close"]
 
 
-def test_importing_a_missing_package_is_a_user_error(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--import` of what can't be imported ends with exit code 2."""
+def test_importing_a_missing_package_is_a_user_error(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--import` of what can't be imported ends with exit code 2; one beside the recipe gets a hint."""
     assert main(["check", "small", "--import", "no_such_package"], project) == 2
     assert capsys.readouterr().err.startswith("--import no_such_package: there is no package")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_lab").mkdir()
+    assert main(["check", "small", "--import", "my_lab"], project) == 2
+    assert capsys.readouterr().err.endswith("it is in the current directory, where Python looks with PYTHONPATH=.\n")
     assert main(["list", "--import", "os", "--plugins"], project) == 2
     assert main(["list", "--plugins"], project) == 0
     assert "no installed package declares" in capsys.readouterr().out

@@ -3,7 +3,7 @@
 import pytest
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Project
+from drawloom.graph.project import Project
 
 
 @pytest.fixture(scope="session")

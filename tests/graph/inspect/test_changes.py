@@ -8,10 +8,10 @@ import tomli
 from hypothesis import given
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Project
 from drawloom.graph.inspect.changes import diff, resolve
 from drawloom.graph.problems import RecipeError
-from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.project import Project
+from drawloom.graph.recipe.merged import MergedRecipe
 from support.made_up import recipes
 
 Shop = Callable[..., Graph]
@@ -60,7 +60,7 @@ workers = 1
 """
 
 
-def lines(project: Project, old: Recipe, new: Graph) -> list[str]:
+def lines(project: Project, old: MergedRecipe, new: Graph) -> list[str]:
     """The differences as text."""
     return [str(change) for change in diff(old, new)]
 
@@ -79,13 +79,13 @@ def test_what_is_only_written_otherwise_is_cosmetic(shop: Shop, project: Project
 def test_the_order_of_tables_is_cosmetic(project: Project) -> None:
     """The same tables in another order are the same graph."""
     data = {"store": {"use": "stores.memory"}, "page": {"use": "pages.plain", "title": "x"}}
-    graph = project.graph(Recipe.of(dict(reversed(data.items()))), root="")
-    assert lines(project, Recipe.of(data), graph) == ["tables: the same in another order (cosmetic)"]
+    graph = project.graph(MergedRecipe.of(dict(reversed(data.items()))), root="")
+    assert lines(project, MergedRecipe.of(data), graph) == ["tables: the same in another order (cosmetic)"]
 
 
 def test_an_old_run_is_compared_as_it_was_written(shop: Shop, project: Project) -> None:
     """Removed components and settings are listed like others; values that defaults fill in are not cosmetic."""
-    assert lines(project, Recipe.of(tomli.loads(RENAMED)), shop()) == [
+    assert lines(project, MergedRecipe.of(tomli.loads(RENAMED)), shop()) == [
         "[store] swapped: stores.of_yesterday -> stores.memory (changes_training)",
         '[page] headline: "gone since" -> absent (changes_training)',
     ]
@@ -109,7 +109,7 @@ def test_problems_of_either_recipe_are_raised(shop: Shop, project: Project) -> N
 def test_true_is_not_one(project: Project) -> None:
     """Values that Python takes for equal, but TOML does not, are different, as their hashes are."""
     graphs = [
-        project.graph(Recipe.of({"a": {"use": "stores.varied", "anything": [value]}}), root="")
+        project.graph(MergedRecipe.of({"a": {"use": "stores.varied", "anything": [value]}}), root="")
         for value in (1, True, 1.0)
     ]
     for one in graphs:
@@ -120,7 +120,7 @@ def test_true_is_not_one(project: Project) -> None:
 def test_diff_and_a_resuming_run_list_the_same_changes(one: dict[str, Any], other: dict[str, Any]) -> None:
     """`diff` without cosmetic changes equals the changes that a resuming run finds."""
     project = Project.of("support.shop")
-    graphs = [project.graph(Recipe.of(data), root="") for data in (one, other)]
+    graphs = [project.graph(MergedRecipe.of(data), root="") for data in (one, other)]
     resolved = [resolve(graph) for graph in graphs]
     found = [change for change in diff(graphs[0].recipe, graphs[1]) if change.impact != "cosmetic"]
     assert found == resolved[1].changes(resolved[0].text)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.graph.cli.project import Project
 from drawloom.graph.inspect.explain import explain, ordinal
 from drawloom.graph.problems import UserError
+from drawloom.graph.project import Project
 
 Explain = Callable[[str], list[str]]
 

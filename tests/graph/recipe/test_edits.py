@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.graph.cli.project import Project
+from drawloom.graph.project import Project
 from drawloom.graph.recipe.layers import Leaf, Table, locate
-from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.recipe.merged import MergedRecipe
 
 BASE = '[a]\nuse = "x.y"\nlist = ["@one", "@two", "@three"]\nnumbers = [1, 2.0, true]'
 
@@ -19,7 +19,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def load(text: str, *words: str) -> Recipe:
+def load(text: str, *words: str) -> MergedRecipe:
     """The recipe of a text that extends the base, and of overrides."""
     Path("top.toml").write_text(f'extends = "base.toml"\n{text}', "utf-8")
     return Project.of("support.shop").load("top.toml", words=words)
@@ -32,7 +32,7 @@ def edited(text: str, *words: str, key: str = "list") -> list[object]:
     return list(leaf(recipe, key).value)
 
 
-def leaf(recipe: Recipe, key: str = "list") -> Leaf:
+def leaf(recipe: MergedRecipe, key: str = "list") -> Leaf:
     """A list with its history."""
     found = recipe.nodes["a"].items[key]
     assert isinstance(found, Leaf)

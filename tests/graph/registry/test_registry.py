@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from drawloom.graph.cli.project import Project
-from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.project import Project
+from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.registry import NAME, EntryPointSource, PackageSource
 
 SECRET = '''
@@ -85,7 +85,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[st
         elif event.startswith(("os.system", "os.exec", "os.posix_spawn", "subprocess", "socket", "shutil")):
             seen.append(event)
 
-    Project.of("support.shop").graph(Recipe.of({"a": {"use": "nobody.knows"}}))  # what is imported in any case
+    Project.of("support.shop").graph(MergedRecipe.of({"a": {"use": "nobody.knows"}}))  # what is imported in any case
     sys.addaudithook(listen)
     yield seen
     active[0] = False
@@ -115,7 +115,7 @@ def test_a_recipe_imports_nothing_but_components(text: str, watched: list[str]) 
     """No string in any part of a recipe imports or runs anything but a shipped component."""
     project = Project.of("support.shop")
     for data in everywhere(text):
-        project.graph(Recipe.of(data), root="")
+        project.graph(MergedRecipe.of(data), root="")
     strange = [name for name in watched if not name.startswith("support.shop.")]
     assert strange == []
     assert not [name for name in watched if name.startswith("support.shop.secret")]
@@ -176,14 +176,14 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def problems(data: dict[str, Any]) -> list[str]:
     """What is wrong with a recipe of the shop."""
-    return [f"{p.code} {p.text}" for p in Project.of("support.shop").graph(Recipe.of(data), root="").errors]
+    return [f"{p.code} {p.text}" for p in Project.of("support.shop").graph(MergedRecipe.of(data), root="").errors]
 
 
 def test_an_entry_point_is_a_component(elsewhere: Path) -> None:
     """A component of an installed distribution is used by its name, and shows its distribution."""
     declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed")
     project = Project.of("support.shop")
-    graph = project.graph(Recipe.of({"store": {"use": "garden.shed"}}), root="")
+    graph = project.graph(MergedRecipe.of({"store": {"use": "garden.shed"}}), root="")
     assert graph.errors == []
     assert graph.nodes["store"].spec.distribution == "acme-sheds 1.0"
     assert "garden.shed" in project.registry.names()
@@ -234,7 +234,7 @@ def test_import_offers_the_components_of_a_package(elsewhere: Path) -> None:
     (elsewhere / "my_sheds").mkdir()
     (elsewhere / "my_sheds" / "__init__.py").write_text("", "utf-8")
     (elsewhere / "my_sheds" / "small.py").write_text(STORE, "utf-8")
-    recipe = Recipe.of({"store": {"use": "my_sheds.small"}})
+    recipe = MergedRecipe.of({"store": {"use": "my_sheds.small"}})
     plain = Project.of("support.shop")
     assert [p.code for p in plain.graph(recipe, root="").errors] == ["DL201"]
     importing = plain.importing(["my_sheds"])

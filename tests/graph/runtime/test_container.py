@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import UserError
+from drawloom.graph.project import Project
 from drawloom.graph.runtime.container import NamedExitStack, Timing, timed, timing_table
 from support.shop.components.stores.disk import Disk
 

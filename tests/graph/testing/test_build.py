@@ -7,7 +7,7 @@ import attrs
 import pytest
 
 from drawloom.graph.problems import RecipeError
-from drawloom.graph.testing import Recipe, build, fake
+from drawloom.graph.testing import build, fake
 from support.shop.components.servers.loop import Loop
 from support.shop.components.stores.varied import Colour, Shelf
 from support.shop.ports import Page, Store
@@ -62,31 +62,3 @@ def test_constraints_that_look_at_neighbours_are_not_asked() -> None:
 def test_it_is_not_opened(tmp_path: Path) -> None:
     """Opening and closing is the test's own business."""
     assert build("stores.disk", folder=tmp_path, **SHOP).journal == []
-
-
-def test_only_what_one_node_needs_is_opened_with_what_is_given() -> None:
-    """The closure of one node is built, around a fake that is checked against its port."""
-    store = fake(Store, get="there")
-    with Recipe.load("small", package="support.shop").open(only="page", given={"store": store}) as objects:
-        assert set(objects) == {"store", "page"}
-        assert objects["page"].answer("home") == "Shop: there"
-    with pytest.raises(TypeError, match="does not implement"):
-        Recipe.load("small", package="support.shop").open(given={"store": 3}).build()
-
-
-def test_values_make_another_recipe() -> None:
-    """The first stays as it was."""
-    small = Recipe.load("small", package="support.shop")
-    kiosk = small.with_values({"page": {"title": "Kiosk"}})
-    titles: list[Any] = []
-    for recipe in (small, kiosk):
-        with recipe.open() as objects:
-            titles.append(objects["page"].title)
-    assert titles == ["Shop", "Kiosk"]
-
-
-def test_a_faulty_recipe_is_not_opened() -> None:
-    """All problems come out, as from `check`."""
-    recipe = Recipe.of({"store": {"use": "stores.memory", "size": "x"}}, package="support.shop")
-    with pytest.raises(RecipeError, match="size"):
-        recipe.open(only="store")

@@ -8,11 +8,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 TEST = """
-def test_fixtures(build, fake, check_port, opened, tmp_path):
+def test_fixtures(drawloom_build, drawloom_fake, drawloom_check_port, drawloom_opened, tmp_path):
     from support.shop.ports import Store
+    build, fake, opened = drawloom_build, drawloom_fake, drawloom_opened
     page = build("pages.plain", package="support.shop", title="x", store=fake(Store))
     assert page.title == "x"
-    check_port("stores.memory", Store, package="support.shop")
+    drawloom_check_port("stores.memory", Store, package="support.shop")
     disk = opened(build("stores.disk", package="support.shop", folder=tmp_path))
     assert disk.journal == ["open"]
     open(tmp_path / "journal", "w").close()
@@ -26,7 +27,7 @@ def test_what_was_opened_is_closed():
 
 
 def test_the_plugin_offers_the_testing_api_as_fixtures(tmp_path: Path) -> None:
-    """A test elsewhere has `build`, `fake`, `check_port` and `opened` by loading the plugin."""
+    """A test elsewhere has `drawloom_build` and the others by loading the plugin."""
     (tmp_path / "test_it.py").write_text(TEST, "utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "drawloom.graph.testing.pytest_plugin", "."]
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])

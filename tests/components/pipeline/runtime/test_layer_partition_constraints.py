@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.pipeline.program.notation import write_csv
-from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import Problem
+from drawloom.graph.project import Project
 from support.schedules import schedule
 
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from drawloom.components.ports.run import Accumulator, Step, Value
-from drawloom.graph import above, component, setting
+from drawloom import above, component, setting
+from drawloom.ports import Accumulator, Step, Value
 
 
 @component(impact="safe")

@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drawloom.components.ports.data import IGNORE_INDEX, Batch
-from drawloom.components.ports.model import BatchContext, Head
-from drawloom.graph import above, component, setting
+from drawloom import above, component, setting
+from drawloom.ports import IGNORE_INDEX, Batch, BatchContext, Head
 
 
 class Temperature(nn.Module):

@@ -24,7 +24,7 @@ DIRECTIVES = ("format", "extends", "unset", EDIT)
 
 
 @attrs.define(eq=False)
-class Recipe:
+class MergedRecipe:
     """Named tables with `use` (nodes), named sets of them (groups), `[vars]`, and the problems found while merging."""
 
     source: str
@@ -43,22 +43,22 @@ class Recipe:
         return len(written) == 1 and "format" in written[0].data and "extends" not in written[0].data
 
     @classmethod
-    def of(cls, data: Mapping[str, Any], source: str = "recipe") -> "Recipe":
+    def of(cls, data: Mapping[str, Any], source: str = "recipe") -> "MergedRecipe":
         """A recipe from plain values."""
         return merge(source, [Layer(source, dict(data))])
 
-    def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Recipe":
+    def with_values(self, data: Mapping[str, Any], source: str = "override") -> "MergedRecipe":
         """Another recipe: this one with other values merged over it."""
         other = _merge(self.source, self.tree.copy(), [Layer(source, dict(data))])
         return attrs.evolve(other, layers=self.layers + other.layers, problems=self._merging + other.problems)
 
 
-def merge(source: str, layers: Sequence[Layer]) -> Recipe:
+def merge(source: str, layers: Sequence[Layer]) -> MergedRecipe:
     """The recipe of these layers, each merged over those before it."""
     return _merge(source, Table(layers[0], ()), layers)
 
 
-def _merge(source: str, tree: Table, layers: Sequence[Layer]) -> Recipe:
+def _merge(source: str, tree: Table, layers: Sequence[Layer]) -> MergedRecipe:
     problems: list[Problem] = []
     for layer in layers:
         # Before merging, so that a layer may unset a node and write it anew.
@@ -97,9 +97,9 @@ def _names(top: Table) -> Iterator[str]:
             yield from (f"{name}.{key}" for key in table.items)
 
 
-def _classify(source: str, top: Table) -> Recipe:
+def _classify(source: str, top: Table) -> MergedRecipe:
     """Sort the top-level tables into nodes, groups, variables and problems."""
-    recipe = Recipe(source, top)
+    recipe = MergedRecipe(source, top)
     for name, item in top.items.items():
         if name == "vars":
             _take_vars(recipe, item)
@@ -127,7 +127,7 @@ def _misnamed(name: str, item: Leaf | Table) -> Problem:
     )
 
 
-def _take_group(recipe: Recipe, name: str, item: Table) -> None:
+def _take_group(recipe: MergedRecipe, name: str, item: Table) -> None:
     named = {key: part for key, part in item.items.items() if isinstance(part, Table) and "use" in part.items}
     recipe.problems += [_misnamed(f"{name}.{key}", part) for key, part in named.items() if not NAME.fullmatch(key)]
     members = {f"{name}.{key}": part for key, part in named.items() if NAME.fullmatch(key)}
@@ -136,7 +136,7 @@ def _take_group(recipe: Recipe, name: str, item: Table) -> None:
         recipe.groups[name] = list(members)
 
 
-def _take_vars(recipe: Recipe, item: Leaf | Table) -> None:
+def _take_vars(recipe: MergedRecipe, item: Leaf | Table) -> None:
     if not isinstance(item, Table):
         recipe.problems.append(Problem("DL112", "vars must be a table", "write [vars]", place=item.key_place))
         return
@@ -171,15 +171,19 @@ def _first_place(item: Table) -> Place:
 
 
 def _unused(variables: dict[str, Leaf], layers: Sequence[Layer]) -> Iterator[Problem]:
-    """A warning for each variable that no layer refers to; a reference that is overridden counts."""
+    """
+    A warning for each variable that no layer refers to; a reference that is overridden counts.
+
+    It is an error if another name is so similar that this one must be a typing error.
+    """
     used = set(_references([layer.data for layer in layers])) if variables else set()
     unknown = used - variables.keys()
     for name, leaf in variables.items():
         if name not in used:
             text = f"nothing refers to the variable {VARIABLE + name!r}"
-            near = nearest(name, unknown)
+            near = nearest(name, (unknown | variables.keys()) - {name})
             hint = f"did you mean {near!r}?" if near else ""
-            yield Problem("DL116", text, hint, place=leaf.key_place, warning=True)
+            yield Problem("DL116", text, hint, place=leaf.key_place, warning=near is None)
 
 
 def _references(data: Any) -> Iterator[str]:

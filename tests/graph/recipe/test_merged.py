@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.graph.cli.project import Project
 from drawloom.graph.problems import RecipeError
-from drawloom.graph.recipe.recipe import Recipe
+from drawloom.graph.project import Project
+from drawloom.graph.recipe.merged import MergedRecipe
 
 
 def written(folder: Path, **texts: str) -> None:
@@ -23,12 +23,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def load(name: str, overlays: Sequence[str] = (), words: Sequence[str] = ()) -> Recipe:
+def load(name: str, overlays: Sequence[str] = (), words: Sequence[str] = ()) -> MergedRecipe:
     """A recipe of the current directory."""
     return Project.of("support.shop").load(name, overlays, words)
 
 
-def plain(recipe: Recipe, node: str) -> dict[str, object]:
+def plain(recipe: MergedRecipe, node: str) -> dict[str, object]:
     """A node's keys and values."""
     return {key: getattr(item, "value", item) for key, item in recipe.nodes[node].items.items()}
 
@@ -76,15 +76,28 @@ def test_a_value_remembers_what_it_replaced(here: Path) -> None:
 
 
 def test_a_symlink_to_a_base_outside_of_the_recipe_folder_is_refused(
-    here: Path, tmp_path_factory: pytest.TempPathFactory
+    here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A base that a symlink puts outside of both folders is refused, as a path with .. is."""
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    written(elsewhere, base='[a]\nuse = "x.y"')
-    (here / "link.toml").symlink_to(elsewhere / "base.toml")
-    written(here, top='extends = "link.toml"')
-    with pytest.raises(RecipeError, match="outside of the current directory"):
-        load("top.toml")
+    """A base that a symlink puts outside of both folders is refused, as a path with two .. is."""
+    own = here / "above" / "own"
+    own.mkdir(parents=True)
+    written(here, base='[a]\nuse = "x.y"')
+    (own / "link.toml").symlink_to(here / "base.toml")
+    written(own, top='extends = "link.toml"', far='extends = "../../base.toml"', near='extends = "../base.toml"')
+    written(own.parent, base='[a]\nuse = "x.y"')
+    monkeypatch.chdir(own)
+    for name in ("top.toml", "far.toml"):
+        with pytest.raises(RecipeError, match="outside of the current directory"):
+            load(name)
+    assert list(load("near.toml").nodes) == ["a"]
+
+
+def test_a_variable_that_is_nearly_another_is_an_error(here: Path) -> None:
+    """It must be a typing error; one that resembles no other is a warning."""
+    written(here, top='[vars]\nlength = 1\nlenght = 2\nspare = 3\n[a]\nuse = "x.y"\nk = "$vars.length"\n')
+    found = {problem.text.split("'")[1]: problem for problem in load("top.toml").problems}
+    assert {name: problem.warning for name, problem in found.items()} == {"$vars.lenght": False, "$vars.spare": True}
+    assert found["$vars.lenght"].hint == "did you mean 'length'?"
 
 
 @pytest.mark.parametrize(

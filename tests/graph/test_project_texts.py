@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drawloom.graph.cli.main import main
-from drawloom.graph.cli.project import Project
+from drawloom.graph.project import Project
 from drawloom.graph.toml.emit import dump_key, dumps
 from support.golden import FAULTY, GOOD
 from support.made_up import recipes

@@ -1,0 +1,70 @@
+"""measure a run's loss on its validation split, or on other text"""
+
+import argparse
+import math
+from collections.abc import Iterator
+
+import torch
+
+from drawloom.components.commands._trained import add_run, trained
+from drawloom.components.ports.corpus import Corpus, Split, Tokenizer
+from drawloom.components.ports.data import Batch, PackedDataset
+from drawloom.components.ports.pipeline import Executor
+from drawloom.components.ports.run import Batching
+from drawloom.graph import UserError
+from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project, Recipe
+from drawloom.graph.recipe.overrides import nested
+
+AT_ONCE = 16  # microbatches whose tokens are in memory together
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add_run(parser)
+    help = "text files, or .jsonl files, to measure on, whole; the run's own validation split if left out"
+    parser.add_argument("--corpus", nargs="+", metavar="GLOB", help=help)
+
+
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Print the mean loss of a token, and what follows from it."""
+    split: Split = "train" if options.corpus else "validation"  # another corpus is measured whole
+    ports = (Executor, PackedDataset, Batching, Tokenizer)
+    with trained(project, options, *ports, change=lambda recipe: _with_corpus(recipe, options.corpus)) as (run, step):
+        rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes())
+        if not rows.count(split):
+            raise UserError(f"{options.run_folder}: the validation split is empty; name text files with --corpus", 2)
+        total, weight, text_bytes = 0.0, 0.0, 0
+        for batches in _batches(rows, split, run.get(Batching).micro_size):
+            losses = run.get(Executor).evaluate(iter(batches))
+            total, weight = total + float(losses.total), weight + float(losses.weight)
+            text_bytes += sum(int(sizes[batch.targets[batch.targets >= 0]].sum()) for batch in batches)
+    print_text(f"{options.run_folder}, step {step}: {_results(total, weight, text_bytes)}")
+    return 0
+
+
+def _with_corpus(recipe: Recipe, globs: list[str] | None) -> Recipe:
+    """The recipe with other text in place of its corpus."""
+    if globs is None:
+        return recipe
+    use = "data.jsonl" if all(glob.endswith(".jsonl") for glob in globs) else "data.text_files"
+    corpus = {"use": use, "paths": globs, "validation_fraction": 0.0}
+    names = recipe.graph.implementers(Corpus) or ["corpus"]
+    for name in names:
+        recipe = recipe.with_values(nested(name, corpus))
+    return recipe
+
+
+def _batches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[Batch]]:
+    """All rows of a split in microbatches, some at a time."""
+    starts = range(0, rows.count(split), size)
+    indices = [range(start, min(start + size, rows.count(split))) for start in starts]
+    for first in range(0, len(indices), AT_ONCE):
+        yield [rows.batch(split, each) for each in indices[first : first + AT_ONCE]]
+
+
+def _results(total: float, weight: float, text_bytes: int) -> str:
+    mean = total / weight
+    parts = [f"loss {mean:.4f} over {weight:,.0f} tokens", f"perplexity {math.exp(min(mean, 700)):.4g}"]
+    # Tokens at the end of a document stand for no byte, and are part of the loss.
+    return ", ".join([*parts, f"{total / math.log(2) / text_bytes:.4f} bits per byte"] if text_bytes else parts)

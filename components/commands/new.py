@@ -1,0 +1,81 @@
+"""write a recipe that extends another, with every value that may be changed as a comment"""
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from drawloom.graph import UserError
+from drawloom.graph.build.graph import Graph
+from drawloom.graph.build.node import Node
+from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.inspect.serialize import serialize_value
+from drawloom.graph.project import Project, Recipe
+from drawloom.graph.recipe.layers import Leaf
+from drawloom.graph.toml.emit import dump_key, dumps
+
+CHOSEN = ("corpus", "tokenizer", "loss", "schedule")  # nodes of which the component is what people change
+
+HEAD = """\
+# {path} is {base}, but for what is written here.
+#
+# To change a value, remove the "# " before it and before the [table] above it. Then:
+#   drawloom check {path}: all problems at once
+#   drawloom run {path} --dry-run: what would be trained, and on what
+#   drawloom run {path}: train, in runs/{name}
+#   drawloom list --fits NODE: what else may be written after `use`
+#   drawloom list COMPONENT: all settings of a component
+
+extends = {extends}
+
+[run]
+name = {quoted}
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("name", metavar="NAME", help="of the run; the recipe is NAME.toml, which must not exist")
+    help = "a shipped recipe, or the path of another (default first_run)"
+    parser.add_argument("--from", dest="base", metavar="RECIPE", default="first_run", help=help)
+
+
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Write the recipe, and print what to do with it."""
+    path = Path(f"{options.name.removesuffix('.toml')}.toml")
+    recipe = Recipe.load(options.base, project=project)
+    recipe.with_values({"run": {"name": path.stem}}).check()  # a name that no run can have is refused, too
+    is_file = options.base.endswith(".toml")
+    extends = os.path.relpath(options.base, path.parent) if is_file else options.base
+    head = HEAD.format(path=path, base=options.base, name=path.stem, extends=dumps(extends), quoted=dumps(path.stem))
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write("\n".join([head, *_commented(recipe.graph)]))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; write another name, in a folder that exists", 2) from error
+    print_text(f"{path} extends {options.base}; `drawloom run {path}` trains it")
+    return 0
+
+
+def _commented(graph: Graph) -> Iterator[str]:
+    """The variables, and each node with what the recipe or one that it extends has set, as comments."""
+    if graph.recipe.vars:
+        yield "# [vars]"
+        yield from (f"# {dump_key(key)} = {dumps(leaf.value)}" for key, leaf in graph.recipe.vars.items())
+        yield ""
+    # The tables of the recipe itself first, then those of what it extends.
+    for node in sorted(graph.nodes.values(), key=lambda node: -graph.recipe.layers.index(node.table.layer)):
+        lines = [] if node.owner or node.name == "run" else list(_settings(node))
+        if lines or node.name in CHOSEN:
+            yield f"# [{'.'.join(map(dump_key, node.name.split('.')))}]"
+            yield from [f"# use = {dumps(node.spec.use)}", *lines, ""]
+
+
+def _settings(node: Node) -> Iterator[str]:
+    """The written settings of a node, with what each is. Edges follow from their nodes, and are left out."""
+    for key, item in node.table.items.items():
+        field = node.spec.fields.get(key)
+        if field is not None and field.kind == "setting":
+            value = item.value if isinstance(item, Leaf) else serialize_value(node.settings[key])
+            doc = f"  # {field.doc}" if field.doc else ""
+            yield f"# {dump_key(key)} = {dumps(value)}{doc}"

@@ -1,0 +1,124 @@
+"""The header of a run, before its first step, and the summary after its last."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import attrs
+import torch
+
+from drawloom.components.ports.data import PackedDataset
+from drawloom.components.ports.distributed import Device, Mesh, Precision
+from drawloom.components.ports.model import LayerRange, Model
+from drawloom.components.ports.run import Batching, Event, RunInfo, Step
+from drawloom.graph import Every, component
+
+log = logging.getLogger("drawloom.run")
+
+HIDDEN = {"run.lock", "export.workspace"}  # of no use to a person
+DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor", "expert")
+
+
+@component(impact="safe")
+class RunSummary:
+    """
+    Logs what a run consists of when it starts, and what has come of it when it ends.
+
+    `drawloom run --dry-run` prints the former without a run. The best validation loss is saved, so that the summary of
+    a run that was resumed is of the whole run; time and tokens are those of this process.
+    """
+
+    job: RunInfo
+    mesh: Mesh
+    device: Device
+    models: Every[Model]
+    data: Every[PackedDataset]
+    batching: Every[Batching]
+    precision: Every[Precision]
+
+    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
+    _began: float = attrs.field(init=False, default=0.0)
+    _first: int = attrs.field(init=False, default=0)
+    _last: int = attrs.field(init=False, default=0)
+    _tokens: int = attrs.field(init=False, default=0)
+    _newest: Step | None = attrs.field(init=False, default=None)
+    _best: dict[str, Any] = attrs.field(init=False, factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`loss` and `step` of the best validation loss so far; empty without one."""
+        return dict(self._best)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved best."""
+        self._best = {"loss": float(state["loss"]), "step": int(state["step"])} if state else {}
+
+    def preview(self) -> str:
+        """The header, one subject a line."""
+        return "\n".join(f"{label:8}{text}" for label, text in self._header())
+
+    def on_event(self, event: Event) -> None:
+        """Log the header when the run starts, count its steps, and log the summary when it ends."""
+        if event.kind == "run_started":
+            self._began = self.clock()
+            log.info("%s", self.preview())
+        elif event.kind == "step_ended" and event.step is not None:
+            self._count(event.step)
+        elif event.kind == "run_ended":
+            log.info("%s", "\n".join(f"{label:8}{text}" for label, text in self._summary()))
+
+    def _count(self, step: Step) -> None:
+        self._first, self._last = self._first or step.index, step.index
+        before, self._newest = self._newest, step
+        # On a GPU the host does not know this step's tokens yet; it is no reason to wait.
+        for each in (before, step if step.last else None):
+            self._tokens += each.tokens if each is not None else 0
+        loss = step.outputs.get("validation_loss")
+        if loss is not None and float(loss) < self._best.get("loss", float("inf")):
+            self._best = {"loss": float(loss), "step": step.index}
+
+    def _header(self) -> Iterator[tuple[str, str]]:
+        yield "run", f"{self.job.name}, in {self.job.path}"
+        for model in self.models.values():
+            yield "model", ", ".join([*_architecture(model), f"{_parameters(model):,} parameters", *self._dtypes()])
+        for rows in self.data.values():
+            steps = "".join(f"; {each.global_size * rows.length:,} in a step" for each in self.batching.values())
+            train, validation = (rows.count(split) * rows.length for split in ("train", "validation"))
+            yield "data", f"{train:,} tokens to learn from, {validation:,} to validate with{steps}"
+        yield "device", self._device()
+
+    def _dtypes(self) -> Iterator[str]:
+        for each in self.precision.values():
+            kept, compute = (str(dtype).removeprefix("torch.") for dtype in (each.parameter, each.compute))
+            yield kept if kept == compute else f"{kept}, computed in {compute}"
+
+    def _device(self) -> str:
+        device = self.device.device
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        sizes = [f"{name} {self.mesh.size(name)}" for name in DIMENSIONS if self.mesh.size(name) > 1]
+        processes = f"{self.mesh.world.size} process{'es' * (self.mesh.world.size > 1)}"
+        return ", ".join([kind, f"{processes}: {' x '.join(sizes)}" if sizes else processes])
+
+    def _summary(self) -> Iterator[tuple[str, str]]:
+        if self._last:
+            seconds = self.clock() - self._began
+            speed = f"{self._tokens / max(seconds, 1e-9):,.0f} tokens/s"
+            steps = f"steps {self._first} to {self._last}"
+            yield "trained", f"{steps} in {timedelta(seconds=round(seconds))}: {self._tokens:,} tokens, {speed} overall"
+        if self._best:
+            yield "best", f"validation loss {self._best['loss']:.4f} after step {self._best['step']}"
+        folder = self.job.path
+        names = [path.name for path in folder.iterdir() if path.name not in HIDDEN] if folder.is_dir() else []
+        yield "results", f"in {folder}: {', '.join(sorted(names))}"
+
+
+def _architecture(model: Model) -> list[str]:
+    return [str(name) for name in model.hugging_face_config().get("architectures", [])]
+
+
+def _parameters(model: Model) -> int:
+    """How many numbers the whole model has, whatever this rank holds; tied ones count once."""
+    with torch.device("meta"):
+        module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,39 @@
+"""Which node an exception comes from, and where the setting that is its reason is written."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from drawloom.graph.build.node import Node
+from drawloom.graph.problems import Place
+
+NAMED = re.compile(r"^(\w+): |`(\w+)`")
+"""How messages name the setting that is wrong, or that would help: `paths: ...`, or in backticks."""
+
+
+def raised_in(error: BaseException, objects: Mapping[str, Any], otherwise: str = "") -> str:
+    """
+    The node whose method is the innermost of the traceback: one node may be opened while another reads from it.
+
+    `otherwise` if no method of these objects is in the traceback.
+    """
+    names = {id(item): name for name, item in objects.items()}
+    found, trace = otherwise, error.__traceback__
+    while trace is not None:
+        # By identity: a local variable may be anything, also an object that compares equal to all others.
+        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    return found
+
+
+def place_of(node: Node, message: str) -> Place | None:
+    """
+    The position of the setting that a message names; that of the node if it names none that is written.
+
+    None for a node of a shipped recipe: what is wrong is not written there.
+    """
+    keys = [key for pair in NAMED.findall(message) for key in pair if key in node.table.items]
+    use = node.table.use
+    if not keys and use is not None and use.layer.is_shipped:
+        return None
+    return node.place_of((keys[0],) if keys else ())

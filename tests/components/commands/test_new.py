@@ -1,0 +1,49 @@
+"""The command `new`."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from drawloom.graph.cli.main import main
+from drawloom.graph.project import Recipe
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current directory is empty."""
+    monkeypatch.chdir(tmp_path)
+
+
+def _differences(name: str, base: str) -> list[str]:
+    return [str(change) for change in Recipe.load(name).changes_since(Recipe.load(base))]
+
+
+@pytest.mark.parametrize("base", ["first_run", "moe", "mine.toml"])
+def test_a_new_recipe_is_its_base_with_or_without_its_comments(base: str) -> None:
+    """It has a name of its own; values whose "# " is removed are those of the base."""
+    Path("mine.toml").write_text('extends = "first_run"\n[run]\nname = "first_run"\n[optimizer]\nlr = 1.0\n', "utf-8")
+    assert main(["new", "other", "--from", base]) == 0
+    text = Path("other.toml").read_text("utf-8")
+    Path("all.toml").write_text(re.sub(r"^# (?=\[|\w+ = )", "", text, flags=re.MULTILINE), "utf-8")
+    renamed = f'[run] name: "{"first_run" if base == "mine.toml" else base}" -> "other" (safe)'
+    assert _differences("other.toml", base) == _differences("all.toml", base) == [renamed]
+    assert text.count("\n# lr = ") == 1 and "the base learning rate" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["mine"], "mine.toml: File exists; write another name"),
+        (["no/mine"], "no/mine.toml: No such file or directory; write another name"),
+        (["mine2", "--from", "first"], "there is no recipe 'first'"),
+        ([".mine"], "'.mine' is not a plain file name"),
+    ],
+)
+def test_what_can_not_be_written_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file is never replaced, and no half of one remains."""
+    Path("mine.toml").write_text("# mine\n", "utf-8")
+    assert main(["new", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["mine.toml"]
+    assert Path("mine.toml").read_text("utf-8") == "# mine\n"

@@ -1,0 +1,112 @@
+"""The header and the summary of a run."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from drawloom.components.listeners.summary import RunSummary
+from drawloom.components.ports.corpus import Split
+from drawloom.components.ports.data import Batch
+from drawloom.components.ports.run import Event, Step
+from drawloom.graph import Every
+from drawloom.graph.testing import build
+from support.qwen3 import dense, whole
+
+
+@attrs.frozen
+class Rows:
+    """Rows of 8 tokens, 100 to train with."""
+
+    length: int = 8
+
+    def count(self, split: Split) -> int:
+        return {"train": 100, "validation": 10}[split]
+
+    def batch(self, split: Split, indices: Sequence[int]) -> Batch:
+        raise NotImplementedError
+
+
+@attrs.frozen
+class Run:
+    """A run with a folder."""
+
+    path: Path
+    name: str = "mine"
+    seed: int = 0
+
+
+@attrs.frozen
+class Parts:
+    """Sizes and dtypes."""
+
+    global_size: int = 4
+    parameter: torch.dtype = torch.float32
+    compute: torch.dtype = torch.bfloat16
+
+
+def summary(folder: Path, mesh: Any, **parts: Any) -> RunSummary:
+    """A summary of a run on the CPU."""
+    return RunSummary(job=Run(folder), mesh=mesh, device=build("distributed.device", kind="cpu"), **{**EMPTY, **parts})
+
+
+EMPTY: dict[str, Any] = {name: Every() for name in ("models", "data", "batching", "precision")}
+
+
+def messages(summary: RunSummary, caplog: pytest.LogCaptureFixture, steps: Sequence[Step]) -> list[str]:
+    """The lines after the header of a run with these steps, of 5 seconds each."""
+    times = iter([0.0, 5.0 * len(steps)])
+    summary.clock = lambda: next(times)
+    with caplog.at_level(logging.INFO, "drawloom.run"):
+        summary.on_event(Event("run_started"))
+        caplog.clear()
+        for step in steps:
+            summary.on_event(Event("step_ended", step))
+        summary.on_event(Event("run_ended"))
+    return caplog.messages[0].splitlines()
+
+
+def test_the_header_says_what_a_run_consists_of(tmp_path: Path, mesh_of: Any) -> None:
+    """Parameters are those of the whole model, tokens those of the corpus and of a step of all ranks."""
+    model = dense()
+    parts = {"models": Every({"m": model}), "data": Every({"d": Rows()})}
+    each = Every({"p": Parts()})
+    made = summary(tmp_path, mesh_of(sizes={"pipeline": 2}), **parts, batching=each, precision=each)
+    count = sum(parameter.numel() for parameter in whole(model).parameters())
+    assert made.preview().splitlines() == [
+        f"run     mine, in {tmp_path}",
+        f"model   Qwen3ForCausalLM, {count:,} parameters, float32, computed in bfloat16",
+        "data    800 tokens to learn from, 80 to validate with; 32 in a step",
+        "device  cpu, 1 process: pipeline 2",
+    ]
+
+
+def test_the_summary_has_time_tokens_the_best_loss_and_the_folder(
+    tmp_path: Path, one_rank: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The best of all steps, not the last; and what is in the run folder."""
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "export").mkdir()
+    losses = {8: 3.0, 9: 2.5, 10: 2.75}
+    steps = [Step(index, 10, tokens=100, outputs={"validation_loss": loss}) for index, loss in losses.items()]
+    assert messages(summary(tmp_path, one_rank), caplog, steps) == [
+        "trained steps 8 to 10 in 0:00:15: 300 tokens, 20 tokens/s overall",
+        "best    validation loss 2.5000 after step 9",
+        f"results in {tmp_path}: export, metrics.jsonl",
+    ]
+
+
+def test_a_resumed_run_knows_the_best_loss_from_before(
+    tmp_path: Path, one_rank: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is saved with the run; a finished run says where its results are."""
+    first, second = summary(tmp_path, one_rank), summary(tmp_path, one_rank)
+    first.on_event(Event("step_ended", Step(3, 9, outputs={"validation_loss": 1.5})))
+    second.load_state_dict(first.state_dict())
+    lines = messages(second, caplog, [Step(4, 9, outputs={"validation_loss": 2.0})])
+    assert "best    validation loss 1.5000 after step 3" in lines
+    assert messages(summary(tmp_path, one_rank), caplog, []) == [f"results in {tmp_path}: "]

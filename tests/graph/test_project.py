@@ -1,0 +1,100 @@
+"""A recipe as Python uses it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawloom.graph.problems import RecipeError, UserError
+from drawloom.graph.project import Project, Recipe
+from drawloom.graph.testing import fake
+from support.shop.components.pages.plain import Plain
+from support.shop.components.servers.loop import Loop
+from support.shop.ports import Store
+
+
+def test_values_and_overlays_are_merged_as_on_the_command_line(project: Project, tmp_path: Path) -> None:
+    """Overlays over the recipe, and values over both."""
+    (tmp_path / "kiosk.toml").write_text('[page]\ntitle = "Kiosk"\n[store]\nsize = 3\n', "utf-8")
+    recipe = Recipe.load("small", "store.size=4", overlays=[tmp_path / "kiosk.toml"], project=project)
+    assert recipe.explain("page.title").startswith('[page] title = "Kiosk"')
+    assert recipe.explain("store.size").startswith("[store] size = 4")
+
+
+def test_a_recipe_is_checked_drawn_and_resolved_without_being_opened(project: Project) -> None:
+    """The texts are those of the commands; a resolved recipe reads back as the same."""
+    recipe = Recipe.load("small", 'spare.use="pages.plain"', "spare.title=A", project=project)
+    assert [(problem.node, problem.warning) for problem in recipe.check()] == [("spare", True)]
+    assert recipe.draw().startswith("[trainer] servers.loop\n") and recipe.draw("svg").startswith("<svg")
+    assert 'title = "A"' in recipe.resolved()
+    assert not Recipe.load("small", project=project).changes_since(Recipe.load("small", project=project))
+
+
+def test_check_raises_every_error_at_once(project: Project) -> None:
+    """All of them are in one RecipeError."""
+    with pytest.raises(RecipeError) as caught:
+        Recipe.load("small", "page.title=3", "store.sise=4", project=project).check()
+    assert [problem.code for problem in caught.value.problems] == ["DL302", "DL303"]
+
+
+def test_objects_are_had_by_name_and_by_type(project: Project) -> None:
+    """One object implements a class or port; several, or none, are named in the error."""
+    with Recipe.load("small", project=project).open() as run:
+        assert run.get(Loop) is run["trainer"] and run.get(Store) is run["store"]
+        assert run.get("nowhere") is None and run.get("page") is run["page"]
+        with pytest.raises(LookupError, match=r"no open node is a dict; name a node"):
+            run.get(dict)
+        with pytest.raises(LookupError, match=r"\[.*\] and \[.*\] are a object"):
+            run.get(object)
+
+
+def test_only_what_one_node_needs_is_opened_with_what_is_given(project: Project) -> None:
+    """The closure of one node is built, around a fake that is checked against its port."""
+    store = fake(Store, get="there")
+    small = Recipe.load("small", project=project)
+    with small.open(only="page", given={"store": store}) as run:
+        assert set(run) == {"store", "page"}
+        assert run.get(Plain).answer("home") == "Shop: there"
+    with small.open(only=["page", "store"]) as run:
+        assert set(run) == {"store", "page"}
+    with pytest.raises(TypeError, match="does not implement"):
+        small.open(given={"store": 3}).build()
+    with pytest.raises(UserError, match=r"no node \[pag\] to open; did you mean 'page'"):
+        small.open(only="pag")
+
+
+def test_faults_of_nodes_that_are_not_opened_do_not_matter(project: Project) -> None:
+    """But those of the opened ones do, also where a node that they need could not become one."""
+    faulty = Recipe.load("small", "page.title=3", project=project)
+    with faulty.open(only="store") as run:
+        assert set(run) == {"store"}
+    for recipe in (faulty, Recipe.load("small", "store.use=stores.none", project=project)):
+        with pytest.raises(RecipeError):
+            recipe.open(only="page")
+
+
+def test_a_preview_opens_what_speaks_and_what_it_counts(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes with `preview` say something, and their `Every` fields are filled; nothing runs."""
+    monkeypatch.setattr(Plain, "preview", lambda page: f"a page called {page.title}", raising=False)
+    monkeypatch.setattr(Loop, "preview", lambda loop: f"{len(loop.counted)} counted", raising=False)
+    monkeypatch.setattr(Loop, "run", lambda _: 1 / 0)
+    recipe = Recipe.load("small", project=project)
+    with recipe.open() as run:
+        counted = len(run.get(Loop).counted)
+    assert recipe.preview() == f"a page called Shop\n{counted} counted"
+
+
+def test_values_make_another_recipe(project: Project) -> None:
+    """The first stays as it was."""
+    small = Recipe.load("small", project=project)
+    titles: list[Any] = []
+    for recipe in (small, small.with_values({"page": {"title": "Kiosk"}})):
+        with recipe.open() as run:
+            titles.append(run["page"].title)
+    assert titles == ["Shop", "Kiosk"]
+
+
+def test_a_recipe_is_made_from_plain_values(project: Project) -> None:
+    """It is checked like a file."""
+    with pytest.raises(RecipeError, match="size"):
+        Recipe.of({"store": {"use": "stores.memory", "size": "x"}}, project=project).open(only="store")

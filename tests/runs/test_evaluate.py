@@ -1,0 +1,52 @@
+"""Measuring, exporting and sampling a chosen checkpoint of a run."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from support.runs import drawloom, rows, write_corpus
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run, all of whose validation rows were evaluated at every checkpoint."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    write_corpus(folder)
+    words = ("validation.rows_used=1000", "evaluate.every=4", "checkpoint.keep=3")
+    assert drawloom(folder, "run", "tiny.toml", *words)[0].code == 0
+    return folder
+
+
+def test_the_validation_loss_is_that_of_the_run(place: Path) -> None:
+    """For each of its checkpoints; the best one is that whose loss is least."""
+    losses = {row["step"]: row["validation_loss"] for row in rows(place / "runs/tiny") if "validation_loss" in row}
+    for step, loss in losses.items():
+        (found,) = drawloom(place, "evaluate", "runs/tiny", "--step", str(step))
+        assert found.text.startswith(f"runs/tiny, step {step}: loss {loss:.4f} over ")
+    best = min(losses, key=lambda step: losses[step])
+    assert f"step {best}:" in drawloom(place, "evaluate", "runs/tiny", "--best")[0].text
+
+
+def test_other_text_is_measured_whole(place: Path) -> None:
+    """Every byte of a file counts once, also of JSON lines, and its loss in bits is that in nats."""
+    text = (place / "corpus/part1.py").read_text()
+    (place / "same.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    names = ("corpus/part1.py", "same.jsonl")
+    printed, same = (drawloom(place, "evaluate", "runs/tiny", "--corpus", name)[0].text for name in names)
+    assert printed == same
+    numbers = re.findall(r"loss ([\d.]+) over ([\d.]+) tokens.* ([\d.]+) bits", printed)[0]
+    loss, tokens, bits = map(float, numbers)
+    assert tokens == len(text.encode())  # all but the first byte, and the end of the document
+    assert bits == pytest.approx(loss * tokens / (tokens - 1) / math.log(2), rel=1e-4)
+
+
+def test_an_earlier_checkpoint_is_exported_and_sampled(place: Path) -> None:
+    """The export says of which step it is; a step without a checkpoint is refused."""
+    assert drawloom(place, "export", "runs/tiny", "--step", "8", "--to", "eight")[0].code == 0
+    assert json.loads((place / "eight/trainer_state.json").read_text())["global_step"] == 8
+    assert drawloom(place, "generate", "runs/tiny", "--best", "--prompt", "def", "--tokens", "3")[0].code == 0
+    refused = drawloom(place, "generate", "runs/tiny", "--step", "5", "--prompt", "x")[0]
+    assert refused.code == 2 and refused.text.startswith("--step 5: runs/tiny has checkpoints of the steps 4, 8, 10")

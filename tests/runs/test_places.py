@@ -1,0 +1,25 @@
+"""Errors while a run opens are placed where the wrong value is written."""
+
+from pathlib import Path
+
+import pytest
+
+from support.runs import drawloom, write_corpus
+
+
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (['corpus.paths=["none/*"]'], 'command line: [corpus] paths: no file matches "none/*"'),
+        (["stages.weights=nowhere"], "command line: [stages] weights: "),
+        ([], 'mine.toml:4:9: [corpus] paths: no file matches "gone/*"'),
+    ],
+)
+def test_faults_of_a_corpus_and_of_weights_are_not_placed_in_a_shipped_recipe(
+    tmp_path: Path, words: list[str], printed: str
+) -> None:
+    """The place is in a recipe of one's own, or the command line, though [packing] was opened when it failed."""
+    write_corpus(tmp_path)
+    (tmp_path / "mine.toml").write_text('extends = "tiny.toml"\n\n[corpus]\npaths = ["gone/*"]\n', "utf-8")
+    (run,) = drawloom(tmp_path, "run", "tiny.toml" if words else "mine.toml", *words)
+    assert run.code != 0 and run.text.startswith(printed), run.text
