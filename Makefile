@@ -17,7 +17,7 @@ test: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p .mypy_cache; $(BIN)/mypy > .mypy_cache/printed & types=$$!; \
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not soak" -n 4 --dist loadfile; tests=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$types; typed=$$?; cat .mypy_cache/printed; exit $$((tests | typed))
 
 figures:

@@ -18,9 +18,10 @@ class Implementation(NamedTuple):
     An implementation of attention: `mask` makes what `attend` takes as its mask.
 
     `mask` takes document ids int64 (rows, length), and a window or None: tokens of a row with the same id are one
-    document, of which a token attends to the last `window` before it, itself included. `attend` takes
-    q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim) and the mask, and returns
-    (rows, length, heads, head_dim); kv_heads divides heads.
+    document, of which a token attends to the last `window` before it, itself included. With `queries`, int64 (tokens,),
+    the mask is for these tokens of each row as queries and all as keys. `attend` takes q (rows, tokens, heads,
+    head_dim), k and v (rows, length, kv_heads, head_dim) and the mask, and returns (rows, tokens, heads, head_dim);
+    kv_heads divides heads.
     """
 
     mask: Callable[..., Any]
@@ -42,10 +43,15 @@ def attention_eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return mixed.transpose(1, 2)
 
 
-def causal_document_mask(document_ids: Tensor, window: int | None = None) -> Tensor:
-    """The keys that each query attends to: bool (rows, 1, queries, keys) from document ids int64 (rows, length)."""
+def causal_document_mask(document_ids: Tensor, window: int | None = None, queries: Tensor | None = None) -> Tensor:
+    """
+    The keys that each query attends to: bool (rows, 1, queries, keys) from document ids int64 (rows, length).
+
+    `queries`, int64 (tokens,), are the places of the queries in the row; all if left out.
+    """
     mask = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril_()
-    return mask if window is None else mask.triu_(1 - window)
+    mask = mask if window is None else mask.triu_(1 - window)
+    return mask if queries is None else mask.index_select(2, queries)
 
 
 EAGER = Implementation(causal_document_mask, attention_eager)
@@ -89,13 +95,15 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, mask: DocumentOffsets) -> 
     return found.view(q.shape)
 
 
-def document_offsets(document_ids: Tensor, window: int | None = None) -> DocumentOffsets:
+def document_offsets(document_ids: Tensor, window: int | None = None, queries: Tensor | None = None) -> DocumentOffsets:
     """
     Where documents begin in the flattened tokens, then the number of tokens, cu_seqlens; and the window.
 
-    document_ids int64 (rows, length). Synchronizes with the device, for the number of documents is the result's size;
-    on the meta device the result has a size of 1.
+    document_ids int64 (rows, length); `queries` must be None, all tokens of each row. Synchronizes with the device, for
+    the number of documents is the result's size; on the meta device the result has a size of 1.
     """
+    if queries is not None:
+        raise ValueError("torch's varlen_attn has no queries of a part of a document")
     if document_ids.is_meta:
         return DocumentOffsets(document_ids.new_empty(1, dtype=torch.int32), window)
     # The first token of a row always begins a document, also if the last row ended with the same id.

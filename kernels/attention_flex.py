@@ -51,29 +51,41 @@ def _dense_mask(mask: BlockMask) -> Tensor:
     return create_mask(mask.mask_mod, rows, heads, queries, keys, mask.kv_indices.device)
 
 
-def block_mask(document_ids: Tensor, window: int | None = None) -> BlockMask:
-    """Which blocks attend to one another fully, partly or not at all, for document ids int64 (rows, length)."""
-    rows, length = document_ids.shape
-    count = -(-length // BLOCK)
-    # A last block that is not full is padded with the last id, which changes neither its least nor its greatest.
-    last = document_ids[:, -1:].expand(rows, count * BLOCK - length)
-    blocks = torch.cat((document_ids, last), 1).view(rows, count, BLOCK)
-    least, greatest = blocks.amin(-1), blocks.amax(-1)
-    before = torch.ones(count, count, dtype=torch.bool, device=document_ids.device).tril()
-    meet = (least[:, :, None] <= greatest[:, None, :]) & (least[:, None, :] <= greatest[:, :, None]) & before
-    same = (least[:, :, None] == greatest[:, None, :]) & (greatest[:, :, None] == least[:, None, :])
-    whole = same & before.tril(-1)
+def block_mask(document_ids: Tensor, window: int | None = None, queries: Tensor | None = None) -> BlockMask:
+    """
+    Which blocks attend to one another fully, partly or not at all, for document ids int64 (rows, length).
+
+    `queries`, int64 (tokens,), are the places of the queries in the row; all if left out.
+    """
+    places = torch.arange(document_ids.shape[1], device=document_ids.device)
+    asked = places if queries is None else queries
+    least, greatest = (bound[:, None, :] for bound in _bounds(document_ids))
+    low, high = (bound[:, :, None] for bound in _bounds(document_ids[:, asked]))
+    first, last = (bound[:, None, :] for bound in _bounds(places[None]))
+    begin, end = (bound[:, :, None] for bound in _bounds(asked[None]))
+    meet = (low <= greatest) & (least <= high) & (first <= end)
+    whole = (low == greatest) & (least == high) & (last <= begin)
     if window is not None:
-        # The nearest tokens of blocks `apart` blocks from one another are (apart - 1) * BLOCK + 1 tokens apart.
-        meet &= before.triu(-((window + BLOCK - 2) // BLOCK))
-        whole &= before.triu(1 - window // BLOCK)
+        meet &= begin - last < window
+        whole &= end - first < window
 
     def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        near = (query >= key) if window is None else (query >= key) & (query - key < window)
-        return near & (document_ids[row, query] == document_ids[row, key])
+        place = asked[query]
+        near = (place >= key) if window is None else (place >= key) & (place - key < window)
+        return near & (document_ids[row, place] == document_ids[row, key])
 
-    part, lengths = meet & ~whole, (length, length)
+    part, lengths = meet & ~whole, (len(asked), len(places))
     return BlockMask.from_kv_blocks(*_lists(part), *_lists(whole), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
+
+
+def _bounds(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the greatest of each block of numbers (rows, length): both (rows, blocks)."""
+    rows, length = numbers.shape
+    count = -(-length // BLOCK)
+    # A last block that is not full is padded with its last number, which changes neither bound.
+    last = numbers[:, -1:].expand(rows, count * BLOCK - length)
+    blocks = torch.cat((numbers, last), 1).view(rows, count, BLOCK)
+    return blocks.amin(-1), blocks.amax(-1)
 
 
 def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """
-Deferred weight gradients, for zero bubble: a backward pass for a stage's inputs queues what weight gradients need.
+Weight gradients that autograd does not add: those that are deferred, and those that are added while they are computed.
+
+Deferral is for zero bubble: a backward pass for a stage's inputs queues what weight gradients need.
 
 An operation calls `weight_gradient_of(weight)` in its forward pass and keeps the result on its `ctx`; in its backward
 pass it calls that with the function that computes the weight's gradient, which then runs at once or is queued. A graph
@@ -8,13 +10,20 @@ recorded under a deferral is an ordinary one, except for backward passes within 
 Queued tensors are held, not copied. If one is changed in place before its gradient is computed, its version counter
 tells, as it does for tensors that autograd saves.
 
-The deferral that a forward pass records to is the only ambient state, a context variable of the calling thread. The
-backward pass, which on an accelerator runs in autograd's threads, reads it from `ctx`; a recomputed forward needs none.
+A full backward pass of what ran within `accumulating` adds summands that are `Addable`, such as a linear layer's weight
+gradient, to the `.grad` of the weight while they are computed, in the dtype of that sum. Autograd would write a product
+in the weight's dtype, cast it, and add it: with bfloat16 weights and float32 gradients 20 bytes an element, not 8.
+
+What a forward pass records to is the only ambient state, a context variable of the calling thread. The backward pass,
+which on an accelerator runs in autograd's threads, reads it from `ctx`; a recomputed forward needs none.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,9 +35,80 @@ Compute = Callable[..., Tensor]
 """Computes a weight's gradient, or one summand of it, from tensors."""
 
 
+class Addable(ABC):
+    """A `Compute` that can add its summand to a sum without writing it first, in the sum's dtype."""
+
+    @abstractmethod
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """The summand (the weight's shape), in the dtype of what it is computed from."""
+
+    @abstractmethod
+    def in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+        """The summand (the weight's shape) in a dtype that is at least as wide."""
+
+    @abstractmethod
+    def add_to(self, summed: Tensor, *tensors: Tensor) -> None:
+        """Add the summand to a contiguous tensor of its shape, of a dtype that is at least as wide."""
+
+
+@dataclass(frozen=True)
+class MatrixProduct(Addable):
+    """A summand (rows, columns) that is the matrix product of two `factors` made from the tensors."""
+
+    factors: Callable[..., tuple[Tensor, Tensor]]
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """The product (rows, columns) in the dtype of the factors."""
+        return torch.mm(*self.factors(*tensors))
+
+    def in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+        """The product (rows, columns) in a dtype."""
+        a, b = self.factors(*tensors)
+        if dtype != a.dtype and _has_wide_product(a, dtype):
+            return torch.mm(a, b, out_dtype=dtype)
+        return torch.mm(a.to(dtype), b.to(dtype))
+
+    def add_to(self, summed: Tensor, *tensors: Tensor) -> None:
+        """summed (rows, columns) += the product, in its epilogue."""
+        a, b = self.factors(*tensors)
+        if summed.dtype != a.dtype and _has_wide_product(a, summed.dtype):
+            torch.addmm(summed, a, b, out_dtype=summed.dtype, out=summed)
+        else:
+            torch.addmm(summed, a.to(summed.dtype), b.to(summed.dtype), out=summed)
+
+
+FUSED = {"cuda"}
+"""Types of devices on which summands are added without being written: on a CPU torch's products have no such dtype."""
+
+
+def add_to_grad(weight: Tensor, compute: Compute, *tensors: Tensor) -> Tensor | None:
+    """
+    Add a summand to the gradient of a leaf (its shape) if it is `Addable`, and return None; else return it.
+
+    It is returned, too, where `.grad` is None and where hooks of the weight wait for it, in the dtype in which
+    gradients are summed.
+    """
+    if not isinstance(compute, Addable) or weight.device.type not in FUSED:
+        return compute(*tensors)
+    grad: Tensor | None = weight.grad
+    if grad is None or not grad.is_contiguous() or _has_hooks(weight):
+        return compute.in_dtype(weight.grad_dtype or tensors[0].dtype, *tensors)
+    compute.add_to(grad, *tensors)
+    return None
+
+
+def _has_hooks(weight: Tensor) -> bool:
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+
+
+def _has_wide_product(a: Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies such factors into a result of this dtype."""
+    return a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32
+
+
 class WeightGradient(Protocol):
     """
-    Computes a weight's gradient from tensors and returns it, or defers that and returns None.
+    Computes a weight's gradient from tensors and returns it, or defers that or adds it by itself, and returns None.
 
     Deferred tensors are held until the gradient is computed. Pass them detached, or they hold the autograd graph.
     """
@@ -73,26 +153,32 @@ class DeferredGrad:
         """Drop what is queued, and the tensors that it holds."""
         self._pending = []
 
-    def compute(self) -> Tensor:
+    def compute(self) -> Tensor | None:
         """
-        Compute the queued summands and return their sum (any shape, the weight's); empties the queue.
+        Compute the queued summands and return the sum (any shape, the weight's) of those that are not added already.
+
+        Empties the queue.
 
         Raises ChangedInPlaceError if a queued tensor was changed in place.
         """
         # Each summand is released before the next is computed, so that few exist at a time.
-        total = self._first()
+        total: Tensor | None = None
         while self._pending:
-            total = total + self._first()
+            summand = self._first()
+            if summand is not None:
+                total = summand if total is None else total + summand
         return total
 
-    def _first(self) -> Tensor:
-        """Remove the first summand from the queue and compute it, in the dtype in which gradients are summed."""
+    def _first(self) -> Tensor | None:
+        """Remove the first summand from the queue and add it to `.grad`, or compute it in the dtype of that sum."""
         compute, tensors, versions = self._pending.pop(0)
         if versions != [tensor._version for tensor in tensors]:
             raise ChangedInPlaceError(_changed_message(tensors, versions, self.weight))
-        summand = compute(*tensors)
         # A weight that is a view (a transpose) is no leaf; autograd casts its gradient when it reaches the leaf.
-        return summand.to(dtype=self.weight.grad_dtype) if self.weight.is_leaf else summand
+        if not self.weight.is_leaf:
+            return compute(*tensors)
+        summand = add_to_grad(self.weight, compute, *tensors)
+        return None if summand is None else summand.to(dtype=self.weight.grad_dtype)
 
 
 class Deferral:
@@ -132,21 +218,38 @@ class Deferral:
         return [each for each in deferred.values() if each]
 
 
-_deferral: ContextVar[Deferral | None] = ContextVar("deferral", default=None)
+class _Accumulation:
+    """Weight gradients are added when they are computed."""
+
+    def grad_for(self, weight: Tensor) -> WeightGradient:
+        """What adds a summand to the gradient of a weight (any shape)."""
+        return partial(add_to_grad, weight)
+
+
+_deferral: ContextVar[Deferral | _Accumulation | None] = ContextVar("deferral", default=None)
+
+
+def accumulating() -> "_Recording":
+    """
+    A context manager: what runs within it has one full backward pass, which adds gradients to `.grad`.
+
+    `torch.autograd.grad` would return None for weights whose gradients it is to return.
+    """
+    return _Recording(_Accumulation())
 
 
 class _Recording:
-    """The context of `recording`."""
+    """The context of `recording` and `accumulating`."""
 
     # A class, because a context manager made of a generator takes four times as long; each microbatch enters one.
 
     __slots__ = ("_deferral", "_token")
 
-    def __init__(self, deferral: Deferral) -> None:
+    def __init__(self, deferral: Deferral | _Accumulation) -> None:
         self._deferral = deferral
 
     def __enter__(self) -> None:
-        self._token: Token[Deferral | None] = _deferral.set(self._deferral)
+        self._token: Token[Deferral | _Accumulation | None] = _deferral.set(self._deferral)
 
     def __exit__(self, *_: object) -> None:
         _deferral.reset(self._token)

@@ -1,6 +1,6 @@
 """Linear layers and embeddings whose weight gradients can be deferred."""
 
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
+from drawloom.kernels.deferred_grads import Addable, MatrixProduct, WeightGradient, deferring, weight_gradient_of
 
 
 def linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -43,8 +43,7 @@ class _Linear(Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return torch.mm(grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+_weight_gradient = MatrixProduct(lambda grad, x: (grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1])))
 
 
 def embedding_eager(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -70,10 +69,29 @@ class _Embedding(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         (tokens,) = ctx.saved_tensors
-        return None, ctx.weight_gradient(partial(_embedding_gradient, ctx.rows), grad, tokens), None
+        return None, ctx.weight_gradient(_EmbeddingGradient(ctx.rows), grad, tokens), None
 
 
-def _embedding_gradient(rows: int, grad: Tensor, tokens: Tensor) -> Tensor:
-    """The gradients of all tokens, summed by their rows of the table: (rows, hidden_size)."""
-    summed: Tensor = torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)
-    return summed
+@dataclass(frozen=True)
+class _EmbeddingGradient(Addable):
+    """The gradients (..., hidden_size) of tokens (...), summed by their `rows` of the table: (rows, hidden_size)."""
+
+    rows: int
+
+    def __call__(self, grad: Tensor, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        summed: Tensor = torch.ops.aten.embedding_dense_backward(grad, tokens, self.rows, -1, False)
+        return summed
+
+    def in_dtype(self, dtype: torch.dtype, grad: Tensor, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        return self(grad.to(dtype), tokens)
+
+    def add_to(self, summed: Tensor, grad: Tensor, tokens: Tensor) -> None:  # type: ignore[override]
+        """Only the rows of these tokens are read and written, each once, so that the order of additions is fixed."""
+        ordered, places = tokens.reshape(-1).sort(stable=True)
+        begins = torch.ones_like(ordered, dtype=torch.bool)
+        begins[1:] = ordered[1:] != ordered[:-1]
+        number = begins.cumsum(0) - 1  # of each token among the different ones
+        sums = _EmbeddingGradient(len(ordered)).in_dtype(summed.dtype, grad.reshape(-1, grad.shape[-1])[places], number)
+        # There are fewer different tokens than tokens; the sums that are left over are zeros, added to any row.
+        rows = torch.arange(len(ordered), device=ordered.device, dtype=ordered.dtype) % self.rows
+        summed.index_add_(0, rows.scatter_(0, number, ordered), sums)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
+from drawloom.kernels.deferred_grads import MatrixProduct, WeightGradient, deferring, weight_gradient_of
 from drawloom.kernels.operation import accumulation_dtype
 
 MIN_CHUNK_TOKENS = 2048
@@ -126,8 +126,7 @@ def _in_chunks(
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
-def _weight_gradient(grad_logits: Tensor, hidden: Tensor) -> Tensor:
-    return grad_logits.T @ hidden
+_weight_gradient = MatrixProduct(lambda grad_logits, hidden: (grad_logits.T, hidden))
 
 
 def _chunks(tokens: int, vocab: int) -> Iterator[slice]:

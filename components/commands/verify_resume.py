@@ -11,9 +11,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import attrs
@@ -47,14 +48,15 @@ def main(options: argparse.Namespace, project: Project) -> int:
     if options.steps < 4:
         raise UserError(f"{options.steps} steps are too few to kill a run half-way; take at least 4", 2)
     graph = project.graph(project.load(options.recipe, options.overlay, options.words)).or_error()
-    place = Path(tempfile.mkdtemp(prefix="verify-resume-"))
-    try:
-        runs = Runs(place, _command(options, graph), options.steps)
-        runs.straight()
-        killed = runs.killed_and_resumed()
-    except BaseException:
-        shutil.rmtree(place)
-        raise
+    with _signals_raise():
+        place = Path(tempfile.mkdtemp(prefix="verify-resume-"))
+        try:
+            runs = Runs(place, _command(options, graph), options.steps)
+            runs.straight()
+            killed = runs.killed_and_resumed()
+        except BaseException:
+            shutil.rmtree(place)
+            raise
     half = options.steps // 2
     print_text(
         f"{options.steps} steps without interruption, and {half} steps, a kill after step {killed}, and the rest:"
@@ -68,6 +70,24 @@ def main(options: argparse.Namespace, project: Project) -> int:
     print_text(f"bit-identical: {_compared(place / 'straight')}")
     shutil.rmtree(place)
     return 0
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Signals to end raise SystemExit, so that the run, which gets none in its session, is killed and removed."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    handled = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in handled:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in handled.items():
+            signal.signal(number, handler)
 
 
 @attrs.frozen

@@ -23,16 +23,24 @@ class ComputeDevice:
     _backend: Literal["auto", "gloo", "nccl"] = setting(
         default="auto", alias="backend", doc="backend of torch.distributed; auto is nccl on cuda and gloo on cpu"
     )
+    tf32: bool = setting(
+        default=False,
+        impact="changes_training",
+        doc="whether a GPU multiplies float32 in TF32: 10 bits of fraction and not 23, sums in float32, much faster",
+    )
     threads: int | None = setting(default=None, check=at_least(1), doc="CPU threads of one operation; default: torch's")
 
     _threads_before: int | None = attrs.field(init=False, default=None)
     _cuda_before: int | None = attrs.field(init=False, default=None)
+    _products_before: str | None = attrs.field(init=False, default=None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """NCCL connects GPUs only."""
+        """NCCL connects GPUs only, and only they have TF32."""
         if node.settings["kind"] == "cpu" and node.settings["backend"] == "nccl":
             yield node.problem("backend", "'nccl' connects GPUs, and kind is 'cpu'", "write 'gloo' or 'auto'")
+        if node.settings["kind"] == "cpu" and node.settings["tf32"]:
+            yield node.problem("tf32", "GPUs multiply in TF32, and kind is 'cpu'", "remove tf32")
 
     @cached_property
     def device(self) -> torch.device:
@@ -53,8 +61,13 @@ class ComputeDevice:
             self._check_gpu()
             self._cuda_before = torch.cuda.current_device()
             torch.cuda.set_device(self.device)
+            # "high" is TF32 for torch's products, attention by flex, and kernels/triton, which ask torch.
+            self._products_before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
             # autograd's thread for the device binds no CUDA context by itself, and cuBLAS warns of it (torch 2.11)
             torch.autograd.backward(2 * torch.ones((), device=self.device, requires_grad=True))
+        elif self.kind == "cpu" and self.tf32:
+            raise UserError("GPUs multiply in TF32, and kind is 'cpu'; remove tf32", exit_code=2)
         elif self.backend == "nccl":
             raise UserError("the device is the CPU, and backend 'nccl' connects GPUs only; write backend = 'gloo'", 2)
         if self.threads is not None:
@@ -62,13 +75,16 @@ class ComputeDevice:
             torch.set_num_threads(self.threads)
 
     def close(self) -> None:
-        """Restore torch's number of threads and current GPU."""
+        """Restore torch's number of threads, current GPU and float32 products."""
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
         if self._cuda_before is not None:
             torch.cuda.set_device(self._cuda_before)
             self._cuda_before = None
+        if self._products_before is not None:
+            torch.set_float32_matmul_precision(self._products_before)
+            self._products_before = None
 
     def memory(self) -> int:
         """Peak memory of this process so far, in bytes: allocated by torch on a GPU, resident (RSS) on a CPU."""

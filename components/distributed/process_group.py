@@ -29,6 +29,14 @@ class SingleProcess:
         """A list of the value, after a round trip through JSON as with more ranks."""
         return [json.loads(json.dumps(value))]
 
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """A list of the tensor, of any shape."""
+        return [tensor]
+
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """The only part, of any shape."""
+        return parts[0]
+
 
 class TorchGroup:
     """
@@ -75,6 +83,18 @@ class TorchGroup:
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         texts = self._gather(padded.to(self.device))
         return [json.loads(each[:n].cpu().numpy().tobytes()) for each, n in zip(texts, lengths, strict=True)]
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """All-gather tensors of one shape and dtype: those of all ranks, by rank."""
+        return [each.to(tensor.device) for each in self._gather(tensor.detach().to(self.device).contiguous())]
+
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum over the ranks of the part for this rank; each rank has contiguous parts of one shape for all."""
+        moved = [part.to(self.device) for part in parts]
+        found = torch.empty_like(moved[0])
+        with peer_errors(self._monitor, "a reduce-scatter", self.name, self.ranks):
+            dist.reduce_scatter(found, moved, group=self._handle)
+        return found.to(parts[0].device)
 
     def device_mesh(self) -> Any:
         """The group as a DeviceMesh of torch, of one dimension."""

@@ -82,7 +82,8 @@ class Synchronize:
         sums = torch.stack([losses.total, losses.weight])
         self.mesh.group("pipeline").sum(sums)
         # Filled on the device: a copy of a number of the host's would wait for the device.
-        sums = torch.cat([sums, torch.full_like(sums[:1], tokens)])
+        # Ranks that share rows out count the same tokens.
+        sums = torch.cat([sums, torch.full_like(sums[:1], tokens / self.mesh.size("context"))])
         self.mesh.group(*DATA).sum(sums)
         return sums
 

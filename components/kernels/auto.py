@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from drawloom.components.kernels.choosing import GPU, OPERATIONS, TRITON, Chosen, choose, load
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.distributed import Device
+from drawloom.components.ports.model import RowPart
 from drawloom.graph import between, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
@@ -125,12 +126,18 @@ class AutoKernels:
         """RMSNorm by head, then `rope`: q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim)."""
         return self._functions["qk_norm_rope"](q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
-    def attention_mask(self, documents: Tensor, window: int | None = None) -> Any:
-        """The mask that `attention` takes, from document ids int64 (rows, length)."""
-        return self._functions["attention"].mask(documents, window)
+    def attention_mask(self, documents: Tensor, window: int | None = None, part: RowPart | None = None) -> Any:
+        """The mask that `attention` takes, from document ids int64 (rows, length), or a `part` of each row's."""
+        make = self._functions["attention"].mask
+        if part is None:
+            return make(documents, window)
+        return PartMask(make(part.gather(documents), window, part.places), part)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """Causal attention within documents: q (rows, length, heads, head_dim), k and v with kv_heads."""
+        if isinstance(mask, PartMask):
+            k, v = torch.split(mask.part.gather(torch.cat([k, v], 2)), k.shape[2], 2)
+            mask = mask.whole
         return self._functions["attention"].attend(q, k, v, mask)  # type: ignore[no-any-return]
 
     def linear_cross_entropy(
@@ -159,6 +166,13 @@ class AutoKernels:
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
         """Rows x (rows, inputs) times their experts' matrices weight (experts, inputs, outputs), or transposed."""
         return self._functions["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
+
+
+class PartMask(NamedTuple):
+    """The mask of this rank's queries and the whole rows' keys, and the part that the queries are of each row."""
+
+    whole: Any
+    part: RowPart
 
 
 def _kind(node: NodeView) -> str:

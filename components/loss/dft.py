@@ -30,4 +30,4 @@ class Dft:
         losses, _ = head.token_losses(hidden, batch.targets)
         plain = losses.detach()  # a factor without a gradient: the probability is exp(-plain)
         total = (losses * (-plain).exp() * batch.weights).sum()
-        return total, batch.weights.sum(), {"cross_entropy": (plain * batch.weights).sum()}
+        return total, batch.weights.double().sum(), {"cross_entropy": (plain * batch.weights).sum()}

@@ -50,7 +50,7 @@ class NextToken:
             with torch.no_grad():
                 correct = head.map_logits(_is_likeliest, hidden, batch.targets)
             sums["accuracy"] = (correct * batch.weights).sum()
-        return total, batch.weights.sum(), sums
+        return total, batch.weights.double().sum(), sums
 
 
 def _is_likeliest(logits: Tensor, targets: Tensor) -> Tensor:

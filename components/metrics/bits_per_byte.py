@@ -26,7 +26,7 @@ class BitsPerByte:
     tokenizer: Tokenizer
     of: str = setting(default="cross_entropy", doc="the named sum of the loss that is a cross entropy in nats")
 
-    accumulators: ClassVar[Mapping[str, Accumulator]] = {"nats": Accumulator(), "bytes": Accumulator()}
+    accumulators: ClassVar[Mapping[str, Accumulator]] = {"nats": Accumulator(), "bytes": Accumulator(of="rows")}
     _table: Tensor = attrs.field(init=False, default=None)
 
     def open(self) -> None:

@@ -58,11 +58,11 @@ def _packed(
     device: torch.device,
 ) -> Iterator[Tensor]:
     """This rank's parts of one op, flat: what changes nothing where it has none, or where another rank counts."""
-    first_replica = mesh.replicas.rank == 0
+    counts = {"data": True, "rows": mesh.index("context") == 0, "model": mesh.replicas.rank == 0}
     for accumulators, given in parts:
         for name, each in accumulators.items():
             if each.op == op:
-                has_part = name in given and (op != "sum" or each.of == "data" or first_replica)
+                has_part = name in given and (op != "sum" or counts[each.of])
                 part = given[name] if has_part else each.identity()
                 # Parts that are on the CPU, such as counts, wait for a GPU's queue unless they are copied like this.
                 part = part.detach().to(device, torch.float64, non_blocking=device.type == "cuda")

@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.distributed.context import ContextPart
 from drawloom.components.pipeline.program.builders import forward_only
 from drawloom.components.pipeline.program.lowering import lower, with_shard_actions
 from drawloom.components.pipeline.runtime.layer_partition import constraint_problems
@@ -46,6 +47,7 @@ class Executor:
         for mesh, schedule, stages in zip(*map(node.neighbours, ("mesh", "schedule", "stages")), strict=True):
             for model in stages.neighbours("model"):
                 yield from constraint_problems(schedule, mesh, model)
+                yield from misfits_of_context(mesh, model)
         for stages, loss in zip(node.neighbours("stages"), node.neighbours("objective"), strict=True):
             for other in stages.neighbours("loss"):
                 if other.name != loss.name:
@@ -105,8 +107,14 @@ class Executor:
         return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device), state)
 
     def _inputs(self, batch: Batch) -> MicrobatchInputs:
-        moved: Batch = self._moved(batch)
-        return MicrobatchInputs(*self.objective.inputs(moved), moved)
+        group = self.mesh.group("context")
+        if group.size == 1:
+            moved: Batch = self._moved(batch)
+            return MicrobatchInputs(*self.objective.inputs(moved), moved)
+        part = ContextPart.of(batch.tokens.shape[1], group)
+        moved, part = self._moved((part.cut(batch), part))
+        tokens, shared = self.objective.inputs(moved)
+        return MicrobatchInputs(tokens, attrs.evolve(shared, part=part), moved)
 
     def _moved(self, tree: Any) -> Any:
         device = self.device.device
@@ -132,6 +140,20 @@ class Executor:
         shards = {stage.index: stage.shards for stage in self.stages.local if stage.shards is not None}
         gathered = {index for index, each in shards.items() if not each.by_block}
         return with_shard_actions(line, gathered, shards.keys())
+
+
+def misfits_of_context(mesh: NodeView, model: NodeView) -> Iterator[Problem]:
+    """Models that need whole rows, which ranks along `context` do not have."""
+    if mesh.settings.get("context", 1) == 1:
+        return
+    rope = model.settings.get("rope_parameters") or model.settings.get("rope_scaling")
+    needs = {
+        "a router's loss is computed from whole rows": "num_experts" in model.settings,
+        "dynamic positions depend on the length of whole rows": getattr(rope, "rope_type", "") == "dynamic",
+    }
+    for why, applies in needs.items():
+        if applies:
+            yield mesh.problem("context", f"ranks along 'context' share rows out, and {why}", "write context = 1")
 
 
 def split_stages(program: RankProgram) -> set[int]:

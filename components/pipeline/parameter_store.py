@@ -2,9 +2,10 @@
 Masters and compute copies: what the optimizer keeps of a parameter, and what layers multiply with.
 
 A module's own parameter is the compute copy, cast from its master once a step. Copies persist, so that their addresses
-can be captured. Autograd sums the gradients of microbatches in `Tensor.grad_dtype` on the copy; after the last one the
-sum becomes the master's `.grad`, and nothing is copied. Micikevicius et al. 2018, "Mixed Precision Training", arXiv
-1710.03740, section 3.1, without the loss scaling, which bfloat16 does not need.
+can be captured. The gradients of microbatches are summed in `Tensor.grad_dtype` on the copy, by autograd, or on a GPU
+by the product itself (`kernels/deferred_grads.py`); after the last one the sum becomes the master's `.grad`, and
+nothing is copied. Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740, section 3.1, without the loss
+scaling, which bfloat16 does not need.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

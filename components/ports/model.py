@@ -23,18 +23,32 @@ class LayerRange:
     head: bool
 
 
+class RowPart(Protocol):
+    """The tokens that this rank has of each row, where ranks share rows out."""
+
+    @property
+    def places(self) -> Tensor:
+        """The numbers of these tokens in the row, int64 (tokens,), ascending."""
+        ...
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole rows (rows, length, ...) from every rank's part (rows, tokens, ...), differentiable."""
+        ...
+
+
 @attrs.frozen
 class BatchContext:
     """
     What every stage of a pipeline sees of a microbatch: positions and document ids, int64 (rows, length).
 
     `weights`, float32 (rows, length), says how much each token counts for losses inside of the model, such as a
-    router's; without them there are none, as in inference.
+    router's; without them there are none, as in inference. `part` says which tokens of longer rows these are.
     """
 
     positions: Tensor
     document_ids: Tensor
     weights: Tensor | None = None
+    part: RowPart | None = None
 
 
 class Head(Protocol):
@@ -173,12 +187,13 @@ class Kernels(Protocol):
         """
         ...
 
-    def attention_mask(self, documents: Tensor, window: int | None = None) -> Any:
+    def attention_mask(self, documents: Tensor, window: int | None = None, part: RowPart | None = None) -> Any:
         """
         Which tokens see which, in the form that `attention` takes; made once for all layers that see a microbatch.
 
         documents int64 (rows, length): a token sees itself and those before it that have its number; with a window
-        `window` tokens at most, itself included.
+        `window` tokens at most, itself included. With a `part`, documents are those of its tokens, and the mask is for
+        them as queries and for the keys of whole rows, which `attention` gathers.
         """
         ...
 

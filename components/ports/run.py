@@ -232,13 +232,14 @@ class Accumulator:
     """
     A float64 tensor of fixed shape that is combined over ranks at each step.
 
-    `of` says which ranks have a part in a sum: "data" is what replicas see differently, such as losses, and "model" is
-    what they hold alike, such as norms of gradients, of which one replica's is taken.
+    `of` says which ranks have a part in a sum: "data" is what ranks see differently, such as losses, "rows" is what is
+    counted from whole rows, which ranks along `context` share out, and "model" is what replicas hold alike, such as
+    norms of gradients, of which one replica's is taken.
     """
 
     op: Literal["sum", "max", "min"] = "sum"
     shape: tuple[int, ...] = ()
-    of: Literal["data", "model"] = "data"
+    of: Literal["data", "rows", "model"] = "data"
 
     def identity(self) -> torch.Tensor:
         """What changes nothing when it is combined: the part of a rank that has none."""
@@ -355,6 +356,10 @@ class Stop(Protocol):
 
     def agreed(self) -> int:
         """The number of a signal that any rank received, 0 if none; a collective, equal on all ranks."""
+        ...
+
+    def raise_at_once(self) -> None:
+        """Called after the last step, when all state is saved: from now on a signal raises SystemExit at once."""
         ...
 
 

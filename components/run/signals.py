@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Set
 from contextlib import suppress
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import attrs
 import torch
@@ -28,6 +28,7 @@ HANDLED = (signal.SIGINT, signal.SIGTERM)
 # seconds in which a repeated signal is ignored: a cluster signals every process of a job, and torchrun forwards it
 DEBOUNCE = 1.0
 NOTICE = b"\nstopping after this step; a second signal ends at once\n"
+FINAL_GRACE = 5.0  # seconds to end in after training, when nothing has to be saved
 ABANDONED = "the run did not end within %g s after signal %d, so it is killed; committed checkpoints are intact"
 
 log = logging.getLogger("drawloom.run")
@@ -85,6 +86,7 @@ class Signals:
     Handles SIGINT and SIGTERM while the run is open: the first stops the run after its step, a later one at once.
 
     A process that has not ended after `grace` seconds exits without saving; the run resumes from its last checkpoint.
+    After the last step, in a final task such as a sample or an export, a signal ends the run at once.
     Outside the main thread, where Python can't set signal handlers, no signal is handled.
     """
 
@@ -98,6 +100,8 @@ class Signals:
     debounce: float = attrs.field(init=False, default=DEBOUNCE)
     _before: dict[int, Any] = attrs.field(init=False, factory=dict)
     _received: int = attrs.field(init=False, default=0)
+    _finishing: bool = attrs.field(init=False, default=False)
+    _raised: bool = attrs.field(init=False, default=False)
     _reader: _SignalReader | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
@@ -124,15 +128,30 @@ class Signals:
         self.mesh.world.max(largest)
         return int(largest)
 
+    def raise_at_once(self) -> None:
+        """From now on a signal raises SystemExit in the main thread; one that was received before does so here."""
+        self._finishing = True
+        if self._received:
+            self._raise(self._received)
+
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         """The signal handler: runs in the main thread, perhaps late."""
         self._received = self._received or number
+        if self._finishing and not self._raised:  # a later signal interrupts no cleanup; it ends the process
+            self._raise(number)
+
+    def _raise(self, number: int) -> NoReturn:
+        self._raised = True
+        log.info("stopped by signal %d after training; the same command completes the run", number)
+        raise SystemExit(128 + number)
 
     def _on_signal(self, number: int, count: int) -> float | None:
         """Runs in the reader's thread, at once: the grace period at the first signal, None at later ones."""
         if count > 1:
             self.exit(128 + number)
             return None
+        if self._finishing:
+            return min(self.grace, FINAL_GRACE)
         self._received = self._received or number
         if self.mesh.world.rank == 0:
             with suppress(OSError):

@@ -63,6 +63,7 @@ class Trainer:
             log.info("resuming after step %d", done)
         for index in range(done + 1, self.steps + 1):
             self._run_step(Step(index, self.steps))
+        self.stop.raise_at_once()
         self._finish(last)
         self.events.emit(Event("run_ended"))
         self._fail_if_skipped()

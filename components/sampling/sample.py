@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
@@ -31,17 +32,20 @@ class Sample:
 
     def is_finished(self, step: int) -> bool:
         """Whether rank 0 finds a text of this step; equal on all ranks."""
-        return bool(self.mesh.world.gather_json(self._holds(step))[0])
+        return bool(run_on_rank0(self.mesh.world, lambda: self._holds(step)))
 
     def finish(self, step: int) -> None:
-        """Sample the text on the first pipeline, and write it on rank 0."""
-        if self.mesh.replicas.rank != 0:
-            return
+        """Sample the text on the first pipeline, and write it on rank 0. A collective: all ranks call it."""
+        text = self._sampled() if self.mesh.replicas.rank == 0 else ""
+        run_on_rank0(self.mesh.world, lambda: self._write(step, text))
+
+    def _sampled(self) -> str:
         prompt = [int(token) for token in self.tokenizer.encode(self.prompt)] or [self.tokenizer.eos_id]
-        text = self.prompt + self.tokenizer.decode(list(self._sampler().continued(prompt, self.tokens)))
-        if self.mesh.world.rank == 0:
-            log.info("a sample:\n%s", text)
-            replace_file(self._target, f"{_heading(step)}{text}\n".encode())
+        return self.prompt + self.tokenizer.decode(list(self._sampler().continued(prompt, self.tokens)))
+
+    def _write(self, step: int, text: str) -> None:
+        log.info("a sample:\n%s", text)
+        replace_file(self._target, f"{_heading(step)}{text}\n".encode())
 
     def _sampler(self) -> Sampler:
         return Sampler(

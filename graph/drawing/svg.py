@@ -52,10 +52,16 @@ def text(x: float, y: float, words: str, size: float, colour: str = INK, more: s
     return f'<text x="{n(x)}" y="{n(y)}" font-size="{n(size)}" fill="{colour}"{more}>{safe(words)}</text>'
 
 
+def haloed(x: float, y: float, words: str, size: float, colour: str, more: str = "") -> Iterator[str]:
+    """Text over lines: first its outline in white, as an element: not all renderers know `paint-order`."""
+    yield text(x, y, words, size, "none", more + HALO)
+    yield text(x, y, words, size, colour, more)
+
+
 BOLD_TEXT = ' font-weight="bold"'
 MIDDLE = ' text-anchor="middle"'
 END = ' text-anchor="end"'
-HALO = ' stroke="#fff" stroke-width="3" stroke-linejoin="round" paint-order="stroke"'
+HALO = ' stroke="#fff" stroke-width="3" stroke-linejoin="round" aria-hidden="true"'
 
 
 def document(title: str, width: float, height: float, body: Iterable[str]) -> str:
@@ -168,7 +174,7 @@ class _WiringDrawing:
             area = (left, y - LABEL, left + width, y + 2)
             if width < GAP - 3 * HEAD and not any(_overlap(area, other) for other in taken):
                 taken.append(area)
-                yield text(x, y, label, LABEL, self.colours[box].strong, more + HALO)
+                yield from haloed(x, y, label, LABEL, self.colours[box].strong, more)
 
     def _where_arrows_end(self) -> Iterator[Label]:
         for stop, labels in self._meeting(1).items():
@@ -263,7 +269,7 @@ class _StepDrawing:
 
     def _thread(self, thread: Thread, y: float, colour: Colour) -> Iterator[str]:
         first, last = self.middles[min(thread.touches)], self.middles[max(thread.touches)]
-        yield text(first - RADIUS - 7, y + 4, thread.title, VALUE, colour.strong, END + HALO)
+        yield from haloed(first - RADIUS - 7, y + 4, thread.title, VALUE, colour.strong, END)
         yield f'<path d="M{n(first)} {n(y)}H{n(last)}" stroke="{colour.strong}" stroke-width="3"/>'
         for number, verb in thread.touches.items():
             words = f"{self.step.members[number].name} {verb} {thread.value}"

@@ -3,6 +3,9 @@ Cut cross entropy in Triton: logits are computed in tiles in registers, and neve
 
 The backward pass writes the logits' gradients of some tokens at a time. Without filtering, they go through torch's
 matrix products; with it, through products over the tiles that are left. The weight's gradient is summed in float32.
+
+In float32 all products are torch's, which are several times as fast as Triton's, and by TF32 if torch is set to that.
+So the logits of some tokens at a time are written, too.
 """
 
 import torch
@@ -22,8 +25,8 @@ from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import cut_cross_entropy_kernels as kernels
 from drawloom.kernels.triton.primitives import addmm_fp32, check_floats, contiguous_last_dim
 
-TILE = (128, 256)
-"""Tokens and words of the vocabulary in a tile, where no filter sets other bounds."""
+TILE, TILE_OF_GIVEN = (128, 256), (32, 256)
+"""Tokens and words of the vocabulary in a tile, where no filter sets other bounds; and where logits are given."""
 
 STEP, CHANNELS = 64, 128
 """Channels of hidden states in one step of a tile of logits, and in a tile of their gradients."""
@@ -45,33 +48,39 @@ def cut_cross_entropy_triton(
 
 
 def _fake_forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None, tokens: int, words: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None, tokens: int, words: int, max_logits: int
 ) -> tuple[Tensor, Tensor]:
     lse = hidden.new_empty(len(hidden), dtype=torch.float32)
     return lse, torch.empty_like(lse)
 
 
 @register_kernel(
-    "cut_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, float? soft_cap, int tokens, int words)"
-    " -> (Tensor, Tensor)",
+    "cut_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, float? soft_cap, int tokens, int words, "
+    "int max_logits) -> (Tensor, Tensor)",
     fake=_fake_forward,
 )
 def _forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None, tokens: int, words: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None, tokens: int, words: int, max_logits: int
 ) -> tuple[Tensor, Tensor]:
     hidden, weight, targets = contiguous_last_dim(hidden), contiguous_last_dim(weight), targets.contiguous()
     lse = hidden.new_empty(triton.cdiv(len(weight), words), len(hidden), dtype=torch.float32)
     # A target that no tile holds keeps its NaN.
     target_logit = torch.where(targets < 0, 0.0, torch.nan)
-    if lse.numel():
-        kernels.lse_kernel[(triton.cdiv(len(hidden), tokens) * len(lse),)](
-            hidden,
+    if not lse.numel():
+        return lse.logsumexp(0), target_logit
+    given, cut = _is_given(hidden), Cut(tile=(tokens, words), max_logits=max_logits)
+    for chunk in chunks(len(hidden), len(weight), cut) if given else [slice(0, len(hidden))]:
+        part = hidden[chunk]
+        logits = part @ weight.T if given else None
+        kernels.lse_kernel[(triton.cdiv(len(part), tokens) * len(lse),)](
+            logits,
+            part,
             weight,
-            targets,
-            lse,
-            target_logit,
-            *(len(hidden), *weight.shape),
-            *(hidden.stride(0), weight.stride(0)),
+            targets[chunk],
+            lse[:, chunk],
+            target_logit[chunk],
+            *(len(part), *weight.shape),
+            *(0 if logits is None else logits.stride(0), part.stride(0), weight.stride(0), lse.stride(0)),
             soft_cap,
             TOKENS=tokens,
             WORDS=words,
@@ -79,7 +88,13 @@ def _forward(
             num_warps=WARPS,
             enable_fp_fusion=True,
         )
+        del logits  # or they would live until the next chunk's are computed
     return lse.logsumexp(0), target_logit
+
+
+def _is_given(hidden: Tensor) -> bool:
+    """Whether logits are made by torch's product, and given to the kernels."""
+    return hidden.dtype == torch.float32
 
 
 def _fake_backward(
@@ -132,7 +147,7 @@ def _backward(
         part, of_lse = hidden[chunk], None if grad_lse is None else grad_lse[chunk]
         inputs = part, weight, targets[chunk], lse[chunk], grad[chunk], of_lse
         grad_logits, active = _grad_logits(*inputs, cut, order)
-        if order is not None:
+        if order is not None and not _is_given(hidden):
             if needs_hidden:
                 _sparse_grad_hidden(grad_logits, active, weight, order, grad_hidden[chunk], cut)
             if needs_weight:
@@ -161,6 +176,8 @@ def _grad_logits(
     grad_logits = hidden.new_empty(tokens, triton.cdiv(len(weight), across) * across)[:, : len(weight)]
     tiles = triton.cdiv(tokens, height), triton.cdiv(len(weight), across)
     active = torch.ones(tiles, dtype=torch.int8, device=hidden.device)
+    if _is_given(hidden):
+        torch.mm(hidden.detach(), weight.detach().T, out=grad_logits)
     kernels.grad_logits_kernel[(active.numel(),)](
         hidden,
         weight,
@@ -178,6 +195,7 @@ def _grad_logits(
         TOKENS=height,
         WORDS=across,
         STEP=STEP,
+        GIVEN=_is_given(hidden),
         num_warps=WARPS,
         enable_fp_fusion=True,
     )
@@ -228,7 +246,11 @@ def _lists(active: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _forward_of(hidden: Tensor, weight: Tensor, targets: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
-    return _forward(hidden, weight, targets, cut.soft_cap, *TILE)  # type: ignore[no-any-return]
+    return _forward(hidden, weight, targets, cut.soft_cap, *_tile(hidden), cut.max_logits)  # type: ignore[no-any-return]
+
+
+def _tile(hidden: Tensor) -> tuple[int, int]:
+    return TILE_OF_GIVEN if _is_given(hidden) else TILE
 
 
 def _backward_of(
@@ -243,7 +265,7 @@ def _backward_of(
 ) -> tuple[Tensor | None, Tensor | None]:
     inputs = hidden, weight, targets, lse, grad, grad_lse
     # Only a filter needs the tile that the caller chose: it decides what is left out.
-    tile = cut.tile if cut.filter_eps else TILE
+    tile = cut.tile if cut.filter_eps else _tile(hidden)
     grad_hidden, grad_weight = _backward(*inputs, cut.soft_cap, cut.filter_eps, *tile, cut.max_logits, *needs)
     return grad_hidden if needs.hidden else None, grad_weight if needs.weight else None
 

@@ -1,7 +1,8 @@
 """
 The kernels of cut cross entropy: tiles of logits, and products with tiles of their gradients.
 
-A tile is `TOKENS` by `WORDS`, computed over the width of the hidden states in steps; sums are in float32. Programs that
+A tile is `TOKENS` by `WORDS`, computed over the width of the hidden states in steps, or read where logits are given;
+sums are in float32. Programs that
 run at the same time take the tokens of one tile of words, so that the weight is read once and the hidden states, which
 are few, come from the cache. Each program writes what is its own: nothing is locked or added atomically.
 """
@@ -14,10 +15,29 @@ import triton.language as tl
 
 @triton.jit
 def _logits(
-    hidden, weight, token, word, row, width, tokens, words, hidden_stride, weight_stride,
+    logits, hidden, weight, token, word, row, width, tokens, words, logits_stride, hidden_stride, weight_stride,
     soft_cap, TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,
 ):
     """A tile of logits, of these tokens and these rows of the weight."""
+    if logits is not None:
+        inside = (token < tokens)[:, None] & (word < words)[None, :]
+        total = tl.load(logits + token.to(tl.int64)[:, None] * logits_stride + row[None, :], mask=inside, other=0.0)
+    else:
+        total = _product(
+            hidden, weight, token, word, row, width, tokens, words, hidden_stride, weight_stride, TOKENS, WORDS, STEP,
+        )
+    if soft_cap is not None:
+        # tanh(x) = 2 sigmoid(2x) - 1: Triton has no tanh of its own.
+        total = soft_cap * (2.0 * tl.sigmoid(2.0 * total / soft_cap) - 1.0)
+    return total
+
+
+@triton.jit
+def _product(
+    hidden, weight, token, word, row, width, tokens, words, hidden_stride, weight_stride,
+    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,
+):
+    """A tile of hidden @ weight.T."""
     total = tl.zeros((TOKENS, WORDS), tl.float32)
     channel = tl.arange(0, STEP)
     token_at = hidden + token.to(tl.int64)[:, None] * hidden_stride
@@ -26,16 +46,14 @@ def _logits(
         inside = start + channel < width
         a = tl.load(token_at + (start + channel)[None, :], mask=(token < tokens)[:, None] & inside[None, :], other=0.0)
         b = tl.load(word_at + (start + channel)[:, None], mask=(word < words)[None, :] & inside[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
-    if soft_cap is not None:
-        # tanh(x) = 2 sigmoid(2x) - 1: Triton has no tanh of its own.
-        total = soft_cap * (2.0 * tl.sigmoid(2.0 * total / soft_cap) - 1.0)
+        total = tl.dot(a, b, total)
     return total
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def lse_kernel(
-    hidden, weight, targets, lse, target_logit, tokens, words, width, hidden_stride, weight_stride, soft_cap,
+    logits, hidden, weight, targets, lse, target_logit, tokens, words, width,
+    logits_stride, hidden_stride, weight_stride, lse_stride, soft_cap,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,
 ):
     """For each token and tile of words log sum exp(logits), and the target's logit from the tile that has it."""
@@ -43,16 +61,16 @@ def lse_kernel(
     token = (tl.program_id(0) % across) * TOKENS + tl.arange(0, TOKENS)
     tile = tl.program_id(0) // across
     word = tile * WORDS + tl.arange(0, WORDS)
-    logits = _logits(
-        hidden, weight, token, word, word, width, tokens, words, hidden_stride, weight_stride, soft_cap,
-        TOKENS, WORDS, STEP,
+    values = _logits(
+        logits, hidden, weight, token, word, word, width, tokens, words, logits_stride, hidden_stride, weight_stride,
+        soft_cap, TOKENS, WORDS, STEP,
     )
-    logits = tl.where((word < words)[None, :], logits, -float("inf"))
-    largest = tl.max(logits, 1)
-    total = largest + tl.log(tl.sum(tl.exp(logits - largest[:, None]), 1))
-    tl.store(lse + tile.to(tl.int64) * tokens + token, total, mask=token < tokens)
+    values = tl.where((word < words)[None, :], values, -float("inf"))
+    largest = tl.max(values, 1)
+    total = largest + tl.log(tl.sum(tl.exp(values - largest[:, None]), 1))
+    tl.store(lse + tile.to(tl.int64) * lse_stride + token, total, mask=token < tokens)
     target = tl.load(targets + token, mask=token < tokens, other=-1)
-    own = tl.sum(tl.where(word[None, :] == target[:, None], logits, 0.0), 1)
+    own = tl.sum(tl.where(word[None, :] == target[:, None], values, 0.0), 1)
     # Each target lies in one tile, so no two programs write the same element.
     here = (target >= tile * WORDS) & (target < tl.minimum((tile + 1) * WORDS, words))
     tl.store(target_logit + token, own, mask=here)
@@ -62,10 +80,12 @@ def lse_kernel(
 def grad_logits_kernel(
     hidden, weight, order, targets, lse, grad, grad_lse, grad_logits, active, tokens, words, width,
     hidden_stride, weight_stride, logits_stride, grad_stride, soft_cap, filter_eps,
-    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,
+    TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, GIVEN: tl.constexpr,
 ):
     """
     Gradients of logits, words in the given order, and which tiles hold any that counts; the others are not written.
+
+    Where logits are `GIVEN` in place of their gradients, these replace them where they are, 0 where none counts.
     """
     across = tl.cdiv(tokens, TOKENS)
     down = tl.program_id(0) % across
@@ -76,8 +96,8 @@ def grad_logits_kernel(
     if order is not None:
         row = tl.load(order + word, mask=word < words, other=0)
     logits = _logits(
-        hidden, weight, token, word, row, width, tokens, words, hidden_stride, weight_stride, soft_cap,
-        TOKENS, WORDS, STEP,
+        grad_logits if GIVEN else None, hidden, weight, token, word, row, width, tokens, words,
+        logits_stride, hidden_stride, weight_stride, soft_cap, TOKENS, WORDS, STEP,
     )
     inside = (token < tokens)[:, None] & (word < words)[None, :]
     total = tl.load(lse + token, mask=token < tokens, other=0.0)
@@ -92,7 +112,7 @@ def grad_logits_kernel(
             size = tl.maximum(size, probs)
         alive = tl.max(size) >= filter_eps
         tl.store(active + down * tl.cdiv(words, WORDS) + tile, alive.to(tl.int8))
-    if alive:
+    if GIVEN or alive:
         factor = tl.load(grad + token.to(tl.int64) * grad_stride, mask=token < tokens, other=0.0)
         values *= factor.to(tl.float32)[:, None]
         if grad_lse is not None:
@@ -102,9 +122,13 @@ def grad_logits_kernel(
             share = logits / soft_cap
             values *= 1.0 - share * share
         values = tl.where(inside, values, 0.0)
-        at = grad_logits + token.to(tl.int64)[:, None] * logits_stride + word[None, :]
-        # The padding of a row is written too: torch's bfloat16 matmul on a CPU reads it, and NaN * 0 is NaN.
-        tl.store(at, values.to(grad_logits.dtype.element_ty), mask=(token < tokens)[:, None])
+        if GIVEN:
+            at = grad_logits + token.to(tl.int64)[:, None] * logits_stride + row[None, :]
+            tl.store(at, tl.where(alive, values, 0.0), mask=inside)
+        else:
+            at = grad_logits + token.to(tl.int64)[:, None] * logits_stride + word[None, :]
+            # The padding of a row is written too: torch's bfloat16 matmul on a CPU reads it, and NaN * 0 is NaN.
+            tl.store(at, values.to(grad_logits.dtype.element_ty), mask=(token < tokens)[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -125,7 +149,7 @@ def grad_hidden_kernel(
         a = tl.load(grad_logits + token.to(tl.int64)[:, None] * logits_stride + word[None, :], mask=inside, other=0.0)
         within = (word < words)[:, None] & (channel < width)[None, :]
         b = tl.load(weight + row.to(tl.int64)[:, None] * weight_stride + channel[None, :], mask=within, other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
+        total = tl.dot(a, b, total)
     at = result + token.to(tl.int64)[:, None] * result_stride + channel[None, :]
     tl.store(at, total.to(result.dtype.element_ty), mask=(token < tokens)[:, None] & (channel < width)[None, :])
 
@@ -152,5 +176,5 @@ def grad_weight_kernel(
         a = tl.load(grad_logits + token.to(tl.int64)[:, None] * logits_stride + word[None, :], mask=within, other=0.0)
         known = (token < tokens)[:, None] & (channel < width)[None, :]
         b = tl.load(hidden + token.to(tl.int64)[:, None] * hidden_stride + channel[None, :], mask=known, other=0.0)
-        total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
+        total = tl.dot(tl.trans(a), b, total)
     tl.store(at, total, mask=inside)

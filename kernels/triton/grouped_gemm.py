@@ -14,7 +14,7 @@ from drawloom.kernels.grouped_gemm import Implementation, grouped_gemm
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import grouped_gemm_blocks as blocks
 from drawloom.kernels.triton.grouped_gemm_blocks import MOST_ROWS, rows_of_tile
-from drawloom.kernels.triton.primitives import check_floats, next_power_of_2
+from drawloom.kernels.triton.primitives import check_floats, input_precision, next_power_of_2
 
 ROWS = (16, 128)
 """The least and the most rows of a tile: as many as an expert has on average, within what tensor cores run well."""
@@ -68,6 +68,7 @@ def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         ROWS=rows,
         COLUMNS=COLUMNS,
         STEP=STEP,
+        PRECISION=input_precision(),
         num_warps=WARPS if rows >= 64 else 4,
         enable_fp_fusion=True,
     )
@@ -102,6 +103,7 @@ def _matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         HEIGHT=COLUMNS,
         WIDTH=COLUMNS,
         STEP=STEP,
+        PRECISION=input_precision(),
         num_warps=WARPS,
         enable_fp_fusion=True,
     )
@@ -118,6 +120,7 @@ def _rows_of_a_tile(rows: int, num_experts: int) -> int:
 def _rows_kernel(
     x, weight, offsets, result, num_experts, inputs, outputs, x_row, x_channel, weight_expert, weight_row,
     weight_column, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     # fmt: on
     across = tl.cdiv(outputs, COLUMNS)
@@ -137,7 +140,7 @@ def _rows_kernel(
         a = tl.load(at, mask=inside[:, None] & (inner < inputs)[None, :], other=0.0)
         mask = (inner < inputs)[:, None] & (column < outputs)[None, :]
         b = tl.load(weight_at + inner.to(tl.int64)[:, None] * weight_row, mask=mask, other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
+        total = tl.dot(a, b, total, input_precision=PRECISION)
     at = result + row.to(tl.int64)[:, None] * outputs + column[None, :]
     tl.store(at, total.to(result.dtype.element_ty), mask=inside[:, None] & (column < outputs)[None, :])
 
@@ -147,6 +150,7 @@ def _rows_kernel(
 def _matrices_kernel(
     a, b, offsets, result, down, across, height, width, a_row, a_channel, b_row, b_channel,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     # fmt: on
     expert = tl.program_id(0) // (down * across)
@@ -162,7 +166,7 @@ def _matrices_kernel(
         left = tl.load(at, mask=(row < end)[None, :] & (of_a < height)[:, None], other=0.0)
         at = b + row.to(tl.int64)[:, None] * b_row + of_b.to(tl.int64)[None, :] * b_channel
         right = tl.load(at, mask=(row < end)[:, None] & (of_b < width)[None, :], other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
+        total = tl.dot(left, right, total, input_precision=PRECISION)
     at = result + (expert.to(tl.int64) * height + of_a[:, None]) * width + of_b[None, :]
     tl.store(at, total.to(result.dtype.element_ty), mask=(of_a < height)[:, None] & (of_b < width)[None, :])
 

@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.cut_cross_entropy import EXACT, Needs
-from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
+from drawloom.kernels.deferred_grads import MatrixProduct, WeightGradient, deferring, weight_gradient_of
 from drawloom.kernels.linear_cross_entropy import skip_unused_grads, split_grads, weighted
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.cut_cross_entropy import TRITON
@@ -100,7 +100,9 @@ class _WholeLogits(Function):
         grad_hidden = None if weight is None else _hidden_gradient(grad_logits, weight, *inputs)
         grad_weight = None
         if hidden is not None:
-            grad_weight = ctx.weight_gradient(_weight_gradient, grad_logits, hidden.detach(), *inputs)
+            is_product = grad_lse is None and hidden.dtype != torch.float16
+            compute = _WEIGHT_PRODUCT if is_product else _weight_gradient
+            grad_weight = ctx.weight_gradient(compute, grad_logits, hidden.detach(), *inputs)
         return grad_hidden, grad_weight, None, None, None, None
 
 
@@ -127,6 +129,10 @@ def _weight_gradient(
     # Unlike index_add_, which adds in any order on a GPU, this gives the same bits each time.
     on_targets: Tensor = torch.ops.aten.embedding_dense_backward(rows, targets, grad_logits.shape[1], -1, False)
     return (result + on_targets).to(result.dtype)
+
+
+_WEIGHT_PRODUCT = MatrixProduct(lambda grad_logits, hidden, grad: (grad_logits.T, (hidden * grad).to(hidden.dtype)))
+"""What `_weight_gradient` gives where no loss depends on lse, but for float16, whose small factors would be lost."""
 
 
 def _scaled_product(grad_logits: Tensor, hidden: Tensor, grad: Tensor) -> Tensor:
@@ -200,8 +206,9 @@ def _from_scratch(ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None)
 
 
 def _scaled(of_weight: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
-    """Without tokens there is no factor, and the gradient is zero."""
-    return (of_weight * factor if len(factor) else of_weight).to(weight.dtype)
+    """In the dtype in which gradients are summed; without tokens there is no factor, and the gradient is zero."""
+    dtype = weight.grad_dtype if weight.is_leaf else weight.dtype
+    return (of_weight * factor if len(factor) else of_weight).to(dtype=dtype)
 
 
 def _recomputed(

@@ -45,6 +45,11 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def input_precision() -> str:
+    """How tl.dot multiplies float32: "tf32" if torch does, else "ieee"; for narrower dtypes it says nothing."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
 def next_power_of_2(number: int) -> int:
     """The least power of two that is no less than a positive number."""
     return 1 << (number - 1).bit_length()

@@ -48,6 +48,16 @@ def test_steps_over_nccl_are_those_of_one_process(
         pipelines.assert_same_steps([each[number] for each in meshed], whole[case[1:]])
 
 
+def test_rows_that_gpus_share_out_have_the_gradients_of_one_process() -> None:
+    """Two GPUs with half of each row, whose lengths are those of documents: losses and gradients of one, in float64."""
+    cases: list[pipelines.Case] = [("gpipe", 2, True, False, "plain"), ("gpipe", 2, False, False, "tempered")]
+    common = "cuda", pipelines.FLOAT64, 3, 2, (8, 8)
+    (found,) = run_ranks(pipelines.steps, 1, cases, {}, *common, timeout=120)
+    meshed = run_ranks(pipelines.steps, 2, cases, {"context": 2}, *common, timeout=120)
+    for number in range(len(cases)):
+        pipelines.assert_same_steps([each[number] for each in meshed], found[number])
+
+
 def test_mixed_precision_on_shards_is_that_of_one_process() -> None:
     """With float32 masters and bfloat16 compute, shards have the losses and gradients of one process to bfloat16."""
     cases: list[pipelines.Case] = [("gpipe", 4, True, False, "plain")]

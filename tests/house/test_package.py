@@ -1,7 +1,9 @@
 """The four folders at the root are one import package, in the tree and in the wheel."""
 
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -22,6 +24,16 @@ def test_graph_needs_no_torch() -> None:
     """Importing the graph layer leaves torch out."""
     code = "import sys, drawloom.graph, drawloom.graph.cli.main; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src")})
+
+
+def test_constraints_pin_every_direct_dependency() -> None:
+    """`make` installs the same releases everywhere, and pip has nothing to choose."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    wanted = {re.split(r"[<>=;\[ ]", words)[0].lower() for group in groups for words in group}
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    pinned = {line.partition("==")[0].lower() for line in lines if "==" in line}
+    assert wanted - pinned == {"triton"}, "write the release that `pip freeze` shows into constraints.txt"
 
 
 def test_wheel_holds_every_module_and_recipe(tmp_path: Path) -> None:

@@ -94,3 +94,19 @@ def test_gradients(kv_heads: int) -> None:
     torch.testing.assert_close(found, expected, atol=0.01, rtol=0.01)
     grads = torch.autograd.grad(found.sum(), (q, k, v))
     torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), (q, k, v)), atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_part_of_the_queries_sees_what_it_sees_among_all(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For places from both ends of a row, the masks are those rows of the whole mask, and so is the result."""
+    monkeypatch.setattr("drawloom.kernels.attention_flex.BLOCK", 16)
+    document_ids = (torch.rand(2, 128) < 0.03).cumsum(1)
+    queries = torch.cat([torch.arange(24), torch.arange(104, 128)])
+    dense = causal_document_mask(document_ids, window)[:, :, queries]
+    assert torch.equal(causal_document_mask(document_ids, window, queries), dense)
+    mask = block_mask(document_ids, window, queries)
+    assert torch.equal(_dense_mask(mask), dense)
+    q, k, v = (torch.randn(2, 128, 2, 8) for _ in "qkv")
+    with torch.no_grad():
+        found = attention_flex(q[:, queries], k, v, mask)
+    torch.testing.assert_close(found, attention_eager(q[:, queries], k, v, dense), atol=1e-5, rtol=1e-5)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drawloom.kernels import deferred_grads
 from drawloom.kernels.cut_cross_entropy import cut_cross_entropy_eager
-from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, weight_gradient_of
+from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, accumulating, weight_gradient_of
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
@@ -42,7 +43,8 @@ def test_gradients_are_deferred_only_within_defer() -> None:
         assert ask_one(double, grad) is None
         assert ask_other(double, grad) is not None
     assert ask_one(double, grad) is not None
-    assert [(each.weight, each.compute().equal(2 * grad)) for each in deferral.take()] == [(one, True)]
+    [left] = deferral.take()
+    assert left.weight is one and torch.equal(left.compute(), 2 * grad)  # type: ignore[arg-type]
     assert deferral.take() == []
 
 
@@ -55,7 +57,8 @@ def test_summands_are_added_in_their_order() -> None:
     with deferral.defer():
         assert [ask(double, grad) for ask, grad in zip(uses, grads, strict=True)] == [None] * 3
     (deferred,) = deferral.take()
-    assert deferred.compute().equal(2 * grads[0] + 2 * grads[1] + 2 * grads[2])
+    total = deferred.compute()
+    assert total is not None and total.equal(2 * grads[0] + 2 * grads[1] + 2 * grads[2])
     assert not deferred
 
 
@@ -124,7 +127,8 @@ def test_computed_summands_are_added() -> None:
     deferred.add(part)
     deferred.queue(double, part)
     (each,) = deferral.take()
-    assert torch.equal(each.compute(), part + 2 * part)
+    total: Any = each.compute()
+    assert torch.equal(total, part + 2 * part)
 
 
 OPERATIONS: dict[str, tuple[tuple[int, ...], Callable[[nn.Parameter], Tensor]]] = {
@@ -155,3 +159,55 @@ def test_a_hook_on_a_node_sees_the_gradient_of_the_weight(name: str) -> None:
         assert list(torch.autograd.grad(plain.sum(), one, allow_unused=True)) == [None]
         (found,) = torch.autograd.grad(hooked.sum(), one)
     torch.testing.assert_close(found, 3 * expected)
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are added to gradients in their epilogue on a CPU too."""
+    monkeypatch.setattr(deferred_grads, "FUSED", {"cpu"})
+
+
+def _passes(linear: nn.Parameter, inputs: list[torch.Tensor]) -> list[int]:
+    """One backward pass for each input; where the gradient is in memory after each."""
+    places = []
+    for x in inputs:
+        with accumulating():
+            y = linear_eager(x, linear)
+        y.square().sum().backward()  # type: ignore[no-untyped-call]
+        assert linear.grad is not None
+        places.append(linear.grad.data_ptr())
+    return places
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("hooked", [False, True])
+def test_products_of_bfloat16_are_summed_in_float32(hooked: bool) -> None:
+    """
+    The sum over microbatches is that of products in float32, of which none is rounded to bfloat16, in one place.
+
+    Hooks of the weight see every gradient, which autograd then adds by itself.
+    """
+    torch.manual_seed(0)
+    linear = nn.Parameter(torch.randn(5, 7).bfloat16())
+    linear.grad_dtype = torch.float32
+    seen: list[torch.dtype] = []
+    if hooked:
+        hooks: Any = linear
+        hooks.register_hook(lambda grad: seen.append(grad.dtype))
+        hooks.register_post_accumulate_grad_hook(lambda _: None)
+    inputs = [torch.randn(3, 7).bfloat16() for _ in range(3)]
+    places = _passes(linear, inputs)
+    outputs = [x @ linear.detach().T for x in inputs]
+    expected = sum((2 * y).float().T @ x.float() for x, y in zip(inputs, outputs, strict=True))
+    torch.testing.assert_close(linear.grad, expected, rtol=1e-6, atol=1e-6)
+    assert len(set(places)) == 1 and seen == [torch.float32] * 3 * hooked
+
+
+@pytest.mark.usefixtures("fused")
+def test_a_gradient_that_is_asked_for_is_returned() -> None:
+    """Outside of `accumulating`, torch.autograd.grad returns gradients, and `.grad` does not change."""
+    linear, x = nn.Parameter(torch.randn(2, 3)), torch.randn(4, 3)
+    linear.grad = torch.ones(2, 3)
+    (grad,) = torch.autograd.grad(linear_eager(x, linear).sum(), linear)
+    torch.testing.assert_close(grad, torch.ones(4, 2).T @ x)
+    assert torch.equal(linear.grad, torch.ones(2, 3))

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from drawloom.kernels.deferred_grads import Deferral
+from drawloom.kernels import deferred_grads
+from drawloom.kernels.deferred_grads import Deferral, accumulating
 from drawloom.kernels.linear import embedding_eager
 
 
@@ -38,3 +39,25 @@ def test_weight_gradient_can_be_deferred() -> None:
     assert found_now is None
     (deferred,) = deferral.take()
     assert torch.equal(deferred.compute(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 40), (2, 3, 4), (0,), (2, 0)])
+def test_rows_are_added_to_the_gradient(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where summands are added at once, the sum over microbatches is that in float32, and rows of no token stay."""
+    monkeypatch.setattr(deferred_grads, "FUSED", {"cpu"})
+    weight = torch.nn.Parameter(torch.randn(9, 5).bfloat16())
+    weight.grad_dtype = torch.float32
+    expected, before = torch.zeros(9, 5), None
+    for _ in range(3):
+        tokens = torch.randint(2, 8, shape, dtype=dtype)
+        with accumulating():
+            found = embedding_eager(tokens, weight)
+        grad = torch.randn(*shape, 5).bfloat16()
+        found.backward(grad)  # type: ignore[no-untyped-call]
+        expected.index_add_(0, tokens.reshape(-1), grad.reshape(-1, 5).float())
+        assert weight.grad is not None and before in (None, weight.grad.data_ptr())
+        before = weight.grad.data_ptr()
+    torch.testing.assert_close(weight.grad, expected, rtol=1e-5, atol=1e-6)

@@ -52,6 +52,17 @@ def test_a_sharded_run_resumes_on_one_process_and_on_a_sharded_pipeline(place: P
         assert_same(place / "runs/one", run)
 
 
+def test_rows_that_ranks_share_out_have_the_losses_of_one_process(place: Path) -> None:
+    """Two ranks with half of each row: losses, bits per byte, counts of tokens, export and sample of one process."""
+    bits = ("metrics.bits.use=metrics.bits_per_byte",)
+    for name, size in (("rows", 1), ("parts", 2)):
+        codes = drawloom(place, *COMMON, *bits, f"run.name={name}", f"mesh.context={size}", ranks=size)
+        assert {outcome.code for outcome in codes} == {0}, codes
+    assert_same(place / "runs/one", place / "runs/parts")
+    ours, theirs = (series(place / "runs" / name, "bits_per_byte") for name in ("rows", "parts"))
+    assert [value for (value,) in theirs] == pytest.approx([value for (value,) in ours], rel=1e-6)
+
+
 def test_stochastic_rounding_has_the_same_noise_on_shards(place: Path) -> None:
     """bfloat16 weights that are rounded stochastically are the same on one process and on two that shard."""
     rounded = (

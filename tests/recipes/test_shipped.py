@@ -52,3 +52,9 @@ def test_the_swaps_of_the_readme_fit(words: list[str]) -> None:
 def test_any_number_of_steps_is_valid(steps: int) -> None:
     """Shipped recipes give nothing in steps that would not fit a shorter run."""
     assert problems("first_run", f"trainer.steps={steps}") == []
+
+
+def test_a_number_of_layers_that_no_machine_holds_is_a_problem() -> None:
+    """`check` refuses it in words, where building the layers would take until memory runs out."""
+    [problem] = problems("first_run", "model.num_hidden_layers=1000000000000")
+    assert "num_hidden_layers: 1000000000000 is not in [1, 10000)" in problem

@@ -45,6 +45,9 @@ class OwnBytes:
     def encode(self, text: str):
         return Bytes().encode(text)
 
+    def encode_batch(self, texts):
+        return Bytes().encode_batch(texts)
+
     def decode(self, ids):
         return Bytes().decode(ids)
 

@@ -3,13 +3,19 @@
 import os
 import random
 import signal
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from drawloom.components.export import hf_writer
+from drawloom.components.pipeline.executor import Executor
 from drawloom.components.run.locks import FolderLock
-from support.processes import run_ranks
-from support.runs import drawloom, killed, rows, series, struck, write_corpus
+from drawloom.components.sampling.generate import Sampler
+from support.mutations import put
+from support.processes import RanksFailed, run_ranks
+from support.runs import Outcome, command, drawloom, killed, rows, series, struck, write_corpus
 
 LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 
@@ -114,3 +120,39 @@ def test_a_signal_ends_the_run_with_a_checkpoint(place: Path, number: int, code:
     assert outcome.code == code and "Traceback" not in outcome.text
     saved = [path.name for path in (place / "runs/tiny/checkpoints").iterdir()]
     assert saved == [f"step-{rows(place / 'runs/tiny')[-1]['step']}"]
+
+
+KILLED_IN: dict[str, tuple[Any, str]] = {
+    "evaluation": (Executor, "evaluate"),
+    "export": (hf_writer, "_write_config"),
+    "sample": (Sampler, "_next"),
+}
+
+
+def _killed_in(folder: Path, arguments: Sequence[str], where: str) -> Outcome:
+    """A process that is killed in the second of its evaluations, in the export, or between two sampled tokens."""
+    owner, name = KILLED_IN[where]
+    call, times = getattr(owner, name), [0]
+
+    def fatal(*values: Any, **named: Any) -> Any:
+        times[0] += 1
+        if times[0] == 2 or where == "export":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*values, **named)
+
+    put(owner, name, fatal)
+    return command(folder, arguments, None)
+
+
+def test_a_kill_in_an_evaluation_an_export_or_a_sample_changes_nothing(place: Path) -> None:
+    """Killed in each in turn, the run ends with the metrics, weights and sample of one that never was."""
+    words = ("run", "tiny.toml")
+    assert drawloom(place, *words, "run.name=straight")[0].code == 0
+    for where in KILLED_IN:
+        with pytest.raises(RanksFailed, match="exit code -9"):
+            run_ranks(_killed_in, 1, place, words, where, variables=False)
+    assert drawloom(place, *words)[0].code == 0
+    runs = place / "runs/tiny", place / "runs/straight"
+    assert series(runs[0], *LEARNED) == series(runs[1], *LEARNED)
+    assert weights(runs[0]) == weights(runs[1])
+    assert (runs[0] / "sample.txt").read_bytes() == (runs[1] / "sample.txt").read_bytes()

@@ -14,10 +14,11 @@ import pytest
 from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.manifest import committed, step_of
 from drawloom.components.phases.forward_backward import ForwardBackward
+from drawloom.components.sampling.sample import Sample
 from support.crashes import is_valid
 from support.mutations import put
 from support.processes import RanksFailed, run_ranks
-from support.runs import Outcome, command, rows, write_corpus
+from support.runs import Outcome, command, drawloom, rows, write_corpus
 
 TWO = ("run", "tiny.toml", "batch.micro_size=2", "trainer.on_finish=[]", "evaluate.every='never'")
 FOR_EVER = 1000.0
@@ -76,6 +77,30 @@ def test_a_run_that_does_not_stop_in_time_is_killed(
     assert time.monotonic() - began < 15
     saved = committed(place / "runs/tiny/checkpoints")
     assert [step_of(path) for path in saved] == [3] and all(map(is_valid, saved))
+
+
+def _stopped_while_sampling(folder: Path, arguments: Sequence[str]) -> Outcome:
+    """A process of a run that gets SIGTERM while it samples."""
+    _delayed(Sample, "finish", 0, lambda *_: True, partial(_signals, (0.3,)))
+    return command(folder, arguments, None)
+
+
+def test_a_signal_ends_a_long_sample_at_once(place: Path) -> None:
+    """Both ranks exit with its code long before the grace period, and the same run completes the sample later."""
+    words = (
+        *TWO[:3],
+        "mesh.pipeline=2",
+        "model.num_hidden_layers=2",
+        "trainer.steps=2",
+        "trainer.on_finish=['@sample']",
+    )
+    began = time.monotonic()
+    outcomes = run_ranks(_stopped_while_sampling, 2, place, (*words, "sample.tokens=1000000"), timeout=60)
+    assert [outcome.code for outcome in outcomes] == [143, 143] and time.monotonic() - began < 20
+    assert "stopped by signal 15 after training; the same command completes the run" in outcomes[0].text
+    assert not any("Traceback" in outcome.text for outcome in outcomes)
+    assert {outcome.code for outcome in drawloom(place, *words, ranks=2)} == {0}
+    assert (place / "runs/tiny/sample.txt").exists() and len(rows(place / "runs/tiny")) == 2
 
 
 def _slow_to_save(folder: Path, arguments: Sequence[str], seconds: float) -> Outcome:

@@ -29,12 +29,13 @@ from drawloom.components.run.locks import FolderLock
 from drawloom.components.trackers.aim import AimTracker
 from drawloom.components.trackers.aim_repository import AimRun
 from drawloom.graph.cli.project import Project
+from support import cgroups
 from support.audit import Audit
 from support.crashes import is_valid
 from support.disk import Call, watched
 from support.mutations import put
 from support.power import is_possible
-from support.processes import run_ranks
+from support.processes import RanksFailed, run_ranks
 from support.runs import Outcome, command, drawloom, rows, series, write_corpus
 
 LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
@@ -185,6 +186,71 @@ if is_possible():
         assert outcome.code == 1 and "No space left on device" in outcome.text and "workers = 0" in outcome.text
         [outcome] = run_ranks(_without_shared_memory, 1, place, TINY, variables=False)
         assert outcome.code == 0
+
+
+def _with_few_threads(folder: Path, arguments: Sequence[str], group: Path) -> Outcome:
+    cgroups.enter(group)
+    return command(folder, arguments, None)
+
+
+@pytest.mark.skipif(not cgroups.is_possible("pids"), reason="no control group of its own may be made here")
+def test_a_limit_of_threads_is_told(place: Path) -> None:
+    """A group that allows three threads more than the run has is named, without a traceback."""
+    with cgroups.group("pids", max=3) as group:
+        [outcome] = run_ranks(_with_few_threads, 1, place, TINY, group, variables=False)
+    assert outcome.code == 1 and "no more threads can be started" in outcome.text, outcome
+    assert "Traceback" not in outcome.text
+
+
+def _in_little_memory(folder: Path, arguments: Sequence[str], group: Path) -> Outcome:
+    """A process of a run; rank 1 takes more memory than its group has, in step 3."""
+    run = Report.run_phase
+    if os.environ["RANK"] == "1":
+        cgroups.enter(group)
+
+    def greedy(self: Report, step: Step) -> None:
+        if step.index == 3 and os.environ["RANK"] == "1":
+            torch.ones(2**30)
+        run(self, step)
+
+    put(Report, "run_phase", greedy)
+    return command(folder, arguments, None)
+
+
+@pytest.mark.skipif(not cgroups.is_possible("memory"), reason="no control group of its own may be made here")
+def test_a_rank_without_memory_in_its_group_is_named(place: Path) -> None:
+    """The kernel kills it, which no process can catch: another rank names it, and the run resumes."""
+    words = (*TINY, "batch.micro_size=2", "checkpoint.every=2", "trainer.steps=4")
+    with cgroups.group("memory", limit_in_bytes=2**30) as group, pytest.raises(RanksFailed) as caught:
+        run_ranks(_in_little_memory, 2, place, words, group)
+    assert caught.value.failures == {1: "died with exit code -9"}
+    assert "is gone: it was killed, or it crashed" in caught.value.values[0].text
+    assert {outcome.code for outcome in drawloom(place, *words, ranks=2)} == {0}
+    assert [row["step"] for row in rows(place / "runs/tiny")] == [1, 2, 3, 4]
+
+
+FILES = ("metrics.jsonl", "sample.txt", "recipe.lock.toml", "run.lock")
+FOLDERS = ("log", "checkpoints", "export")
+
+
+def _misplaced(folder: Path) -> dict[str, Outcome]:
+    """Runs whose folder holds a folder in place of a file, or the other way round."""
+    found = {}
+    for name in (*FILES, *FOLDERS):
+        path = folder / "runs" / name.partition(".")[0] / name
+        path.parent.mkdir(parents=True)
+        path.mkdir() if name in FILES else path.touch()
+        words = ("run", "tiny.toml", "trainer.steps=1", f"run.name={path.parent.name}")
+        found[str(path.relative_to(folder))] = command(folder, words, None)
+    return found
+
+
+def test_a_folder_in_place_of_a_file_is_told_and_a_file_in_place_of_a_folder(place: Path) -> None:
+    """Whatever a run writes: one line with its path, without a traceback."""
+    [found] = run_ranks(_misplaced, 1, place, variables=False)
+    for path, outcome in found.items():
+        assert outcome.code == 1 and path in outcome.text and "Traceback" not in outcome.text, outcome
+    assert (place / "runs/export/sample.txt").exists()  # an export that fails costs no sample
 
 
 def _files() -> list[str]:

@@ -1,7 +1,10 @@
 """`drawloom verify-resume`: that a recipe resumes bit-exactly."""
 
 import os
+import signal
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +37,28 @@ def test_a_recipe_resumes_bit_exactly(tmp_path: Path) -> None:
     assert "10 steps without interruption, and 5 steps, a kill after step " in text
     assert "bit-identical: 10 steps, " in text
     assert not list(tmp_path.glob("verify-resume-*"))
+
+
+def _terminated(folder: Path) -> Outcome:
+    """The command, which gets SIGTERM once its first run has been started."""
+
+    def end() -> None:
+        while not list(folder.glob("verify-resume-*/straight.txt")):
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end, daemon=True).start()
+    return _command(folder, (), "")
+
+
+def test_a_signal_kills_the_run_and_removes_its_folder(tmp_path: Path) -> None:
+    """Nothing trains on and nothing is left on the disk."""
+    write_corpus(tmp_path)
+    [outcome] = run_ranks(_terminated, 1, tmp_path, timeout=60, variables=False)
+    assert outcome.code == 143 and "Traceback" not in outcome.text
+    assert not list(tmp_path.glob("verify-resume-*"))
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [line for line in lines if f"run.folder={tmp_path}".encode() in line]
 
 
 @pytest.mark.soak

@@ -42,6 +42,14 @@ def test_two_hundred_kills(tmp_path: Path) -> None:
     assert {"start", "train", "write"} <= findings.kills.keys()
 
 
+@pytest.mark.soak
+def test_fifty_kills_of_four_ranks(tmp_path: Path) -> None:
+    """The same for four ranks, side by side, and as two pipelines of two."""
+    findings = _soak(tmp_path, [Job(4, "overlapped"), Job(4, "blocking", pipeline=2)], kills=50, seed=5, seconds=600)
+    _assert_sound(findings)
+    assert findings.kills.total() >= 50 and findings.finished >= 2
+
+
 @pytest.mark.parametrize("times", [10, pytest.param(60, marks=pytest.mark.soak)])
 def test_a_crash_loop_loses_nothing(tmp_path: Path, times: int) -> None:
     """Killed repeatedly while it starts and loads, the run loses nothing, leaves no files, and completes."""

@@ -88,6 +88,17 @@ def steps() -> Iterator[tuple[str, Launch]]:
         yield f"stochastic_adamw {of_weight} {of_gradient} {of_means}", step
 
 
+def _multiplied(tf32: bool, launch: Launch) -> Launch:
+    """A launch where torch multiplies float32 by TF32, or does not."""
+
+    def run() -> None:
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        launch()
+        torch.set_float32_matmul_precision("highest")
+
+    return run
+
+
 def great_numbers() -> Iterator[tuple[str, Launch]]:
     """Scalars of 64 bits, signed or not, where small ones have 32."""
     for place, great in product(range(3), (2**31, 2**32, 2**63 - 8)):
@@ -116,7 +127,10 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
     yield "swiglu of far rows", lambda: swiglu._forward(rows, rows, numbers)
     yield "swiglu backward of far rows", lambda: swiglu._backward(rows, rows, rows, numbers)
     yield "swiglu of many elements", lambda: swiglu._forward(held, held, None)
-    yield "cut_cross_entropy of far rows", lambda: cut_cross_entropy._forward(rows, rows, targets, None, 128, 256)
+    yield (
+        "cut_cross_entropy of far rows",
+        lambda: cut_cross_entropy._forward(rows, rows, targets, None, 128, 256, 2**28),
+    )
     yield (
         "cut_cross_entropy backward of far rows",
         lambda: cut_cross_entropy._backward(
@@ -141,8 +155,17 @@ def losses() -> Iterator[tuple[str, Launch]]:
                 logits, targets[:4], numbers[:4], numbers[:4], f, -100, True
             ),
         )
-    yield "cut_cross_entropy", lambda: cut_cross_entropy._forward(hidden, weight, targets, None, 128, 256)
-    yield "cut_cross_entropy capped", lambda: cut_cross_entropy._forward(hidden, weight, targets, 30.0, 128, 256)
+    yield "cut_cross_entropy", lambda: cut_cross_entropy._forward(hidden, weight, targets, None, 128, 256, 2**28)
+    yield "cut_cross_entropy capped", lambda: cut_cross_entropy._forward(hidden, weight, targets, 30.0, 128, 256, 2**28)
+    wide, words = hidden.float(), weight.float()
+    yield "cut_cross_entropy float32", lambda: cut_cross_entropy._forward(wide, words, targets, None, 32, 256, 2**28)
+    for least in (0.0, 1e-4):
+        yield (
+            f"cut_cross_entropy backward float32 {least}",
+            lambda e=least: cut_cross_entropy._backward(
+                wide, words, targets, numbers, numbers, None, 30.0, e, 32, 256, 2**28, True, True
+            ),
+        )
     for least, tile in ((0.0, (128, 256)), (1e-4, (128, 128))):
         for grad_lse in (None, numbers):
             yield (
@@ -171,6 +194,11 @@ def experts() -> Iterator[tuple[str, Launch]]:
             lambda b=b, w=weight: grouped_gemm._rows(b, w.transpose(1, 2), ends[:16]),
         )
         yield f"grouped_gemm of weights {count}", lambda a=a, b=b: grouped_gemm._matrices(a, b, ends[:16])
+    a, b, weight = (x.float() for x in (empty(64, 512), empty(64, 256), empty(16, 512, 256)))
+    for tf32 in (False, True):
+        name = f"grouped_gemm float32{' by TF32' if tf32 else ''}"
+        yield name, _multiplied(tf32, lambda a=a, w=weight: grouped_gemm._rows(a, w, ends[:16]))
+        yield f"{name} of weights", _multiplied(tf32, lambda a=a, b=b: grouped_gemm._matrices(a, b, ends[:16]))
     a, b, made = empty(4096, 512), empty(4096, 256), empty(16, 512, 256)
     few, by_blocks = ends[:16], grouped_gemm_blocks.rows_by_blocks
     yield "grouped_gemm by blocks", lambda: by_blocks(a, made, few, b)

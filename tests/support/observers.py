@@ -172,6 +172,12 @@ class _Recorder:
     def gather_json(self, value: Any) -> list[Any]:
         return [value, value]
 
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor, tensor]
+
+    def reduce_scatter(self, parts: Any) -> Tensor:
+        raise AssertionError("nothing is scattered")
+
 
 def sums_over_ranks(use: str, values: Values, _place: Path) -> Any:
     """The dtypes and sizes of the tensors that two replicas sum, and whether the host knows the norm at once."""

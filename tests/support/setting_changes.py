@@ -38,7 +38,7 @@ class Row:
     changes: dict[str, Any]
 
 
-MESH = ("data_replicate", "context", "tensor", "expert")
+MESH = ("data_replicate", "tensor", "expert")
 INVALID_BYTES = Change("refuse", {"paths": ["latin.txt"], "invalid_bytes": "replace"}, refused=True)
 STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
@@ -180,13 +180,20 @@ ROWS: dict[str, Row] = {
     ),
     "data.validation": Row(parts.validated, {}, {"rows_used": 3}),
     "distributed.device": Row(
-        runs.device_of, {"kind": "cpu"}, {"kind": "cuda", "threads": 3, "backend": Change("nccl", refused=True)}
+        runs.device_of,
+        {"kind": "cpu"},
+        {
+            "kind": "cuda",
+            "threads": 3,
+            "backend": Change("nccl", refused=True),
+            "tf32": Change(True, refused=True),
+        },
     ),
     "distributed.mesh": Row(
         runs.sizes_of_mesh,
         {},
         # Two replicas are not four ranks, and the other dimensions are not built yet.
-        {"pipeline": 2, "data_shard": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
+        {"pipeline": 2, "data_shard": 2, "context": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
     ),
     "distributed.precision": Row(
         runs.stages_of,

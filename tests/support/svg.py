@@ -1,8 +1,11 @@
-"""What an SVG shows, read back from its text."""
+"""What an SVG shows, read back from its text, and from its pixels where cairosvg can draw them."""
 
+import io
 import xml.etree.ElementTree as ElementTree
 
 import attrs
+import numpy as np
+import pytest
 
 SVG = "{http://www.w3.org/2000/svg}"
 LETTER = 0.6
@@ -11,10 +14,11 @@ LETTER = 0.6
 
 @attrs.frozen
 class Words:
-    """Words with the area on which they stand: left, top, right, bottom."""
+    """Words with the area on which they stand: left, top, right, bottom; and their colour."""
 
     text: str
     area: tuple[float, float, float, float]
+    colour: str
 
 
 def parse(svg: str) -> ElementTree.Element:
@@ -23,8 +27,30 @@ def parse(svg: str) -> ElementTree.Element:
 
 
 def words(svg: str) -> list[Words]:
-    """All words, in the order of the document."""
-    return [_words(element) for element in parse(svg).iter(f"{SVG}text")]
+    """All words, in the order of the document, without the outlines behind them."""
+    return [_words(element) for element in parse(svg).iter(f"{SVG}text") if element.attrib["fill"] != "none"]
+
+
+def without_ink(svg: str) -> list[Words]:
+    """Words of which nothing can be seen in their own colour when the picture is drawn. Skips without Cairo."""
+    try:
+        import cairosvg
+        from PIL import Image
+    except (ImportError, OSError) as error:  # the library of the system may be missing
+        pytest.skip(f"no picture can be drawn: {error}")
+    scale = 2
+    png = cairosvg.svg2png(bytestring=svg.encode(), scale=scale)
+    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
+    return [one for one in words(svg) if one.text and not _has_ink(one, pixels, scale)]
+
+
+def _has_ink(one: Words, pixels: "np.ndarray[tuple[int, ...], np.dtype[np.int_]]", scale: int) -> bool:
+    left, top, right, bottom = one.area
+    height = bottom - top
+    rows = slice(round(scale * (top + 0.2 * height)), round(scale * (bottom - 0.2 * height)))  # between lines beside it
+    here = pixels[rows, round(scale * max(0.0, left)) : round(scale * right)]
+    colour = np.array([*bytes.fromhex(one.colour.removeprefix("#"))])
+    return bool((np.abs(here - colour).max(axis=-1) < 60).mean() > 0.02)
 
 
 def outside(svg: str) -> list[Words]:
@@ -54,7 +80,7 @@ def _words(element: ElementTree.Element) -> Words:
     text = element.text or ""
     width = len(text) * size * LETTER
     left = x - width * {"middle": 0.5, "end": 1.0}.get(element.attrib.get("text-anchor", ""), 0.0)
-    return Words(text, (left, y - size, left + width, y + size / 4))
+    return Words(text, (left, y - size, left + width, y + size / 4), element.attrib["fill"])
 
 
 def _within(area: tuple[float, float, float, float], width: float, height: float) -> bool:

@@ -48,7 +48,8 @@ class Decoder(nn.Module):
         cos, sin = self._angles(shared.positions)
         windows = [self.architecture.window_of(int(number)) for number in self.layers]
         # One mask for all layers of a window.
-        masks = {window: self.kernels.attention_mask(shared.document_ids, window) for window in dict.fromkeys(windows)}
+        documents, part = shared.document_ids, shared.part
+        masks = {window: self.kernels.attention_mask(documents, window, part) for window in dict.fromkeys(windows)}
         for layer, window in zip(self.layers.values(), windows, strict=True):
             hidden = layer(hidden, cos, sin, masks[window], shared.weights)
         return self.norm(hidden) if self.span.head else hidden

@@ -14,6 +14,7 @@ from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Head, Shards, Stage
 from drawloom.components.ports.pipeline import Loss
 from drawloom.components.storage.pytree import leaves, transform
+from drawloom.kernels.deferred_grads import accumulating
 
 
 @attrs.define(eq=False)
@@ -53,7 +54,9 @@ class StageRunner:
         Without a batch the last stage gives logits (rows, length, vocab_size).
         """
         if not self.split:
-            split, outputs = None, self._run(microbatch, inputs, shared, batch)
+            split = None
+            with accumulating():
+                outputs = self._run(microbatch, inputs, shared, batch)
         else:
             split = SplitBackward()
             with split.forward():

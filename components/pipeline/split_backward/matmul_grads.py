@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from drawloom.kernels.deferred_grads import Deferral, DeferredGrad
+from drawloom.kernels.deferred_grads import Deferral, DeferredGrad, MatrixProduct
 
 Users = dict[Node | None, list[Node | None]]
 """By node, the nodes that have an edge to it; None stands for the outputs of the graph."""
@@ -196,9 +196,9 @@ def _leads_on(node: Node | None, users: Users) -> bool:
 
 
 _GRADIENTS: dict[tuple[int, bool], Callable[[Tensor, Tensor], Tensor]] = {
-    (1, False): lambda grad, other: other.t() @ grad,
+    (1, False): MatrixProduct(lambda grad, other: (other.t(), grad)),
     (1, True): lambda grad, other: (grad.t() @ other).t(),
-    (0, False): lambda grad, other: grad @ other.t(),
+    (0, False): MatrixProduct(lambda grad, other: (grad, other.t())),
     (0, True): lambda grad, other: (other @ grad.t()).t(),
 }
 """By the side of the weight in the product, and whether its columns are contiguous; the gradient's are alike."""

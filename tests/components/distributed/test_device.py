@@ -9,6 +9,7 @@ import torch
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.graph import UserError
+from drawloom.kernels.triton.primitives import input_precision
 
 
 @attrs.define
@@ -20,6 +21,12 @@ class View:
     def problem(self, key: str, text: str, hint: str = "") -> str:
         """The key of the problem."""
         return key
+
+
+def refused(**settings: Any) -> list[Any]:
+    """The settings that `check` refuses."""
+    view: Any = View({"kind": "auto", "backend": "auto", "tf32": False, **settings})
+    return list(ComputeDevice.constraints(view))
 
 
 @pytest.fixture
@@ -64,10 +71,38 @@ def test_more_processes_than_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) 
 
 def test_nccl_on_a_cpu_is_refused() -> None:
     """`check` finds it if both are written; opening finds it if auto is the CPU."""
-    assert list(ComputeDevice.constraints(View({"kind": "cpu", "backend": "nccl"}))) == ["backend"]  # type: ignore[arg-type,comparison-overlap]
-    assert not list(ComputeDevice.constraints(View({"kind": "auto", "backend": "nccl"})))  # type: ignore[arg-type]
+    assert refused(kind="cpu", backend="nccl") == ["backend"]
+    assert not refused(kind="auto", backend="nccl")
     with pytest.raises(UserError, match="write backend = 'gloo'"):
         ComputeDevice(kind="cpu", backend="nccl").open()
+
+
+def test_tf32_on_a_cpu_is_refused() -> None:
+    """Where the recipe says that the device is a CPU; a recipe for any device may ask for it."""
+    assert refused(kind="cpu", tf32=True) == ["tf32"] and not refused(kind="auto", tf32=True)
+    with pytest.raises(UserError, match="remove tf32"):
+        ComputeDevice(kind="cpu", tf32=True).open()
+
+
+@pytest.mark.parametrize(("tf32", "name"), [(False, "ieee"), (True, "tf32")])
+def test_float32_products_are_set_and_restored(tf32: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU torch's products and ours are by TF32 if the recipe says so, whatever they were before."""
+    for answer, function in ((True, "is_available"), (1, "device_count"), (0, "current_device")):
+        monkeypatch.setattr(torch.cuda, function, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.autograd, "backward", lambda _: None)
+    device = ComputeDevice(kind="cuda", tf32=tf32)
+    for before in ("highest", "high"):
+        torch.set_float32_matmul_precision(before)
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "ones", lambda *_, **__: 1.0)
+                device.open()
+            assert torch.backends.cuda.matmul.allow_tf32 is tf32 and input_precision() == name
+            device.close()
+            assert torch.get_float32_matmul_precision() == before
+        finally:
+            torch.set_float32_matmul_precision("highest")
 
 
 def test_threads_are_set_and_restored() -> None:

@@ -108,7 +108,7 @@ def test_every_process_makes_the_same_groups() -> None:
     assert dict(requests[0])["tensor"] == [[0], [1], [2], [3]]
 
 
-@pytest.mark.parametrize("name", ["context", "tensor", "expert"])
+@pytest.mark.parametrize("name", ["tensor", "expert"])
 def test_dimensions_that_are_not_built_are_refused(name: str) -> None:
     """`check` reports it at its key, and opening an unchecked mesh raises."""
     problems: list[Any] = list(RankMesh.constraints(View(_settings(**{name: 2}))))  # type: ignore[arg-type]

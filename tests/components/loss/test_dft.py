@@ -26,7 +26,7 @@ def test_loss_and_gradients_are_those_of_the_definition(kernel: str) -> None:
     total, weight, sums = Dft().loss(case.hidden, case.head(DEVICE, linear_cross_entropy=kernel), case.batch)
     expected = by_definition(case)
     torch.testing.assert_close(total, expected)
-    torch.testing.assert_close(weight, case.batch.weights.sum())
+    torch.testing.assert_close(weight, case.batch.weights.double().sum())
     log_probs = case.logits().log_softmax(-1).detach()
     learned = case.batch.targets != IGNORE_INDEX
     plain = -log_probs[learned].gather(-1, case.batch.targets[learned].unsqueeze(-1)).squeeze(-1)

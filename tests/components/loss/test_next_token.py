@@ -36,7 +36,7 @@ def test_loss_and_gradients_are_those_of_torch(z_loss: float, label_smoothing: f
     total, weight, sums = loss.loss(case.hidden, case.head(), case.batch)
     expected, penalty = by_torch(case, z_loss, label_smoothing)
     torch.testing.assert_close(total, expected)
-    torch.testing.assert_close(weight, case.batch.weights.sum())
+    torch.testing.assert_close(weight, case.batch.weights.double().sum())
     assert sums.keys() == {"cross_entropy", "z_loss"} if z_loss else {"cross_entropy"}
     torch.testing.assert_close(sums["cross_entropy"], by_torch(case, 0.0, 0.0)[0].detach())
     torch.testing.assert_close(sums.get("z_loss", torch.tensor(0.0).double()), penalty.detach())

@@ -1,5 +1,7 @@
 """The head as losses use it."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -81,6 +83,6 @@ def test_chunks_of_logits_can_be_deferred_or_not() -> None:
     with deferral.defer():
         grad_hidden, grad_weight = torch.autograd.grad(found.sum(), inputs, allow_unused=True)
     for waiting in deferral.take():
-        part = waiting.compute()
+        part: Any = waiting.compute()
         grad_weight = part if grad_weight is None else grad_weight + part
     torch.testing.assert_close((grad_hidden, grad_weight), expected)

@@ -95,6 +95,26 @@ def test_a_forwarded_signal_counts_once(signals: Signals) -> None:
     assert signals.exit.called.wait(5)  # type: ignore[attr-defined]
 
 
+def test_after_training_a_signal_raises_at_once(signals: Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing has to be saved: the main thread ends in order, and no step is announced; a later signal exits."""
+    signals.raise_at_once()
+    with pytest.raises(SystemExit) as ended:
+        _send(signal.SIGTERM)
+    assert ended.value.code == 143
+    time.sleep(ECHO_HERE)
+    _send(signal.SIGTERM)
+    assert signals.exit.called.wait(5)  # type: ignore[attr-defined]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_signal_of_the_last_step_raises_after_training(signals: Signals) -> None:
+    """A signal that came too late for the agreement of the last step is not lost."""
+    _send(signal.SIGINT)
+    with pytest.raises(SystemExit) as ended:
+        signals.raise_at_once()
+    assert ended.value.code == 130
+
+
 def test_other_handled_signals_are_not_counted(signals: Signals) -> None:
     """A signal with another's handler is ignored, though the interpreter writes its number too."""
     received: list[int] = []

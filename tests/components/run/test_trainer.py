@@ -21,6 +21,7 @@ class Record:
     finished: int = 0
     signal_after: int = 0
     last: int = 0
+    before_final_tasks: list[str] | None = None
 
     def run_phase(self, step: Step) -> None:
         self.last = step.index
@@ -47,6 +48,9 @@ class Record:
 
     def agreed(self) -> int:
         return 15 if self.signal_after and self.last >= self.signal_after else 0
+
+    def raise_at_once(self) -> None:
+        self.before_final_tasks = list(self.calls)
 
     def emit(self, event: Event) -> None: ...
 
@@ -133,6 +137,13 @@ def test_final_tasks_of_an_earlier_step_are_repeated_after_more_steps() -> None:
     record = Record(restored=2, finished=2)
     trainer(record).run()
     assert record.calls == ["phase 3/3", "finish 3"]
+
+
+def test_signals_raise_from_the_last_step_on() -> None:
+    """Every step ends as a whole, and every final task can be interrupted."""
+    record = Record(restored=2)
+    trainer(record).run()
+    assert record.before_final_tasks == ["phase 3/3"] and record.calls == ["phase 3/3", "finish 3"]
 
 
 def test_a_final_task_that_fails_does_not_stop_the_next() -> None:

@@ -159,6 +159,14 @@ def test_all_words_are_in_the_picture(first_run: Graph) -> None:
         assert not svg.outside(draw_step(step))
 
 
+@pytest.mark.parametrize("of_step", [True, False])
+def test_a_renderer_without_paint_order_shows_all_words(first_run: Graph, of_step: bool) -> None:
+    """Cairo draws outlines over letters unless they are elements of their own: every word has ink of its colour."""
+    drawn = draw_step(step_of(first_run, "", "trainer")) if of_step else draw_wiring(wiring(first_run, "", "trainer"))
+    assert "paint-order" not in drawn and len(svg.words(drawn)) > 20
+    assert svg.without_ink(drawn) == []
+
+
 def test_the_same_step_makes_the_same_picture(first_run: Graph) -> None:
     """Nothing depends on chance."""
     assert len({draw_step(step_of(first_run, "", "trainer")) for _ in range(3)}) == 1

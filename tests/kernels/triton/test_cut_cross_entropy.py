@@ -163,7 +163,7 @@ def test_is_an_operation_of_torch() -> None:
     """Both directions keep the promises that torch.compile relies on."""
     hidden, weight = torch.randn(5, 16, device=DEVICE), torch.randn(20, 16, device=DEVICE)
     targets, numbers = targets_of((5,), 20), torch.rand(5, device=DEVICE)
-    torch.library.opcheck(torch.ops.drawloom.cut_cross_entropy.default, (hidden, weight, targets, None, 16, 32))
+    torch.library.opcheck(torch.ops.drawloom.cut_cross_entropy.default, (hidden, weight, targets, None, 16, 32, 64))
     arguments = (hidden, weight, targets, numbers, numbers, numbers, 2.0, 0.0, 16, 16, 2**20, True, True)
     torch.library.opcheck(torch.ops.drawloom.cut_cross_entropy_backward.default, arguments)
 

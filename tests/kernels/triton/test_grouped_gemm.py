@@ -1,5 +1,7 @@
 """Grouped GEMM in Triton against the eager one in float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
+from drawloom.kernels.triton import grouped_gemm as module
 from drawloom.kernels.triton import grouped_gemm_blocks
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
 from support.kernels import DEVICE, assert_all_close, assert_close, drawn, dtypes, exact, few, layouts
@@ -142,3 +145,29 @@ def test_passes_opcheck() -> None:
     x, weight = torch.randn(8, 16, device=DEVICE), torch.randn(3, 16, 20, device=DEVICE)
     torch.library.opcheck(torch.ops.drawloom.grouped_gemm_rows.default, (x, weight, ends_of([3, 0, 5])))
     torch.library.opcheck(torch.ops.drawloom.grouped_gemm_matrices.default, (x, x + 1, ends_of([3, 0, 5])))
+
+
+class Launched:
+    """A kernel that notes the precision of what it is launched with, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.precisions: list[str] = []
+
+    def __getitem__(self, _: object) -> Any:
+        return lambda *_, **settings: self.precisions.append(settings["PRECISION"])
+
+
+def test_float32_is_multiplied_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kernels take TF32 where torch takes it, and else float32."""
+    noted = Launched()
+    for name in ("_rows_kernel", "_matrices_kernel"):
+        monkeypatch.setattr(module, name, noted)
+    x, weight, ends = torch.ones(4, 16, device=DEVICE), torch.ones(2, 16, 8, device=DEVICE), ends_of([2, 2])
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        try:
+            module._rows(x, weight, ends)
+            module._matrices(x, x, ends)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+    assert noted.precisions == ["ieee", "ieee", "tf32", "tf32"]

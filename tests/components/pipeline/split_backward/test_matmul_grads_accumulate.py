@@ -112,7 +112,7 @@ def test_gradients_are_computed_in_chunks(at_once: int, monkeypatch: pytest.Monk
 
     compute = DeferredGrad.compute
 
-    def counted(each: DeferredGrad) -> Tensor:
+    def counted(each: DeferredGrad) -> Tensor | None:
         computed.extend([1] * (each.weight.ndim > 1))  # those of vectors have been computed before
         return compute(each)
 
@@ -132,6 +132,7 @@ def test_a_new_gradient_is_not_copied() -> None:
 
     def noted(each: DeferredGrad) -> Tensor:
         grad = compute(each)
+        assert grad is not None
         computed.append(grad.data_ptr())
         return grad
 

@@ -1,0 +1,52 @@
+"""Weight gradients that products add in their epilogue, as on a GPU, beside those that autograd adds."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from drawloom.kernels import deferred_grads
+from support import pipelines
+
+CASES: list[pipelines.Case] = [
+    ("one_f_one_b", 3, True, False, "plain"),
+    ("zero_bubble_1p", 3, True, False, "smoothed"),
+    ("zero_bubble_v", 2, False, True, "plain"),
+]
+
+
+def added(monkeypatch: pytest.MonkeyPatch, dtypes: Any) -> tuple[list[dict[str, Any]], int]:
+    """A step of each case with fused products, and how many were added."""
+    calls: list[bool] = []
+    add = deferred_grads.add_to_grad
+
+    def noted(weight: torch.Tensor, *given: Any) -> torch.Tensor | None:
+        part = add(weight, *given)
+        calls.append(part is None)
+        return part
+
+    with monkeypatch.context() as patch:
+        patch.setattr(deferred_grads, "FUSED", {"cpu"})
+        patch.setattr(deferred_grads, "add_to_grad", noted)
+        return pipelines.steps(CASES, dtypes=dtypes), sum(calls)
+
+
+def test_fused_products_give_the_gradients_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For plain and split backward passes, tied and frozen weights; only a first product has nothing to be added to."""
+    found, count = added(monkeypatch, pipelines.FLOAT64)
+    assert count > 100
+    for ours, theirs in zip(found, pipelines.steps(CASES), strict=True):
+        assert ours["loss"] == theirs["loss"]
+        assert ours["grads"].keys() == theirs["grads"].keys()
+        for name, grad in theirs["grads"].items():
+            torch.testing.assert_close(ours["grads"][name], grad, rtol=1e-12, atol=1e-14)
+
+
+def test_fused_products_of_bfloat16_are_nearer_to_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that are not rounded to bfloat16 before they are summed differ by that rounding, and no more."""
+    found, _ = added(monkeypatch, pipelines.MIXED)
+    for ours, theirs in zip(found, pipelines.steps(CASES, dtypes=pipelines.MIXED), strict=True):
+        for name, grad in theirs["grads"].items():
+            assert ours["grads"][name].dtype == torch.float32
+            scale = grad.norm().item()
+            assert (ours["grads"][name] - grad).norm().item() < 2**-8 * scale + 1e-7, name

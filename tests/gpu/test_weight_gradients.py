@@ -1,0 +1,50 @@
+"""What only a GPU can show of weight gradients: products in bfloat16 that are summed in float32 in their epilogue."""
+
+import pytest
+import torch
+from torch import nn
+
+from drawloom.kernels.deferred_grads import accumulating
+from drawloom.kernels.linear import linear_eager
+from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
+
+pytestmark = pytest.mark.gpu
+
+
+def _weight(*shape: int) -> nn.Parameter:
+    weight = nn.Parameter((torch.randn(shape, device="cuda") * 0.1).bfloat16())
+    weight.grad_dtype = torch.float32
+    return weight
+
+
+def test_linear_products_are_summed_in_float32() -> None:
+    """Three microbatches give the float32 sum of their products, nearer than bfloat16 could be, in one place."""
+    torch.manual_seed(0)
+    linear = _weight(96, 64)
+    inputs = [torch.randn(128, 64, device="cuda").bfloat16() for _ in range(3)]
+    grads = [torch.randn(128, 96, device="cuda").bfloat16() for _ in inputs]
+    places = set()
+    for x, grad in zip(inputs, grads, strict=True):
+        with accumulating():
+            y = linear_eager(x, linear)
+        y.backward(grad)  # type: ignore[no-untyped-call]
+        assert linear.grad is not None and linear.grad.dtype == torch.float32
+        places.add(linear.grad.data_ptr())
+    expected = sum(grad.double().T @ x.double() for x, grad in zip(inputs, grads, strict=True))
+    assert isinstance(expected, torch.Tensor) and linear.grad is not None
+    assert ((linear.grad.double() - expected).norm() / expected.norm()).item() < 1e-5 and len(places) == 1
+
+
+def test_a_cross_entropy_adds_its_weight_gradient() -> None:
+    """The head's gradient after two microbatches is the sum of those that autograd adds, but for its rounding."""
+    torch.manual_seed(0)
+    head, other = _weight(512, 64), _weight(512, 64)
+    other.data.copy_(head.data)
+    for _ in range(2):
+        hidden, targets = torch.randn(32, 64, device="cuda").bfloat16(), torch.randint(512, (32,), device="cuda")
+        with accumulating():
+            losses, _ = linear_cross_entropy_triton(hidden, head, targets)
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        linear_cross_entropy_triton(hidden, other, targets)[0].sum().backward()  # type: ignore[no-untyped-call]
+    assert head.grad is not None and other.grad is not None
+    assert ((head.grad - other.grad).norm() / other.grad.norm()).item() < 2**-8
