@@ -226,7 +226,7 @@ def _steps(
         "loss": float(losses.total),
         "sums": {key: float(value) for key, value in losses.sums.items()},
         "held_out": float(held_out.total),
-        "norm": step.outputs["grad_norm"],
+        "norm": float(step.outputs["grad_norm"]),
     }
 
 
