@@ -68,7 +68,8 @@ class MemoryReport:
                     "optim.stochastic_adamw, there are no masters, and the optimizer state takes half"
                 )
         for node, mesh in self.mesh.items():
-            yield f"{node}.pipeline = {mesh.size('pipeline')}: with more pipeline ranks, each holds fewer layers"
+            shards = mesh.size("data_shard")
+            yield f"{node}.data_shard = {shards}: with more ranks, each holds less of parameters, gradients and moments"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -71,7 +71,7 @@ def test_out_of_memory_names_the_allocation_kinds_and_settings(one_rank: Any) ->
         "what would help:",
         "  rows.micro_size = 8: with fewer rows, activations take less",
         '  dtypes.compute = "float32": with "bfloat16", activations take half',
-        "  mesh.pipeline = 1: with more pipeline ranks, each holds fewer layers",
+        "  mesh.data_shard = 1: with more ranks, each holds less of parameters, gradients and moments",
     ]
 
 
