@@ -63,6 +63,9 @@ class RunSummary:
         if event.kind == "run_started":
             self._began = self.clock()
             log.info("%s", self.preview())
+        elif event.kind == "phase_ended" and event.step is not None:
+            # Not at the step's end: the phase that saves a checkpoint comes before it.
+            self._keep_best(event.step)
         elif event.kind == "step_ended" and event.step is not None:
             self._count(event.step)
         elif event.kind == "run_ended":
@@ -74,6 +77,8 @@ class RunSummary:
         # On a GPU the host does not know this step's tokens yet; it is no reason to wait.
         for each in (before, step if step.last else None):
             self._tokens += each.tokens if each is not None else 0
+
+    def _keep_best(self, step: Step) -> None:
         loss = step.outputs.get("validation_loss")
         if loss is not None and float(loss) < self._best.get("loss", float("inf")):
             self._best = {"loss": float(loss), "step": step.index}

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.problems import Place, Problem, did_you_mean, nearest
+from drawloom.graph.problems import TOO_MANY, Place, Problem, did_you_mean, nearest
 from drawloom.graph.recipe.edits import EDIT, apply_edits
 from drawloom.graph.recipe.layers import Layer, Leaf, Table
 
@@ -177,11 +177,12 @@ def _unused(variables: dict[str, Leaf], layers: Sequence[Layer]) -> Iterator[Pro
     It is an error if another name is so similar that this one must be a typing error.
     """
     used = set(_references([layer.data for layer in layers])) if variables else set()
-    unknown = used - variables.keys()
+    known = used | variables.keys()
+    compared = known if len(known) < TOO_MANY else set()  # a set without one name costs as much as it has names
     for name, leaf in variables.items():
         if name not in used:
             text = f"nothing refers to the variable {VARIABLE + name!r}"
-            near = nearest(name, (unknown | variables.keys()) - {name})
+            near = nearest(name, compared - {name})
             hint = f"did you mean {near!r}?" if near else ""
             yield Problem("DL116", text, hint, place=leaf.key_place, warning=near is None)
 

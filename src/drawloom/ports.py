@@ -1,8 +1,8 @@
 """The ports, interfaces between components, and the plain data that they exchange."""
 
-from drawloom.components.ports.adapters import AdaptedLayer, Adapter, LowRank
+from drawloom.components.ports.adapters import AdaptedLayer, Adapter, Fill, LowRank
 from drawloom.components.ports.cache import KeyValueCache
-from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, TokenDocuments, Tokenizer
+from drawloom.components.ports.corpus import ChatTokenizer, Corpus, Split, TokenCorpus, TokenDocuments, Tokenizer
 from drawloom.components.ports.data import IGNORE_INDEX, Batch, PackedDataset, TrainingData, ValidationData
 from drawloom.components.ports.distributed import (
     DATA,
@@ -30,6 +30,7 @@ from drawloom.components.ports.model import (
     LayerRange,
     Model,
     Parameters,
+    RowPart,
     Shards,
     SpreadParameters,
     Stage,
@@ -113,6 +114,7 @@ __all__ = [
     "BatchContext",
     "Batching",
     "Cadence",
+    "ChatTokenizer",
     "Communicator",
     "Convert",
     "Corpus",
@@ -123,6 +125,7 @@ __all__ = [
     "Events",
     "Executor",
     "ExpertKernels",
+    "Fill",
     "FinalTask",
     "Finish",
     "Group",
@@ -161,6 +164,7 @@ __all__ = [
     "Reduce",
     "Replicate",
     "Restorer",
+    "RowPart",
     "RunCheck",
     "RunFolder",
     "RunInfo",

@@ -61,6 +61,11 @@ def ended(folder: Path, ranks: int, fault: str, *words: str) -> tuple[dict[int, 
 
 
 def printed_lines(outcomes: dict[int, Outcome]) -> list[str]:
-    """The lines that all ranks printed, except those of steps and memory, and warnings of the recipe."""
+    """The lines that all ranks printed, except the header, those of steps and memory, and warnings of the recipe."""
     lines = [line for outcome in outcomes.values() for line in outcome.text.splitlines()]
-    return [line for line in lines if not line.startswith(("step ", "memory ")) and ": warning: [" not in line]
+    return [
+        line
+        for line in lines
+        if not line.startswith(("step ", "memory ", "run ", "model ", "data ", "device "))
+        and ": warning: [" not in line
+    ]

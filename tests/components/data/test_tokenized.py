@@ -12,20 +12,20 @@ from drawloom.graph import UserError
 from support.stores import Texts, store_of
 
 
-def test_a_store_is_a_corpus(opened: Any, tmp_path: Path) -> None:
+def test_a_store_is_a_corpus(drawloom_opened: Any, tmp_path: Path) -> None:
     """A store has the vocabulary of its tokenizer, and its documents in two splits."""
     store_of(tmp_path / "store", [[f"text {number}" for number in range(50)]])
-    corpus = opened(Tokenized(path=tmp_path / "store", validation_fraction=0.3))
+    corpus = drawloom_opened(Tokenized(path=tmp_path / "store", validation_fraction=0.3))
     counts = [len(corpus.documents(split).lengths) for split in ("train", "validation")]
     assert sum(counts) == 50 and min(counts) > 5
     assert (corpus.vocab_size, corpus.eos_id) == (257, 256)
 
 
-def test_the_validation_split_may_have_a_store(opened: Any, tmp_path: Path) -> None:
+def test_the_validation_split_may_have_a_store(drawloom_opened: Any, tmp_path: Path) -> None:
     """With a store for validation nothing of the other is held out; both have one tokenizer."""
     store_of(tmp_path / "one", [["a", "b"]])
     store_of(tmp_path / "two", [["c"]])
-    corpus = opened(Tokenized(path=tmp_path / "one", validation_path=tmp_path / "two"))
+    corpus = drawloom_opened(Tokenized(path=tmp_path / "one", validation_path=tmp_path / "two"))
     assert [len(corpus.documents(split).lengths) for split in ("train", "validation")] == [2, 1]
 
 

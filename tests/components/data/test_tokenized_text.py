@@ -49,22 +49,26 @@ def tokens_of(corpus: TokenizedText, split: Any) -> list[list[int]]:
     return [documents.tokens(number, 0, int(length)).tolist() for number, length in enumerate(documents.lengths)]
 
 
-def test_documents_end_with_the_end(opened: Any, job: Any) -> None:
+def test_documents_end_with_the_end(drawloom_opened: Any, job: Any) -> None:
     """Each document is followed by the end; empty ones are dropped, and splits are apart."""
-    corpus = opened(TokenizedText(corpus=Texts(["", "abc", "", "d"], ["ef"]), tokenizer=Bytes(), job=job))
+    corpus = drawloom_opened(TokenizedText(corpus=Texts(["", "abc", "", "d"], ["ef"]), tokenizer=Bytes(), job=job))
     assert tokens_of(corpus, "train") == [[*b"abc", 256], [*b"d", 256]]
     assert tokens_of(corpus, "validation") == [[*b"ef", 256]]
     assert (corpus.vocab_size, corpus.eos_id) == (257, 256)
 
 
 @pytest.mark.parametrize("vocabulary", [65_536, 65_537, 200_000])
-def test_the_highest_id_survives(opened: Any, job: Any, vocabulary: int) -> None:
+def test_the_highest_id_survives(drawloom_opened: Any, job: Any, vocabulary: int) -> None:
     """The last id of a vocabulary is kept, on either side of what two bytes hold."""
-    corpus = opened(TokenizedText(corpus=Texts([f"1 {vocabulary - 1} 2"]), tokenizer=Wide(vocabulary), job=job))
+    corpus = drawloom_opened(
+        TokenizedText(corpus=Texts([f"1 {vocabulary - 1} 2"]), tokenizer=Wide(vocabulary), job=job)
+    )
     assert tokens_of(corpus, "train") == [[1, vocabulary - 1, 2, 0]]
 
 
-def test_files_are_tokenized_once(opened: Any, job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_tokenized_once(
+    drawloom_opened: Any, job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second run with the same files finds the stores beside the run folder; a changed file is tokenized."""
     for number in range(20):
         (tmp_path / f"{number}.txt").write_text(f"text {number}")
@@ -72,7 +76,7 @@ def test_files_are_tokenized_once(opened: Any, job: Any, tmp_path: Path, monkeyp
 
     def run(**settings: Any) -> TokenizedText:
         corpus = TextFiles(paths=[f"{tmp_path}/*.txt"], validation_fraction=0.3)
-        made: TokenizedText = opened(TokenizedText(corpus=corpus, tokenizer=Bytes(), job=job, **settings))
+        made: TokenizedText = drawloom_opened(TokenizedText(corpus=corpus, tokenizer=Bytes(), job=job, **settings))
         return made
 
     first = run()

@@ -65,6 +65,7 @@ def messages(summary: RunSummary, caplog: pytest.LogCaptureFixture, steps: Seque
         summary.on_event(Event("run_started"))
         caplog.clear()
         for step in steps:
+            summary.on_event(Event("phase_ended", step, "evaluate"))
             summary.on_event(Event("step_ended", step))
         summary.on_event(Event("run_ended"))
     return caplog.messages[0].splitlines()
@@ -105,7 +106,8 @@ def test_a_resumed_run_knows_the_best_loss_from_before(
 ) -> None:
     """It is saved with the run; a finished run says where its results are."""
     first, second = summary(tmp_path, one_rank), summary(tmp_path, one_rank)
-    first.on_event(Event("step_ended", Step(3, 9, outputs={"validation_loss": 1.5})))
+    # A checkpoint is saved by a later phase of the same step, and must have it.
+    first.on_event(Event("phase_ended", Step(3, 9, outputs={"validation_loss": 1.5}), "evaluate"))
     second.load_state_dict(first.state_dict())
     lines = messages(second, caplog, [Step(4, 9, outputs={"validation_loss": 2.0})])
     assert "best    validation loss 1.5000 after step 3" in lines

@@ -21,9 +21,9 @@ class Documents:
         return TokenArrays.of([np.array([1, 2, 0]), np.array([3, 4, 5, 6, 7, 0])], np.uint16)
 
 
-def test_a_row_has_one_document(opened: Any, job: Any) -> None:
+def test_a_row_has_one_document(drawloom_opened: Any, job: Any) -> None:
     """Rows are padded at their end; of a long document each part has a row, and no target is lost."""
-    rows = opened(Padded(tokens=Documents(), job=job, length=4))
+    rows = drawloom_opened(Padded(tokens=Documents(), job=job, length=4))
     batch = rows.batch("validation", range(rows.count("validation")))
     assert batch.tokens.tolist() == [[3, 4, 5, 6], [1, 2, 0, 0], [7, 0, 0, 0]]
     assert batch.targets.tolist() == [[4, 5, 6, 7], [2, 0, *[IGNORE_INDEX] * 2], [0, *[IGNORE_INDEX] * 3]]
