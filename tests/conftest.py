@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # No deadlines: on a busy machine any example may take long. `make soak` looks thoroughly.
-settings.register_profile("plain", max_examples=40, stateful_step_count=25, deadline=None)
+settings.register_profile("plain", max_examples=30, stateful_step_count=25, deadline=None)
 settings.register_profile("thorough", max_examples=400, deadline=None)
 settings.load_profile("plain")
 
