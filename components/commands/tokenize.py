@@ -1,13 +1,12 @@
 """tokenize files into a token store; the same command completes one that was interrupted"""
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 
 from drawloom.components.data.bytes import Bytes
-from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer, eos_token
 from drawloom.components.data.sources.files import find
 from drawloom.components.data.sources.parts import parts_of
 from drawloom.components.data.store.build import build
@@ -50,19 +49,12 @@ def _tokenizer(options: argparse.Namespace) -> Tokenizer:
             raise UserError("--end-token is for a --tokenizer; bytes have an end of their own", 2)
         return Bytes()
     path = options.tokenizer / "tokenizer.json" if options.tokenizer.is_dir() else options.tokenizer
-    tokenizer = HuggingFaceTokenizer(path=path, end_token=options.end_token or _end_token(path))
+    if (end := options.end_token or eos_token(path.parent)) is None:
+        config = path.with_name("tokenizer_config.json")
+        raise UserError(f"{config} names no eos_token; write --end-token, the token that ends a document", 2)
+    tokenizer = HuggingFaceTokenizer(path=path, end_token=end)
     tokenizer.open()
     return tokenizer
-
-
-def _end_token(path: Path) -> str:
-    """The end token that the configuration beside a tokenizer.json names."""
-    config = path.with_name("tokenizer_config.json")
-    try:
-        token = json.loads(config.read_text("utf-8"))["eos_token"]
-        return str(token["content"] if isinstance(token, dict) else token)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{config} names no eos_token; write --end-token, the token that ends a document", 2) from error
 
 
 def _pattern(path: str) -> str:

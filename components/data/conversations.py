@@ -51,7 +51,7 @@ class Conversations:
         factory=lambda: {"assistant": 1.0}, doc="the weight of the turns of each role; 0 for those that are left out"
     )
     date: str | None = setting(
-        default=None, doc="the day, as 2025-01-31, that templates are told which ask for today's; they fail if left out"
+        default=None, doc="what templates get that ask for today's date, as 2025-01-31; they fail if it is left out"
     )
     validation_fraction: float = setting(
         default=0.05, check=between(0, 1), doc="fraction of the lines to hold out for evaluation; 0: none"

@@ -41,7 +41,7 @@ class HuggingFaceTokenizer:
         """Read the file. Raises UserError if the package, the file or the end token is missing."""
         self._tokenizer = _read(self._file)
         self._vocab_size = max(self._tokenizer.get_vocab().values()) + 1
-        self._end_token = self.end_token or _eos_token(self._file.parent)
+        self._end_token = self.end_token or eos_token(self._file.parent)
         if self._end_token is None:
             where = f"{self._file.parent / COMPANIONS[0]} says no eos_token"
             raise UserError(f"end_token: {where}, and it is left out; {_candidates(self._tokenizer)}")
@@ -154,7 +154,7 @@ def _read(path: Path) -> Any:
     return tokenizer
 
 
-def _eos_token(folder: Path) -> str | None:
+def eos_token(folder: Path) -> str | None:
     """The token that `tokenizer_config.json` says ends a text, if it says one."""
     try:
         found = json.loads((folder / COMPANIONS[0]).read_text("utf-8")).get("eos_token")

@@ -40,6 +40,8 @@ class Executor:
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
     _training: dict[int, RankProgram] = attrs.field(init=False, factory=dict)
     _forward: dict[int, RankProgram] = attrs.field(init=False, factory=dict)
+    # by the length of rows: on the CPU, where batches are cut, and on the device
+    _parts: dict[int, tuple[ContextPart, ContextPart]] = attrs.field(init=False, factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -111,10 +113,14 @@ class Executor:
         if group.size == 1:
             moved: Batch = self._moved(batch)
             return MicrobatchInputs(*self.objective.inputs(moved), moved)
-        part = ContextPart.of(batch.tokens.shape[1], group)
-        moved, part = self._moved((part.cut(batch), part))
+        length = batch.tokens.shape[1]
+        if length not in self._parts:  # the same in every step; a copy to a GPU would wait for it
+            part = ContextPart.of(length, group)
+            self._parts[length] = part, self._moved(part)
+        here, there = self._parts[length]
+        moved = self._moved(here.cut(batch))
         tokens, shared = self.objective.inputs(moved)
-        return MicrobatchInputs(tokens, attrs.evolve(shared, part=part), moved)
+        return MicrobatchInputs(tokens, attrs.evolve(shared, part=there), moved)
 
     def _moved(self, tree: Any) -> Any:
         device = self.device.device

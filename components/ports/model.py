@@ -319,7 +319,10 @@ class Stage:
 
     def model_parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters by name, without the loss's; sharded ones as DTensors."""
-        named = self.named_parameters() if self.shards is None else self.module.named_parameters()
+        named = self.named_parameters()
+        if self.shards is not None:
+            self.shards.reshard()  # what a forward has gathered may be in another dtype
+            named = self.module.named_parameters()
         return {name: parameter for name, parameter in named if not name.startswith(f"{LOSS}.")}
 
 

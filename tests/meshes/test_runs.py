@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -61,6 +62,14 @@ def test_rows_that_ranks_share_out_have_the_losses_of_one_process(place: Path) -
     assert_same(place / "runs/one", place / "runs/parts")
     ours, theirs = (series(place / "runs" / name, "bits_per_byte") for name in ("rows", "parts"))
     assert [value for (value,) in theirs] == pytest.approx([value for (value,) in ours], rel=1e-6)
+
+
+def test_an_export_after_a_sample_holds_masters_and_not_what_was_gathered(place: Path) -> None:
+    """What a forward has gathered is in the compute dtype, and stays gathered; an export is of the float32 slices."""
+    last = ("trainer.steps=2", 'trainer.on_finish=["@sample", "@export"]', "precision.compute=bfloat16")
+    codes = drawloom(place, *COMMON, *last, "run.name=sampled", "mesh.data_shard=2", ranks=2)
+    assert {outcome.code for outcome in codes} == {0}, codes
+    assert {tensor.dtype for tensor in exported(place / "runs/sampled").values()} == {torch.float32}
 
 
 def test_stochastic_rounding_has_the_same_noise_on_shards(place: Path) -> None:

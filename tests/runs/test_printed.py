@@ -1,4 +1,4 @@
-"""What a run prints where nobody watches it."""
+"""What a run prints into a pipe or a file."""
 
 import re
 from pathlib import Path

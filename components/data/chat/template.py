@@ -29,7 +29,7 @@ class ChatTemplate:
     """
     A template in a process of its own; `special_tokens` are its variables, such as bos_token.
 
-    `date`, as 2025-01-31, is the day that templates are told which ask for today's.
+    `date`, as 2025-01-31, is what a template gets that asks for today's date.
     """
 
     text: str
