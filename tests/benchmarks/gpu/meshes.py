@@ -28,6 +28,7 @@ if TINY:
 import attrs  # noqa: E402
 import torch  # noqa: E402
 
+from benchmarks.gpu.pipeline import _batch, _initialise  # noqa: E402
 from benchmarks.gpu.training import DENSE, SMALL  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.distributed.mesh import RankMesh  # noqa: E402
@@ -42,7 +43,6 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.pipeline.executor import Executor  # noqa: E402
 from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
-from drawloom.components.ports.data import Batch  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from support import pipelines  # noqa: E402
 
@@ -216,19 +216,6 @@ def _peer(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
 def _config(case: Case) -> dict[str, Any]:
     small = {key: value for key, value in SMALL.items() if key in DENSE} | {"num_hidden_layers": 2}
     return MODELS[case.model] | (small if TINY else {})
-
-
-def _initialise(_name: str, parameter: torch.Tensor, _seed: int, _part_of: Any = None) -> None:
-    """Fill a parameter on its device, which is quicker than the numbers that a run starts from."""
-    parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
-
-
-def _batch(number: int, device: ComputeDevice, vocabulary: int, rows: int) -> Batch:
-    generator = torch.Generator().manual_seed(number)
-    tokens = torch.randint(vocabulary, (rows, LENGTH + 1), generator=generator).to(device.device)
-    positions = torch.arange(LENGTH, device=device.device).expand(rows, LENGTH).contiguous()
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    return Batch(inputs, targets, positions, torch.zeros_like(positions), torch.ones_like(positions).float())
 
 
 def _measured(step: Callable[[], None], device: ComputeDevice) -> tuple[float, float]:
