@@ -81,8 +81,13 @@ def python_page() -> str:
     names.sort(key=lambda name: (name != "Recipe", name not in HOMES, name))
     lines = [PYTHON_HEAD]
     for name in names:
-        lines += [f"::: drawloom.{HOMES.get(name, 'graph.component')}.{name}", ""]
+        lines += _directive(f"drawloom.{HOMES.get(name, 'graph.component')}", "drawloom", name)
     lines += ["## drawloom.testing", ""]
     for name in testing.__all__:
-        lines += [f"::: {getattr(testing, name).__module__}.{name}", ""]
+        lines += _directive(getattr(testing, name).__module__, "drawloom.testing", name)
     return "\n".join(lines)
+
+
+def _directive(module: str, public: str, name: str) -> list[str]:
+    """Where mkdocstrings finds a name, and under which people import it."""
+    return [f"::: {module}.{name}", "    options:", f"      heading: {public}.{name}", ""]
