@@ -12,6 +12,10 @@ from torch import Tensor
 from drawloom.components.distributed.hang_diagnosis import HangMonitor
 from drawloom.graph import UserError
 
+# torch 2.13 calls them by new names, and warns of the old ones.
+ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class SingleProcess:
     """A group of one rank: every collective is the identity."""
@@ -29,12 +33,12 @@ class SingleProcess:
         """A list of the value, after a round trip through JSON as with more ranks."""
         return [json.loads(json.dumps(value))]
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """A list of the tensor, of any shape."""
-        return [tensor]
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensor (...) as the only one, (1, ...)."""
+        return tensor.detach()[None]
 
-    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """The only part, of any shape."""
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        """The only part (...) of parts (1, ...)."""
         return parts[0]
 
 
@@ -78,23 +82,28 @@ class TorchGroup:
         # two collectives, the lengths first: all_gather needs tensors of one size
         text = json.dumps(value).encode()
         length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
-        lengths = [int(each) for each in self._gather(length)]
+        lengths = [int(each) for each in self.gather(length)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        texts = self._gather(padded.to(self.device))
+        texts = self.gather(padded.to(self.device))
         return [json.loads(each[:n].cpu().numpy().tobytes()) for each, n in zip(texts, lengths, strict=True)]
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """All-gather tensors of one shape and dtype: those of all ranks, by rank."""
-        return [each.to(tensor.device) for each in self._gather(tensor.detach().to(self.device).contiguous())]
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All-gather tensors of one shape (...) and dtype: (size, ...), by rank."""
+        moved = tensor.detach().to(self.device).contiguous()
+        # gloo joins tensors along their first dimension only, so that one without dimensions needs one.
+        gathered = moved.new_empty(self.size * moved.numel())
+        with peer_errors(self._monitor, "an all-gather", self.name, self.ranks):
+            ALL_GATHER(gathered, moved.view(-1), group=self._handle)
+        return gathered.view(self.size, *tensor.shape).to(tensor.device)
 
-    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum over the ranks of the part for this rank; each rank has contiguous parts of one shape for all."""
-        moved = [part.to(self.device) for part in parts]
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        """The sum (...) over the ranks of the part for this rank; parts (size, ...) has one for each rank."""
+        moved = parts.detach().to(self.device).contiguous()
         found = torch.empty_like(moved[0])
         with peer_errors(self._monitor, "a reduce-scatter", self.name, self.ranks):
-            dist.reduce_scatter(found, moved, group=self._handle)
-        return found.to(parts[0].device)
+            REDUCE_SCATTER(found.view(-1), moved.view(-1), group=self._handle)
+        return found.to(parts.device)
 
     def device_mesh(self) -> Any:
         """The group as a DeviceMesh of torch, of one dimension."""
@@ -111,12 +120,6 @@ class TorchGroup:
             dist.all_reduce(reduced, operation, group=self._handle)
         if reduced.data_ptr() != tensor.data_ptr() or reduced.device != tensor.device:
             tensor.copy_(reduced)
-
-    def _gather(self, tensor: Tensor) -> list[Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in self.ranks]
-        with peer_errors(self._monitor, "an all-gather", self.name, self.ranks):
-            dist.all_gather(gathered, tensor, group=self._handle)
-        return gathered
 
 
 @contextmanager

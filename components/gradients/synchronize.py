@@ -5,13 +5,13 @@ With weights w and losses l of all tokens of all microbatches and replicas, the 
 """
 
 import math
-from collections.abc import Iterator
-from functools import partial, reduce
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from drawloom.components.distributed.buckets import sum_in_buckets
 from drawloom.components.distributed.host_copy import HostCopy
 from drawloom.components.gradients.norm import EXACT, ON_DEVICE, Norm, Summation, total_norm
 from drawloom.components.gradients.scaling import scale
@@ -44,8 +44,7 @@ class Synchronize:
         sums = self._sums(step.outputs["losses"], step.tokens)
         self.parameters.sum_shared()
         gradients = [gradient_of(parameter) for _, parameter in self.parameters.named()]
-        for bucket in self._buckets(gradients):
-            self._sum(bucket)
+        sum_in_buckets(gradients, self.mesh.replicas, self.precision.reduce, self.bucket_bytes)
         if self.norm == "exact" or (self.norm == "auto" and not sums.is_cuda):
             self._divide_at_once(step, sums, gradients)
         else:
@@ -86,27 +85,6 @@ class Synchronize:
         sums = torch.cat([sums, torch.full_like(sums[:1], tokens / self.mesh.size("context"))])
         self.mesh.group(*DATA).sum(sums)
         return sums
-
-    def _buckets(self, gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Buckets of gradients in the order of the parameters; one for each collective."""
-        if self.mesh.replicas.size == 1:
-            return
-        bucket: list[Tensor] = []
-        for gradient in gradients:
-            bucket.append(gradient)
-            if sum(part.numel() * part.element_size() for part in bucket) >= self.bucket_bytes:
-                yield bucket
-                bucket = []
-        if bucket:
-            yield bucket
-
-    def _sum(self, bucket: list[Tensor]) -> None:
-        """All-reduce a bucket in `precision.reduce`, or in the gradients' own dtype if that is wider."""
-        dtype = reduce(torch.promote_types, (gradient.dtype for gradient in bucket), self.precision.reduce)
-        flat = torch.cat([gradient.flatten().to(dtype) for gradient in bucket])
-        self.mesh.replicas.sum(flat)
-        for gradient, part in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket]), strict=True):
-            gradient.copy_(part.view_as(gradient))
 
 
 def _late_values(copy: HostCopy) -> LateValues:

@@ -11,8 +11,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.distributed.buckets import sum_in_buckets
 from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.distributed.rng import derive_seed, fill_normal
+from drawloom.components.distributed.tensor_parallel import TensorRanks, split
 from drawloom.components.pipeline.module_buffers import fill_buffers, fill_parameters
 from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype, is_dtensor
 from drawloom.components.pipeline.program.builders import stages_of
@@ -25,7 +27,7 @@ from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Stage, Transform, gradient_of
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.slices import TensorSlice, nested
 from drawloom.components.weights.adapted import adapted_model, adapter_names, fill_adapters, inject
 from drawloom.components.weights.fingerprint import folder_fingerprint
 from drawloom.components.weights.load import load_folder, persistent_tensors
@@ -80,6 +82,8 @@ class MaterializedStages:
     _boundaries: ActivationSpecs = attrs.field(init=False, default=None)
     _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
     _on_earlier_ranks: set[str] = attrs.field(init=False, factory=set)
+    # the slices that tensor ranks have of parameters, which data ranks may slice again
+    _splits: dict[str, TensorSlice] = attrs.field(init=False, factory=dict)
     _fingerprint: str = attrs.field(init=False, default="")
 
     @classmethod
@@ -141,12 +145,16 @@ class MaterializedStages:
 
     def slices(self) -> dict[str, TensorSlice | None]:
         """Of each trained parameter, the slice that this rank has; None for a whole one."""
-        return {name: self._store.slices.get(name) for name, _ in self.named()}
+        return {name: self._slice(name) for name, _ in self.named()}
 
     def counted(self) -> list[tuple[str, nn.Parameter]]:
-        """Those of `named` that no earlier rank holds, of those that differ in their index along pipeline or shards."""
-        other = set() if self.mesh.group(*SHARDS).rank == 0 else {name for name, _ in self._replicated()}
-        return [(name, part) for name, part in self.named() if name not in self._on_earlier_ranks | other]
+        """Those of `named` that no earlier rank holds, of those that are no replicas of this one."""
+        other = set(self._on_earlier_ranks)
+        if self.mesh.group(*SHARDS).rank:
+            other |= {name for name, _ in self._replicated()}
+        if self.mesh.index("tensor"):
+            other |= {name for name, _ in self.named()} - self._splits.keys()
+        return [(name, part) for name, part in self.named() if name not in other]
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         """Cast parameters to what layers compute with."""
@@ -174,6 +182,9 @@ class MaterializedStages:
         """Sum the gradients of parameters that several ranks hold; a pipeline rank without one adds zeros."""
         mine = dict(self.named())
         wide = torch.promote_types(self.precision.gradient, self.precision.reduce)
+        # Of parameters that are whole on tensor ranks, such as norms', each has the gradient of its own tokens.
+        partial = [part for name, part in mine.items() if name not in self._splits and not _is_of_loss(name)]
+        sum_in_buckets([gradient_of(part) for part in partial], self.mesh.group("tensor"), wide)
         for _, whole in self._replicated():
             self._sum(gradient_of(whole), self.mesh.group(*SHARDS), wide)
         for name, shape in self._shared.items():
@@ -185,7 +196,7 @@ class MaterializedStages:
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         """The trained parameters and persistent buffers that this rank holds, and of which it holds a slice."""
-        return {name: self._store.slices.get(name) for name in self.state_dict()}
+        return {name: self._slice(name) for name in self.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
         """Every trained parameter and every persistent buffer by its name; a fingerprint of what is frozen."""
@@ -224,6 +235,14 @@ class MaterializedStages:
         if self.mesh.group(*SHARDS).size == 1:
             return []
         return [(name, parameter) for name, parameter in self.named() if name not in self._store.slices]
+
+    def _slice(self, name: str) -> TensorSlice | None:
+        """The slice that this rank has of a parameter; None for a whole one."""
+        return nested(self._splits.get(name), self._store.slices.get(name))
+
+    def _place(self, name: str, parameter: Tensor) -> TensorSlice | None:
+        """The same of a module's parameter, before there is a store."""
+        return nested(self._splits.get(name), slice_of(parameter) if is_dtensor(parameter) else None)
 
     def _all(self) -> dict[str, nn.Parameter]:
         return {name: parameter for stage in self._local for name, parameter in stage.named_parameters()}
@@ -271,6 +290,7 @@ class MaterializedStages:
             module.add_module(LOSS, of_loss)
         for transform in self.transforms:
             module = transform.transform(module)
+        self._splits |= split(module, TensorRanks(self.mesh.group("tensor")))
         for parameter in module.parameters():  # buffers, such as frequencies, keep the dtype that their module chose
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(self.precision.parameter)
@@ -307,7 +327,7 @@ class MaterializedStages:
             if self._folder is not None:
                 mapper = self.model.hugging_face_mapper().inverse()
                 try:
-                    load_folder(self._folder, module, mapper, device, without=adapter_names(module))
+                    load_folder(self._folder, module, mapper, device, adapter_names(module), self._splits)
                 except UserError as error:
                     named = "weights: " if self.weights else ""  # otherwise the model has named them
                     raise UserError(f"{named}{error}", error.exit_code) from error
@@ -318,12 +338,9 @@ class MaterializedStages:
         """Give the model's parameters their random values."""
         others = adapter_names(module)
         for name, parameter in module.named_parameters():
-            if name.startswith(f"{LOSS}.") or name in others:
-                continue
-            if is_dtensor(parameter):
-                self.model.initialise(name, local_part(parameter), self.job.seed, slice_of(parameter))
-            else:
-                self.model.initialise(name, parameter.data, self.job.seed)
+            if not _is_of_loss(name) and name not in others:
+                mine = local_part(parameter) if is_dtensor(parameter) else parameter.data
+                self.model.initialise(name, mine, self.job.seed, self._place(name, parameter))
 
     def _fill_adapters(self, modules: Iterable[nn.Module], sharded: Sequence[ShardedModule]) -> None:
         """Fill what adapters have added; DoRA reads the weights that it adapts, so that these are gathered here."""
@@ -338,12 +355,18 @@ class MaterializedStages:
 
     def _fill_normal(self, name: str, parameter: nn.Parameter, std: float) -> None:
         """Fill a parameter with normal numbers that follow from seed and name."""
-        fill_normal(parameter.data, derive_seed(self.job.seed, "initial weights", name), std)
+        place = self._splits.get(name) or TensorSlice.whole(tuple(parameter.shape))
+        key = derive_seed(self.job.seed, "initial weights", name)
+        fill_normal(parameter.data, key, std, place.shape, place.offsets)
 
 
 def _changes(tensor: Tensor) -> bool:
     """Whether a parameter is trained, or a tensor is a buffer."""
     return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+
+
+def _is_of_loss(name: str) -> bool:
+    return name.startswith(f"{LOSS}.")
 
 
 def _local_bytes(tensor: Tensor) -> int:

@@ -40,12 +40,12 @@ class Group(Protocol):
         """All-gather a JSON value: the values of all ranks, by rank."""
         ...
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """All-gather tensors of one shape and dtype: those of all ranks, by rank."""
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All-gather tensors of one shape (...) and dtype: (size, ...), by rank."""
         ...
 
-    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum over the ranks of the part for this rank; each rank has contiguous parts of one shape for all."""
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        """The sum (...) over the ranks of the part for this rank; parts (size, ...) has one for each rank."""
         ...
 
 

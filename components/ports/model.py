@@ -12,6 +12,7 @@ from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
+from drawloom.kernels.vocab_parallel import VocabularyPart
 
 
 @attrs.frozen
@@ -217,14 +218,20 @@ class Kernels(Protocol):
         ...
 
     def linear_cross_entropy(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        token_weights: Tensor | None = None,
+        part: VocabularyPart | None = None,
     ) -> tuple[Tensor, Tensor]:
         """
         Losses and log-sum-exp by token, float32 (...), of the logits hidden (..., width) @ weight.T (vocabulary,
         width).
 
         targets int64 (...); token_weights float32 (...), by which losses are multiplied. A loss is 0 where the target
-        is IGNORE_INDEX.
+        is IGNORE_INDEX. With a `part`, the weight has some words of the vocabulary, other ranks the others, and losses
+        are those of all words.
         """
         ...
 

@@ -27,6 +27,11 @@ MESHES = [
     Meshed("replicas of shards", {"data_replicate": 2, "data_shard": 2}, [("gpipe", 4, False, False, "smoothed")]),
     Meshed("pipelines of shards", {"data_shard": 2}, [(name, 4, True, False, "plain") for name in pipelines.TRAINING]),
     Meshed("contexts of shards", {"context": 2, "data_shard": 2}, [("gpipe", 4, True, False, "tempered")], (8, 4)),
+    Meshed(
+        "tensors of shards",
+        {"tensor": 2, "data_shard": 2},
+        [("gpipe", 4, True, False, "tempered"), ("gpipe", 4, False, True, "smoothed")],
+    ),
     Meshed("contexts", {"context": 4}, [("gpipe", 2, False, True, "smoothed")], (8, 8)),
     Meshed(
         "pipelines of contexts",

@@ -181,8 +181,8 @@ class _Recorder:
     def gather_json(self, value: Any) -> list[Any]:
         return [value, value]
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor, tensor]
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack([tensor, tensor])
 
     def reduce_scatter(self, parts: Any) -> Tensor:
         raise AssertionError("nothing is scattered")

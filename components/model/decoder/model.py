@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from drawloom.components.distributed.tensor_parallel import TensorParallel
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.rope import scaling_of
@@ -13,7 +14,7 @@ from drawloom.components.ports.model import BatchContext, Finish, Head, Kernels,
 from drawloom.kernels.rope_frequencies import rope_angles
 
 
-class Decoder(nn.Module):
+class Decoder(TensorParallel):
     """
     Layers under their numbers in the whole model, with or without the embedding and the last norm.
 
@@ -42,9 +43,10 @@ class Decoder(nn.Module):
         """
         Hidden states (rows, length, hidden_size), of the parameters' dtype, behind the last norm if there is one.
 
-        Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states.
+        Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states. These are
+        split tokens with `ranks`.
         """
-        hidden = self.embed_tokens(inputs) if self.span.embedding else inputs
+        hidden = self.ranks.reduce_scatter_tokens(self.embed_tokens(inputs)) if self.span.embedding else inputs
         cos, sin = self._angles(shared.positions)
         windows = [self.architecture.window_of(int(number)) for number in self.layers]
         # One mask for all layers of a window.
@@ -61,7 +63,7 @@ class Decoder(nn.Module):
         return rope_angles(positions, self.architecture.head_dim, self.architecture.rope_theta, self.scaling)
 
 
-class CausalLM(nn.Module):
+class CausalLM(TensorParallel):
     """A span of the model: `model`, the decoder, and `lm_head` if the span has the head and the head is not tied."""
 
     def __init__(
@@ -80,9 +82,12 @@ class CausalLM(nn.Module):
         Hidden states (rows, length, hidden_size), of the parameters' dtype, or with the head what `finish` makes of
         them.
 
-        Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states.
+        Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states. With `ranks`
+        hidden states between stages are split tokens.
         """
         hidden = self.model(inputs, shared)
+        if self.span.head:
+            hidden = self.ranks.gather_tokens_for_all(hidden, shared.positions.shape)
         return finish(hidden, self._head()) if self.span.head and finish is not None else hidden
 
     def _head(self) -> Head:
