@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.components.distributed.mesh_layout import BUILT, DIMENSIONS, Layout, resolve_shape
+from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, resolve_shape
 from drawloom.components.distributed.p2p_links import Edge, p2p_links
 from drawloom.components.ports.distributed import DATA, SHARDS, Group, P2PChannel, Processes
 from drawloom.graph import UserError, at_least, component, setting
@@ -38,8 +38,8 @@ class RankMesh:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Problems that do not depend on the number of processes."""
-        for name in _not_built(node.settings):
-            yield node.problem(name, f"{node.settings[name]} ranks along {name!r} are not built yet", "write 1")
+        if node.settings["expert"] > 1:
+            yield node.problem("expert", f"{node.settings['expert']} ranks along 'expert' are not built yet", "write 1")
         stage = [node.settings[name] for name in DIMENSIONS if name != "pipeline"]
         expert = node.settings["expert"]
         if "auto" not in stage and math.prod(stage) % expert:
@@ -49,9 +49,9 @@ class RankMesh:
     def open(self) -> None:
         """Make the groups of all dimensions; a UserError, before any communication, if the world size does not fit."""
         settings = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
-        for name in _not_built(settings):
-            raise UserError(f"the mesh has {settings[name]} ranks along {name!r}, which is not built yet; write 1", 2)
         expert = settings.pop("expert")
+        if expert > 1:
+            raise UserError(f"the mesh has {expert} ranks along 'expert', which is not built yet; write expert = 1", 2)
         self._layout = resolve_shape(settings, expert, self.processes.world_size)
         # every rank makes the same groups in the same order, as torch.distributed demands
         for names in (DIMENSIONS, *((name,) for name in (*DIMENSIONS, "expert")), SHARDS, DATA):
@@ -90,8 +90,3 @@ class RankMesh:
     def index(self, dimension: str) -> int:
         """The index of this rank along a dimension."""
         return self._layout.index(dimension, self.processes.rank)
-
-
-def _not_built(settings: Mapping[str, Any]) -> list[str]:
-    names = [name for name in (*DIMENSIONS, "expert") if name not in BUILT]
-    return [name for name in names if settings[name] > 1]

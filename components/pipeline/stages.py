@@ -91,6 +91,8 @@ class MaterializedStages:
         """The module of a loss belongs to the stages, so the loss itself can't be one; and dtypes fit shards."""
         for mesh, precision in zip(node.neighbours("mesh"), node.neighbours("precision"), strict=True):
             yield from misfits_of_shards(mesh, precision)
+        for mesh, model in zip(node.neighbours("mesh"), node.neighbours("model"), strict=True):
+            yield from misfits_of_tensor(mesh, model)
         for loss in node.neighbours("loss"):
             if issubclass(loss.component, nn.Module):
                 where = f"under [{loss.name}] and [{node.name}]"
@@ -123,6 +125,8 @@ class MaterializedStages:
                 self._store.masters,
                 self._store.shards_of(module),
                 self.adapters,
+                self._splits,
+                self.mesh.group("tensor"),
             )
             for index, module in modules.items()
         ]
@@ -379,6 +383,15 @@ def misfits_of_shards(mesh: NodeView, precision: NodeView) -> Iterator[Problem]:
     if any(mesh.settings.get(name, 1) > 1 for name in SHARDS) and summed is not None and summed != kept:
         text = f"gradients of sharded parameters are kept in the parameters' dtype, {kept!r}, and not in {summed!r}"
         yield precision.problem("gradient", text, f"write parameter = {summed!r}, or leave gradient out")
+
+
+def misfits_of_tensor(mesh: NodeView, model: NodeView) -> Iterator[Problem]:
+    """Models that ranks along `tensor` can't share evenly; a model says so by a classmethod `tensor_faults`."""
+    ranks, faults = mesh.settings.get("tensor", 1), getattr(model.component, "tensor_faults", None)
+    if ranks > 1 and faults is not None:
+        for fault in faults(model, ranks):
+            text = f"{ranks} ranks along 'tensor' share every matrix product of [{model.name}], and {fault}"
+            yield mesh.problem("tensor", text, "write another number, or 1")
 
 
 def tie(modules: Sequence[nn.Module]) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.cache import KeyValueCache
-from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.slices import ModelParameter, TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 from drawloom.kernels.vocab_parallel import VocabularyPart
@@ -308,7 +309,8 @@ class Stage:
     The last stage's module holds the loss's, too, as `loss`.
     The module computes with its own parameters. Where these are casts, `masters` holds what they are cast from; where
     they are gathered from the `shards` of several ranks, it holds this rank's slices. `adapters` have been injected
-    into the module; without any, every parameter is trained unless a transform froze it.
+    into the module; without any, every parameter is trained unless a transform froze it. Of parameters in `splits`
+    the module has slices, and the ranks of the group `tensor_ranks` the others.
     """
 
     index: int
@@ -318,19 +320,25 @@ class Stage:
     masters: Mapping[str, nn.Parameter] = attrs.field(factory=dict)
     shards: Shards | None = None
     adapters: Sequence[Adapter] = ()
+    splits: Mapping[str, TensorSlice] = attrs.field(factory=dict)
+    tensor_ranks: Group | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What exports and, if it is trained, checkpoints save: each parameter's master, or itself if it has none."""
         for name, parameter in self.module.named_parameters():
             yield name, self.masters.get(name, parameter)
 
-    def model_parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by name, without the loss's; sharded ones as DTensors."""
+    def model_parameters(self) -> dict[str, ModelParameter]:
+        """The model's parameters by name, without the loss's."""
         named = self.named_parameters()
         if self.shards is not None:
             self.shards.reshard()  # what a forward has gathered may be in another dtype
             named = self.module.named_parameters()
-        return {name: parameter for name, parameter in named if not name.startswith(f"{LOSS}.")}
+        return {
+            name: ModelParameter(parameter, self.splits.get(name), self.tensor_ranks)
+            for name, parameter in named
+            if not name.startswith(f"{LOSS}.")
+        }
 
 
 @port

@@ -32,6 +32,11 @@ MESHES = [
         {"tensor": 2, "data_shard": 2},
         [("gpipe", 4, True, False, "tempered"), ("gpipe", 4, False, True, "smoothed")],
     ),
+    Meshed(
+        "pipelines of tensors",
+        {"tensor": 2},
+        [("one_f_one_b", 4, True, False, "dft"), ("zero_bubble_v", 4, False, False, "plain")],
+    ),
     Meshed("contexts", {"context": 4}, [("gpipe", 2, False, True, "smoothed")], (8, 8)),
     Meshed(
         "pipelines of contexts",
