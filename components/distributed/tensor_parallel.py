@@ -17,9 +17,9 @@ from torch.autograd import Function
 
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.model import VocabularyPart
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
-from drawloom.kernels.vocab_parallel import VocabularyPart
 
 Collective = Callable[[Tensor, Group], Tensor]
 

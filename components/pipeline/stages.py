@@ -27,7 +27,7 @@ from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Stage, Transform, gradient_of
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.ports.slices import TensorSlice, nested
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.weights.adapted import adapted_model, adapter_names, fill_adapters, inject
 from drawloom.components.weights.fingerprint import folder_fingerprint
 from drawloom.components.weights.load import load_folder, persistent_tensors
@@ -242,11 +242,11 @@ class MaterializedStages:
 
     def _slice(self, name: str) -> TensorSlice | None:
         """The slice that this rank has of a parameter; None for a whole one."""
-        return nested(self._splits.get(name), self._store.slices.get(name))
+        return TensorSlice.nested(self._splits.get(name), self._store.slices.get(name))
 
     def _place(self, name: str, parameter: Tensor) -> TensorSlice | None:
         """The same of a module's parameter, before there is a store."""
-        return nested(self._splits.get(name), slice_of(parameter) if is_dtensor(parameter) else None)
+        return TensorSlice.nested(self._splits.get(name), slice_of(parameter) if is_dtensor(parameter) else None)
 
     def _all(self) -> dict[str, nn.Parameter]:
         return {name: parameter for stage in self._local for name, parameter in stage.named_parameters()}

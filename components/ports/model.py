@@ -13,7 +13,6 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.slices import ModelParameter, TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
-from drawloom.kernels.vocab_parallel import VocabularyPart
 
 
 @attrs.frozen
@@ -54,6 +53,14 @@ class BatchContext:
     weights: Tensor | None = None
     part: RowPart | None = None
     cache: KeyValueCache | None = None
+
+
+@attrs.frozen
+class VocabularyPart:
+    """The rows of the output weight that this rank has: those from `first` on; the ranks of the group have all rows."""
+
+    first: int
+    group: Group
 
 
 class Head(Protocol):

@@ -45,13 +45,13 @@ class TensorSlice:
         size = tuple(end - start for end, start in zip(ends, low, strict=True))
         return TensorSlice(self.shape, low, size) if all(length > 0 for length in size) else None
 
-
-def nested(outer: TensorSlice | None, inner: TensorSlice | None) -> TensorSlice | None:
-    """The slice `inner` of the slice `outer` of a tensor, as a slice of the tensor; None is all of one."""
-    if outer is None or inner is None:
-        return outer or inner
-    offsets = tuple(first + second for first, second in zip(outer.offsets, inner.offsets, strict=True))
-    return TensorSlice(outer.shape, offsets, inner.size)
+    @staticmethod
+    def nested(outer: "TensorSlice | None", inner: "TensorSlice | None") -> "TensorSlice | None":
+        """The slice `inner` of the slice `outer` of a tensor, as a slice of the tensor; None is all of one."""
+        if outer is None or inner is None:
+            return outer or inner
+        offsets = tuple(first + second for first, second in zip(outer.offsets, inner.offsets, strict=True))
+        return TensorSlice(outer.shape, offsets, inner.size)
 
 
 @attrs.frozen(eq=False)

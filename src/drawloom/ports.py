@@ -38,6 +38,7 @@ from drawloom.components.ports.model import (
     Stages,
     TrainableStages,
     Transform,
+    VocabularyPart,
     gradient_of,
 )
 from drawloom.components.ports.pipeline import (
@@ -93,7 +94,7 @@ from drawloom.components.ports.run import (
     check_cadence,
     due,
 )
-from drawloom.components.ports.slices import SlicedTensor, TensorSlice
+from drawloom.components.ports.slices import ModelParameter, SlicedTensor, TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 
@@ -145,6 +146,7 @@ __all__ = [
     "MessageOp",
     "Metric",
     "Model",
+    "ModelParameter",
     "Neighbours",
     "Op",
     "Overlap",
@@ -196,6 +198,7 @@ __all__ = [
     "Transform",
     "ValidationData",
     "Value",
+    "VocabularyPart",
     "check_cadence",
     "due",
     "flat",
