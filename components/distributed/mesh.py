@@ -1,10 +1,11 @@
 """The device mesh: the ranks of a run, laid out in named dimensions."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
+import torch
 
 from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, resolve_shape
 from drawloom.components.distributed.p2p_links import Edge, p2p_links
@@ -74,10 +75,20 @@ class RankMesh:
             self._groups[dimensions] = self.processes.group(name, self._layout.sets(*dimensions))
         return self._groups[dimensions]
 
-    def torch_mesh(self, *dimensions: str) -> Any:
-        """The ranks of `group(*dimensions)` as torch's DeviceMesh, of one dimension."""
-        group: Any = self.group(*dimensions)
-        return group.device_mesh()
+    def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
+        """torch's DeviceMesh, each dimension of which is `group(*names)` for some names of dimensions of this mesh."""
+        # takes half a second, which runs that shard nothing should not pay
+        from torch.distributed.device_mesh import DeviceMesh
+
+        groups: list[Any] = [self.group(*names) for names in dimensions]
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0].handle, groups[0].device.type)
+        every = [name for names in dimensions for name in names]
+        ranks = next(ranks for ranks in self._layout.sets(*every) if self.processes.rank in ranks)
+        grid = torch.tensor(ranks).view([group.size for group in groups])
+        names = tuple(" x ".join(names) for names in dimensions)
+        handles = [group.handle for group in groups]
+        return DeviceMesh.from_group(handles, groups[0].device.type, grid, mesh_dim_names=names)
 
     def links(self, dimension: str, edges: Iterable[Edge]) -> Mapping[int, P2PChannel]:
         """P2P channels along a dimension between these pairs of indices, by the peer's index; called by all ranks."""

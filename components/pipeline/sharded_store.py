@@ -8,22 +8,19 @@ alone uses private names of torch (tried on 2.11 and 2.13).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype, is_dtensor
+from drawloom.components.pipeline.parameter_store import Blocks, ParameterStore, compute_dtype, is_dtensor
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.weights.adapted import adapter_names
-
-Blocks = Callable[[nn.Module], Sequence[nn.Module]]
-"""The blocks of a stage's module, each of which is gathered by itself."""
 
 
 @attrs.frozen(eq=False)
@@ -166,6 +163,11 @@ class ShardedStore:
         self._gathered_at = []
 
     @property
+    def summed(self) -> Set[str]:
+        """The parameters whose gradients backward passes reduce."""
+        return self.slices.keys()
+
+    @property
     def copied_bytes(self) -> int:
         """Bytes of the compute copies among the parameters of the modules."""
         return self._whole.copied_bytes
@@ -184,7 +186,11 @@ class ShardedStore:
 def shard(
     modules: Iterable[nn.Module], blocks: Blocks, mesh: Any, precision: Precision, by_block: bool
 ) -> list[ShardedModule]:
-    """Shard modules that are on the meta device over the ranks of a torch mesh of one dimension."""
+    """
+    Shard modules that are on the meta device over the ranks of a torch mesh.
+
+    A mesh of two dimensions has replicas along the first, over which slices of gradients are summed, too.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     modules = list(modules)

@@ -11,18 +11,19 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.buckets import sum_in_buckets
+from drawloom.components.distributed.buckets import BUCKET_BYTES, sum_in_buckets
 from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.distributed.tensor_parallel import TensorRanks, split
 from drawloom.components.pipeline.module_buffers import fill_buffers, fill_parameters
 from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype, is_dtensor
 from drawloom.components.pipeline.program.builders import stages_of
+from drawloom.components.pipeline.replicated_store import ReplicatedStore
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, local_part, shard, slice_of
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.distributed import SHARDS, Device, Group, Mesh, Precision
+from drawloom.components.ports.distributed import DATA, SHARDS, Device, Mesh, Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Stage, Transform, gradient_of
 from drawloom.components.ports.pipeline import Loss, Schedule
@@ -31,7 +32,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.weights.adapted import adapted_model, adapter_names, fill_adapters, inject
 from drawloom.components.weights.fingerprint import folder_fingerprint
 from drawloom.components.weights.load import load_folder, persistent_tensors
-from drawloom.graph import Problem, UserError, at_least, component, setting
+from drawloom.graph import Problem, UserError, above, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 
 FROZEN = "frozen"
@@ -74,6 +75,12 @@ class MaterializedStages:
         doc="whether sharded parameters of a layer are freed after its forward and gathered again in its backward, "
         "which takes less memory and more time; if left out, with one pipeline rank",
     )
+    bucket_bytes: int = setting(
+        default=BUCKET_BYTES,
+        impact="safe",
+        check=above(0),
+        doc="bytes of gradients that replicas sum in one collective, while the backward pass computes others",
+    )
     weights: Path | None = setting(
         default=None, doc="a Hugging Face folder to start from; that of `model.auto`, or random weights, if left out"
     )
@@ -114,6 +121,10 @@ class MaterializedStages:
         tie(list(modules.values()))
         if sharded:
             self._store = ShardedStore.of(sharded, self.precision)
+        elif (replicas := self.mesh.group(*DATA)).size > 1:
+            every = [*modules.values()]
+            how = self.model.blocks, self.precision, replicas, self.bucket_bytes
+            self._store = ReplicatedStore.replicated(every, *how)
         else:
             self._store = ParameterStore.of(modules.values(), self.precision)
         self._local = [
@@ -155,7 +166,7 @@ class MaterializedStages:
         """Those of `named` that no earlier rank holds, of those that are no replicas of this one."""
         other = set(self._on_earlier_ranks)
         if self.mesh.group(*SHARDS).rank:
-            other |= {name for name, _ in self._replicated()}
+            other |= {name for name, _ in self.named()} - self._store.slices.keys()
         if self.mesh.index("tensor"):
             other |= {name for name, _ in self.named()} - self._splits.keys()
         return [(name, part) for name, part in self.named() if name not in other]
@@ -182,21 +193,22 @@ class MaterializedStages:
             "gradients": trained * self.precision.gradient.itemsize,
         }
 
-    def sum_shared(self) -> None:
-        """Sum the gradients of parameters that several ranks hold; a pipeline rank without one adds zeros."""
+    def sum_gradients(self) -> None:
+        """Sum the gradients that backward passes have not summed; a pipeline rank without a parameter adds zeros."""
         mine = dict(self.named())
         wide = torch.promote_types(self.precision.gradient, self.precision.reduce)
         # Of parameters that are whole on tensor ranks, such as norms', each has the gradient of its own tokens.
         partial = [part for name, part in mine.items() if name not in self._splits and not _is_of_loss(name)]
-        sum_in_buckets([gradient_of(part) for part in partial], self.mesh.group("tensor"), wide)
-        for _, whole in self._replicated():
-            self._sum(gradient_of(whole), self.mesh.group(*SHARDS), wide)
-        for name, shape in self._shared.items():
-            if (parameter := mine.get(name)) is None:
-                # A collective of the whole group: ranks without the parameter take part with zeros.
-                self.mesh.group("pipeline").sum(torch.zeros(shape, dtype=wide, device=self.device.device))
-                continue
-            self._sum(gradient_of(parameter), self.mesh.group("pipeline"), wide)
+        sum_in_buckets([gradient_of(part) for part in partial], self.mesh.group("tensor"), wide, self.bucket_bytes)
+        left = [gradient_of(part) for name, part in mine.items() if name not in self._store.summed]
+        sum_in_buckets(left, self.mesh.group(*DATA), wide, self.bucket_bytes)
+        # A collective of the whole group: ranks without a parameter take part with zeros.
+        like: Any = {"dtype": self.precision.gradient, "device": self.device.device}
+        shared = [
+            gradient_of(mine[name]) if name in mine else torch.zeros(shape, **like)
+            for name, shape in self._shared.items()
+        ]
+        sum_in_buckets(shared, self.mesh.group("pipeline"), wide, self.bucket_bytes)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         """The trained parameters and persistent buffers that this rank holds, and of which it holds a slice."""
@@ -228,17 +240,6 @@ class MaterializedStages:
         everywhere = {name: shape for names in shapes for name, shape in names.items()}
         self._shared = {name: everywhere[name] for name in sorted(times) if times[name] > 1}
         self._on_earlier_ranks = {name for names in shapes[: group.rank] for name in names}
-
-    def _sum(self, gradient: Tensor, group: Group, dtype: torch.dtype) -> None:
-        total = gradient.to(dtype)
-        group.sum(total)
-        gradient.copy_(total)
-
-    def _replicated(self) -> list[tuple[str, nn.Parameter]]:
-        """The trained parameters that are whole on each of the ranks that shard the others."""
-        if self.mesh.group(*SHARDS).size == 1:
-            return []
-        return [(name, parameter) for name, parameter in self.named() if name not in self._store.slices]
 
     def _slice(self, name: str) -> TensorSlice | None:
         """The slice that this rank has of a parameter; None for a whole one."""
@@ -316,7 +317,9 @@ class MaterializedStages:
         by_block = self.reshard_after_forward
         if by_block is None:
             by_block = self.mesh.size("pipeline") == 1
-        return shard(modules, self.model.blocks, self.mesh.torch_mesh(*SHARDS), self.precision, by_block)
+        replicas = [("data_replicate",)] if self.mesh.size("data_replicate") > 1 else []
+        mesh = self.mesh.torch_mesh(*replicas, SHARDS)
+        return shard(modules, self.model.blocks, mesh, self.precision, by_block)
 
     def _fill(self, modules: Iterable[nn.Module]) -> None:
         """Give parameters and buffers memory, and the values that the run starts from."""

@@ -32,6 +32,12 @@ class Group(Protocol):
         """All-reduce a tensor of any shape, in place, to the sum over the ranks."""
         ...
 
+    def start_sum(self, tensor: Tensor) -> "Pending":
+        """
+        Begin `sum` of a contiguous tensor, of any shape and on the device of the ranks, which is not used meanwhile.
+        """
+        ...
+
     def max(self, tensor: Tensor) -> None:
         """All-reduce a tensor of any shape, in place, to the maximum over the ranks."""
         ...
@@ -50,10 +56,10 @@ class Group(Protocol):
 
 
 class Pending(Protocol):
-    """A send or receive in progress."""
+    """A send, receive or sum in progress."""
 
     def is_completed(self) -> bool:
-        """Whether the tensor has been sent or received."""
+        """Whether the tensor has been sent, received or summed."""
         ...
 
     def wait(self) -> None:
@@ -186,8 +192,8 @@ class Mesh(Protocol):
         """
         ...
 
-    def torch_mesh(self, *dimensions: str) -> Any:
-        """The ranks of `group(*dimensions)` as torch's DeviceMesh, of one dimension; there are several."""
+    def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
+        """torch's DeviceMesh, each dimension of which is `group(*names)` for some names of dimensions of this mesh."""
         ...
 
     def size(self, dimension: str) -> int:

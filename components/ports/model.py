@@ -284,7 +284,10 @@ LOSS = "loss"
 
 
 class Shards(Protocol):
-    """A stage's parameters on several ranks: gathered before they are used, their gradients reduced to slices."""
+    """
+    A stage's parameters on several data-parallel ranks: gathered before they are used, if each has a slice; their
+    gradients reduced.
+    """
 
     @property
     def by_block(self) -> bool:
@@ -420,8 +423,8 @@ class SpreadParameters(Parameters, Protocol):
         """Those of `named` that count on this rank: each parameter of the model counts on exactly one."""
         ...
 
-    def sum_shared(self) -> None:
-        """Sum the gradient of each parameter that several ranks hold over these ranks."""
+    def sum_gradients(self) -> None:
+        """Sum the gradient of each parameter over the ranks that hold it, as far as backward passes have not."""
         ...
 
 

@@ -24,6 +24,12 @@ class Meshed:
 
 MESHES = [
     Meshed("shards", {"data_shard": 4}, [("gpipe", 4, True, False, "tempered"), ("gpipe", 4, False, True, "plain")]),
+    Meshed("replicas", {"data_replicate": 4}, [("gpipe", 8, True, True, "tempered")]),
+    Meshed(
+        "pipelines of replicas",
+        {"data_replicate": 2},
+        [(name, 4, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v")],
+    ),
     Meshed("replicas of shards", {"data_replicate": 2, "data_shard": 2}, [("gpipe", 4, False, False, "smoothed")]),
     Meshed("pipelines of shards", {"data_shard": 2}, [(name, 4, True, False, "plain") for name in pipelines.TRAINING]),
     Meshed("contexts of shards", {"context": 2, "data_shard": 2}, [("gpipe", 4, True, False, "tempered")], (8, 4)),

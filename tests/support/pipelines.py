@@ -191,6 +191,7 @@ def _steps(
         precision=precision,
         job=Job(),
         transforms=[FreezeFirstLayer()] if frozen else [],
+        bucket_bytes=1000,
     )
     stages.open()
     executor = Executor(
@@ -204,7 +205,7 @@ def _steps(
     )
     executor.open()
     reduce = SumOverParameters(mesh=mesh)
-    synchronize = Synchronize(parameters=stages, mesh=mesh, precision=precision, reduce=reduce, bucket_bytes=1000)
+    synchronize = Synchronize(parameters=stages, mesh=mesh, reduce=reduce)
     optimizer = AdamW(parameters=stages, lr=1e-3)
     optimizer.open()
     made = batches(max(3, microbatches), *lengths)

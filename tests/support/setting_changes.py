@@ -214,7 +214,7 @@ ROWS: dict[str, Row] = {
             "parameter": "bfloat16",
             "compute": "bfloat16",
             "gradient": Change("float32", {"compute": "bfloat16", "parameter": "bfloat16"}),
-            "reduce": Change("float64", observer=parts.sums_over_ranks),
+            "reduce": Change("float64", observer=runs.sums_over_replicas),
             "uncast": Change(["*norm.weight"], {"compute": "bfloat16"}),
         },
     ),
@@ -223,7 +223,7 @@ ROWS: dict[str, Row] = {
     "export.hugging_face": Row(runs.exported, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
     "gradients.clip_norm": Row(parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0}),
     "gradients.clip_value": Row(parts.clipped, {"max_value": 1.0}, {"max_value": 2.0}),
-    "gradients.synchronize": Row(parts.sums_over_ranks, {}, {"bucket_bytes": 4, "norm": "device"}),
+    "gradients.synchronize": Row(parts.divided, {}, {"norm": "device"}),
     "kernels.auto": Row(
         parts.chosen_kernels,
         {},
@@ -302,7 +302,14 @@ ROWS: dict[str, Row] = {
     "pipeline.schedules.one_f_one_b": Row(parts.program, {}, {"hide_latency": True}),
     "pipeline.schedules.zero_bubble_1p": STAGES_PER_RANK,
     "pipeline.stages": Row(
-        runs.stages_of, {}, {"embedding_layer_cost": 2, "head_layer_cost": 2, "weights": "exported"}
+        runs.stages_of,
+        {},
+        {
+            "embedding_layer_cost": 2,
+            "head_layer_cost": 2,
+            "weights": "exported",
+            "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
+        },
     ),
     "run.batch": Row(parts.rows_of_steps, {"global_size": 8, "micro_size": 4}, {"global_size": 4, "micro_size": 2}),
     "run.job": Row(runs.randomness_of, {"name": "one"}, {"name": "other", "folder": "elsewhere", "seed": 1}),

@@ -163,7 +163,7 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     executor = Executor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
     executor.open()
     phases: list[Any] = [
-        Synchronize(parameters=stages, mesh=mesh, precision=precision, reduce=SumOverParameters(mesh=mesh)),
+        Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),
         ClipNorm(parameters=stages, max_norm=1.0),
         optimizer := AdamW(parameters=stages, lr=1e-5),
     ]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.buckets import sum_in_buckets
 from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.ports.distributed import Pending
 
 
 class Doubling(SingleProcess):
@@ -17,9 +18,10 @@ class Doubling(SingleProcess):
     def __init__(self) -> None:
         self.calls: list[tuple[torch.dtype, int]] = []
 
-    def sum(self, tensor: Tensor) -> None:
+    def start_sum(self, tensor: Tensor) -> Pending:
         self.calls.append((tensor.dtype, tensor.numel()))
         tensor.mul_(2)
+        return super().start_sum(tensor)
 
 
 def test_each_tensor_is_summed_once_in_buckets_of_a_dtype() -> None:
