@@ -46,7 +46,9 @@ class ShardedModule:
         # The parameters of a block belong to the innermost unit, which must be sharded first.
         units = [module, *blocks(module)]
         for unit in reversed(units):
-            fully_shard(unit, ignored_params=whole, **how)
+            # What no block holds is used first and last, so that freeing it in between would save nothing.
+            keeps = {"reshard_after_forward": False} if unit is module else {}
+            fully_shard(unit, ignored_params=whole, **(how | keeps))
             sharded: Any = unit
             # Sums, because a loss is divided by the weight of all tokens, once. gloo has no scaled sum.
             sharded.set_gradient_divide_factor(1.0)
@@ -109,6 +111,7 @@ class ShardedModule:
         self.root.set_is_last_backward(now)
         self.root.set_requires_gradient_sync(now)
         self.root.set_reshard_after_backward(now or self.by_block)
+        self.root.set_reshard_after_backward(now, recurse=False)
 
 
 @attrs.define(eq=False)
