@@ -3,7 +3,7 @@
 from drawloom.components.ports.adapters import AdaptedLayer, Adapter, Fill, LowRank
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.corpus import ChatTokenizer, Corpus, Split, TokenCorpus, TokenDocuments, Tokenizer
-from drawloom.components.ports.data import IGNORE_INDEX, Batch, PackedDataset, TrainingData, ValidationData
+from drawloom.components.ports.data import IGNORE_INDEX, Batch, PackedDataset, TrainingData, ValidationData, has_pairs
 from drawloom.components.ports.distributed import (
     DATA,
     SHARDS,
@@ -46,6 +46,7 @@ from drawloom.components.ports.pipeline import (
     Losses,
     PipelineState,
     Predictor,
+    Referenced,
     Replicate,
     Schedule,
     Shard,
@@ -162,6 +163,7 @@ __all__ = [
     "RankProgram",
     "ReadsFiles",
     "Reduce",
+    "Referenced",
     "Replicate",
     "Restorer",
     "RowPart",
@@ -201,5 +203,6 @@ __all__ = [
     "flat",
     "gradient_of",
     "group_overlaps",
+    "has_pairs",
     "memory_by_kind",
 ]
