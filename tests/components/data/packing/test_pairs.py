@@ -63,7 +63,7 @@ PACKING: dict[str, Any] = {"packing": {"use": "data.packing.pairs"}}
 MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "a corpus": (CORPUS, '[tokens] has pairs of documents, which would come apart; write use = "data.packing.pairs"'),
     "a packing": (PACKING, '[tokens] has no pairs of documents; write use = "data.preferences" in [tokens]'),
-    "no loss": (CORPUS | PACKING, "[loss] would learn both documents of each pair in [packing]; write use"),
+    "no loss": (CORPUS | PACKING, "[loss] would learn both documents of each pair in [packing]; write"),
     "a loss": (
         {"loss": {"use": "loss.dpo"}},
         "[loss] compares pairs of documents, and [packing] makes none; write use",
