@@ -43,6 +43,15 @@ def test_other_text_is_measured_whole(place: Path) -> None:
     assert bits == pytest.approx(loss * tokens / (tokens - 1) / math.log(2), rel=1e-4)
 
 
+def test_a_run_of_a_store_is_measured_on_other_text(place: Path) -> None:
+    """Not on its store: what it prints is what the same weights have that were trained on files."""
+    assert drawloom(place, "tokenize", "corpus/*.py", "--to", "store")[0].code == 0
+    words = ("tokens.use=data.tokenized", "tokens.path=store", "run.name=stored", "trainer.steps=4")
+    assert drawloom(place, "run", "tiny.toml", *words)[0].code == 0
+    printed = drawloom(place, "evaluate", "runs/stored", "--corpus", "corpus/part1.py")[0].text
+    assert f"over {len((place / 'corpus/part1.py').read_bytes())} tokens" in printed
+
+
 def test_an_earlier_checkpoint_is_exported_and_sampled(place: Path) -> None:
     """The export says of which step it is; a step without a checkpoint is refused."""
     assert drawloom(place, "export", "runs/tiny", "--step", "8", "--to", "eight")[0].code == 0
