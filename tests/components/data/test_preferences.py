@@ -13,7 +13,7 @@ from drawloom.components.data.preferences import Preferences
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.graph import UserError
 from drawloom.graph.types.port_match import mismatches
-from support.chat import CHATML, opened, say, tokenizer_folder
+from support.chat import CHATML, HEADERS, opened, say, tokenizer_folder
 
 
 def corpus(folder: Path, *rows: Any, template: str | None = CHATML, name: str = "rows.jsonl") -> Preferences:
@@ -82,6 +82,16 @@ def test_a_pair_without_a_difference_is_dropped_as_a_whole(tmp_path: Path, caplo
     assert "2 lines have no token to train, and are dropped" in caplog.text
     with pytest.raises(UserError, match="no line has two different answers to compare"):
         corpus(tmp_path, same)
+
+
+def test_a_pair_has_one_prompt_and_one_beginning(tmp_path: Path) -> None:
+    """Both documents begin with the ids of the same prompt; the template's BOS is in each once, and in no answer."""
+    made = corpus(tmp_path, {"prompt": ASK, **ANSWERS}, template=HEADERS)
+    documents, [begin] = made.documents("train"), made.tokenizer.encode_control("<s>").tolist()
+    pair = [documents.tokens(number, 0, 99).tolist() for number in (0, 1)]
+    assert [ids.count(begin) for ids in pair] == [1, 1] and pair[0][0] == begin
+    starts = [int((documents.weights(number, 0, 99) > 0).argmax()) for number in (0, 1)]  # type: ignore[operator, union-attr]
+    assert starts[0] == starts[1] > 3 and pair[0][: starts[0]] == pair[1][: starts[1]]
 
 
 def test_parquet_has_the_pairs_of_json_lines(tmp_path: Path) -> None:
