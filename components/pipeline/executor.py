@@ -18,13 +18,21 @@ from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch, has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel
-from drawloom.components.ports.model import BatchContext, Head, StageInputs, TrainableStages
+from drawloom.components.ports.model import BatchContext, Finish, Head, StageInputs, TrainableStages
 from drawloom.components.ports.pipeline import Loss, Losses, Referenced, Schedule, Stack
 from drawloom.components.ports.program import Program, RankProgram, flat
 from drawloom.components.storage.pytree import transform
 from drawloom.components.weights.adapted import without_adapters
 from drawloom.graph import Problem, component
 from drawloom.graph.build.node import NodeView
+
+
+def _logits(hidden: Tensor, head: Head) -> Tensor:
+    return head.logits(hidden)
+
+
+def _kept(both: Any, _head: Head) -> Any:
+    return both[1]
 
 
 @component
@@ -87,19 +95,26 @@ class Executor:
         self.infer_each([(tokens, shared)], found.__setitem__)
         return found.get(0)
 
+    def hidden_states(self, tokens: Tensor, shared: BatchContext) -> dict[int, Tensor] | None:
+        """The hidden states that `shared` asks for, by layer, on the last stage's rank; None on others."""
+        found: dict[int, dict[int, Tensor]] = {}
+        self.infer_each([(tokens, shared)], found.__setitem__, _kept)
+        return found.get(0)
+
     def infer_each(
-        self, microbatches: Sequence[tuple[Tensor, BatchContext]], each_output: Callable[[int, Any], None]
+        self,
+        microbatches: Sequence[tuple[Tensor, BatchContext]],
+        each_output: Callable[[int, Any], None],
+        finish: Finish = _logits,
     ) -> None:
         """
         Hand out the logits of each microbatch as soon as they are computed, on the rank that holds the last stage.
 
-        `each_output` takes a microbatch's number and its logits (rows, length, vocab_size).
+        `each_output` takes a microbatch's number and its logits (rows, length, vocab_size), or what `finish` makes.
         """
         self.stages.cast_weights(only_if_changed=True)
-        self._finish_each([self._for_logits(*each) for each in microbatches], each_output)
-
-    def _for_logits(self, tokens: Tensor, shared: BatchContext) -> MicrobatchInputs:
-        return MicrobatchInputs(self._moved(tokens), self._moved(shared), finish=_logits)
+        moved = [(self._moved(tokens), self._moved(shared)) for tokens, shared in microbatches]
+        self._finish_each([MicrobatchInputs(*each, finish=finish) for each in moved], each_output)
 
     def _finish_each(self, inputs: Sequence[MicrobatchInputs], each_output: Callable[[int, Any], None]) -> None:
         """Forward of every microbatch, without gradients; what each is finished with is handed out."""
@@ -167,10 +182,6 @@ class Executor:
         shards = {stage.index: stage.shards for stage in self.stages.local if stage.shards is not None}
         gathered = {index for index, each in shards.items() if not each.by_block}
         return with_shard_actions(line, gathered, shards.keys())
-
-
-def _logits(hidden: Tensor, head: Head) -> Tensor:
-    return head.logits(hidden)
 
 
 def _for_reference(objective: Referenced, inputs: MicrobatchInputs) -> MicrobatchInputs:

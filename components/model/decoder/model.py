@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.hidden_states import Collector
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.rope import scaling_of
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
@@ -38,13 +39,17 @@ class Decoder(nn.Module):
         if span.head:
             self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
 
-    def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
+    def forward(self, inputs: Any, shared: BatchContext) -> Any:
         """
-        Hidden states (rows, length, hidden_size), of the parameters' dtype, behind the last norm if there is one.
+        Hidden states (rows, length, hidden_size), of the parameters' dtype, behind the last norm if there is one; with
+        `shared.hidden_states` a pair of them and those that are asked for.
 
         Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states.
         """
-        hidden = self.embed_tokens(inputs) if self.span.embedding else inputs
+        kept = Collector.of(inputs, shared, self.architecture.num_hidden_layers)
+        hidden = self.embed_tokens(kept.inputs) if self.span.embedding else kept.inputs
+        if self.span.embedding:
+            kept.add(0, hidden)
         cos, sin = self._angles(shared.positions)
         windows = [self.architecture.window_of(int(number)) for number in self.layers]
         # One mask for all layers of a window.
@@ -52,9 +57,13 @@ class Decoder(nn.Module):
             window: self.kernels.attention_mask(shared.document_ids, window, shared.part, shared.cache)
             for window in dict.fromkeys(windows)
         }
-        for layer, window in zip(self.layers.values(), windows, strict=True):
+        for (number, layer), window in zip(self.layers.items(), windows, strict=True):
             hidden = layer(hidden, cos, sin, masks[window], shared.weights)
-        return self.norm(hidden) if self.span.head else hidden
+            kept.add(int(number) + 1, hidden)
+        if self.span.head:
+            hidden = self.norm(hidden)
+            kept.add(self.architecture.num_hidden_layers, hidden)
+        return kept.with_last(hidden)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the angles of queries and keys, float32 (rows, length, head_dim // 2)."""
