@@ -77,6 +77,8 @@ class LoraLinear(Linear, AdaptedLayer):
         """(..., inputs), of any floating dtype, to (..., outputs), in the weight's dtype."""
         x = x.to(self.weight.dtype)
         y = super().forward(x)
+        if not self.active:
+            return y
         dropped = self.form.dropped(x)
         low = self.kernels.linear(dropped.to(self.lora_A.dtype), self.lora_A)
         change = self.kernels.linear(low, self.lora_B) * self.form.scale
@@ -154,6 +156,8 @@ class LoraEmbedding(Embedding, AdaptedLayer):
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids, int64 (...), to vectors (..., hidden_size) of the weight's dtype."""
         vectors = super().forward(tokens)
+        if not self.active:
+            return vectors
         change = self.kernels.linear(self.look_up(tokens, self.lora_A), self.lora_B)
         return vectors + (change * self.form.scale).to(vectors.dtype)
 
@@ -226,7 +230,7 @@ class LoraExperts(Experts, AdaptedLayer):
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Rows (rows, inputs), sorted by expert, by one of the parameters: (rows, outputs)."""
         y = super().project(name, rows, ends)
-        if name not in self.adapted:
+        if name not in self.adapted or not self.active:
             return y
         first, second = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")
         low = self.kernels.grouped_gemm(rows.to(first.dtype), first, ends, transposed=True)

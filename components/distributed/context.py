@@ -33,7 +33,7 @@ class ContextPart:
 
     def cut(self, batch: Batch) -> Batch:
         """This rank's tokens of a batch."""
-        return Batch(*(tensor.index_select(1, self.places) for tensor in attrs.astuple(batch, recurse=False)))
+        return Batch(*(tensor.index_select(1, self.places) for tensor in batch.tensors()))
 
     def gather(self, part: Tensor) -> Tensor:
         """The whole rows (rows, length, ...) from every rank's part (rows, tokens, ...), differentiable."""

@@ -39,13 +39,28 @@ class RowPart(Protocol):
 
 
 @attrs.frozen
+class HiddenStates:
+    """
+    Which hidden states a forward pass gives besides the last ones, and in which form.
+
+    `layers` are numbered as in transformers: 0 is what the embedding gives, n what layer n does, and the last one's are
+    normed. They are those of all tokens, (rows, length, hidden_size), or with `documents` means over the tokens of
+    documents 0 to documents - 1 of each row: float32 (rows, documents, hidden_size), zeros for one without a token.
+    """
+
+    layers: tuple[int, ...]
+    documents: int | None = None
+
+
+@attrs.frozen
 class BatchContext:
     """
     What every stage of a pipeline sees of a microbatch: positions and document ids, int64 (rows, length).
 
     `weights`, float32 (rows, length), says how much each token counts for losses inside of the model, such as a
     router's; without them there are none, as in inference. `part` says which tokens of longer rows these are. With a
-    `cache`, the tokens follow those that it holds.
+    `cache`, the tokens follow those that it holds. With `hidden_states`, what each stage gives is a pair of its hidden
+    states and a dict of those that are asked for, by layer, up to here.
     """
 
     positions: Tensor
@@ -53,6 +68,7 @@ class BatchContext:
     weights: Tensor | None = None
     part: RowPart | None = None
     cache: KeyValueCache | None = None
+    hidden_states: HiddenStates | None = None
 
 
 @attrs.frozen
@@ -102,7 +118,11 @@ class Head(Protocol):
 
 
 Finish = Callable[[Tensor, Head], Any]
-"""Ends a forward pass: from the last hidden states (rows, length, hidden_size) and the head to a tree of tensors."""
+"""
+Ends a forward pass: from the last hidden states (rows, length, hidden_size) and the head to a tree of tensors.
+
+With `BatchContext.hidden_states` the first of these is a pair.
+"""
 
 
 @port

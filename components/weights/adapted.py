@@ -1,6 +1,7 @@
 """Models with adapters: what is frozen, what is added, and how it is merged into the weights of the model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import attrs
 import torch
@@ -43,6 +44,19 @@ def adapted_model(model: Model, adapters: Sequence[Adapter]) -> nn.Module:
 def adapted_layers(module: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
     """The layers with adapters, by name."""
     return ((name, part) for name, part in module.named_modules() if isinstance(part, AdaptedLayer))
+
+
+@contextmanager
+def without_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules compute as those without adapters."""
+    layers = [layer for module in modules for _, layer in adapted_layers(module)]
+    for layer in layers:
+        layer.active = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.active = True
 
 
 def adapter_names(module: nn.Module) -> set[str]:

@@ -3,7 +3,7 @@
 from drawloom.components.ports.adapters import AdaptedLayer, Adapter, Fill, LowRank
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.corpus import ChatTokenizer, Corpus, Split, TokenCorpus, TokenDocuments, Tokenizer
-from drawloom.components.ports.data import IGNORE_INDEX, Batch, PackedDataset, TrainingData, ValidationData
+from drawloom.components.ports.data import IGNORE_INDEX, Batch, PackedDataset, TrainingData, ValidationData, has_pairs
 from drawloom.components.ports.distributed import (
     DATA,
     SHARDS,
@@ -26,6 +26,7 @@ from drawloom.components.ports.model import (
     ExpertKernels,
     Finish,
     Head,
+    HiddenStates,
     Kernels,
     LayerRange,
     Model,
@@ -47,6 +48,7 @@ from drawloom.components.ports.pipeline import (
     Losses,
     PipelineState,
     Predictor,
+    Referenced,
     Replicate,
     Schedule,
     Shard,
@@ -131,6 +133,7 @@ __all__ = [
     "Finish",
     "Group",
     "Head",
+    "HiddenStates",
     "Kernels",
     "KeyValueCache",
     "LateValues",
@@ -164,6 +167,7 @@ __all__ = [
     "RankProgram",
     "ReadsFiles",
     "Reduce",
+    "Referenced",
     "Replicate",
     "Restorer",
     "RowPart",
@@ -204,5 +208,6 @@ __all__ = [
     "flat",
     "gradient_of",
     "group_overlaps",
+    "has_pairs",
     "memory_by_kind",
 ]

@@ -178,7 +178,8 @@ def divided(use: str, values: Values, _place: Path) -> Any:
 def loss_of(use: str, values: Values, _place: Path) -> Any:
     """The loss and its named sums."""
     given = sample()
-    total, weight, sums = build(use, **values).loss(given.hidden, given.head(), given.batch)
+    batch = attrs.evolve(given.batch, reference=torch.zeros_like(given.batch.weights))
+    total, weight, sums = build(use, **values).loss(given.hidden, given.head(), batch)
     return total.item(), weight.item(), {name: each.item() for name, each in sums.items()}
 
 
@@ -250,7 +251,7 @@ def cached(use: str, values: Values, place: Path) -> Any:
 
 def packed_rows(use: str, values: Values, _place: Path) -> Any:
     """The tokens of all rows."""
-    documents = TokenArrays.of([np.arange(9), np.arange(5), np.arange(3)], np.uint16)
+    documents = TokenArrays.of([np.arange(9), np.arange(5), np.arange(3), np.arange(4)], np.uint16)
     corpus = fake(TokenCorpus, documents=lambda split: documents, vocab_size=10, eos_id=0)
     packing = build(use, tokens=corpus, job=fake(RunInfo, **JOB), **values)
     packing.open()

@@ -24,7 +24,7 @@ from drawloom.components.optim.adamw import AdamW
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
-from drawloom.components.ports.model import Head
+from drawloom.components.ports.model import BatchContext, Head, HiddenStates
 from drawloom.components.ports.run import Step
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
@@ -109,11 +109,26 @@ class TemperedLoss(NextToken):
         return F.cross_entropy(tempered, targets, ignore_index=IGNORE_INDEX, reduction="none")
 
 
+class StatesLoss(NextToken):
+    """A loss of hidden states of several layers, which have to reach the last stage, and their gradients the first."""
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
+        tokens, shared = super().inputs(batch)
+        return tokens, attrs.evolve(shared, hidden_states=HiddenStates((0, 2), documents=2))
+
+    def loss(self, hidden: Any, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        last, states = hidden
+        total, weight, _ = super().loss(last, head, batch)
+        cubes = torch.stack([each.double().pow(3).sum() * (layer + 1) for layer, each in states.items()]).sum()
+        return total + cubes, weight, {"cubes": cubes.detach()}
+
+
 LOSSES: dict[str, Callable[[], Any]] = {
     "plain": NextToken,
     "smoothed": partial(NextToken, z_loss=0.1, label_smoothing=0.2, accuracy=True),
     "dft": Dft,
     "tempered": TemperedLoss,
+    "states": StatesLoss,
 }
 
 Case = tuple[str, int, bool, bool, str]

@@ -180,7 +180,18 @@ ROWS: dict[str, Row] = {
     "data.packing.best_fit": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
     "data.packing.concatenated": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
     "data.packing.first_fit": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
+    "data.packing.pairs": Row(parts.packed_rows, {"length": 32}, {"length": 14}),
     "data.packing.padded": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
+    "data.preferences": Row(
+        parts.conversations_of,
+        {"paths": ["one.pairs"], "validation_fraction": 0.0, "template": "one.jinja"},
+        {
+            "paths": ["*.pairs"],
+            "template": Change("other.jinja", {"date": "2024-07-26"}),
+            "date": Change("2025-07-26", {"template": "other.jinja", "date": "2024-07-26"}),
+            "validation_fraction": 0.5,
+        },
+    ),
     "data.parquet": Row(
         parts.documents, {"paths": ["one.parquet"]}, SPLIT | {"paths": ["*.parquet"], "field": "other"}
     ),
@@ -247,6 +258,7 @@ ROWS: dict[str, Row] = {
     "listeners.logging": Row(runs.levels_of_logging, {}, {"level": "error"}),
     "listeners.profiler": Row(runs.events_of_run, {"steps": [1]}, {"steps": [2]}),
     "listeners.timeouts": Row(runs.events_of_run, {}, {"first_step": 7.0, "step": 7.0, "saving": 7.0}),
+    "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5}),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True}),
     "metrics.auroc": Row(parts.counted_by, {"bins": 4}, {"bins": 6, "of": "other"}),
     "metrics.bits_per_byte": Row(parts.bits_measured_by, {}, {"of": "accuracy"}),
