@@ -66,7 +66,7 @@ bench-pipeline-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/pipeline.py $(ONLY)
 
 bench-mesh-gpu: .venv/test
-	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py $(ONLY)
+	RANKS=$(or $(RANKS),2) PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py $(ONLY)
 
 clean:
 	rm -rf .venv runs dist site .mypy_cache .pytest_cache .ruff_cache

@@ -6,8 +6,8 @@ import torch
 from drawloom.components.ports.data import IGNORE_INDEX, Batch, PackedDataset, TrainingData, ValidationData
 from drawloom.graph.testing import expect
 
-TENSORS = tuple(field.name for field in attrs.fields(Batch))
-"""The tensors of a batch."""
+TENSORS = tuple(field.name for field in attrs.fields(Batch) if field.default is attrs.NOTHING)
+"""The tensors that every batch has."""
 
 
 def rows_have_one_length(rows: PackedDataset) -> None:

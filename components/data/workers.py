@@ -159,6 +159,6 @@ def _answer(rows: PackedDataset, split: Split, indices: list[int]) -> tuple[np.n
     """A batch as arrays, which are sent by value, or a traceback."""
     try:
         batch = rows.batch(split, indices)
-        return tuple(tensor.numpy() for tensor in attrs.astuple(batch, recurse=False))
+        return tuple(tensor.numpy() for tensor in batch.tensors())
     except Exception:
         return traceback.format_exc()

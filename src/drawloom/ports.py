@@ -3,7 +3,7 @@
 from drawloom.components.ports.adapters import AdaptedLayer, Adapter, Fill, LowRank
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.corpus import ChatTokenizer, Corpus, Split, TokenCorpus, TokenDocuments, Tokenizer
-from drawloom.components.ports.data import IGNORE_INDEX, Batch, PackedDataset, TrainingData, ValidationData
+from drawloom.components.ports.data import IGNORE_INDEX, Batch, PackedDataset, TrainingData, ValidationData, has_pairs
 from drawloom.components.ports.distributed import (
     DATA,
     SHARDS,
@@ -26,6 +26,7 @@ from drawloom.components.ports.model import (
     ExpertKernels,
     Finish,
     Head,
+    HiddenStates,
     Kernels,
     LayerRange,
     Model,
@@ -38,6 +39,7 @@ from drawloom.components.ports.model import (
     Stages,
     TrainableStages,
     Transform,
+    VocabularyPart,
     gradient_of,
 )
 from drawloom.components.ports.pipeline import (
@@ -46,6 +48,7 @@ from drawloom.components.ports.pipeline import (
     Losses,
     PipelineState,
     Predictor,
+    Referenced,
     Replicate,
     Schedule,
     Shard,
@@ -93,7 +96,7 @@ from drawloom.components.ports.run import (
     check_cadence,
     due,
 )
-from drawloom.components.ports.slices import SlicedTensor, TensorSlice
+from drawloom.components.ports.slices import ModelParameter, SlicedTensor, TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 
@@ -130,6 +133,7 @@ __all__ = [
     "Finish",
     "Group",
     "Head",
+    "HiddenStates",
     "Kernels",
     "KeyValueCache",
     "LateValues",
@@ -145,6 +149,7 @@ __all__ = [
     "MessageOp",
     "Metric",
     "Model",
+    "ModelParameter",
     "Neighbours",
     "Op",
     "Overlap",
@@ -162,6 +167,7 @@ __all__ = [
     "RankProgram",
     "ReadsFiles",
     "Reduce",
+    "Referenced",
     "Replicate",
     "Restorer",
     "RowPart",
@@ -196,10 +202,12 @@ __all__ = [
     "Transform",
     "ValidationData",
     "Value",
+    "VocabularyPart",
     "check_cadence",
     "due",
     "flat",
     "gradient_of",
     "group_overlaps",
+    "has_pairs",
     "memory_by_kind",
 ]

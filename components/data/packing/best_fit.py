@@ -28,10 +28,10 @@ class BestFit(PackedRows):
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Items by row, (items,), and items of each row, (rows,); sizes: (items,), 1 to below capacity."""
-    narrow = sizes.astype(np.uint16 if capacity <= 1 << 16 else np.int64)
+    """Items by row, (items,), and items of each row, (rows,); sizes: (items,), 1 to capacity."""
+    narrow = sizes.astype(np.uint16 if capacity < 1 << 16 else np.int64)
     by_size = np.argsort(narrow, kind="stable")  # numpy sorts 16 bits by radix
-    counts = np.bincount(narrow, minlength=capacity)
+    counts = np.bincount(narrow, minlength=capacity + 1)
     row_of, place_of, rows = _place(counts, len(sizes), capacity)
     by_row, in_row = gathered(row_of, place_of, rows)
     # places count from the largest item
@@ -42,7 +42,7 @@ def _place(counts: np.ndarray, items: int, capacity: int) -> tuple[np.ndarray, n
     """
     The row of each item, and its place in the row, for items in decreasing order of size; and the number of rows.
 
-    counts: (capacity,), the items of each size.
+    counts: (capacity + 1,), the items of each size.
     """
     row_of, place_of = np.empty(items, np.int32), np.empty(items, np.int32)
     held = np.zeros(items, np.int32)  # items in each row; there are no more rows than items
