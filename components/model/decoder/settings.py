@@ -27,6 +27,7 @@ EXAMPLES = {
     "moe_intermediate_size": 128,
 }
 
+
 def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> Iterator[InvalidSetting]:
     """Problems of the settings of a recipe; a setting that is None was left out."""
     given = _given(family, settings)

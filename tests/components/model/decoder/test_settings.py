@@ -193,12 +193,12 @@ def test_resuming_with_another_longest_text() -> None:
 
 
 def test_sizes_are_set_over_a_config(tmp_path: Path) -> None:
-    """The other values are the config's; sizes that do not fit together are faults, as is a config that is not there."""
-    scaled = {"rope_scaling": RopeScaling(rope_type="linear", factor=2.0)}
+    """The other values are the config's; sizes that do not fit together are faults, and so is a missing config."""
+    scaled: Any = {"rope_scaling": RopeScaling(rope_type="linear", factor=2.0)}
     other = Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=True, **scaled, **SIZES)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(other.hugging_face_config()))
-    over = {"num_hidden_layers": 7, "tie_word_embeddings": False, "rope_theta": 500.0}
+    over: Any = {"num_hidden_layers": 7, "tie_word_embeddings": False, "rope_theta": 500.0}
     found = Qwen3Dense(kernels=cpu_kernels(), config=path, **over).architecture
     assert found == attrs.evolve(other.architecture, **over)
     plain = RopeScaling(rope_type="default", rope_theta=5e3)
