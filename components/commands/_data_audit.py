@@ -15,7 +15,7 @@ from drawloom.components.ports.data import PackedDataset, TrainingData
 from drawloom.components.ports.run import Batching, RunInfo
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.project import Project
+from drawloom.graph.project import Project, Recipe
 
 MOST = 20  # faults that are listed
 
@@ -28,11 +28,11 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
     be what the newest checkpoint was made with.
     """
     recorded = _recorded(run)
-    graph = project.graph(project.in_its_folder(project.load(str(run))), root="").or_error()
+    recipe = Recipe.load(run, project=project)
+    graph = recipe.graph.or_error()
     names = {port: _only(graph, port) for port in (PackedDataset, TrainingData, Batching, RunInfo)}
     settings = {port: graph.nodes[name].settings for port, name in names.items()}
-    needed = [names[PackedDataset]]
-    with project.container(graph.restricted_to(needed), *needed) as objects:
+    with recipe.open(names[PackedDataset]) as objects:
         rows: Any = objects[names[PackedDataset]]
         if (checkpoint := newest(run)) is not None and hasattr(rows, "load_state_dict"):
             rows.load_state_dict(load_node(checkpoint, names[PackedDataset]))
