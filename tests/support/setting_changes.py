@@ -232,6 +232,9 @@ ROWS: dict[str, Row] = {
     "distributed.processes": Row(runs.joined, {}, {"timeout": 7.0}),
     "export.adapter": Row(runs.exported_adapter, {}, {"base_model": "some/model"}),
     "export.hugging_face": Row(runs.exported, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
+    "gradients.clip_group_norm": Row(
+        parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0, "norm_type": 1.0, "targets": ["*norm"]}
+    ),
     "gradients.clip_norm": Row(parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0}),
     "gradients.clip_value": Row(parts.clipped, {"max_value": 1.0}, {"max_value": 2.0}),
     "gradients.synchronize": Row(parts.divided, {}, {"norm": "device"}),
