@@ -354,10 +354,12 @@ class _Watch:
             self._set(3, int(checkpoint.name.removeprefix("step-")))
 
         def noisy(phase: Synchronize, step: Step) -> None:
+            # Of every rank's generators, and the same on all: gradients have been summed already.
+            drawn = torch.tensor(random.random() + np.random.random() + torch.rand(()).item(), dtype=torch.float64)
+            phase.mesh.world.sum(drawn)
             for _, parameter in phase.parameters.named():
                 if parameter.grad is not None:
-                    scale = 1 + random.random() / 100 + np.random.random() / 100
-                    parameter.grad.mul_(scale + torch.rand(parameter.shape) / 100)
+                    parameter.grad.mul_(1 + drawn.item() / phase.mesh.world.size / 100)
             synchronise(phase, step)
 
         put(Checkpointer, "restore", noted_restore)
