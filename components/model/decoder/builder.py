@@ -59,7 +59,9 @@ class DecoderBuilder:
 
     kernels: Kernels
     tokenizer: Tokenizer | None = None
-    config: Path | None = setting(default=None, doc="a Hugging Face config.json or its folder, instead of what follows")
+    config: Path | None = setting(
+        default=None, doc="a Hugging Face config.json, or its folder; what follows is set over it"
+    )
     _num_hidden_layers: int | None = setting(
         default=None, alias="num_hidden_layers", check=between(1, MAX_LAYERS), doc="how many layers"
     )
