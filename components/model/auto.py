@@ -19,7 +19,7 @@ from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import ExpertKernels, LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.graph import Problem, UserError, component, setting
+from drawloom.graph import Problem, UserError, at_least, component, setting
 
 FAMILIES: dict[str, type[DecoderBuilder]] = {
     kind.family.model_type: kind for kind in (Llama, Mistral, Qwen2, Qwen3Dense, Qwen3Moe)
@@ -38,6 +38,12 @@ class AutoModel:
     kernels: ExpertKernels
     tokenizer: Tokenizer | None = None
     path: Path = setting(doc="a folder with a config.json, and with safetensors files if its weights are to be loaded")
+    new_tokens: int = setting(
+        default=0,
+        check=at_least(0),
+        doc="how many of the tokenizer's last ids have rows of their own in embedding and head, called new_tokens, "
+        "which the folder need not have",
+    )
     weights: bool = setting(
         default=True, impact="changes_training", doc="start from the folder's weights; false for random ones"
     )
@@ -58,7 +64,8 @@ class AutoModel:
     @cached_property
     def builder(self) -> DecoderBuilder:
         """The component of the folder's family. Computed on first use, because the tokenizer must be open."""
-        return _family(self.path)(kernels=self.kernels, tokenizer=self.tokenizer, config=self.path)
+        kind = _family(self.path)
+        return kind(kernels=self.kernels, tokenizer=self.tokenizer, config=self.path, new_tokens=self.new_tokens)
 
     @property
     def initial_weights(self) -> Path | None:
