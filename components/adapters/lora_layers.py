@@ -7,7 +7,7 @@ files are those of PEFT.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
@@ -22,6 +22,7 @@ from drawloom.components.ports.model import Head
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import rename
+from drawloom.graph import UserError
 
 PEFT = "base_model.model."
 """What PEFT's names of tensors begin with, before transformers' name of the module."""
@@ -64,7 +65,7 @@ class LoraLinear(Linear, AdaptedLayer):
 
     def __init__(self, base: Linear, form: LoraForm) -> None:
         outputs, inputs = base.weight.shape
-        super().__init__(inputs, outputs, base.kernels, base.bias is not None)
+        super().__init__(inputs, outputs, base.kernels, base.bias is not None, base.style, base.unit)
         self.weight, self.bias = base.weight, base.bias
         self.form = form
         self.lora_A = _factor(form.rank, inputs, like=base.weight)
@@ -89,7 +90,16 @@ class LoraLinear(Linear, AdaptedLayer):
 
     def head(self) -> Head:
         """The layer as the head of a model."""
-        return ChunkedHead(self, len(self.weight))
+        return ChunkedHead(self, self.out_features, self.ranks)
+
+    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+        """Of the factors the one that has the split dimension of the weight."""
+        if self.style == "rowwise" and self.form.dora:
+            raise UserError("adapters: DoRA needs whole rows, which mesh.tensor splits in o_proj and down_proj", 2)
+        dims = super().split_dims()
+        if self.style == "rowwise":
+            return {**dims, "lora_A": dims["weight"]}
+        return {**dims, **dict.fromkeys(self.adapter_names[1:], dims["weight"])}
 
     @property
     def adapter_names(self) -> list[str]:
@@ -99,7 +109,7 @@ class LoraLinear(Linear, AdaptedLayer):
     def fill_adapter(self, name: str, fill: Fill) -> None:
         """Random numbers for A and zeros for B, so that the layer begins as the frozen one."""
         with torch.no_grad():
-            fill(f"{name}.lora_A", self.lora_A, _std(self.lora_A.shape[1]))
+            fill(f"{name}.lora_A", self.lora_A, _std(self.in_features))
             self.lora_B.zero_()
             if self.form.dora:
                 self.lora_magnitude.copy_(torch.linalg.vector_norm(self.weight, dim=1, dtype=_wide(self.weight)))
@@ -148,8 +158,12 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         vectors = super().forward(tokens)
         if not self.active:
             return vectors
-        change = self.kernels.linear(self.kernels.embedding(tokens, self.lora_A), self.lora_B)
+        change = self.kernels.linear(self.look_up(tokens, self.lora_A), self.lora_B)
         return vectors + (change * self.form.scale).to(vectors.dtype)
+
+    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+        """The vocabulary."""
+        return {"weight": (0, 1), "lora_A": (0, 1)}
 
     @property
     def adapter_names(self) -> list[str]:

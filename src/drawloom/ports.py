@@ -39,6 +39,7 @@ from drawloom.components.ports.model import (
     Stages,
     TrainableStages,
     Transform,
+    VocabularyPart,
     gradient_of,
 )
 from drawloom.components.ports.pipeline import (
@@ -95,7 +96,7 @@ from drawloom.components.ports.run import (
     check_cadence,
     due,
 )
-from drawloom.components.ports.slices import SlicedTensor, TensorSlice
+from drawloom.components.ports.slices import ModelParameter, SlicedTensor, TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 
@@ -148,6 +149,7 @@ __all__ = [
     "MessageOp",
     "Metric",
     "Model",
+    "ModelParameter",
     "Neighbours",
     "Op",
     "Overlap",
@@ -200,6 +202,7 @@ __all__ = [
     "Transform",
     "ValidationData",
     "Value",
+    "VocabularyPart",
     "check_cadence",
     "due",
     "flat",

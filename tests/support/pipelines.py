@@ -192,8 +192,8 @@ def _steps(
         "num_hidden_layers": layers,
         "vocab_size": 20,
         "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "head_dim": 8,
         "intermediate_size": 24,
     }
@@ -206,6 +206,7 @@ def _steps(
         precision=precision,
         job=Job(),
         transforms=[FreezeFirstLayer()] if frozen else [],
+        bucket_bytes=1000,
     )
     stages.open()
     executor = Executor(
@@ -219,7 +220,7 @@ def _steps(
     )
     executor.open()
     reduce = SumOverParameters(mesh=mesh)
-    synchronize = Synchronize(parameters=stages, mesh=mesh, precision=precision, reduce=reduce, bucket_bytes=1000)
+    synchronize = Synchronize(parameters=stages, mesh=mesh, reduce=reduce)
     optimizer = AdamW(parameters=stages, lr=1e-3)
     optimizer.open()
     made = batches(max(3, microbatches), *lengths)
@@ -238,7 +239,7 @@ def _steps(
         "grads": grads,
         "weights": {name: part.cpu() for name, part in stages.state_dict().items() if isinstance(part, Tensor)},
         "slices": stages.state_slices(),
-        "loss": float(losses.total),
+        "loss": float(losses.total) / mesh.size("tensor"),  # which these ranks have alike
         "sums": {key: float(value) for key, value in losses.sums.items()},
         "held_out": float(held_out.total),
         "norm": float(step.outputs["grad_norm"]),

@@ -38,7 +38,7 @@ class Row:
     changes: dict[str, Any]
 
 
-MESH = ("data_replicate", "tensor", "expert")
+MESH = ("data_replicate", "expert")
 INVALID_BYTES = Change("refuse", {"paths": ["latin.txt"], "invalid_bytes": "replace"}, refused=True)
 STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
@@ -216,8 +216,8 @@ ROWS: dict[str, Row] = {
     "distributed.mesh": Row(
         runs.sizes_of_mesh,
         {},
-        # Two replicas are not four ranks, and the other dimensions are not built yet.
-        {"pipeline": 2, "data_shard": 2, "context": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
+        # Two replicas are not four ranks, and expert parallelism is not built yet.
+        {"pipeline": 2, "data_shard": 2, "context": 2, "tensor": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
     ),
     "distributed.precision": Row(
         runs.stages_of,
@@ -226,7 +226,7 @@ ROWS: dict[str, Row] = {
             "parameter": "bfloat16",
             "compute": "bfloat16",
             "gradient": Change("float32", {"compute": "bfloat16", "parameter": "bfloat16"}),
-            "reduce": Change("float64", observer=parts.sums_over_ranks),
+            "reduce": Change("float64", observer=runs.sums_over_replicas),
             "uncast": Change(["*norm.weight"], {"compute": "bfloat16"}),
         },
     ),
@@ -235,7 +235,7 @@ ROWS: dict[str, Row] = {
     "export.hugging_face": Row(runs.exported, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
     "gradients.clip_norm": Row(parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0}),
     "gradients.clip_value": Row(parts.clipped, {"max_value": 1.0}, {"max_value": 2.0}),
-    "gradients.synchronize": Row(parts.sums_over_ranks, {}, {"bucket_bytes": 4, "norm": "device"}),
+    "gradients.synchronize": Row(parts.divided, {}, {"norm": "device"}),
     "kernels.auto": Row(
         parts.chosen_kernels,
         {},
@@ -319,7 +319,14 @@ ROWS: dict[str, Row] = {
     "pipeline.schedules.one_f_one_b": Row(parts.program, {}, {"hide_latency": True}),
     "pipeline.schedules.zero_bubble_1p": STAGES_PER_RANK,
     "pipeline.stages": Row(
-        runs.stages_of, {}, {"embedding_layer_cost": 2, "head_layer_cost": 2, "weights": "exported"}
+        runs.stages_of,
+        {},
+        {
+            "embedding_layer_cost": 2,
+            "head_layer_cost": 2,
+            "weights": "exported",
+            "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
+        },
     ),
     "run.batch": Row(parts.rows_of_steps, {"global_size": 8, "micro_size": 4}, {"global_size": 4, "micro_size": 2}),
     "run.job": Row(runs.randomness_of, {"name": "one"}, {"name": "other", "folder": "elsewhere", "seed": 1}),

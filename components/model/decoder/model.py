@@ -1,10 +1,12 @@
 """The module of a span of layers, with the submodules and names of Hugging Face's models."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from drawloom.components.distributed.tensor_parallel import TensorParallel
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.hidden_states import Collector
 from drawloom.components.model.decoder.layer import Block
@@ -14,7 +16,7 @@ from drawloom.components.ports.model import BatchContext, Finish, Head, Kernels,
 from drawloom.kernels.rope_frequencies import rope_angles
 
 
-class Decoder(nn.Module):
+class Decoder(TensorParallel):
     """
     Layers under their numbers in the whole model, with or without the embedding and the last norm.
 
@@ -44,11 +46,14 @@ class Decoder(nn.Module):
         Hidden states (rows, length, hidden_size), of the parameters' dtype, behind the last norm if there is one; with
         `shared.hidden_states` a pair of them and those that are asked for.
 
-        Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states.
+        Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states. With `ranks`
+        hidden states between stages are split tokens.
         """
-        kept = Collector.of(inputs, shared, self.architecture.num_hidden_layers)
-        hidden = self.embed_tokens(kept.inputs) if self.span.embedding else kept.inputs
+        whole = partial(self.ranks.gather_tokens_for_all, shape=shared.positions.shape)
+        kept = Collector.of(inputs, shared, self.architecture.num_hidden_layers, whole)
+        hidden = kept.inputs
         if self.span.embedding:
+            hidden = self.ranks.reduce_scatter_tokens(self.embed_tokens(hidden))
             kept.add(0, hidden)
         cos, sin = self._angles(shared.positions)
         windows = [self.architecture.window_of(int(number)) for number in self.layers]
@@ -63,6 +68,7 @@ class Decoder(nn.Module):
         if self.span.head:
             hidden = self.norm(hidden)
             kept.add(self.architecture.num_hidden_layers, hidden)
+            hidden = whole(hidden)
         return kept.with_last(hidden)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:

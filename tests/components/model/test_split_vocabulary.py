@@ -14,6 +14,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.weights.load import load_folder
 from drawloom.graph import UserError
+from drawloom.graph.project import Recipe
 from support.adapted import OneStage
 from support.qwen3 import cpu_kernels, dense, logits_of, losses_of, one_document, twin, whole
 
@@ -97,3 +98,11 @@ def test_ids_that_have_no_rows_are_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "base/model.safetensors")
     with pytest.raises(UserError, match=r"wrong shape model.embed_tokens.weight \(28, 24\) for \(29, 24\)"):
         loaded(tmp_path / "base", Ids(31), 2)
+
+
+def test_tensor_ranks_are_refused(tmp_path: Path) -> None:
+    """Before a run starts: they would share the rows out."""
+    base(tmp_path / "base", True)
+    words = (f"vars.base={tmp_path / 'base'}", "model.new_tokens=2", "mesh.tensor=2")
+    problems = [str(problem) for problem in Recipe.load("finetune", *words).graph.problems]
+    assert any("the rows of new tokens can't be shared" in problem for problem in problems), problems
