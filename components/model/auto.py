@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.builder import NEW_TOKENS_ARE_WHOLE, DecoderBuilder
@@ -22,6 +23,7 @@ from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import ExpertKernels, LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
+from drawloom.components.weights.load import fitting_folder
 from drawloom.graph import Problem, UserError, at_least, component, setting
 
 FAMILIES: dict[str, type[DecoderBuilder]] = {
@@ -53,16 +55,24 @@ class AutoModel:
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """A config that can't be built, or a folder that has no weights to start from."""
+        """A config that can't be built, a folder without the weights that it says, or a tokenizer of more ids."""
         path: Path = node.settings["path"]
         try:
-            read_config(_family(path).family, path)
+            rows = read_config(_family(path).family, path).vocab_size
+            if node.settings["weights"] and any(path.glob("*.safetensors")):
+                _check_weights(path, node.settings["new_tokens"])
         except UserError as error:
             why, _, instead = str(error).removeprefix("config: ").rpartition("; ")
             yield node.problem("path", why, instead)
             return
         if node.settings["weights"] and not any(path.glob("*.safetensors")):
             yield node.problem("path", f"{path} has no safetensors files", "write weights = false for random weights")
+        for tokenizer in node.neighbours("tokenizer"):
+            counted = getattr(tokenizer.component, "count_ids", lambda settings: None)(tokenizer.settings) or 0
+            if counted - node.settings["new_tokens"] > rows:
+                text = f"[{tokenizer.name}] has {counted} ids, but the vocabulary in {path} only {rows}"
+                instead = f"write new_tokens = {counted - rows} for some that were added, or another tokenizer"
+                yield node.problem("path", text, instead)
 
     @classmethod
     def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
@@ -111,6 +121,15 @@ class AutoModel:
 
     def hugging_face_mapper(self) -> Mapper:
         return self.builder.hugging_face_mapper()
+
+
+def _check_weights(path: Path, new_tokens: int) -> None:
+    """UserError if the tensors of a folder are not those of its config, by their names and shapes."""
+    kernels: Any = None  # only a forward pass would use them
+    builder = _family(path)(kernels=kernels, config=path, new_tokens=new_tokens)
+    with torch.device("meta"):
+        module = builder.build(LayerRange(0, builder.num_hidden_layers, embedding=True, head=True))
+    fitting_folder(path, module, builder.hugging_face_mapper().inverse())
 
 
 def _family(path: Path) -> type[DecoderBuilder]:

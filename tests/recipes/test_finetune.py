@@ -132,7 +132,11 @@ def test_tokens_that_were_added_get_rows(chat_base: Path, tmp_path: Path) -> Non
     tokenizer.save(str(tmp_path / "tokenizer/tokenizer.json"))
     words = (f"vars.base={chat_base}", f"tokenizer.path={tmp_path / 'tokenizer'}", *SMALL)
     [outcome] = drawloom(tmp_path, "run", "finetune", *words)
-    assert outcome.code == 1 and "write new_tokens = 2 for some that were added" in outcome.text, outcome.text
+    assert (
+        outcome.code == 2
+        and "[tokenizer] has 302 ids" in outcome.text
+        and "write new_tokens = 2 for some that were added" in outcome.text
+    ), outcome.text
     alone = ('stages.adapters=["@new"]', "new.use=adapters.full_tuning", 'new.targets=["new_tokens"]')
     [outcome] = drawloom(tmp_path, "run", "finetune", *words, "model.new_tokens=2", *alone)
     assert outcome.code == 0, outcome.text
