@@ -185,3 +185,21 @@ def test_new_tokens_are_trained_alone(place: Path) -> None:
         assert changed == {"model.embed_tokens.weight"}
         rows = (base["model.embed_tokens.weight"] != found["model.embed_tokens.weight"]).any(1)
         assert rows.nonzero().flatten().tolist() == [255, 256]
+
+
+def test_a_tied_head_is_adapted_alone(place: Path) -> None:
+    """Pipelines, in which the last rank has a copy of the table, and tensor ranks have the adapter of one process."""
+    words = ("lora.targets=['lm_head', 'q_proj']", "stages.adapters=['@lora']")
+    layouts = {"head": (1, []), "head_pipeline": (2, ["mesh.pipeline=2"]), "head_tensor": (2, ["mesh.tensor=2"])}
+    found = {}
+    for name, (ranks, mesh) in layouts.items():
+        train(place, name, *words, *mesh, ranks=ranks)
+        found[name] = load_file(place / "runs" / name / "adapter/adapter_model.safetensors")
+        files = (place / "runs" / name / "export").glob("*.safetensors")
+        merged = {key: tensor for file in files for key, tensor in load_file(file).items()}
+        assert not torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
+    for name in ("head_pipeline", "head_tensor"):
+        assert_close(place / "runs" / name, place / "runs/head", 1e-5)
+        assert found[name].keys() == found["head"].keys() >= {"base_model.model.lm_head.lora_A.weight"}
+        for key, tensor in found["head"].items():
+            torch.testing.assert_close(found[name][key], tensor, rtol=1e-3, atol=1e-4)
