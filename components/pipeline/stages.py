@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Mode
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.weights.adapted import adapted_model, adapter_names, fill_adapters, inject
 from drawloom.components.weights.fingerprint import folder_fingerprint
 from drawloom.components.weights.load import load_folder, persistent_tensors
@@ -98,6 +100,8 @@ class MaterializedStages:
         """The module of a loss belongs to the stages, so the loss itself can't be one; and dtypes fit shards."""
         for mesh, precision in zip(node.neighbours("mesh"), node.neighbours("precision"), strict=True):
             yield from misfits_of_shards(mesh, precision)
+        for model, precision in product(node.neighbours("model"), node.neighbours("precision")):
+            yield from roundings(node, model, precision)
         for mesh, model in zip(node.neighbours("mesh"), node.neighbours("model"), strict=True):
             yield from misfits_of_tensor(mesh, model)
         for loss in node.neighbours("loss"):
@@ -386,6 +390,20 @@ def misfits_of_shards(mesh: NodeView, precision: NodeView) -> Iterator[Problem]:
     if any(mesh.settings.get(name, 1) > 1 for name in SHARDS) and summed is not None and summed != kept:
         text = f"gradients of sharded parameters are kept in the parameters' dtype, {kept!r}, and not in {summed!r}"
         yield precision.problem("gradient", text, f"write parameter = {summed!r}, or leave gradient out")
+
+
+def roundings(stages: NodeView, model: NodeView, precision: NodeView) -> Iterator[Problem]:
+    """A warning of weights that are wider than the parameters that they become."""
+    named = model.settings.get("path") if model.settings.get("weights") else None
+    folder: Path | None = stages.settings["weights"] or named
+    kept = getattr(torch, str(precision.settings["parameter"]))
+    found: set[torch.dtype] = set()
+    if folder is not None:
+        with suppress(UserError):  # a problem of its own
+            found = {spec.dtype for spec in open_safetensors_folder(folder).specs().values()}
+    if wider := sorted(str(each).removeprefix("torch.") for each in found if torch.promote_types(each, kept) != kept):
+        text = f"the weights in {folder} are {wider[0]}, and are rounded to {precision.settings['parameter']}"
+        yield precision.warning("parameter", text, f'write parameter = "{wider[0]}" to keep them')
 
 
 def misfits_of_tensor(mesh: NodeView, model: NodeView) -> Iterator[Problem]:

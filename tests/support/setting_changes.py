@@ -57,6 +57,7 @@ MODEL: dict[str, Any] = {
     "head_dim": 4,
     "intermediate_size": 48,
     "vocab_size": 31,
+    "new_tokens": 4,
     "vocabulary_multiple": Change(64, {"vocab_size": None, "tokenizer": Bytes()}),
     "tie_word_embeddings": True,
     "max_position_embeddings": Change(64, observer=parts.config_of),
@@ -280,7 +281,11 @@ ROWS: dict[str, Row] = {
     "model.auto": Row(
         parts.model_of,
         {"path": "one.json", "weights": False},
-        {"path": "other_llama.json", "weights": Change(True, {"path": "exported"}, parts.initial_weights_of)},
+        {
+            "path": "other_llama.json",
+            "new_tokens": 4,
+            "weights": Change(True, {"path": "exported"}, parts.initial_weights_of),
+        },
     ),
     "model.llama": Row(
         parts.model_of, SIZES, MODEL | {"config": config("llama")} | {"attention_bias": True, "mlp_bias": True}
