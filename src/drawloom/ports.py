@@ -3,7 +3,17 @@
 from drawloom.components.ports.adapters import AdaptedLayer, Adapter, Fill, LowRank
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.corpus import ChatTokenizer, Corpus, Split, TokenCorpus, TokenDocuments, Tokenizer
-from drawloom.components.ports.data import IGNORE_INDEX, Batch, PackedDataset, TrainingData, ValidationData
+from drawloom.components.ports.data import (
+    IGNORE_INDEX,
+    Batch,
+    MeasuredRows,
+    PackedDataset,
+    RowOrder,
+    RowSource,
+    SourceProgress,
+    TrainingData,
+    ValidationData,
+)
 from drawloom.components.ports.distributed import (
     DATA,
     SHARDS,
@@ -139,6 +149,7 @@ __all__ = [
     "Losses",
     "LowRank",
     "Mapper",
+    "MeasuredRows",
     "MemoryKind",
     "MemoryUser",
     "Mesh",
@@ -164,7 +175,9 @@ __all__ = [
     "Reduce",
     "Replicate",
     "Restorer",
+    "RowOrder",
     "RowPart",
+    "RowSource",
     "RunCheck",
     "RunFolder",
     "RunInfo",
@@ -173,6 +186,7 @@ __all__ = [
     "ShardOp",
     "Shards",
     "SlicedTensor",
+    "SourceProgress",
     "SpecTree",
     "Split",
     "SpreadParameters",

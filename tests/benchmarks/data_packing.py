@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from drawloom.components.data.order import Permutation
+from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.best_fit import best_fit
 from drawloom.components.data.packing.concatenated import Stream
 from drawloom.components.data.packing.first_fit import first_fit

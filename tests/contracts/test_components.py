@@ -127,6 +127,18 @@ def megatron(folder: Path) -> Mapping[str, Any]:
     return {"tokens": {"use": "data.megatron", "path": str(folder / "data"), "vocab_size": 257, "eos_id": 256}}
 
 
+def mixture(folder: Path) -> Mapping[str, Any]:
+    """Two sources with shares of their own."""
+    held = store(folder)["tokens"], megatron(folder)["tokens"]
+    return {
+        "tokens": {
+            "use": "data.mixture",
+            "sources": dict(zip(("store", "other"), held, strict=True)),
+            "weights": {"store": 1.0, "other": 3.0},
+        }
+    }
+
+
 SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.conversations": conversations,
     "data.hugging_face_tokenizer": tokenizer_file,
@@ -134,6 +146,10 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.jsonl": jsonl_file,
     "data.megatron": megatron,
     "data.parquet": table,
+    "data.mixture": mixture,
+    "data.order.chunks": lambda folder: {"order": {"use": "data.order.chunks", "chunks": 3}},
+    "data.order.sequential": lambda folder: {"order": {"use": "data.order.sequential"}},
+    "data.order.sorted_buffers": lambda folder: {"order": {"use": "data.order.sorted_buffers", "buffer": 4, "pack": 2}},
     "data.packing.best_fit": lambda folder: {"packing": {"use": "data.packing.best_fit", "length": 16}},
     "data.packing.first_fit": lambda folder: {"packing": {"use": "data.packing.first_fit", "length": 16}},
     "data.packing.padded": lambda folder: {"packing": {"use": "data.packing.padded", "length": 16}},
@@ -178,6 +194,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "metrics.layer_norms": lambda folder: {"metrics": {"layers": {"use": "metrics.layer_norms"}}},
     "metrics.mean": lambda folder: {"metrics": {"mean": {"use": "metrics.mean", "of": "loss"}}},
     "metrics.perplexity": lambda folder: {"metrics": {"perplexity": {"use": "metrics.perplexity"}}},
+    "metrics.source_tokens": lambda folder: {"metrics": {"sources": {"use": "metrics.source_tokens"}}},
     "metrics.spread": lambda folder: {"metrics": {"spread": {"use": "metrics.spread", "quantiles": [0.5]}}},
     "optim.sgd": lambda folder: {"optimizer": {"use": "optim.sgd", "lr": 0.1}},
     "optim.stochastic_adamw": lambda folder: {

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from drawloom.components.data import loader as loading
 from drawloom.components.data.bytes import Bytes
+from drawloom.components.data.order.sequential import Sequential
 from drawloom.components.data.text_files import TextFiles
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.distributed.device import ComputeDevice
@@ -22,8 +23,8 @@ from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.components.ports.corpus import TokenCorpus
-from drawloom.components.ports.data import Batch, PackedDataset
-from drawloom.components.ports.distributed import Device
+from drawloom.components.ports.data import Batch, MeasuredRows, PackedDataset, RowSource
+from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.model import BatchContext, Head, LayerRange
 from drawloom.components.ports.run import Batching, RunInfo, Step
 from drawloom.graph import Every, UserError
@@ -298,8 +299,8 @@ def _rows() -> Any:
 
 
 def _batching() -> Any:
-    positions = {"positions": lambda step: [[2 * step, 2 * step + 1]]}
-    return fake(Batching, global_size=2, micro_size=2, dp_size=1, dp_rank=0, microbatches=1, **positions)
+    positions = {"positions": lambda step: [[2 * step, 2 * step + 1]], "start": lambda step: 2 * step - 2}
+    return fake(Batching, global_size=2, micro_size=2, dp_size=1, dp_rank=0, **positions)
 
 
 def loaded(use: str, values: Values, _place: Path) -> Any:
@@ -319,11 +320,29 @@ def loaded(use: str, values: Values, _place: Path) -> Any:
         def close(self) -> None: ...
 
     with mock.patch.object(loading, "Workers", Workers):
-        edges = {"rows": _rows(), "batching": _batching(), "job": fake(RunInfo, **JOB), "mesh": SingleRankMesh()}
+        edges = {"rows": _rows(), "batching": _batching(), "order": Sequential(), "mesh": SingleRankMesh()}
         loader = build(use, **edges, **values)
         loader.open()
-        found = [batch.tokens.tolist() for _ in range(3) for batch in loader.next_step()]
+        found = [batch.positions.tolist() for _ in range(3) for batch in loader.next_step()]
     return found, asked
+
+
+def weights_of_sources(use: str, values: Values, _place: Path) -> Any:
+    """The weights of two sources, of which the second has twice the tokens."""
+    sources = {
+        name: fake(TokenCorpus, documents=TokenArrays.of([np.arange(size)], np.uint16), vocab_size=10)
+        for name, size in (("one", 5), ("other", 10))
+    }
+    mixture = build(use, sources=sources, **values)
+    return [source.weight for source in mixture.documents("train").sources]
+
+
+def rows_in_order(use: str, values: Values, _place: Path) -> Any:
+    """The rows of an epoch, which grow longer."""
+    edges: dict[str, Any] = {}
+    if use == "data.order.sorted_buffers":
+        edges = {"job": fake(RunInfo, **JOB), "lengths": fake(MeasuredRows, row_tokens=np.arange(12))}
+    return build(use, **edges, **values).rows_at(RowSource("", 0, 12, 66, 1.0), 0, np.arange(12)).tolist()
 
 
 def validated(use: str, values: Values, _place: Path) -> Any:
@@ -333,8 +352,9 @@ def validated(use: str, values: Values, _place: Path) -> Any:
 
 
 def rows_of_steps(use: str, values: Values, _place: Path) -> Any:
-    """The positions of two steps."""
-    batching = build(use, mesh=SingleRankMesh(), **values)
+    """The positions of two steps on the first of two ranks."""
+    mesh = fake(Mesh, size=lambda dimension: 2 if dimension == "data_shard" else 1)
+    batching = build(use, mesh=mesh, rows=fake(PackedDataset, length=8), **values)
     return [batching.positions(step) for step in (1, 2)]
 
 

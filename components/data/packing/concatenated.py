@@ -34,19 +34,23 @@ class Stream:
 
     @property
     def tokens(self) -> int:
-        """The tokens in the stream."""
-        return int(self.ends[-1]) if len(self.ends) else 0
+        """The tokens in the rows."""
+        return min(self._end, self.rows * self.length)
 
     @property
     def rows(self) -> int:
         """The number of rows; the very last token has no target, and begins no row."""
-        return -(-max(self.tokens - 1, 0) // self.length)
+        return -(-max(self._end - 1, 0) // self.length)
+
+    @property
+    def _end(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
 
     def pieces(self, row: int) -> list[Piece]:
         """The parts of documents between two cuts."""
         if not 0 <= row < self.rows:
             raise IndexError(f"there is no row {row} of {self.rows}")
-        begin, end = row * self.length, min((row + 1) * self.length, self.tokens)
+        begin, end = row * self.length, min((row + 1) * self.length, self._end)
         ends = self.ends.numpy()
         first, last = np.searchsorted(ends, [begin, end - 1], side="right").tolist()
         held = ends[first : last + 1]
@@ -57,3 +61,7 @@ class Stream:
             (np.minimum(held, end) - starts).astype(np.int64).tolist(),
         )
         return list(map(Piece._make, zip(*columns, strict=True)))
+
+    def row_tokens(self) -> np.ndarray:
+        """The tokens in each row, int64 (rows,): the last row has the rest."""
+        return np.minimum(self.tokens - np.arange(self.rows) * self.length, self.length)

@@ -56,6 +56,12 @@ class Groups:
         held = zip(self.members[begin:end].tolist(), self.sizes[begin:end].tolist(), strict=True)
         return [Piece(document, size - size % self.length, size) for document, size in held]
 
+    def row_tokens(self) -> np.ndarray:
+        """The tokens in each row, int64 (rows,)."""
+        ends = np.concatenate([[0], np.cumsum(self.sizes.numpy() % self.length, dtype=np.int64)])
+        groups = np.diff(ends[self.ends.numpy()], prepend=0)
+        return np.concatenate([np.full(self._full_rows, self.length), groups])
+
 
 def group_documents(lengths: np.ndarray, order: np.ndarray, length: int, group: Group) -> Groups:
     """

@@ -1,8 +1,12 @@
 """Rows made of parts of documents: which parts is an index's to say, here they become a batch."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+import attrs
 import numpy as np
 import torch
 
@@ -34,6 +38,37 @@ class RowIndex(Protocol):
     def pieces(self, row: int) -> list[Piece]:
         """The pieces of a row, in order; raises IndexError beyond the last row."""
         ...
+
+    def row_tokens(self) -> np.ndarray:
+        """The tokens in each row, int64 (rows,)."""
+        ...
+
+
+@attrs.frozen
+class JoinedIndexes:
+    """The rows of several sources, those of one after those of another; `starts` are the first row of each."""
+
+    members: tuple[RowIndex, ...]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The first row of each member, and the number of all rows."""
+        return [0, *accumulate(index.rows for index in self.members)]
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.starts[-1]
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all pieces."""
+        return sum(index.tokens for index in self.members)
+
+    def pieces(self, row: int) -> list[Piece]:
+        """The pieces of a row, in order; raises IndexError beyond the last row."""
+        number = min(bisect_right(self.starts, row), len(self.members)) - 1
+        return self.members[number].pieces(row - self.starts[number])
 
 
 def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[Piece]], length: int, pad: int) -> Batch:

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from drawloom.components.data.loader import Loader
-from drawloom.components.data.order import Permutation
+from drawloom.components.data.order.permutation import Permutation
+from drawloom.components.data.order.sequential import Sequential
+from drawloom.components.data.order.shuffled import Shuffled
 from drawloom.components.run.batch import GlobalBatch
 from drawloom.graph import UserError
 
@@ -29,7 +31,8 @@ ROWS, STEP, MICRO = 7, 4, 2
 @contextmanager
 def loading(rows: Any, mesh: Any, job: Any, global_size: int = STEP, **settings: Any) -> Iterator[Loader]:
     batching = GlobalBatch(mesh=mesh, global_size=global_size, micro_size=min(MICRO, global_size))
-    loader = Loader(rows=rows, batching=batching, job=job, mesh=mesh, **settings)
+    order = settings.pop("order", None) or Shuffled(job=job)
+    loader = Loader(rows=rows, order=order, batching=batching, mesh=mesh, **settings)
     loader.open()
     try:
         yield loader
@@ -98,7 +101,7 @@ def test_the_rows_of_a_step_do_not_depend_on_the_ranks(rows_of: RowsOf, mesh_of:
         for replica in range(replicas):
             mesh = mesh_of({"data_replicate": replicas}, {"data_replicate": replica})
             batching = GlobalBatch(mesh=mesh, global_size=STEP, micro_size=micro_size)
-            loader = Loader(rows=rows, batching=batching, job=job, mesh=mesh)
+            loader = Loader(rows=rows, order=Shuffled(job=job), batching=batching, mesh=mesh)
             loader.open()
             loader.load_state_dict(state)
             for step in range(2):
@@ -118,7 +121,7 @@ def test_epochs_and_seeds_are_shuffled_differently(rows_of: RowsOf, one_rank: An
     assert all(sorted(order) == list(range(20)) for order in orders)
     assert orders[:2] == orders[2:4]
     assert len({tuple(order) for order in orders}) == 4
-    with loading(rows, one_rank, job, global_size=20, shuffle=False) as loader:
+    with loading(rows, one_rank, job, global_size=20, order=Sequential()) as loader:
         assert [list(chain(*step)) for step in steps(loader, names, 2)] == [list(range(20))] * 2
 
 

@@ -10,7 +10,6 @@ Rogaway 2002). It is biased for a few items, which is why those are sorted.
 Integer arithmetic is the same on every machine and in every version of numpy, whose own generators may change.
 """
 
-from collections.abc import Sequence
 from functools import cached_property
 from hashlib import blake2b
 
@@ -20,7 +19,6 @@ import numpy as np
 MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
 MOST_SORTED = 2**20
-WINDOW = 2**12  # positions that are looked up together: numpy costs the same for one as for some hundreds
 BLOCK = 2**15  # indices whose intermediate values fit a core's cache
 ROUNDS = 4
 
@@ -100,32 +98,3 @@ def _mix(x: np.ndarray) -> None:
     x ^= x >> np.uint64(27)
     x *= MIX_2
     x ^= x >> np.uint64(31)
-
-
-@attrs.define
-class ShuffledOrder:
-    """An endless order of rows 0 to `count` - 1: position p is item p % count of permutation p // count."""
-
-    seed: int
-    count: int
-    shuffle: bool
-    _window: int = attrs.field(init=False, default=-1)
-    _rows: np.ndarray = attrs.field(init=False, factory=lambda: np.empty(0, np.int64))
-    _epoch: Permutation | None = attrs.field(init=False, default=None)
-
-    def rows(self, positions: Sequence[int]) -> list[int]:
-        """The rows at these positions."""
-        return [self._row(*divmod(position, self.count)) for position in positions]
-
-    def _row(self, epoch: int, index: int) -> int:
-        if not self.shuffle:
-            return index
-        # one epoch and one window are kept, as positions come in order
-        if self._epoch is None or self._epoch.epoch != epoch:
-            self._epoch, self._window = Permutation(self.seed, "rows", epoch, self.count), -1
-        window, place = divmod(index, WINDOW)
-        if window != self._window:
-            first = window * WINDOW
-            self._rows = self._epoch.at(np.arange(first, min(first + WINDOW, self.count)))
-            self._window = window
-        return int(self._rows[place])
