@@ -1,5 +1,6 @@
 """Contracts of the ports of training data: packed rows and batches."""
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import attrs
@@ -10,6 +11,9 @@ from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import (
     IGNORE_INDEX,
     Batch,
+    Collator,
+    Example,
+    Examples,
     MeasuredRows,
     PackedDataset,
     RowOrder,
@@ -108,6 +112,39 @@ def a_place_has_one_row(one: RowOrder, other: RowOrder) -> None:
         for place in reversed(range(source.rows)):
             again = other.rows_at(source, epoch, np.array([place]))
             expect(again.tolist() == [rows[place]], f"place {place} of epoch {epoch} has row {rows[place]} and {again}")
+
+
+def examples_come_again(one: Examples, other: Examples) -> None:
+    """The training split has examples, which are dicts, the same each time."""
+    for split in SPLITS:
+        held, again, others = (list(each.examples(split)) for each in (one, one, other))
+        expect(held or split != "train", "the training split has no example")
+        expect(all(isinstance(example, Mapping) for example in held), f"an example of {split} is no dict")
+        expect(_contents(held) == _contents(again) == _contents(others), f"a second time {split} has other examples")
+
+
+def _contents(examples: Sequence[Example]) -> str:
+    # two may be made of files at different places
+    return str([{key: value for key, value in example.items() if key != "source"} for example in examples])
+
+
+EXAMPLES: list[Example] = [{"input_ids": [3, 4, 5]}, {"input_ids": [6, 7, 8, 9, 10], "weights": [1.0] * 5}]
+
+
+def a_row_is_an_example(collator: Collator) -> None:
+    """Each example is a row of the length that is asked for, with its tokens together, whatever others there are."""
+    both = collator.collate(EXAMPLES, 6)
+    for number, example in enumerate(EXAMPLES):
+        ids, alone = [*example["input_ids"]], collator.collate([example], 6)
+        expect(collator.count(example) == len(ids), f"{len(ids)} tokens are counted as {collator.count(example)}")
+        for name in TENSORS:
+            one, same = getattr(alone, name), getattr(both, name)[number]
+            expect(one.shape == (1, 6) and torch.equal(one[0], same), f"{name} depend on other rows")
+        row = alone.tokens[0].tolist()
+        starts = [start for start in range(7 - len(ids)) if row[start : start + len(ids)] == ids]
+        expect(starts, f"the tokens {ids} are not in the row {row}")
+        own = alone.document_ids[0, starts[0] : starts[0] + len(ids)]
+        expect(int((alone.document_ids[0] == own[0]).sum()) == len(ids), "padding is of the document of an example")
 
 
 STEPS = 3

@@ -1,7 +1,7 @@
 """Ports of training data: packed rows and batches."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import attrs
 import numpy as np
@@ -92,6 +92,42 @@ class RowOrder(Protocol):
 
         Over all places each row comes once.
         """
+        ...
+
+
+Example = Mapping[str, Any]
+"""
+An example of a data set of one's own: a dict, of which a collator makes a row.
+
+That of `data.pad_collator` reads `input_ids`, a sequence of token ids; `labels`, as many, of which IGNORE_INDEX is not
+trained; and `weights`, as many, those of their losses. Only the first is needed. A `source` is for messages.
+"""
+
+
+@port
+class Examples(Protocol):
+    """A data set of one's own: examples of each split, the same on every rank and at every start."""
+
+    def examples(self, split: Split) -> Iterable[Example]:
+        """
+        The examples of a split, as a list of dicts, as any other sequence, or as an iterable.
+
+        A sequence is read when a row is needed, also by worker processes, to which it is pickled. Any other iterable is
+        read into a list at once.
+        """
+        ...
+
+
+@port
+class Collator(Protocol):
+    """Makes rows of examples, one of each."""
+
+    def count(self, example: Example) -> int:
+        """The tokens of an example: its row has at least so many places."""
+        ...
+
+    def collate(self, examples: Sequence[Example], length: int) -> Batch:
+        """The rows of examples that have at most `length` tokens; every tensor is (examples, length)."""
         ...
 
 

@@ -127,6 +127,18 @@ def megatron(folder: Path) -> Mapping[str, Any]:
     return {"tokens": {"use": "data.megatron", "path": str(folder / "data"), "vocab_size": 257, "eos_id": 256}}
 
 
+def examples(folder: Path) -> Mapping[str, Any]:
+    """Examples, and what makes rows of them."""
+    lines = [json.dumps({"input_ids": [number, 1, 2, number % 7] * (1 + number % 3)}) for number in range(40)]
+    (folder / "examples.jsonl").write_text("\n".join(lines), "utf-8")
+    paths = [str(folder / "examples.jsonl")]
+    return {
+        "examples": {"use": "data.json_examples", "paths": paths, "validation_fraction": 0.2},
+        "collator": {"use": "data.pad_collator"},
+        "packing": {"use": "data.collated", "max_length": 16, "multiple": 8},
+    }
+
+
 def mixture(folder: Path) -> Mapping[str, Any]:
     """Two sources with shares of their own."""
     held = store(folder)["tokens"], megatron(folder)["tokens"]
@@ -146,6 +158,9 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.jsonl": jsonl_file,
     "data.megatron": megatron,
     "data.parquet": table,
+    "data.collated": examples,
+    "data.json_examples": examples,
+    "data.pad_collator": examples,
     "data.mixture": mixture,
     "data.order.chunks": lambda folder: {"order": {"use": "data.order.chunks", "chunks": 3}},
     "data.order.sequential": lambda folder: {"order": {"use": "data.order.sequential"}},

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from drawloom.components.data import loader as loading
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.order.sequential import Sequential
+from drawloom.components.data.pad_collator import PadCollator
 from drawloom.components.data.text_files import TextFiles
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.distributed.device import ComputeDevice
@@ -23,7 +24,7 @@ from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.components.ports.corpus import TokenCorpus
-from drawloom.components.ports.data import Batch, MeasuredRows, PackedDataset, RowSource
+from drawloom.components.ports.data import Batch, Examples, MeasuredRows, PackedDataset, RowSource
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.model import BatchContext, Head, LayerRange
 from drawloom.components.ports.run import Batching, RunInfo, Step
@@ -287,6 +288,23 @@ def packed_rows(use: str, values: Values, _place: Path) -> Any:
     packing = build(use, tokens=corpus, job=fake(RunInfo, **JOB), **values)
     packing.open()
     return packing.batch("train", range(packing.count("train"))).tokens.tolist()
+
+
+def examples_of(use: str, values: Values, _place: Path) -> Any:
+    """The token ids of the training examples."""
+    data = build(use, **values)
+    data.open()
+    return [example["input_ids"] for example in data.examples("train")]
+
+
+def padded_rows(use: str, values: Values, _place: Path) -> Any:
+    """The tokens of two examples."""
+    if use == "data.pad_collator":
+        return build(use, **values).collate([{"input_ids": [1, 2]}, {"input_ids": [3, 4, 5, 6, 7]}], 6).tokens.tolist()
+    data = fake(Examples, examples=[{"input_ids": [1, 2]}, {"input_ids": [3, 4, 5, 6, 7]}])
+    rows = build(use, data=data, collator=PadCollator(), **values)
+    rows.open()
+    return rows.batch("train", [0, 1]).tokens.tolist()
 
 
 def _numbers(_split: str, indices: Any) -> Batch:

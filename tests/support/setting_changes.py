@@ -152,6 +152,11 @@ ROWS: dict[str, Row] = {
             "validation_fraction": 0.5,
         },
     ),
+    "data.collated": Row(parts.padded_rows, {"max_length": 9}, {"max_length": Change(3, refused=True), "multiple": 4}),
+    "data.json_examples": Row(
+        parts.examples_of, {"paths": ["one.ids"], "validation_fraction": 0.1}, SPLIT | {"paths": ["*.ids"]}
+    ),
+    "data.pad_collator": Row(parts.padded_rows, {}, {"side": "left", "pad_id": 5}),
     "data.hugging_face_tokenizer": Row(
         parts.tokens_of,
         {"path": "one_tokenizer.json", "end_token": "<a>"},

@@ -1,5 +1,7 @@
 """Concatenates documents and cuts them into rows: every row is full, and a document may continue in the next."""
 
+from functools import cached_property
+
 import attrs
 import numpy as np
 import torch
@@ -37,12 +39,12 @@ class Stream:
         """The tokens in the rows."""
         return min(self._end, self.rows * self.length)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """The number of rows; the very last token has no target, and begins no row."""
         return -(-max(self._end - 1, 0) // self.length)
 
-    @property
+    @cached_property
     def _end(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 

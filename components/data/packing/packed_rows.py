@@ -12,6 +12,7 @@ import numpy as np
 from drawloom.components.data.mixed_documents import DocumentSource, document_sources
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.rows import JoinedIndexes, RowIndex, batch_of
+from drawloom.components.data.resumed_rows import check_rows
 from drawloom.components.ports.corpus import Split, TokenCorpus, TokenDocuments
 from drawloom.components.ports.data import Batch, RowSource
 from drawloom.components.ports.model import Model
@@ -125,18 +126,7 @@ class PackedRows:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raise UserError if the run began with other rows, unless changes are accepted."""
-        now = self.state_dict()
-        if not state.keys() & now.keys():
-            raise KeyError(f"{', '.join(state)}: no split of these rows")
-        other = [text for name in {**state, **now} if (text := _difference(name, state.get(name), now.get(name)))]
-        if other and not self.recipe.accept_changes:
-            raise UserError(
-                f"the corpus is not the one that this run began with: {', and '.join(other)}; restore the old one, "
-                "use another run name, or add --accept-changes",
-                exit_code=2,
-            )
-        if other:
-            log.warning("the corpus is not the one that this run began with: %s", ", and ".join(other))
+        check_rows(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
 
     def _pack(self, split: Split) -> PackedSplit:
         documents, first, indexes = self.tokens.documents(split), 0, []
@@ -162,12 +152,3 @@ class PackedRows:
 def _name(split: Split, source: str) -> str:
     """A split, of one source if it has a name."""
     return f"{split} of {source}" if source else split
-
-
-def _difference(name: str, then: dict[str, Any] | None, now: dict[str, Any] | None) -> str:
-    """How rows differ from those that the run began with; empty if they do not."""
-    if then is None or now is None:
-        return f"{name} is {'new' if then is None else 'missing'}"
-    if then["rows"] != now["rows"]:
-        return f"{name} had {then['rows']} rows, and has {now['rows']}"
-    return f"{name} had other tokens in its {then['rows']} rows" if then != now else ""

@@ -12,6 +12,7 @@ import torch
 
 from drawloom.components.ports.corpus import TokenDocuments
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
+from drawloom.graph import UserError
 
 
 class Piece(NamedTuple):
@@ -86,8 +87,7 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[Piece]], length:
         begin = 0
         for document, first, last in pieces:
             # one token more than the piece has: the target of its last token
-            ids = documents.tokens(document, first, last + 1)
-            own = documents.weights(document, first, last + 1)
+            ids, own = _read(documents, document, first, last + 1)
             end, targeted = begin + last - first, begin + len(ids) - 1
             tokens[row, begin:end] = ids[: last - first]
             targets[row, begin:targeted] = ids[1:]
@@ -99,3 +99,15 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[Piece]], length:
     positions = here - np.maximum.accumulate(np.where(starts > 0, here, 0), axis=1)
     arrays = (tokens, targets, positions, np.cumsum(starts, axis=1) - 1, weights)
     return Batch(*map(torch.from_numpy, arrays))
+
+
+def _read(documents: TokenDocuments, document: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Ids and weights of a part of a document. Raises UserError with its file and offset if they can't be read."""
+    try:
+        ids = documents.tokens(document, first, last)
+        if len(ids) < last - first - 1:
+            raise ValueError(f"there are {len(ids)} instead of {last - first - 1}")
+        return ids, documents.weights(document, first, last)
+    except Exception as error:
+        where = f"{documents.source(document)}: tokens {first} to {last - 2}"
+        raise UserError(f"{where} can't be read ({type(error).__name__}: {error}); restore the file") from error

@@ -25,6 +25,7 @@ def test_each_token_is_in_one_row(group: Group, sizes: list[int], length: int, s
     chosen = np.random.default_rng(seed).permutation(len(sizes))[: len(sizes) * 3 // 4]
     index = group_documents(np.array(sizes, np.int64), chosen, length, group)
     rows = [index.pieces(row) for row in range(index.rows)]
+    assert index.row_tokens().tolist() == [sum(piece.last - piece.first for piece in row) for row in rows]
     filled = [sum(piece.last - piece.first for piece in row) for row in rows]
     assert all(0 < size <= length for size in filled) and sum(filled) == index.tokens
     found = Counter((each.document, token) for row in rows for each in row for token in range(each.first, each.last))
