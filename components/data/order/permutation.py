@@ -46,6 +46,15 @@ class Permutation:
         """The items at these positions, int64 (positions,)."""
         return self._sorted[positions] if self.count <= MOST_SORTED else self._walk(positions.astype(np.uint64))
 
+    def keys(self, items: np.ndarray) -> np.ndarray:
+        """A pseudo-random number for each item, uint64 (items,), of which no two are equal."""
+        keys = items.astype(np.uint64)
+        keys += np.uint64(1)
+        keys *= GAMMA
+        keys += self._stream
+        _mix(keys)
+        return keys
+
     @cached_property
     def _stream(self) -> np.uint64:
         digest = blake2b(f"{self.purpose} {self.seed} {self.epoch}".encode(), digest_size=8).digest()
@@ -53,12 +62,8 @@ class Permutation:
 
     @cached_property
     def _sorted(self) -> np.ndarray:
-        keys = np.arange(1, self.count + 1, dtype=np.uint64)
-        keys *= GAMMA
-        keys += self._stream
-        _mix(keys)
         # no keys are equal, so every sorting algorithm gives the same order
-        return np.argsort(keys).astype(np.int64)
+        return np.argsort(self.keys(np.arange(self.count))).astype(np.int64)
 
     def _walk(self, x: np.ndarray) -> np.ndarray:
         """Where the network takes each index, from outside of the range again and again until it is inside."""

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drawloom.components.data.order.permutation import Permutation
+from drawloom.components.data.packing.groups import in_order
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import Piece, RowIndex
 from drawloom.graph import component
@@ -20,10 +22,11 @@ class Concatenated(PackedRows):
     Every row is full but the last, which is padded and not dropped, so that every token is used once in an epoch.
     """
 
-    def index_of(self, lengths: np.ndarray, order: np.ndarray) -> RowIndex:
+    def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """Where each document ends in the stream of all; rows are computed from that."""
-        ends = np.cumsum(lengths[order], dtype=np.int64)
-        return Stream(torch.from_numpy(order), torch.from_numpy(ends), self.length)
+        documents = in_order(lengths, order)
+        ends = np.cumsum(lengths[documents], dtype=np.int64)
+        return Stream(torch.from_numpy(documents), torch.from_numpy(ends), self.length)
 
 
 @attrs.frozen(eq=False)

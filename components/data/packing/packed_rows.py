@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.data.mixed_documents import DocumentSource, document_sources
+from drawloom.components.data.mixed_documents import document_sources
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.rows import JoinedIndexes, RowIndex, batch_of
 from drawloom.components.data.resumed_rows import check_rows
@@ -54,8 +54,8 @@ class PackedRows:
     _splits: dict[Split, PackedSplit] = attrs.field(init=False, factory=dict)
 
     @abstractmethod
-    def index_of(self, lengths: np.ndarray, order: np.ndarray) -> RowIndex:
-        """The rows of documents; lengths: (documents,), order: the numbers of documents to pack, one after another."""
+    def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
+        """The rows of a source's documents, shuffled if there is an order; lengths: (documents,)."""
 
     def open(self) -> None:
         """Pack both splits."""
@@ -129,20 +129,13 @@ class PackedRows:
         check_rows(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
 
     def _pack(self, split: Split) -> PackedSplit:
-        documents, first, indexes = self.tokens.documents(split), 0, []
+        documents, first, indexes = self.tokens.documents(split), [0], []
         for source in document_sources(documents):
-            order = self._order(source, split)
-            indexes.append(self.index_of(documents.lengths, order.astype(np.int64) + first if first else order))
-            first += len(source.documents.lengths)
-        return PackedSplit(documents, JoinedIndexes(tuple(indexes)))
-
-    def _order(self, source: DocumentSource, split: Split) -> np.ndarray:
-        """The numbers of a source's documents in the order in which they are packed."""
-        packed = source.documents.lengths >= 2
-        count = int(packed.sum())
-        purpose = f"documents {source.name}".strip()
-        order = Permutation(self.job.seed, purpose, 0, count).all() if split == "train" else np.arange(count)
-        return order if count == len(packed) else np.flatnonzero(packed)[order]
+            lengths = source.documents.lengths
+            shuffled = Permutation(self.job.seed, f"documents {source.name}".strip(), 0, len(lengths))
+            indexes.append(self.index_of(lengths, shuffled if split == "train" else None))
+            first.append(first[-1] + len(lengths))
+        return PackedSplit(documents, JoinedIndexes(tuple(indexes), tuple(first)))
 
     def __getstate__(self) -> dict[str, Any]:
         """The rows only: what a worker process needs, and what can be pickled."""

@@ -47,9 +47,10 @@ class RowIndex(Protocol):
 
 @attrs.frozen
 class JoinedIndexes:
-    """The rows of several sources, those of one after those of another; `starts` are the first row of each."""
+    """The rows of several sources, those of one after those of another; `first` has the first document of each."""
 
     members: tuple[RowIndex, ...]
+    first: tuple[int, ...]
 
     @cached_property
     def starts(self) -> list[int]:
@@ -69,7 +70,10 @@ class JoinedIndexes:
     def pieces(self, row: int) -> list[Piece]:
         """The pieces of a row, in order; raises IndexError beyond the last row."""
         number = min(bisect_right(self.starts, row), len(self.members)) - 1
-        return self.members[number].pieces(row - self.starts[number])
+        pieces = self.members[number].pieces(row - self.starts[number])
+        if offset := self.first[number]:
+            return [piece._replace(document=offset + piece.document) for piece in pieces]
+        return pieces
 
 
 def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[Piece]], length: int, pad: int) -> Batch:
