@@ -25,8 +25,9 @@ class Loader:
     """
     Training rows in an endless order of epochs; those of a mixture's sources alternate by the weights of these.
 
-    A step may cross the end of an epoch. The state is the number of steps taken, and from which positions on which
-    shares of rows the sources have had, so that a run resumes with any number of workers and data-parallel ranks.
+    A step may cross the end of an epoch. The state is the number of steps and rows taken, and from which positions on
+    which shares of rows the sources have had. So a run resumes with any number of workers and data-parallel ranks, and
+    with the next row even if its steps have other sizes than before.
     """
 
     rows: PackedDataset
@@ -49,6 +50,8 @@ class Loader:
         factory=list, doc="length curriculum: greatest lengths of documents in earlier steps, in order"
     )
     _step: int = attrs.field(init=False, default=0)
+    _offset: int = attrs.field(init=False, default=0)  # rows that steps of other sizes have taken more than these would
+    _since: int = attrs.field(init=False, default=0)
     _workers: Workers | None = attrs.field(init=False, default=None)
     _stream: Iterator[Batch] | None = attrs.field(init=False, default=None)
     _checked: bool = attrs.field(init=False, default=False)
@@ -94,12 +97,17 @@ class Loader:
 
     def length_at(self, step: int) -> int | None:
         """The greatest length of documents in a step; None if they are not cut."""
-        tokens = self.batching.start(step) * self.rows.length
+        tokens = self._start(step) * self.rows.length
         return next((stage.length for stage in self.lengths if stage.holds(step, tokens)), None)
 
     def rows_of(self, step: int) -> list[int]:
         """The rows of a step, of all ranks."""
-        return self._rows.rows(range(self.batching.start(step), self.batching.start(step + 1)))
+        return self._rows.rows(range(self._start(step), self._start(step + 1)))
+
+    @property
+    def since(self) -> int:
+        """The steps that earlier starts of the run took with other sizes: `rows_of` knows only those after them."""
+        return self._since
 
     def tokens_by_source(self, step: int) -> dict[str, float]:
         """
@@ -107,22 +115,37 @@ class Loader:
 
         All rows of a source count as many tokens as they have on average, so this is exact at the end of its epochs.
         """
-        taken = self._rows.taken(self.batching.start(step + 1))
+        taken = self._rows.taken(self._start(step + 1))
         sources = self._rows.sources.values()
         return {source.name: taken.get(source.name, 0) * source.tokens / max(source.rows, 1) for source in sources}
 
     def state_dict(self) -> dict[str, Any]:
-        """`step`: the steps taken; of a mixture `shares`: its shares of rows, by the position where they begin."""
-        shares = {str(each.start): dict(each.shares) for each in self._rows.segments if each.shares.keys() != {""}}
-        return {"step": self._step, **({"shares": shares} if shares else {})}
+        """
+        `step` and `position`: the steps and rows taken; of a mixture `shares`: those of rows, by position.
+
+        If the first `since` steps had other sizes than later ones, `offset` is what they have taken more than these.
+        """
+        found: dict[str, Any] = {"step": self._step, "position": self._start(self._step + 1)}
+        if self._since:
+            found |= {"since": self._since, "offset": self._offset}
+        if shares := {str(each.start): dict(each.shares) for each in self._rows.segments if each.shares.keys() != {""}}:
+            found["shares"] = shares
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume after a step; if sources have other shares than before, from there on."""
-        step = state["step"]
-        if not isinstance(step, int) or step < 0:
-            raise ValueError(f"step: {step!r} is not a number of steps")
+        """Resume after a step; from there on, steps may have other sizes and sources other shares than before."""
+        step, position = state["step"], state["position"]
+        for key, number in (("step", step), ("position", position)):
+            if not isinstance(number, int) or number < 0:
+                raise ValueError(f"{key}: {number!r} is no number of {key}s")
         self._step, self._stream = step, None
+        self._offset = position - self.batching.start(step + 1)
+        self._since = state.get("since", 0) if self._offset == state.get("offset", 0) else step
         self._begin([Segment(int(start), shares) for start, shares in state.get("shares", {}).items()])
+
+    def _start(self, step: int) -> int:
+        """The position with which a step begins."""
+        return self.batching.start(step) + self._offset
 
     def _begin(self, segments: list[Segment]) -> None:
         """Lay out the stream of rows: earlier segments, and one for today's shares if those are others."""
@@ -130,7 +153,7 @@ class Loader:
         shares = row_shares([*sources.values()])
         if segments and segments[-1].shares != shares:
             log.warning("from step %d on, sources have other shares than before", self._step + 1)
-            position = self.batching.start(self._step + 1)
+            position = self._start(self._step + 1)
             segments = [*(each for each in segments if each.start < position), Segment(position, shares)]
         self._rows = RowStream(sources, self.order, segments or [Segment(0, shares)])
 
@@ -143,7 +166,8 @@ class Loader:
 
     def _row_indices(self, step: int) -> Iterator[list[int]]:
         """The rows of each microbatch from this step on, without end."""
-        return (self._rows.rows(positions) for number in count(step) for positions in self.batching.positions(number))
+        microbatches = (positions for number in count(step) for positions in self.batching.positions(number))
+        return (self._rows.rows([self._offset + position for position in positions]) for positions in microbatches)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -54,7 +54,7 @@ class Runs(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.step, self.checkpoint = 0, {"step": 0}
+        self.step, self.checkpoint = 0, {"step": 0, "position": 0}
         self.loaders = self._loaders(1, 1, 4, 0, 1)
 
     @rule(steps=st.integers(1, 4), save=st.booleans())
