@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each would compile every module
 
-.PHONY: train test figures bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu bench-pipeline-gpu \
+.PHONY: train test docs figures bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu bench-pipeline-gpu \
 	bench-mesh-gpu
 
 train: .venv/train
@@ -19,6 +19,10 @@ test: .venv/test
 	@mkdir -p .mypy_cache; $(BIN)/mypy > .mypy_cache/printed & types=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$types; typed=$$?; cat .mypy_cache/printed; exit $$((tests | typed))
+
+# The site: open site/index.html, or with search: python3 -m http.server -d site. The build itself takes no network.
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 figures:
 	$(PYTHON) tests/house/figures.py
@@ -62,16 +66,20 @@ bench-pipeline-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/pipeline.py $(ONLY)
 
 bench-mesh-gpu: .venv/test
-	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py $(ONLY)
+	RANKS=$(or $(RANKS),2) PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py $(ONLY)
 
 clean:
-	rm -rf .venv runs dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv runs dist site .mypy_cache .pytest_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 .venv/train: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[aim]'
+	touch $@
+
+.venv/docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[docs]'
 	touch $@
 
 .venv/test: pyproject.toml constraints.txt | $(BIN)/python

@@ -1,13 +1,25 @@
 """A vocabulary split over ranks: each computes with its rows of the output weight, and one exchange joins results."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 NOT_HERE = -1
 """The local target of a token whose target is another rank's row, or is ignored."""
+
+
+class Group(Protocol):
+    """The collectives that a split vocabulary needs of a process group."""
+
+    def sum(self, tensor: Tensor) -> None:
+        """All-reduce a tensor of any shape, in place, to the sum over the ranks."""
+        ...
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All-gather tensors of one shape (...): (ranks, ...)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -15,7 +27,7 @@ class VocabularyPart:
     """The rows of the output weight on this rank: those from `first` on; the ranks of the group hold all rows."""
 
     first: int
-    group: dist.ProcessGroup
+    group: Group
 
 
 def local_targets(targets: Tensor, rows: int, ignore_index: int, part: VocabularyPart | None) -> Tensor:
@@ -35,10 +47,7 @@ def all_gather_lse(lse: Tensor, target_logit: Tensor, part: VocabularyPart | Non
     """
     if part is None:
         return lse, target_logit
-    mine = torch.stack((lse, target_logit))
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(part.group))]
-    dist.all_gather(parts, mine, group=part.group)
-    gathered = torch.stack(parts)
+    gathered = part.group.gather(torch.stack((lse, target_logit)))
     # Exactly one part has each target, and the others gave 0.
     return gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
 
@@ -46,5 +55,5 @@ def all_gather_lse(lse: Tensor, target_logit: Tensor, part: VocabularyPart | Non
 def all_reduce(gradient: Tensor, part: VocabularyPart | None) -> Tensor:
     """Sum over all parts, in place, the gradient of a tensor of any shape that all ranks hold."""
     if part is not None:
-        dist.all_reduce(gradient, group=part.group)
+        part.group.sum(gradient)
     return gradient

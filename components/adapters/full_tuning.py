@@ -1,6 +1,7 @@
 """Full tuning of named parts of a model that is frozen otherwise."""
 
 from collections.abc import Collection, Iterator
+from typing import ClassVar
 
 from torch import nn
 
@@ -12,6 +13,8 @@ from drawloom.graph import UserError, component, setting
 @component
 class FullTuning:
     """Trains some of the model's own parameters, beside other adapters or alone."""
+
+    thaws: ClassVar[bool] = True
 
     targets: list[str] = setting(
         check=no_pattern,

@@ -7,7 +7,7 @@ files are those of PEFT.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
@@ -22,6 +22,7 @@ from drawloom.components.ports.model import Head
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import rename
+from drawloom.graph import UserError
 
 PEFT = "base_model.model."
 """What PEFT's names of tensors begin with, before transformers' name of the module."""
@@ -64,7 +65,7 @@ class LoraLinear(Linear, AdaptedLayer):
 
     def __init__(self, base: Linear, form: LoraForm) -> None:
         outputs, inputs = base.weight.shape
-        super().__init__(inputs, outputs, base.kernels, base.bias is not None)
+        super().__init__(inputs, outputs, base.kernels, base.bias is not None, base.style, base.unit)
         self.weight, self.bias = base.weight, base.bias
         self.form = form
         self.lora_A = _factor(form.rank, inputs, like=base.weight)
@@ -76,6 +77,8 @@ class LoraLinear(Linear, AdaptedLayer):
         """(..., inputs), of any floating dtype, to (..., outputs), in the weight's dtype."""
         x = x.to(self.weight.dtype)
         y = super().forward(x)
+        if not self.active:
+            return y
         dropped = self.form.dropped(x)
         low = self.kernels.linear(dropped.to(self.lora_A.dtype), self.lora_A)
         change = self.kernels.linear(low, self.lora_B) * self.form.scale
@@ -87,7 +90,16 @@ class LoraLinear(Linear, AdaptedLayer):
 
     def head(self) -> Head:
         """The layer as the head of a model."""
-        return ChunkedHead(self, len(self.weight))
+        return ChunkedHead(self, self.out_features, self.ranks)
+
+    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+        """Of the factors the one that has the split dimension of the weight."""
+        if self.style == "rowwise" and self.form.dora:
+            raise UserError("adapters: DoRA needs whole rows, which mesh.tensor splits in o_proj and down_proj", 2)
+        dims = super().split_dims()
+        if self.style == "rowwise":
+            return {**dims, "lora_A": dims["weight"]}
+        return {**dims, **dict.fromkeys(self.adapter_names[1:], dims["weight"])}
 
     @property
     def adapter_names(self) -> list[str]:
@@ -97,7 +109,7 @@ class LoraLinear(Linear, AdaptedLayer):
     def fill_adapter(self, name: str, fill: Fill) -> None:
         """Random numbers for A and zeros for B, so that the layer begins as the frozen one."""
         with torch.no_grad():
-            fill(f"{name}.lora_A", self.lora_A, _std(self.lora_A.shape[1]))
+            fill(f"{name}.lora_A", self.lora_A, _std(self.in_features))
             self.lora_B.zero_()
             if self.form.dora:
                 self.lora_magnitude.copy_(torch.linalg.vector_norm(self.weight, dim=1, dtype=_wide(self.weight)))
@@ -144,8 +156,14 @@ class LoraEmbedding(Embedding, AdaptedLayer):
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids, int64 (...), to vectors (..., hidden_size) of the weight's dtype."""
         vectors = super().forward(tokens)
-        change = self.kernels.linear(self.kernels.embedding(tokens, self.lora_A), self.lora_B)
+        if not self.active:
+            return vectors
+        change = self.kernels.linear(self.look_up(tokens, self.lora_A), self.lora_B)
         return vectors + (change * self.form.scale).to(vectors.dtype)
+
+    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+        """The vocabulary."""
+        return {"weight": (0, 1), "lora_A": (0, 1)}
 
     @property
     def adapter_names(self) -> list[str]:
@@ -212,7 +230,7 @@ class LoraExperts(Experts, AdaptedLayer):
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Rows (rows, inputs), sorted by expert, by one of the parameters: (rows, outputs)."""
         y = super().project(name, rows, ends)
-        if name not in self.adapted:
+        if name not in self.adapted or not self.active:
             return y
         first, second = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")
         low = self.kernels.grouped_gemm(rows.to(first.dtype), first, ends, transposed=True)

@@ -3,13 +3,14 @@
 import argparse
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from drawloom.components.commands._trained import add_run, trained
-from drawloom.components.ports.corpus import Corpus, Split, Tokenizer
-from drawloom.components.ports.data import Batch, PackedDataset
-from drawloom.components.ports.pipeline import Executor
+from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, Tokenizer
+from drawloom.components.ports.data import Batch, PackedDataset, has_pairs
+from drawloom.components.ports.pipeline import Executor, Loss
 from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
@@ -34,24 +35,37 @@ def main(options: argparse.Namespace, project: Project) -> int:
         rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes())
         if not rows.count(split):
             raise UserError(f"{options.run_folder}: the validation split is empty; name text files with --corpus", 2)
-        total, weight, text_bytes = 0.0, 0.0, 0
+        total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0
         for batches in _batches(rows, split, run.get(Batching).micro_size):
             losses = run.get(Executor).evaluate(iter(batches))
             total, weight = total + float(losses.total), weight + float(losses.weight)
+            nats = nats + float(losses.sums["cross_entropy"]) if "cross_entropy" in losses.sums else math.nan
             text_bytes += sum(int(sizes[batch.targets[batch.targets >= 0]].sum()) for batch in batches)
-    print_text(f"{options.run_folder}, step {step}: {_results(total, weight, text_bytes)}")
+        unit = "pairs" if has_pairs(type(rows)) else "tokens"
+    results = f"loss {total / weight:.4f} over {weight:,.0f} {unit}{_in_other_units(nats, weight, text_bytes)}"
+    print_text(f"{options.run_folder}, step {step}: {results}")
     return 0
 
 
 def _with_corpus(recipe: Recipe, globs: list[str] | None) -> Recipe:
-    """The recipe with other text in place of its corpus."""
+    """The recipe with other text in place of its data, which may be a store, or conversations or pairs of them."""
     if globs is None:
         return recipe
+    graph = recipe.graph
     use = "data.jsonl" if all(glob.endswith(".jsonl") for glob in globs) else "data.text_files"
     corpus = {"use": use, "paths": globs, "validation_fraction": 0.0}
-    names = recipe.graph.implementers(Corpus) or ["corpus"]
-    for name in names:
-        recipe = recipe.with_values(nested(name, corpus))
+    names = graph.implementers(Corpus) or ["corpus"]
+    changes: dict[str, Any] = dict.fromkeys(names, corpus)
+    for name in graph.implementers(TokenCorpus):
+        changes[name] = {"use": "data.tokenized_text", "corpus": f"@{names[0]}"}
+    for name in graph.implementers(PackedDataset):
+        if has_pairs(graph.nodes[name].spec.cls):
+            changes[name] = {"use": "data.packing.concatenated", "length": graph.nodes[name].settings["length"]}
+    for name in graph.implementers(Loss):
+        if has_pairs(graph.nodes[name].spec.cls):
+            changes[name] = {"use": "loss.next_token"}
+    for name, values in changes.items():
+        recipe = recipe.with_values(nested(name, values))
     return recipe
 
 
@@ -63,8 +77,10 @@ def _batches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[Batc
         yield [rows.batch(split, each) for each in indices[first : first + AT_ONCE]]
 
 
-def _results(total: float, weight: float, text_bytes: int) -> str:
-    mean = total / weight
-    parts = [f"loss {mean:.4f} over {weight:,.0f} tokens", f"perplexity {math.exp(min(mean, 700)):.4g}"]
+def _in_other_units(nats: float, weight: float, text_bytes: int) -> str:
+    """The cross entropy in other units; nothing if the loss is of another kind."""
+    if math.isnan(nats):
+        return ""
     # Tokens at the end of a document stand for no byte, and are part of the loss.
-    return ", ".join([*parts, f"{total / math.log(2) / text_bytes:.4f} bits per byte"] if text_bytes else parts)
+    by_byte = f", {nats / math.log(2) / text_bytes:.4f} bits per byte" if text_bytes else ""
+    return f", perplexity {math.exp(min(nats / weight, 700)):.4g}{by_byte}"

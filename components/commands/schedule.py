@@ -64,6 +64,9 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
     """The simulation of the schedule of a recipe, or of a schedule by name."""
     if not options.recipe:
         raise UserError("schedule takes a recipe, or the name of a schedule and --ranks, or --compare", 2)
+    if options.ranks and options.recipe.endswith(".toml"):
+        hint = "leave --ranks out, and write mesh.pipeline=N, or name a schedule instead of the recipe"
+        raise UserError(f"--ranks: a recipe has its own number of ranks; {hint}", 2)
     if options.ranks:
         name = options.recipe.removeprefix(FOLDER)
         schedule = _by_name(options, project, name)

@@ -26,8 +26,8 @@ from drawloom.graph.testing import expect
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
-TENSORS = tuple(field.name for field in attrs.fields(Batch))
-"""The tensors of a batch."""
+TENSORS = tuple(field.name for field in attrs.fields(Batch) if field.default is attrs.NOTHING)
+"""The tensors that every batch has."""
 
 
 def rows_have_one_length(rows: PackedDataset) -> None:

@@ -265,7 +265,7 @@ def gradients_are_summed_over_ranks(parameters: SpreadParameters) -> None:
     """A gradient of ones becomes the number of ranks that hold the parameter; where one rank holds it, it stays."""
     for _, parameter in parameters.named():
         gradient_of(parameter).fill_(1)
-    parameters.sum_shared()
+    parameters.sum_gradients()
     for name, parameter in parameters.named():
         gradient = gradient_of(parameter)
         ranks = float(gradient.flatten()[0])

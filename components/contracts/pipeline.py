@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
 from drawloom.components.ports.model import BatchContext
-from drawloom.components.ports.pipeline import Executor, Loss, Losses, Predictor, Schedule
+from drawloom.components.ports.pipeline import Executor, Loss, Losses, Predictor, Referenced, Schedule
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 from drawloom.graph.testing import expect
 
@@ -102,7 +102,7 @@ def _batch(rows: int = 4) -> Batch:
 
 
 def _rows(batch: Batch, first: int, last: int) -> Batch:
-    return Batch(*(tensor[first:last] for tensor in attrs.astuple(batch, recurse=False)))
+    return Batch(*(tensor[first:last] for tensor in batch.tensors()))
 
 
 def _hidden(rows: int = 4) -> Tensor:
@@ -121,6 +121,14 @@ def _ready(loss: Loss) -> Loss:
     return loss
 
 
+def _computed(loss: Loss, hidden: Tensor, head: _Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """What a loss makes of a batch, which has a reference if the loss compares with one: other hidden states."""
+    if isinstance(loss, Referenced):
+        with torch.no_grad():
+            batch = attrs.evolve(batch, reference=loss.reference(hidden.flip(2), head, batch))
+    return loss.loss(hidden, head, batch)
+
+
 def _sums(found: tuple[Tensor, Tensor, dict[str, Tensor]]) -> dict[str, Tensor]:
     total, weight, sums = found
     return {"the loss": total.detach(), "the weight": weight, **sums}
@@ -129,7 +137,7 @@ def _sums(found: tuple[Tensor, Tensor, dict[str, Tensor]]) -> dict[str, Tensor]:
 def losses_are_sums(loss: Loss) -> None:
     """Loss and weight are single numbers, the loss can be differentiated, and the weight is that of the batch."""
     hidden, head, batch = _hidden(), _Head(), _batch()
-    total, weight, _ = _ready(loss).loss(hidden, head, batch)
+    total, weight, _ = _computed(_ready(loss), hidden, head, batch)
     for name, each in (("the loss", total), ("the weight", weight)):
         expect(each.ndim == 0, f"{name} is no single number but a tensor of shape {tuple(each.shape)}")
     expect(total.requires_grad, "the loss can't be differentiated")
@@ -142,8 +150,8 @@ def losses_are_sums(loss: Loss) -> None:
 def rows_add_up(loss: Loss) -> None:
     """The sums of some rows and those of the others add up to the sums of all, so that microbatches may be any."""
     hidden, head, batch = _hidden(), _Head(), _batch()
-    whole = _sums(_ready(loss).loss(hidden, head, batch))
-    parts = [_sums(loss.loss(hidden[a:b], head, _rows(batch, a, b))) for a, b in ((0, 1), (1, 4))]
+    whole = _sums(_computed(_ready(loss), hidden, head, batch))
+    parts = [_sums(_computed(loss, hidden[a:b], head, _rows(batch, a, b))) for a, b in ((0, 1), (1, 4))]
     for name, each in whole.items():
         expect(all(name in part for part in parts), f"{name} is not in every microbatch")
         summed = parts[0][name].double() + parts[1][name].double()
@@ -153,13 +161,13 @@ def rows_add_up(loss: Loss) -> None:
 def tokens_count_by_their_weights(loss: Loss) -> None:
     """With twice the weights all sums are twice as large, and a token of weight 0 has no part in them."""
     hidden, head, batch = _hidden(), _Head(), _batch()
-    one = _sums(_ready(loss).loss(hidden, head, batch))
-    two = _sums(loss.loss(hidden, head, attrs.evolve(batch, weights=2 * batch.weights)))
+    one = _sums(_computed(_ready(loss), hidden, head, batch))
+    two = _sums(_computed(loss, hidden, head, attrs.evolve(batch, weights=2 * batch.weights)))
     for name, each in one.items():
         expect(torch.allclose(2 * each.double(), two[name].double()), f"with twice the weights {name} is not doubled")
     # Not even a NaN may come of it: 0 / 0 in a mean over no tokens would.
     none = attrs.evolve(batch, weights=torch.zeros_like(batch.weights))
-    for name, each in _sums(loss.loss(hidden, head, none)).items():
+    for name, each in _sums(_computed(loss, hidden, head, none)).items():
         expect(not bool(each.any()), f"where no token counts, {name} is {each.tolist()}")
 
 

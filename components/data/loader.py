@@ -11,7 +11,7 @@ from drawloom.components.data.curriculum import Stage, cut
 from drawloom.components.data.order.stream import RowStream, Segment, row_shares, row_sources
 from drawloom.components.data.rank_consistency import check_consistency
 from drawloom.components.data.workers import Workers
-from drawloom.components.ports.data import Batch, PackedDataset, RowOrder
+from drawloom.components.ports.data import Batch, PackedDataset, RowOrder, has_pairs
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Batching
 from drawloom.graph import Problem, UserError, above, at_least, component, setting
@@ -171,7 +171,10 @@ class Loader:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Each length has one end."""
+        """Each length has one end, and pairs of documents are not cut."""
+        if node.settings["lengths"] and any(has_pairs(rows.component) for rows in node.neighbours("rows")):
+            text = "lengths cuts documents, and those of pairs can't be compared then"
+            yield node.problem("lengths", text, "leave it out, or use rows without pairs")
         for number, stage in enumerate(node.settings["lengths"]):
             if (stage.until_step is None) == (stage.until_tokens is None):
                 text = f"lengths[{number}] ends at a step or after tokens, one of both"

@@ -3,8 +3,6 @@
 from hashlib import blake2b
 from typing import NoReturn
 
-import attrs
-
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.distributed import Group
 from drawloom.graph import UserError
@@ -32,7 +30,7 @@ def _refuse(first: int, second: int, what: str) -> NoReturn:
 
 def _fingerprint(batch: Batch) -> str:
     digest = blake2b(digest_size=16)
-    for tensor in attrs.astuple(batch, recurse=False):
+    for tensor in batch.tensors():
         digest.update(f"{tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -54,7 +54,7 @@ class Record:
 
 def row_digests(batch: Batch) -> list[str]:
     """A digest of each row of a batch."""
-    arrays = [tensor.contiguous().numpy() for tensor in attrs.astuple(batch, recurse=False)]
+    arrays = [tensor.contiguous().numpy() for tensor in batch.tensors()]
     return [_digest(b"".join(array[row].tobytes() for array in arrays)) for row in range(len(arrays[0]))]
 
 

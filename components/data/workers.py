@@ -191,7 +191,7 @@ def _answer(rows: PackedDataset, split: Split, indices: list[int]) -> tuple[np.n
     """A batch as arrays, which are sent by value, or what is wrong: for the user, or a traceback."""
     try:
         batch = rows.batch(split, indices)
-        return tuple(tensor.numpy() for tensor in attrs.astuple(batch, recurse=False))
+        return tuple(tensor.numpy() for tensor in batch.tensors())
     except UserError as error:
         return UserError(str(error), error.exit_code)
     except Exception:

@@ -33,7 +33,7 @@ class ContextPart:
 
     def cut(self, batch: Batch) -> Batch:
         """This rank's tokens of a batch."""
-        return Batch(*(tensor.index_select(1, self.places) for tensor in attrs.astuple(batch, recurse=False)))
+        return Batch(*(tensor.index_select(1, self.places) for tensor in batch.tensors()))
 
     def gather(self, part: Tensor) -> Tensor:
         """The whole rows (rows, length, ...) from every rank's part (rows, tokens, ...), differentiable."""
@@ -49,11 +49,11 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return torch.cat(group.gather(part), 1)
+        return group.gather(part).movedim(0, 1).flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.reduce_scatter([part.contiguous() for part in grad.chunk(ctx.group.size, 1)]), None
+        return ctx.group.reduce_scatter(torch.stack(grad.chunk(ctx.group.size, 1))), None
 
 
 def _places(length: int, size: int, rank: int) -> Tensor:

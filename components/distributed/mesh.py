@@ -1,12 +1,13 @@
 """The device mesh: the ranks of a run, laid out in named dimensions."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
+import torch
 
-from drawloom.components.distributed.mesh_layout import BUILT, DIMENSIONS, Layout, resolve_shape
+from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, resolve_shape
 from drawloom.components.distributed.p2p_links import Edge, p2p_links
 from drawloom.components.ports.distributed import DATA, SHARDS, Group, P2PChannel, Processes
 from drawloom.graph import UserError, at_least, component, setting
@@ -38,8 +39,8 @@ class RankMesh:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Problems that do not depend on the number of processes."""
-        for name in _not_built(node.settings):
-            yield node.problem(name, f"{node.settings[name]} ranks along {name!r} are not built yet", "write 1")
+        if node.settings["expert"] > 1:
+            yield node.problem("expert", f"{node.settings['expert']} ranks along 'expert' are not built yet", "write 1")
         stage = [node.settings[name] for name in DIMENSIONS if name != "pipeline"]
         expert = node.settings["expert"]
         if "auto" not in stage and math.prod(stage) % expert:
@@ -49,9 +50,9 @@ class RankMesh:
     def open(self) -> None:
         """Make the groups of all dimensions; a UserError, before any communication, if the world size does not fit."""
         settings = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
-        for name in _not_built(settings):
-            raise UserError(f"the mesh has {settings[name]} ranks along {name!r}, which is not built yet; write 1", 2)
         expert = settings.pop("expert")
+        if expert > 1:
+            raise UserError(f"the mesh has {expert} ranks along 'expert', which is not built yet; write expert = 1", 2)
         self._layout = resolve_shape(settings, expert, self.processes.world_size)
         # every rank makes the same groups in the same order, as torch.distributed demands
         for names in (DIMENSIONS, *((name,) for name in (*DIMENSIONS, "expert")), SHARDS, DATA):
@@ -74,10 +75,20 @@ class RankMesh:
             self._groups[dimensions] = self.processes.group(name, self._layout.sets(*dimensions))
         return self._groups[dimensions]
 
-    def torch_mesh(self, *dimensions: str) -> Any:
-        """The ranks of `group(*dimensions)` as torch's DeviceMesh, of one dimension."""
-        group: Any = self.group(*dimensions)
-        return group.device_mesh()
+    def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
+        """torch's DeviceMesh, each dimension of which is `group(*names)` for some names of dimensions of this mesh."""
+        # takes half a second, which runs that shard nothing should not pay
+        from torch.distributed.device_mesh import DeviceMesh
+
+        groups: list[Any] = [self.group(*names) for names in dimensions]
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0].handle, groups[0].device.type)
+        every = [name for names in dimensions for name in names]
+        ranks = next(ranks for ranks in self._layout.sets(*every) if self.processes.rank in ranks)
+        grid = torch.tensor(ranks).view([group.size for group in groups])
+        names = tuple(" x ".join(names) for names in dimensions)
+        handles = [group.handle for group in groups]
+        return DeviceMesh.from_group(handles, groups[0].device.type, grid, mesh_dim_names=names)
 
     def links(self, dimension: str, edges: Iterable[Edge]) -> Mapping[int, P2PChannel]:
         """P2P channels along a dimension between these pairs of indices, by the peer's index; called by all ranks."""
@@ -90,8 +101,3 @@ class RankMesh:
     def index(self, dimension: str) -> int:
         """The index of this rank along a dimension."""
         return self._layout.index(dimension, self.processes.rank)
-
-
-def _not_built(settings: Mapping[str, Any]) -> list[str]:
-    names = [name for name in (*DIMENSIONS, "expert") if name not in BUILT]
-    return [name for name in names if settings[name] > 1]

@@ -9,8 +9,6 @@ import numpy as np
 from drawloom.graph import UserError
 
 DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
-BUILT = ("pipeline", "data_replicate", "data_shard", "context")
-"""Dimensions that are implemented; the others must have size 1."""
 
 
 @attrs.frozen

@@ -2,15 +2,32 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from drawloom.components.distributed.hang_diagnosis import HangMonitor
+from drawloom.components.ports.distributed import Pending
 from drawloom.graph import UserError
+
+# torch 2.13 calls them by new names, and warns of the old ones.
+ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Done:
+    """A collective that is completed."""
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
 
 
 class SingleProcess:
@@ -22,6 +39,10 @@ class SingleProcess:
     def sum(self, tensor: Tensor) -> None:
         """Leave a tensor of any shape unchanged: it is its own sum."""
 
+    def start_sum(self, tensor: Tensor) -> Pending:
+        """Leave a tensor of any shape unchanged."""
+        return Done()
+
     def max(self, tensor: Tensor) -> None:
         """Leave a tensor of any shape unchanged: it is its own maximum."""
 
@@ -29,12 +50,12 @@ class SingleProcess:
         """A list of the value, after a round trip through JSON as with more ranks."""
         return [json.loads(json.dumps(value))]
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """A list of the tensor, of any shape."""
-        return [tensor]
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensor (...) as the only one, (1, ...)."""
+        return tensor.detach()[None]
 
-    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """The only part, of any shape."""
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        """The only part (...) of parts (1, ...)."""
         return parts[0]
 
 
@@ -69,6 +90,11 @@ class TorchGroup:
         """All-reduce a tensor of any shape, in place and in its own dtype, to the sum over the ranks."""
         self._reduce(tensor, dist.ReduceOp.SUM)
 
+    def start_sum(self, tensor: Tensor) -> Pending:
+        """Begin to all-reduce a contiguous tensor of any shape, on the group's device and in its own dtype."""
+        with self._peer_errors("an all-reduce"):
+            return TorchSum(self, dist.all_reduce(tensor, group=self._handle, async_op=True))
+
     def max(self, tensor: Tensor) -> None:
         """All-reduce a tensor of any shape, in place and in its own dtype, to the maximum over the ranks."""
         self._reduce(tensor, dist.ReduceOp.MAX)
@@ -78,45 +104,62 @@ class TorchGroup:
         # two collectives, the lengths first: all_gather needs tensors of one size
         text = json.dumps(value).encode()
         length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
-        lengths = [int(each) for each in self._gather(length)]
+        lengths = [int(each) for each in self.gather(length)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        texts = self._gather(padded.to(self.device))
+        texts = self.gather(padded.to(self.device))
         return [json.loads(each[:n].cpu().numpy().tobytes()) for each, n in zip(texts, lengths, strict=True)]
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """All-gather tensors of one shape and dtype: those of all ranks, by rank."""
-        return [each.to(tensor.device) for each in self._gather(tensor.detach().to(self.device).contiguous())]
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All-gather tensors of one shape (...) and dtype: (size, ...), by rank."""
+        moved = tensor.detach().to(self.device).contiguous()
+        # gloo joins tensors along their first dimension only, so that one without dimensions needs one.
+        gathered = moved.new_empty(self.size * moved.numel())
+        with self._peer_errors("an all-gather"):
+            ALL_GATHER(gathered, moved.view(-1), group=self._handle)
+        return gathered.view(self.size, *tensor.shape).to(tensor.device)
 
-    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum over the ranks of the part for this rank; each rank has contiguous parts of one shape for all."""
-        moved = [part.to(self.device) for part in parts]
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        """The sum (...) over the ranks of the part for this rank; parts (size, ...) has one for each rank."""
+        moved = parts.detach().to(self.device).contiguous()
         found = torch.empty_like(moved[0])
-        with peer_errors(self._monitor, "a reduce-scatter", self.name, self.ranks):
-            dist.reduce_scatter(found, moved, group=self._handle)
-        return found.to(parts[0].device)
+        with self._peer_errors("a reduce-scatter"):
+            REDUCE_SCATTER(found.view(-1), moved.view(-1), group=self._handle)
+        return found.to(parts.device)
 
-    def device_mesh(self) -> Any:
-        """The group as a DeviceMesh of torch, of one dimension."""
-        # takes half a second, which runs that shard nothing should not pay
-        from torch.distributed.device_mesh import DeviceMesh
+    @property
+    def handle(self) -> Any:
+        """The group of torch.distributed."""
+        return self._handle
 
-        return DeviceMesh.from_group(self._handle, self.device.type)
+    def _peer_errors(self, operation: str) -> AbstractContextManager[None]:
+        return peer_errors(self._monitor, operation, self.name, self.ranks)
 
     @torch.no_grad()
     def _reduce(self, tensor: Tensor, operation: Any) -> None:
         # a tensor on another device, or with gaps, is reduced as a copy and written back
         reduced = tensor.detach().to(self.device).contiguous()
-        with peer_errors(self._monitor, "an all-reduce", self.name, self.ranks):
+        with self._peer_errors("an all-reduce"):
             dist.all_reduce(reduced, operation, group=self._handle)
         if reduced.data_ptr() != tensor.data_ptr() or reduced.device != tensor.device:
             tensor.copy_(reduced)
 
-    def _gather(self, tensor: Tensor) -> list[Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in self.ranks]
-        with peer_errors(self._monitor, "an all-gather", self.name, self.ranks):
-            dist.all_gather(gathered, tensor, group=self._handle)
-        return gathered
+
+@attrs.frozen(eq=False)
+class TorchSum:
+    """A sum in progress over a group of torch.distributed."""
+
+    group: TorchGroup
+    work: Any
+
+    def is_completed(self) -> bool:
+        """Whether the tensor holds the sum."""
+        return bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        """Wait for the sum; on a GPU only the current stream waits, not the host."""
+        with self.group._peer_errors("an all-reduce"):
+            self.work.wait()
 
 
 @contextmanager

@@ -17,4 +17,5 @@ class SumOverParameters:
         total = value.clone()
         self.mesh.group("pipeline").sum(total)
         self.mesh.group(*SHARDS).sum(total)
+        self.mesh.group("tensor").sum(total)
         return total

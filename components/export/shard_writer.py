@@ -11,13 +11,14 @@ from torch import Tensor
 from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import Stages
+from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.atomic_write import TempFolder, begin
 from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
-from drawloom.components.storage.tensor_source import InMemory, TensorSource, TensorSpec
+from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.load import stream
 from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import gather, is_sharded, to_dtype
+from drawloom.components.weights.mapper_ops import to_dtype
 from drawloom.components.weights.save import (
     MAX_SHARD,
     PlannedFile,
@@ -31,14 +32,14 @@ from drawloom.components.workspace.workspace import get_configs_parallel
 from drawloom.graph import UserError
 
 
-def held(stages: Stages) -> dict[str, Tensor]:
-    """The model's parameters on this rank, of any shape, by name."""
-    return {name: tensor for stage in stages.local for name, tensor in stage.model_parameters().items()}
+def held(stages: Stages) -> dict[str, ModelParameter]:
+    """The model's parameters on this rank, by name."""
+    return {name: each for stage in stages.local for name, each in stage.model_parameters().items()}
 
 
-def holding(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Shape and dtype of tensors, by name, as JSON."""
-    return {"tensors": {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}}
+def holding(parameters: Mapping[str, ModelParameter]) -> dict[str, Any]:
+    """Shape and dtype of parameters, by name, as JSON."""
+    return {"tensors": {name: [list(each.shape), str(each.dtype)] for name, each in parameters.items()}}
 
 
 def choose_owners(mapper: Mapper, holdings: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -92,20 +93,37 @@ class Share:
     writes: Collection[str]
 
 
-def share(tensors: Mapping[str, Tensor], mapper: Mapper, mine: Collection[int], dtype: torch.dtype | None) -> Share:
-    """
-    The share of a rank that owns the groups `mine`; `tensors` are the parameters that it holds, of any shape.
+@attrs.frozen
+class Gathered:
+    """A source of whole parameters: reading one is a collective of the ranks that have slices of it."""
 
-    The rank converts all groups of DTensors, also those that it does not write: gathering is a collective.
+    parameters: Mapping[str, ModelParameter]
+    owns_memory: bool = attrs.field(init=False, default=False)
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Shapes and dtypes of the whole parameters."""
+        return {name: TensorSpec(each.shape, each.dtype) for name, each in self.parameters.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole parameter, of any shape."""
+        return self.parameters[name].whole()
+
+
+def share(
+    parameters: Mapping[str, ModelParameter], mapper: Mapper, mine: Collection[int], dtype: torch.dtype | None
+) -> Share:
     """
-    sharded = {name for name, tensor in tensors.items() if is_sharded(tensor)}
-    groups = [g for n, g in enumerate(mapper.groups) if n in mine or not sharded.isdisjoint(g.inputs)]
-    whole = parallel(*(gather(name) for group in groups for name in group.inputs))
+    The share of a rank that owns the groups `mine`; `parameters` are those that it holds.
+
+    The rank converts all groups of which it has slices, also those that it does not write: gathering is a collective.
+    """
+    shared = {name for name, each in parameters.items() if each.is_shared}
+    groups = [g for n, g in enumerate(mapper.groups) if n in mine or not shared.isdisjoint(g.inputs)]
     writes = frozenset(name for number in mine for name in mapper.groups[number].outputs)
     chosen = Mapper(tuple(groups))
     # Cast last: a small change that an adapter makes would be lost in a narrow weight.
     cast = parallel(*(to_dtype(name, dtype) for name in chosen.outputs)) if dtype else Mapper(())
-    return Share(InMemory(tensors), sequential(whole, chosen, cast), writes)
+    return Share(Gathered(parameters), sequential(chosen, cast), writes)
 
 
 def write_stages(
@@ -126,10 +144,10 @@ def write_stages(
     the mapper lacks a parameter, unless it is to write `only_inputs` of it, and as `choose_owners` and `write_shares`.
     """
     wanted = set(mapper.inputs)
-    tensors = {name: tensor for name, tensor in held(stages).items() if not only_inputs or name in wanted}
-    with get_configs_parallel(holding(tensors), range(group.size), group, workspace) as holdings:
+    parameters = {name: each for name, each in held(stages).items() if not only_inputs or name in wanted}
+    with get_configs_parallel(holding(parameters), range(group.size), group, workspace) as holdings:
         owners = run_on_rank0(group, lambda: choose_owners(mapper, holdings))
-    mine = share(tensors, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
+    mine = share(parameters, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
     write_shares(target, mine, group, max_shard, finish)
 
 
@@ -174,7 +192,7 @@ def _write(folder: Path, files: list[PlannedFile], mine: Share) -> None:
     try:
         write_files(folder, files, ((name, tensor) for name, tensor in tensors if name in mine.writes))
     finally:
-        for _ in tensors:  # also after an error: other ranks wait for this one to gather DTensors
+        for _ in tensors:  # also after an error: other ranks wait for this one to gather slices
             pass
 
 

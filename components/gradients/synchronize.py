@@ -1,12 +1,11 @@
 """
-Data-parallel gradient synchronization: the sum over replicas, divided once by the total weight.
+Data-parallel gradient synchronization: the sum over ranks, divided once by the total weight.
 
 With weights w and losses l of all tokens of all microbatches and replicas, the gradient is sum(w dl) / sum(w).
 """
 
 import math
-from collections.abc import Iterator
-from functools import partial, reduce
+from functools import partial
 from typing import Literal
 
 import torch
@@ -15,24 +14,20 @@ from torch import Tensor
 from drawloom.components.distributed.host_copy import HostCopy
 from drawloom.components.gradients.norm import EXACT, ON_DEVICE, Norm, Summation, total_norm
 from drawloom.components.gradients.scaling import scale
-from drawloom.components.ports.distributed import DATA, Mesh, Precision, Reduce
+from drawloom.components.ports.distributed import DATA, Mesh, Reduce
 from drawloom.components.ports.model import SpreadParameters, gradient_of
 from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.run import LateValues, Step
-from drawloom.graph import above, component, setting
+from drawloom.graph import component, setting
 
 
 @component(reads=("losses", "local_gradients"), writes=("gradients", "loss", "grad_norm"))
 class Synchronize:
-    """Sums gradients and losses over data-parallel replicas, divides by the total weight, skips non-finite steps."""
+    """Sums gradients and losses over data-parallel ranks, divides by the total weight, skips non-finite steps."""
 
     parameters: SpreadParameters
     mesh: Mesh
-    precision: Precision
     reduce: Reduce
-    bucket_bytes: int = setting(
-        default=32 * 2**20, impact="safe", check=above(0), doc="bytes of gradients that are sent together"
-    )
     norm: Literal["auto", "exact", "device"] = setting(
         default="auto",
         doc="how the norm is added up: exact is the same in any layout, and the host waits for it; device is a sum in "
@@ -42,10 +37,8 @@ class Synchronize:
     def run_phase(self, step: Step) -> None:
         """Set `loss` (mean by token, in nats) and `grad_norm`; the step is skipped if either is not finite."""
         sums = self._sums(step.outputs["losses"], step.tokens)
-        self.parameters.sum_shared()
+        self.parameters.sum_gradients()
         gradients = [gradient_of(parameter) for _, parameter in self.parameters.named()]
-        for bucket in self._buckets(gradients):
-            self._sum(bucket)
         if self.norm == "exact" or (self.norm == "auto" and not sums.is_cuda):
             self._divide_at_once(step, sums, gradients)
         else:
@@ -86,27 +79,6 @@ class Synchronize:
         sums = torch.cat([sums, torch.full_like(sums[:1], tokens / self.mesh.size("context"))])
         self.mesh.group(*DATA).sum(sums)
         return sums
-
-    def _buckets(self, gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Buckets of gradients in the order of the parameters; one for each collective."""
-        if self.mesh.replicas.size == 1:
-            return
-        bucket: list[Tensor] = []
-        for gradient in gradients:
-            bucket.append(gradient)
-            if sum(part.numel() * part.element_size() for part in bucket) >= self.bucket_bytes:
-                yield bucket
-                bucket = []
-        if bucket:
-            yield bucket
-
-    def _sum(self, bucket: list[Tensor]) -> None:
-        """All-reduce a bucket in `precision.reduce`, or in the gradients' own dtype if that is wider."""
-        dtype = reduce(torch.promote_types, (gradient.dtype for gradient in bucket), self.precision.reduce)
-        flat = torch.cat([gradient.flatten().to(dtype) for gradient in bucket])
-        self.mesh.replicas.sum(flat)
-        for gradient, part in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket]), strict=True):
-            gradient.copy_(part.view_as(gradient))
 
 
 def _late_values(copy: HostCopy) -> LateValues:

@@ -11,13 +11,14 @@ from drawloom.components.kernels.choosing import GPU, OPERATIONS, TRITON, Chosen
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.model import RowPart
+from drawloom.components.ports.model import RowPart, VocabularyPart
 from drawloom.graph import between, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 from drawloom.kernels.attention import attention_eager, causal_mask
-from drawloom.kernels.cut_cross_entropy import Cut
+from drawloom.kernels.cut_cross_entropy import Cut, cut_cross_entropy_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
+from drawloom.kernels.vocab_parallel import VocabularyPart as KernelPart
 
 Choice = Literal["auto", "eager", "triton"]
 Routes = tuple[Tensor, Tensor, Tensor]
@@ -100,6 +101,11 @@ class AutoKernels:
         return {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}
 
     @cached_property
+    def _loss_of_part(self) -> Any:
+        is_eager = self.chosen("linear_cross_entropy").name == "eager"
+        return cut_cross_entropy_eager if is_eager else load("linear_cross_entropy", "cut")
+
+    @cached_property
     def _loss_options(self) -> Any:
         """The last argument of the loss: which targets are ignored, and how logits are filtered."""
         cuts = self.chosen("linear_cross_entropy").name == "cut"
@@ -165,9 +171,22 @@ class AutoKernels:
         return self._functions["attention"].attend(q, k, v, mask)  # type: ignore[no-any-return]
 
     def linear_cross_entropy(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        token_weights: Tensor | None = None,
+        part: VocabularyPart | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Losses and log sum exp, float32 (...), of logits hidden (..., hidden_size) @ weight.T (vocab_size, ...)."""
+        """
+        Losses and log sum exp, float32 (...), of logits hidden (..., hidden_size) @ weight.T (vocab_size, ...).
+
+        Of a `part` of the vocabulary, they are computed by `cut`, or by its twin in plain torch.
+        """
+        if part is not None:
+            known = KernelPart(part.first, part.group)
+            cut = Cut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=known)
+            return self._loss_of_part(hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
         function, options = self._functions["linear_cross_entropy"], self._loss_options
         return function(hidden, weight, targets, options, token_weights)  # type: ignore[no-any-return]
 

@@ -56,7 +56,7 @@ class ActivationRms:
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
         """By layer, the sum of squares, and of how many numbers it is."""
-        return {"sums": Accumulator(shape=(len(self._layers), 2))}
+        return {"sums": Accumulator(shape=(len(self._layers), 2), of="activations")}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """Sums over the forward passes since the last step."""

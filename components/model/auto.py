@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import attrs
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.config import tensor_faults
 from drawloom.components.model.decoder.hugging_face import config_path, read_config, read_json
 from drawloom.components.model.llama import Llama
 from drawloom.components.model.mistral import Mistral
@@ -54,6 +57,13 @@ class AutoModel:
             return
         if node.settings["weights"] and not any(path.glob("*.safetensors")):
             yield node.problem("path", f"{path} has no safetensors files", "write weights = false for random weights")
+
+    @classmethod
+    def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
+        """Why so many ranks along `tensor` can't share the model."""
+        with suppress(UserError):  # a problem of its own
+            path = node.settings["path"]
+            yield from tensor_faults(attrs.asdict(read_config(_family(path).family, path), recurse=False), ranks)
 
     @cached_property
     def builder(self) -> DecoderBuilder:

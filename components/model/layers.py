@@ -1,30 +1,54 @@
 """Layers that compute with the recipe's kernels: linear, RMSNorm, embedding, and the head that a loss uses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import attrs
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from drawloom.components.distributed.tensor_parallel import ALONE, TensorParallel, TensorRanks
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import Head, Kernels
 
 
-class Linear(nn.Linear):
-    """x @ weight.T, with or without a bias (outputs,); the weight is (outputs, inputs)."""
+class Linear(nn.Linear, TensorParallel):
+    """
+    x @ weight.T, with or without a bias (outputs,); the weight is (outputs, inputs).
 
-    def __init__(self, inputs: int, outputs: int, kernels: Kernels, bias: bool = False) -> None:
+    `style`, as in torch and transformers, says how ranks share the layer: `colwise` splits the outputs, `rowwise` the
+    inputs, in units of `unit` channels. Rowwise layers give partial sums then; the bias is part of the first rank's.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernels: Kernels,
+        bias: bool = False,
+        style: Literal["colwise", "rowwise"] = "colwise",
+        unit: int = 1,
+    ) -> None:
         super().__init__(inputs, outputs, bias)
         self.kernels = kernels
+        self.style: Literal["colwise", "rowwise"] = style
+        self.unit = unit
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs), of any floating dtype, to (..., outputs), in the weight's dtype."""
-        return self.kernels.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        partial = self.style == "rowwise" and self.ranks.group.rank > 0
+        return self.kernels.linear(x.to(self.weight.dtype), self.weight, None if partial else self.bias)
 
     def head(self) -> Head:
         """The layer, without a bias, as a head. Made anew for each forward: wrappers may replace the weight."""
-        return LinearHead(self.weight, self.kernels)
+        return LinearHead(self.weight, self.kernels, self.ranks)
+
+    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+        """Outputs or inputs."""
+        if self.style == "rowwise":
+            return {"weight": (1, self.unit)}
+        return {"weight": (0, self.unit)} | ({} if self.bias is None else {"bias": (0, self.unit)})
 
 
 class RMSNorm(nn.Module):
@@ -41,8 +65,12 @@ class RMSNorm(nn.Module):
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
 
-class Embedding(nn.Embedding):
-    """The embedding table: a vector, a row of `weight` (vocab_size, hidden_size), for each token."""
+class Embedding(nn.Embedding, TensorParallel):
+    """
+    The embedding table: a vector, a row of `weight` (vocab_size, hidden_size), for each token.
+
+    Ranks share out the vocabulary: each gives zeros for tokens that it does not have.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, kernels: Kernels) -> None:
         super().__init__(vocab_size, hidden_size)
@@ -50,11 +78,21 @@ class Embedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids, int64 (...), to vectors (..., hidden_size) of the weight's dtype."""
-        return self.kernels.embedding(tokens, self.weight)
+        return self.look_up(tokens, self.weight)
+
+    def look_up(self, tokens: Tensor, table: Tensor) -> Tensor:
+        """The rows of a table (vocab_size, width), or of this rank's part, for token ids, int64 (...): (..., width)."""
+        rows, here = self.ranks.rows_of(table, tokens)
+        vectors = self.kernels.embedding(rows, table)
+        return vectors if here is None else vectors * here
 
     def head(self) -> Head:
         """The head that is tied to the table."""
-        return LinearHead(self.weight, self.kernels)
+        return LinearHead(self.weight, self.kernels, self.ranks)
+
+    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+        """The vocabulary."""
+        return {"weight": (0, 1)}
 
 
 class _Chunked:
@@ -94,30 +132,35 @@ class LinearHead(_Chunked):
     """
     A head without a bias: logits are hidden @ weight.T.
 
-    weight: (vocab_size, hidden_size), of a layer or of the embedding that it is tied to.
+    weight: (vocab_size, hidden_size), of a layer or of the embedding that it is tied to; of several `ranks` each has
+    its part of the vocabulary.
     """
 
     weight: Tensor
     kernels: Kernels
+    ranks: TensorRanks = ALONE
 
     @property
     def vocab_size(self) -> int:  # type: ignore[override]
         """The number of logits of a token."""
-        return len(self.weight)
+        return len(self.weight) * self.ranks.size
 
     def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """hidden (..., hidden_size), targets int64 (...), weights float32 (...) to losses and lse, float32 (...)."""
-        return self.kernels.linear_cross_entropy(hidden.to(self.weight.dtype), self.weight, targets, weights)
+        part = self.ranks.vocabulary_part(self.weight)
+        return self.kernels.linear_cross_entropy(hidden.to(self.weight.dtype), self.weight, targets, weights, part)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., hidden_size) to (..., vocab_size), in the weight's dtype."""
-        return self.kernels.linear(hidden.to(self.weight.dtype), self.weight)
+        mine = self.kernels.linear(self.ranks.copy(hidden.to(self.weight.dtype)), self.weight)
+        return self.ranks.gather_last(mine)
 
     def mean_logits(self, hidden: Tensor) -> Tensor:
         """(..., hidden_size) to (...), at least float32."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         # The mean of the logits is the logit of the weight's mean row: one product with a vector.
-        return hidden.to(dtype) @ self.weight.mean(0, dtype=dtype)
+        of_part = self.ranks.copy(hidden.to(dtype)) @ self.weight.mean(0, dtype=dtype)
+        return self.ranks.sum(of_part) / self.ranks.size
 
 
 @attrs.define(eq=False)
@@ -125,15 +168,16 @@ class ChunkedHead(_Chunked):
     """
     A head of which only the logits are known, such as a linear layer with an adapter.
 
-    `project` takes (..., hidden_size) to (..., vocab_size).
+    `project` takes (..., hidden_size) to (..., vocab_size), or to the part of the vocabulary of one of several `ranks`.
     """
 
     project: Callable[[Tensor], Tensor]
     vocab_size: int
+    ranks: TensorRanks = ALONE
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., hidden_size) to (..., vocab_size)."""
-        return self.project(hidden)
+        return self.ranks.gather_last(self.project(self.ranks.copy(hidden)))
 
     def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """hidden (..., hidden_size), targets int64 (...), weights float32 (...) to losses and lse, float32 (...)."""

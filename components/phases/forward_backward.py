@@ -1,9 +1,13 @@
 """The forward and backward pass of a step's microbatches."""
 
-from drawloom.components.ports.data import TrainingData
+from collections.abc import Iterator
+from itertools import product
+
+from drawloom.components.ports.data import TrainingData, has_pairs
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import Step
-from drawloom.graph import component
+from drawloom.graph import Problem, component
+from drawloom.graph.build.node import NodeView
 
 
 @component(writes=("local_gradients", "losses", "batches"))
@@ -12,6 +16,18 @@ class ForwardBackward:
 
     data: TrainingData
     executor: Executor
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Rows of pairs are for losses that compare them, and such losses need them."""
+        for data, executor in zip(node.neighbours("data"), node.neighbours("executor"), strict=True):
+            for rows, loss in product(data.neighbours("rows"), executor.neighbours("objective")):
+                if has_pairs(rows.component) and not has_pairs(loss.component):
+                    text = f"[{loss.name}] would learn both documents of each pair in [{rows.name}]"
+                    yield loss.problem("use", text, 'write use = "loss.dpo"')
+                elif has_pairs(loss.component) and not has_pairs(rows.component):
+                    text = f"[{loss.name}] compares pairs of documents, and [{rows.name}] makes none"
+                    yield rows.problem("use", text, 'write use = "data.packing.pairs"')
 
     def run_phase(self, step: Step) -> None:
         """Load the step's microbatches, and run the pipeline program on them."""

@@ -1,6 +1,6 @@
 """Runs the schedule's program on this rank's stages; on one rank, that is the plain training loop."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import Any
 
@@ -16,14 +16,23 @@ from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
-from drawloom.components.ports.data import Batch
+from drawloom.components.ports.data import Batch, has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel
-from drawloom.components.ports.model import BatchContext, StageInputs, TrainableStages
-from drawloom.components.ports.pipeline import Loss, Losses, Schedule, Stack
+from drawloom.components.ports.model import BatchContext, Finish, Head, StageInputs, TrainableStages
+from drawloom.components.ports.pipeline import Loss, Losses, Referenced, Schedule, Stack
 from drawloom.components.ports.program import Program, RankProgram, flat
 from drawloom.components.storage.pytree import transform
+from drawloom.components.weights.adapted import without_adapters
 from drawloom.graph import Problem, component
 from drawloom.graph.build.node import NodeView
+
+
+def _logits(hidden: Tensor, head: Head) -> Tensor:
+    return head.logits(hidden)
+
+
+def _kept(both: Any, _head: Head) -> Any:
+    return both[1]
 
 
 @component
@@ -49,8 +58,9 @@ class Executor:
         for mesh, schedule, stages in zip(*map(node.neighbours, ("mesh", "schedule", "stages")), strict=True):
             for model in stages.neighbours("model"):
                 yield from constraint_problems(schedule, mesh, model)
-                yield from misfits_of_context(mesh, model)
+                yield from misfits_of_context(mesh, model, node.neighbours("objective"))
         for stages, loss in zip(node.neighbours("stages"), node.neighbours("objective"), strict=True):
+            yield from misfits_of_reference(loss, stages)
             for other in stages.neighbours("loss"):
                 if other.name != loss.name:
                     text = f"the stages hold the parameters of [{other.name}], and [{loss.name}] is computed"
@@ -64,16 +74,16 @@ class Executor:
     def train(self, microbatches: Sequence[Batch]) -> Losses:
         """Forward and backward of every microbatch; gradients of the sum of losses are added to the parameters'."""
         program = self._training_program(len(microbatches))
-        runner = self._runner([self._inputs(batch) for batch in microbatches], split_stages(program))
         self.stages.cast_weights()
+        runner = self._runner(self._with_references(microbatches), split_stages(program))
         runner.run(program)
         self.stages.hand_over_gradients()
         return runner.losses(self.device.device)
 
     def evaluate(self, microbatches: Iterator[Batch]) -> Losses:
         """Forward of every microbatch; nothing is kept of them but their losses."""
-        runner = self._runner([self._inputs(batch) for batch in microbatches])
         self.stages.cast_weights()
+        runner = self._runner(self._with_references(microbatches))
         # Cheaper than no_grad, as tensors get no version counters.
         with torch.inference_mode():
             runner.run(self._forward_program(len(runner.microbatches)))
@@ -85,19 +95,45 @@ class Executor:
         self.infer_each([(tokens, shared)], found.__setitem__)
         return found.get(0)
 
+    def hidden_states(self, tokens: Tensor, shared: BatchContext) -> dict[int, Tensor] | None:
+        """The hidden states that `shared` asks for, by layer, on the last stage's rank; None on others."""
+        found: dict[int, dict[int, Tensor]] = {}
+        self.infer_each([(tokens, shared)], found.__setitem__, _kept)
+        return found.get(0)
+
     def infer_each(
-        self, microbatches: Sequence[tuple[Tensor, BatchContext]], each_output: Callable[[int, Any], None]
+        self,
+        microbatches: Sequence[tuple[Tensor, BatchContext]],
+        each_output: Callable[[int, Any], None],
+        finish: Finish = _logits,
     ) -> None:
         """
         Hand out the logits of each microbatch as soon as they are computed, on the rank that holds the last stage.
 
-        `each_output` takes a microbatch's number and its logits (rows, length, vocab_size).
+        `each_output` takes a microbatch's number and its logits (rows, length, vocab_size), or what `finish` makes.
         """
-        runner = self._runner([MicrobatchInputs(*self._moved(microbatch)) for microbatch in microbatches])
-        runner.each_output = each_output
         self.stages.cast_weights(only_if_changed=True)
+        moved = [(self._moved(tokens), self._moved(shared)) for tokens, shared in microbatches]
+        self._finish_each([MicrobatchInputs(*each, finish=finish) for each in moved], each_output)
+
+    def _finish_each(self, inputs: Sequence[MicrobatchInputs], each_output: Callable[[int, Any], None]) -> None:
+        """Forward of every microbatch, without gradients; what each is finished with is handed out."""
+        runner = self._runner(inputs)
+        runner.each_output = each_output
         with torch.inference_mode():
-            runner.run(self._forward_program(len(microbatches)))
+            runner.run(self._forward_program(len(inputs)))
+
+    def _with_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
+        """The inputs of microbatches; with the loss's reference, on the last stage's rank, if it has one."""
+        inputs = [self._inputs(batch) for batch in microbatches]
+        if not isinstance(self.objective, Referenced):
+            return inputs
+        found: dict[int, Tensor] = {}
+        with without_adapters(stage.module for stage in self.stages.local):
+            self._finish_each([_for_reference(self.objective, each) for each in inputs], found.__setitem__)
+        # A tensor of inference mode can't be part of a graph, and its clone can.
+        references = [found[number].clone() if number in found else None for number in range(len(inputs))]
+        return [each.with_reference(reference) for each, reference in zip(inputs, references, strict=True)]
 
     def _runner(self, inputs: Sequence[MicrobatchInputs], split: Set[int] = frozenset()) -> ProgramRunner:
         # A state has at least one microbatch; an evaluation on a rank without data has none.
@@ -148,13 +184,40 @@ class Executor:
         return with_shard_actions(line, gathered, shards.keys())
 
 
-def misfits_of_context(mesh: NodeView, model: NodeView) -> Iterator[Problem]:
+def _for_reference(objective: Referenced, inputs: MicrobatchInputs) -> MicrobatchInputs:
+    """A microbatch of which the last stage gives what the loss compares with."""
+    if (batch := inputs.batch) is None:
+        return inputs
+
+    def finish(hidden: Tensor, head: Head) -> Tensor:
+        return objective.reference(hidden, head, batch)
+
+    # Without weights there are no losses inside of the model, such as a router's.
+    return MicrobatchInputs(inputs.tokens, attrs.evolve(inputs.shared, weights=None), finish=finish)
+
+
+def misfits_of_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
+    """Losses that compare with the model without adapters, where it has none, or some that change the model itself."""
+    if not hasattr(loss.component, "reference"):
+        return
+    adapters = stages.neighbours("adapters")
+    if not adapters:
+        text = f"[{loss.name}] compares the model with itself without adapters, and [{stages.name}] has no adapters"
+        yield loss.problem("use", text, f'write adapters = ["@lora"] in [{stages.name}]')
+    for adapter in adapters:
+        if getattr(adapter.component, "thaws", False):
+            text = f"[{loss.name}] compares the model with itself without adapters, which [{adapter.name}] changes"
+            yield adapter.problem("use", text, f"leave it out of adapters in [{stages.name}]")
+
+
+def misfits_of_context(mesh: NodeView, model: NodeView, losses: Sequence[NodeView]) -> Iterator[Problem]:
     """Models that need whole rows, which ranks along `context` do not have."""
     if mesh.settings.get("context", 1) == 1:
         return
     rope = model.settings.get("rope_parameters") or model.settings.get("rope_scaling")
     needs = {
         "a router's loss is computed from whole rows": "num_experts" in model.settings,
+        "documents are compared as wholes": any(has_pairs(loss.component) for loss in losses),
         "dynamic positions depend on the length of whole rows": getattr(rope, "rope_type", "") == "dynamic",
     }
     for why, applies in needs.items():

@@ -8,8 +8,9 @@ nothing is copied. Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1
 scaling, which bfloat16 does not need.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
+from typing import Self
 
 import attrs
 import torch
@@ -17,20 +18,23 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import LOSS
+from drawloom.components.ports.model import LOSS, Shards
 from drawloom.components.ports.slices import TensorSlice
+
+Blocks = Callable[[nn.Module], Sequence[nn.Module]]
+"""The blocks of a stage's module, each of which is gathered and reduced by itself."""
 
 
 @attrs.define(eq=False)
 class ParameterStore:
-    """The parameters of modules on one rank: alone, or replicated over ranks, each of them whole; no DTensors."""
+    """The parameters of modules on one rank, each of them whole; no DTensors."""
 
     masters: Mapping[str, nn.Parameter]
     _pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]
     _cast_at: list[int] = attrs.field(factory=list)
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module], precision: Precision) -> "ParameterStore":
+    def of(cls, modules: Iterable[nn.Module], precision: Precision) -> Self:
         """
         Take over the real parameters of modules, all in `precision.parameter` and tied already.
 
@@ -77,8 +81,14 @@ class ParameterStore:
         """None: each parameter is whole."""
         return {}
 
-    def shards_of(self, module: nn.Module) -> None:
-        """None: no module has sharded parameters."""
+    @property
+    def summed(self) -> Set[str]:
+        """The parameters whose gradients backward passes sum over data-parallel ranks: none."""
+        return frozenset()
+
+    def shards_of(self, module: nn.Module) -> Shards | None:
+        """None: there are no data-parallel ranks."""
+        return None
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Bytes of masters and of compute copies that are tensors of their own."""

@@ -8,22 +8,19 @@ alone uses private names of torch (tried on 2.11 and 2.13).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype, is_dtensor
+from drawloom.components.pipeline.parameter_store import Blocks, ParameterStore, compute_dtype, is_dtensor
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.weights.adapted import adapter_names
-
-Blocks = Callable[[nn.Module], Sequence[nn.Module]]
-"""The blocks of a stage's module, each of which is gathered by itself."""
 
 
 @attrs.frozen(eq=False)
@@ -49,7 +46,9 @@ class ShardedModule:
         # The parameters of a block belong to the innermost unit, which must be sharded first.
         units = [module, *blocks(module)]
         for unit in reversed(units):
-            fully_shard(unit, ignored_params=whole, **how)
+            # What no block holds is used first and last, so that freeing it in between would save nothing.
+            keeps = {"reshard_after_forward": False} if unit is module else {}
+            fully_shard(unit, ignored_params=whole, **(how | keeps))
             sharded: Any = unit
             # Sums, because a loss is divided by the weight of all tokens, once. gloo has no scaled sum.
             sharded.set_gradient_divide_factor(1.0)
@@ -112,6 +111,7 @@ class ShardedModule:
         self.root.set_is_last_backward(now)
         self.root.set_requires_gradient_sync(now)
         self.root.set_reshard_after_backward(now or self.by_block)
+        self.root.set_reshard_after_backward(now, recurse=False)
 
 
 @attrs.define(eq=False)
@@ -166,6 +166,11 @@ class ShardedStore:
         self._gathered_at = []
 
     @property
+    def summed(self) -> Set[str]:
+        """The parameters whose gradients backward passes reduce."""
+        return self.slices.keys()
+
+    @property
     def copied_bytes(self) -> int:
         """Bytes of the compute copies among the parameters of the modules."""
         return self._whole.copied_bytes
@@ -184,7 +189,11 @@ class ShardedStore:
 def shard(
     modules: Iterable[nn.Module], blocks: Blocks, mesh: Any, precision: Precision, by_block: bool
 ) -> list[ShardedModule]:
-    """Shard modules that are on the meta device over the ranks of a torch mesh of one dimension."""
+    """
+    Shard modules that are on the meta device over the ranks of a torch mesh.
+
+    A mesh of two dimensions has replicas along the first, over which slices of gradients are summed, too.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     modules = list(modules)

@@ -11,16 +11,19 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.distributed.buckets import BUCKET_BYTES, sum_in_buckets
 from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.distributed.rng import derive_seed, fill_normal
+from drawloom.components.distributed.tensor_parallel import TensorRanks, split
 from drawloom.components.pipeline.module_buffers import fill_buffers, fill_parameters
 from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype, is_dtensor
 from drawloom.components.pipeline.program.builders import stages_of
+from drawloom.components.pipeline.replicated_store import ReplicatedStore
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, local_part, shard, slice_of
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.distributed import SHARDS, Device, Group, Mesh, Precision
+from drawloom.components.ports.distributed import DATA, SHARDS, Device, Mesh, Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Stage, Transform, gradient_of
 from drawloom.components.ports.pipeline import Loss, Schedule
@@ -29,7 +32,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.weights.adapted import adapted_model, adapter_names, fill_adapters, inject
 from drawloom.components.weights.fingerprint import folder_fingerprint
 from drawloom.components.weights.load import load_folder, persistent_tensors
-from drawloom.graph import Problem, UserError, at_least, component, setting
+from drawloom.graph import Problem, UserError, above, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 
 FROZEN = "frozen"
@@ -72,6 +75,12 @@ class MaterializedStages:
         doc="whether sharded parameters of a layer are freed after its forward and gathered again in its backward, "
         "which takes less memory and more time; if left out, with one pipeline rank",
     )
+    bucket_bytes: int = setting(
+        default=BUCKET_BYTES,
+        impact="safe",
+        check=above(0),
+        doc="bytes of gradients that replicas sum in one collective, while the backward pass computes others",
+    )
     weights: Path | None = setting(
         default=None, doc="a Hugging Face folder to start from; that of `model.auto`, or random weights, if left out"
     )
@@ -80,6 +89,8 @@ class MaterializedStages:
     _boundaries: ActivationSpecs = attrs.field(init=False, default=None)
     _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
     _on_earlier_ranks: set[str] = attrs.field(init=False, factory=set)
+    # the slices that tensor ranks have of parameters, which data ranks may slice again
+    _splits: dict[str, TensorSlice] = attrs.field(init=False, factory=dict)
     _fingerprint: str = attrs.field(init=False, default="")
 
     @classmethod
@@ -87,6 +98,8 @@ class MaterializedStages:
         """The module of a loss belongs to the stages, so the loss itself can't be one; and dtypes fit shards."""
         for mesh, precision in zip(node.neighbours("mesh"), node.neighbours("precision"), strict=True):
             yield from misfits_of_shards(mesh, precision)
+        for mesh, model in zip(node.neighbours("mesh"), node.neighbours("model"), strict=True):
+            yield from misfits_of_tensor(mesh, model)
         for loss in node.neighbours("loss"):
             if issubclass(loss.component, nn.Module):
                 where = f"under [{loss.name}] and [{node.name}]"
@@ -108,6 +121,10 @@ class MaterializedStages:
         tie(list(modules.values()))
         if sharded:
             self._store = ShardedStore.of(sharded, self.precision)
+        elif (replicas := self.mesh.group(*DATA)).size > 1:
+            every = [*modules.values()]
+            how = self.model.blocks, self.precision, replicas, self.bucket_bytes
+            self._store = ReplicatedStore.replicated(every, *how)
         else:
             self._store = ParameterStore.of(modules.values(), self.precision)
         self._local = [
@@ -119,6 +136,8 @@ class MaterializedStages:
                 self._store.masters,
                 self._store.shards_of(module),
                 self.adapters,
+                self._splits,
+                self.mesh.group("tensor"),
             )
             for index, module in modules.items()
         ]
@@ -141,12 +160,16 @@ class MaterializedStages:
 
     def slices(self) -> dict[str, TensorSlice | None]:
         """Of each trained parameter, the slice that this rank has; None for a whole one."""
-        return {name: self._store.slices.get(name) for name, _ in self.named()}
+        return {name: self._slice(name) for name, _ in self.named()}
 
     def counted(self) -> list[tuple[str, nn.Parameter]]:
-        """Those of `named` that no earlier rank holds, of those that differ in their index along pipeline or shards."""
-        other = set() if self.mesh.group(*SHARDS).rank == 0 else {name for name, _ in self._replicated()}
-        return [(name, part) for name, part in self.named() if name not in self._on_earlier_ranks | other]
+        """Those of `named` that no earlier rank holds, of those that are no replicas of this one."""
+        other = set(self._on_earlier_ranks)
+        if self.mesh.group(*SHARDS).rank:
+            other |= {name for name, _ in self.named()} - self._store.slices.keys()
+        if self.mesh.index("tensor"):
+            other |= {name for name, _ in self.named()} - self._splits.keys()
+        return [(name, part) for name, part in self.named() if name not in other]
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         """Cast parameters to what layers compute with."""
@@ -170,22 +193,26 @@ class MaterializedStages:
             "gradients": trained * self.precision.gradient.itemsize,
         }
 
-    def sum_shared(self) -> None:
-        """Sum the gradients of parameters that several ranks hold; a pipeline rank without one adds zeros."""
+    def sum_gradients(self) -> None:
+        """Sum the gradients that backward passes have not summed; a pipeline rank without a parameter adds zeros."""
         mine = dict(self.named())
         wide = torch.promote_types(self.precision.gradient, self.precision.reduce)
-        for _, whole in self._replicated():
-            self._sum(gradient_of(whole), self.mesh.group(*SHARDS), wide)
-        for name, shape in self._shared.items():
-            if (parameter := mine.get(name)) is None:
-                # A collective of the whole group: ranks without the parameter take part with zeros.
-                self.mesh.group("pipeline").sum(torch.zeros(shape, dtype=wide, device=self.device.device))
-                continue
-            self._sum(gradient_of(parameter), self.mesh.group("pipeline"), wide)
+        # Of parameters that are whole on tensor ranks, such as norms', each has the gradient of its own tokens.
+        partial = [part for name, part in mine.items() if name not in self._splits and not _is_of_loss(name)]
+        sum_in_buckets([gradient_of(part) for part in partial], self.mesh.group("tensor"), wide, self.bucket_bytes)
+        left = [gradient_of(part) for name, part in mine.items() if name not in self._store.summed]
+        sum_in_buckets(left, self.mesh.group(*DATA), wide, self.bucket_bytes)
+        # A collective of the whole group: ranks without a parameter take part with zeros.
+        like: Any = {"dtype": self.precision.gradient, "device": self.device.device}
+        shared = [
+            gradient_of(mine[name]) if name in mine else torch.zeros(shape, **like)
+            for name, shape in self._shared.items()
+        ]
+        sum_in_buckets(shared, self.mesh.group("pipeline"), wide, self.bucket_bytes)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         """The trained parameters and persistent buffers that this rank holds, and of which it holds a slice."""
-        return {name: self._store.slices.get(name) for name in self.state_dict()}
+        return {name: self._slice(name) for name in self.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
         """Every trained parameter and every persistent buffer by its name; a fingerprint of what is frozen."""
@@ -214,16 +241,13 @@ class MaterializedStages:
         self._shared = {name: everywhere[name] for name in sorted(times) if times[name] > 1}
         self._on_earlier_ranks = {name for names in shapes[: group.rank] for name in names}
 
-    def _sum(self, gradient: Tensor, group: Group, dtype: torch.dtype) -> None:
-        total = gradient.to(dtype)
-        group.sum(total)
-        gradient.copy_(total)
+    def _slice(self, name: str) -> TensorSlice | None:
+        """The slice that this rank has of a parameter; None for a whole one."""
+        return TensorSlice.nested(self._splits.get(name), self._store.slices.get(name))
 
-    def _replicated(self) -> list[tuple[str, nn.Parameter]]:
-        """The trained parameters that are whole on each of the ranks that shard the others."""
-        if self.mesh.group(*SHARDS).size == 1:
-            return []
-        return [(name, parameter) for name, parameter in self.named() if name not in self._store.slices]
+    def _place(self, name: str, parameter: Tensor) -> TensorSlice | None:
+        """The same of a module's parameter, before there is a store."""
+        return TensorSlice.nested(self._splits.get(name), slice_of(parameter) if is_dtensor(parameter) else None)
 
     def _all(self) -> dict[str, nn.Parameter]:
         return {name: parameter for stage in self._local for name, parameter in stage.named_parameters()}
@@ -271,6 +295,7 @@ class MaterializedStages:
             module.add_module(LOSS, of_loss)
         for transform in self.transforms:
             module = transform.transform(module)
+        self._splits |= split(module, TensorRanks(self.mesh.group("tensor")))
         for parameter in module.parameters():  # buffers, such as frequencies, keep the dtype that their module chose
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(self.precision.parameter)
@@ -292,7 +317,9 @@ class MaterializedStages:
         by_block = self.reshard_after_forward
         if by_block is None:
             by_block = self.mesh.size("pipeline") == 1
-        return shard(modules, self.model.blocks, self.mesh.torch_mesh(*SHARDS), self.precision, by_block)
+        replicas = [("data_replicate",)] if self.mesh.size("data_replicate") > 1 else []
+        mesh = self.mesh.torch_mesh(*replicas, SHARDS)
+        return shard(modules, self.model.blocks, mesh, self.precision, by_block)
 
     def _fill(self, modules: Iterable[nn.Module]) -> None:
         """Give parameters and buffers memory, and the values that the run starts from."""
@@ -307,7 +334,7 @@ class MaterializedStages:
             if self._folder is not None:
                 mapper = self.model.hugging_face_mapper().inverse()
                 try:
-                    load_folder(self._folder, module, mapper, device, without=adapter_names(module))
+                    load_folder(self._folder, module, mapper, device, adapter_names(module), self._splits)
                 except UserError as error:
                     named = "weights: " if self.weights else ""  # otherwise the model has named them
                     raise UserError(f"{named}{error}", error.exit_code) from error
@@ -318,12 +345,9 @@ class MaterializedStages:
         """Give the model's parameters their random values."""
         others = adapter_names(module)
         for name, parameter in module.named_parameters():
-            if name.startswith(f"{LOSS}.") or name in others:
-                continue
-            if is_dtensor(parameter):
-                self.model.initialise(name, local_part(parameter), self.job.seed, slice_of(parameter))
-            else:
-                self.model.initialise(name, parameter.data, self.job.seed)
+            if not _is_of_loss(name) and name not in others:
+                mine = local_part(parameter) if is_dtensor(parameter) else parameter.data
+                self.model.initialise(name, mine, self.job.seed, self._place(name, parameter))
 
     def _fill_adapters(self, modules: Iterable[nn.Module], sharded: Sequence[ShardedModule]) -> None:
         """Fill what adapters have added; DoRA reads the weights that it adapts, so that these are gathered here."""
@@ -338,12 +362,18 @@ class MaterializedStages:
 
     def _fill_normal(self, name: str, parameter: nn.Parameter, std: float) -> None:
         """Fill a parameter with normal numbers that follow from seed and name."""
-        fill_normal(parameter.data, derive_seed(self.job.seed, "initial weights", name), std)
+        place = self._splits.get(name) or TensorSlice.whole(tuple(parameter.shape))
+        key = derive_seed(self.job.seed, "initial weights", name)
+        fill_normal(parameter.data, key, std, place.shape, place.offsets)
 
 
 def _changes(tensor: Tensor) -> bool:
     """Whether a parameter is trained, or a tensor is a buffer."""
     return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+
+
+def _is_of_loss(name: str) -> bool:
+    return name.startswith(f"{LOSS}.")
 
 
 def _local_bytes(tensor: Tensor) -> int:
@@ -356,6 +386,15 @@ def misfits_of_shards(mesh: NodeView, precision: NodeView) -> Iterator[Problem]:
     if any(mesh.settings.get(name, 1) > 1 for name in SHARDS) and summed is not None and summed != kept:
         text = f"gradients of sharded parameters are kept in the parameters' dtype, {kept!r}, and not in {summed!r}"
         yield precision.problem("gradient", text, f"write parameter = {summed!r}, or leave gradient out")
+
+
+def misfits_of_tensor(mesh: NodeView, model: NodeView) -> Iterator[Problem]:
+    """Models that ranks along `tensor` can't share evenly; a model says so by a classmethod `tensor_faults`."""
+    ranks, faults = mesh.settings.get("tensor", 1), getattr(model.component, "tensor_faults", None)
+    if ranks > 1 and faults is not None:
+        for fault in faults(model, ranks):
+            text = f"{ranks} ranks along 'tensor' share every matrix product of [{model.name}], and {fault}"
+            yield mesh.problem("tensor", text, "write another number, or 1")
 
 
 def tie(modules: Sequence[nn.Module]) -> None:

@@ -13,7 +13,11 @@ from drawloom.graph import port
 
 @port
 class Adapter(Protocol):
-    """Adds parameters to a frozen model, or thaws some of its own, while it is on the meta device."""
+    """
+    Adds parameters to a frozen model, or thaws some of its own, while it is on the meta device.
+
+    A class that thaws some has an attribute `thaws = True`: the model can't be had without its changes.
+    """
 
     @property
     def targets(self) -> Sequence[str]:
@@ -54,8 +58,11 @@ class AdaptedLayer(ABC):
     """
     A layer with an adapter: a module with the parameters of the layer that it replaces, and some of its own.
 
-    The methods take the name of the layer in the model.
+    The methods take the name of the layer in the model. A layer that is not `active` computes as the one that it
+    replaces.
     """
+
+    active: bool = True
 
     @property
     @abstractmethod

@@ -23,6 +23,10 @@ class Batch:
     document. `document_ids` numbers the documents of a row: attention stays inside equal numbers. `weights`, float32 of
     0 and more, is the weight of each token's loss, 0 where there is no target. A data set makes it from whole rows, so
     that it does not depend on how a batch is cut into microbatches, or a row into parts.
+
+    Rows of pairs have the preferred document of each pair at an even number in `document_ids`, the other one at the
+    next; the weights of a pair's tokens add up to that of the pair. `reference`, float32, is for a loss that compares
+    the model with another: the other's log-probabilities of the targets, of which the sum over a document counts.
     """
 
     tokens: Tensor
@@ -30,11 +34,21 @@ class Batch:
     positions: Tensor
     document_ids: Tensor
     weights: Tensor
+    reference: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that there are, in order."""
+        return tuple(tensor for tensor in attrs.astuple(self, recurse=False) if tensor is not None)
 
 
 @port
 class PackedDataset(Protocol):
-    """Rows of fixed length, with random access."""
+    """
+    Rows of fixed length, with random access.
+
+    A class of which the rows are pairs of documents has an attribute `pairs = True`, and so has a loss that compares
+    them: without one another, `check` refuses them.
+    """
 
     @property
     def length(self) -> int:
@@ -52,6 +66,11 @@ class PackedDataset(Protocol):
     def batch(self, split: Split, indices: Sequence[int]) -> Batch:
         """The rows at these indices."""
         ...
+
+
+def has_pairs(component: type) -> bool:
+    """Whether a component's documents are pairs, its rows hold pairs together, or its loss compares them."""
+    return bool(getattr(component, "pairs", False))
 
 
 @attrs.frozen

@@ -32,6 +32,12 @@ class Group(Protocol):
         """All-reduce a tensor of any shape, in place, to the sum over the ranks."""
         ...
 
+    def start_sum(self, tensor: Tensor) -> "Pending":
+        """
+        Begin `sum` of a contiguous tensor, of any shape and on the device of the ranks, which is not used meanwhile.
+        """
+        ...
+
     def max(self, tensor: Tensor) -> None:
         """All-reduce a tensor of any shape, in place, to the maximum over the ranks."""
         ...
@@ -40,20 +46,20 @@ class Group(Protocol):
         """All-gather a JSON value: the values of all ranks, by rank."""
         ...
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """All-gather tensors of one shape and dtype: those of all ranks, by rank."""
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All-gather tensors of one shape (...) and dtype: (size, ...), by rank."""
         ...
 
-    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum over the ranks of the part for this rank; each rank has contiguous parts of one shape for all."""
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        """The sum (...) over the ranks of the part for this rank; parts (size, ...) has one for each rank."""
         ...
 
 
 class Pending(Protocol):
-    """A send or receive in progress."""
+    """A send, receive or sum in progress."""
 
     def is_completed(self) -> bool:
-        """Whether the tensor has been sent or received."""
+        """Whether the tensor has been sent, received or summed."""
         ...
 
     def wait(self) -> None:
@@ -186,8 +192,8 @@ class Mesh(Protocol):
         """
         ...
 
-    def torch_mesh(self, *dimensions: str) -> Any:
-        """The ranks of `group(*dimensions)` as torch's DeviceMesh, of one dimension; there are several."""
+    def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
+        """torch's DeviceMesh, each dimension of which is `group(*names)` for some names of dimensions of this mesh."""
         ...
 
     def size(self, dimension: str) -> int:

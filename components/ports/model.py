@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.cache import KeyValueCache
-from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.slices import ModelParameter, TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 
@@ -38,13 +39,28 @@ class RowPart(Protocol):
 
 
 @attrs.frozen
+class HiddenStates:
+    """
+    Which hidden states a forward pass gives besides the last ones, and in which form.
+
+    `layers` are numbered as in transformers: 0 is what the embedding gives, n what layer n does, and the last one's are
+    normed. They are those of all tokens, (rows, length, hidden_size), or with `documents` means over the tokens of
+    documents 0 to documents - 1 of each row: float32 (rows, documents, hidden_size), zeros for one without a token.
+    """
+
+    layers: tuple[int, ...]
+    documents: int | None = None
+
+
+@attrs.frozen
 class BatchContext:
     """
     What every stage of a pipeline sees of a microbatch: positions and document ids, int64 (rows, length).
 
     `weights`, float32 (rows, length), says how much each token counts for losses inside of the model, such as a
     router's; without them there are none, as in inference. `part` says which tokens of longer rows these are. With a
-    `cache`, the tokens follow those that it holds.
+    `cache`, the tokens follow those that it holds. With `hidden_states`, what each stage gives is a pair of its hidden
+    states and a dict of those that are asked for, by layer, up to here.
     """
 
     positions: Tensor
@@ -52,6 +68,15 @@ class BatchContext:
     weights: Tensor | None = None
     part: RowPart | None = None
     cache: KeyValueCache | None = None
+    hidden_states: HiddenStates | None = None
+
+
+@attrs.frozen
+class VocabularyPart:
+    """The rows of the output weight that this rank has: those from `first` on; the ranks of the group have all rows."""
+
+    first: int
+    group: Group
 
 
 class Head(Protocol):
@@ -93,7 +118,11 @@ class Head(Protocol):
 
 
 Finish = Callable[[Tensor, Head], Any]
-"""Ends a forward pass: from the last hidden states (rows, length, hidden_size) and the head to a tree of tensors."""
+"""
+Ends a forward pass: from the last hidden states (rows, length, hidden_size) and the head to a tree of tensors.
+
+With `BatchContext.hidden_states` the first of these is a pair.
+"""
 
 
 @port
@@ -217,14 +246,20 @@ class Kernels(Protocol):
         ...
 
     def linear_cross_entropy(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        token_weights: Tensor | None = None,
+        part: VocabularyPart | None = None,
     ) -> tuple[Tensor, Tensor]:
         """
         Losses and log-sum-exp by token, float32 (...), of the logits hidden (..., width) @ weight.T (vocabulary,
         width).
 
         targets int64 (...); token_weights float32 (...), by which losses are multiplied. A loss is 0 where the target
-        is IGNORE_INDEX.
+        is IGNORE_INDEX. With a `part`, the weight has some words of the vocabulary, other ranks the others, and losses
+        are those of all words.
         """
         ...
 
@@ -269,7 +304,10 @@ LOSS = "loss"
 
 
 class Shards(Protocol):
-    """A stage's parameters on several ranks: gathered before they are used, their gradients reduced to slices."""
+    """
+    A stage's parameters on several data-parallel ranks: gathered before they are used, if each has a slice; their
+    gradients reduced.
+    """
 
     @property
     def by_block(self) -> bool:
@@ -301,7 +339,8 @@ class Stage:
     The last stage's module holds the loss's, too, as `loss`.
     The module computes with its own parameters. Where these are casts, `masters` holds what they are cast from; where
     they are gathered from the `shards` of several ranks, it holds this rank's slices. `adapters` have been injected
-    into the module; without any, every parameter is trained unless a transform froze it.
+    into the module; without any, every parameter is trained unless a transform froze it. Of parameters in `splits`
+    the module has slices, and the ranks of the group `tensor_ranks` the others.
     """
 
     index: int
@@ -311,19 +350,25 @@ class Stage:
     masters: Mapping[str, nn.Parameter] = attrs.field(factory=dict)
     shards: Shards | None = None
     adapters: Sequence[Adapter] = ()
+    splits: Mapping[str, TensorSlice] = attrs.field(factory=dict)
+    tensor_ranks: Group | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What exports and, if it is trained, checkpoints save: each parameter's master, or itself if it has none."""
         for name, parameter in self.module.named_parameters():
             yield name, self.masters.get(name, parameter)
 
-    def model_parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by name, without the loss's; sharded ones as DTensors."""
+    def model_parameters(self) -> dict[str, ModelParameter]:
+        """The model's parameters by name, without the loss's."""
         named = self.named_parameters()
         if self.shards is not None:
             self.shards.reshard()  # what a forward has gathered may be in another dtype
             named = self.module.named_parameters()
-        return {name: parameter for name, parameter in named if not name.startswith(f"{LOSS}.")}
+        return {
+            name: ModelParameter(parameter, self.splits.get(name), self.tensor_ranks)
+            for name, parameter in named
+            if not name.startswith(f"{LOSS}.")
+        }
 
 
 @port
@@ -398,8 +443,8 @@ class SpreadParameters(Parameters, Protocol):
         """Those of `named` that count on this rank: each parameter of the model counts on exactly one."""
         ...
 
-    def sum_shared(self) -> None:
-        """Sum the gradient of each parameter that several ranks hold over these ranks."""
+    def sum_gradients(self) -> None:
+        """Sum the gradient of each parameter over the ranks that hold it, as far as backward passes have not."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Schedules, programs, their executor, and the state of a step: whole, or by microbatch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 from torch import Tensor
@@ -105,6 +105,19 @@ class Loss(Protocol):
         weights are 0-dimensional; a named sum is, too, or it is a tensor of counts of a fixed shape. What is reported
         is a sum divided by that of the weights, each over microbatches and replicas, so a loss of some rows is a sum
         over their tokens, in which each counts by `batch.weights`. The named sums are the same in every microbatch.
+        """
+        ...
+
+
+@runtime_checkable
+class Referenced(Protocol):
+    """A loss that compares the model with itself without adapters, which comes to it as `batch.reference`."""
+
+    def reference(self, hidden: Tensor, head: Head, batch: Batch) -> Tensor:
+        """
+        The `batch.reference` (rows, length) that the loss needs, of the last hidden states without adapters.
+
+        hidden: (rows, length, hidden_size); it is called without gradients, and `batch` has no reference.
         """
         ...
 

@@ -231,14 +231,15 @@ class Accumulator:
     """
     A float64 tensor of fixed shape that is combined over ranks at each step.
 
-    `of` says which ranks have a part in a sum: "data" is what ranks see differently, such as losses, "rows" is what is
-    counted from whole rows, which ranks along `context` share out, and "model" is what replicas hold alike, such as
-    norms of gradients, of which one replica's is taken.
+    `of` says which ranks have a part in a sum: "data" is what ranks see differently, such as losses, which those along
+    `tensor` have alike; "rows" is what is counted from whole rows, which ranks along `context` share out;
+    "activations" is what each rank has of hidden states; and "model" is what replicas hold alike, such as norms of
+    gradients, of which one replica's is taken.
     """
 
     op: Literal["sum", "max", "min"] = "sum"
     shape: tuple[int, ...] = ()
-    of: Literal["data", "rows", "model"] = "data"
+    of: Literal["data", "rows", "activations", "model"] = "data"
 
     def identity(self) -> torch.Tensor:
         """What changes nothing when it is combined: the part of a rank that has none."""

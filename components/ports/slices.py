@@ -1,9 +1,13 @@
 """Slices of tensors: which part of a whole tensor one rank holds."""
 
 from math import prod
+from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
+
+from drawloom.components.ports.distributed import Group
 
 
 @attrs.frozen
@@ -40,6 +44,53 @@ class TensorSlice:
         )
         size = tuple(end - start for end, start in zip(ends, low, strict=True))
         return TensorSlice(self.shape, low, size) if all(length > 0 for length in size) else None
+
+    @staticmethod
+    def nested(outer: "TensorSlice | None", inner: "TensorSlice | None") -> "TensorSlice | None":
+        """The slice `inner` of the slice `outer` of a tensor, as a slice of the tensor; None is all of one."""
+        if outer is None or inner is None:
+            return outer or inner
+        offsets = tuple(first + second for first, second in zip(outer.offsets, inner.offsets, strict=True))
+        return TensorSlice(outer.shape, offsets, inner.size)
+
+
+@attrs.frozen(eq=False)
+class ModelParameter:
+    """
+    A parameter of the model, of which ranks may have slices.
+
+    `tensor` is this rank's: a DTensor where FSDP shards it, and the slice `split` where the ranks of the group
+    `tensor_ranks` share it, too.
+    """
+
+    tensor: Tensor
+    split: TensorSlice | None = None
+    tensor_ranks: Group | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the whole parameter."""
+        return self.split.shape if self.split else tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of all slices."""
+        return self.tensor.dtype
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks have other slices."""
+        return self.split is not None or hasattr(self.tensor, "placements")
+
+    def whole(self) -> Tensor:
+        """The whole parameter, of any shape; a collective of the ranks that have slices of it."""
+        tensor: Any = self.tensor.detach()
+        mine: Tensor = tensor.full_tensor() if hasattr(tensor, "placements") else tensor
+        if self.split is None or self.tensor_ranks is None:
+            return mine
+        sizes = zip(self.split.size, self.split.shape, strict=True)
+        dim = next(dim for dim, (part, length) in enumerate(sizes) if part < length)
+        return torch.cat([*self.tensor_ranks.gather(mine)], dim)
 
 
 class SlicedTensor:

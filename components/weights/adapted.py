@@ -1,17 +1,18 @@
 """Models with adapters: what is frozen, what is added, and how it is merged into the weights of the model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drawloom.components.ports.adapters import AdaptedLayer, Adapter, Fill
 from drawloom.components.ports.model import LayerRange, Model
+from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import convert
 from drawloom.components.weights.mapper import parallel
-from drawloom.components.weights.mapper_ops import whole
 from drawloom.graph import UserError
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
@@ -43,6 +44,19 @@ def adapted_model(model: Model, adapters: Sequence[Adapter]) -> nn.Module:
 def adapted_layers(module: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
     """The layers with adapters, by name."""
     return ((name, part) for name, part in module.named_modules() if isinstance(part, AdaptedLayer))
+
+
+@contextmanager
+def without_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules compute as those without adapters."""
+    layers = [layer for module in modules for _, layer in adapted_layers(module)]
+    for layer in layers:
+        layer.active = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.active = True
 
 
 def adapter_names(module: nn.Module) -> set[str]:
@@ -84,18 +98,18 @@ class MergeError:
         return (self.lost / self.change) ** 0.5 if self.change else 0.0
 
 
-def merge_error(mapper: Mapper, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> MergeError:
+def merge_error(mapper: Mapper, parameters: dict[str, ModelParameter], dtype: torch.dtype | None) -> MergeError:
     """
-    What merging loses of the changes of these tensors, of any shape, in a dtype or, if None, in the weights' own.
+    What merging loses of the changes of these parameters in a dtype or, if None, in the weights' own.
 
-    DTensors are gathered: a collective of the ranks that share them out.
+    Slices are gathered: a collective of the ranks that have them.
     """
     error = MergeError()
     for group in mapper.groups:
-        if not tensors.keys() >= set(group.inputs):
+        if not parameters.keys() >= set(group.inputs):
             continue
-        base = tensors[group.inputs[0]]
-        wide = {name: whole(tensors[name]).detach().float() for name in group.inputs}
+        base = parameters[group.inputs[0]]
+        wide = {name: parameters[name].whole().float() for name in group.inputs}
         merged = convert(Mapper((group,)), wide)[group.outputs[0]]
         lost = merged - merged.to(dtype or base.dtype).float()
         change = merged - wide[group.inputs[0]]

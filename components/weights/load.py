@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.model import LOSS
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.mapper import giving, parallel, sequential
-from drawloom.components.weights.mapper_ops import identity, is_sharded, like
+from drawloom.components.weights.mapper_ops import cut, identity, is_sharded, like
 from drawloom.graph import UserError
 
 
@@ -62,6 +63,7 @@ def load_folder(
     mapper: Mapper,
     device: torch.device | str = "cpu",
     without: Collection[str] = (),
+    places: Mapping[str, TensorSlice] = {},
 ) -> None:
     """
     Fill a module, which may be a part of the model, from a folder, through a mapper of the whole model.
@@ -69,12 +71,13 @@ def load_folder(
     Parameters on the meta device are materialized on `device`, others filled in place; they keep dtype and sharding.
     Persistent buffers must be materialized; those among the outputs of the mapper are filled. Raises UserError with all
     tensors that are missing, unexpected or of another shape. One unexpected tensor is accepted if it equals an expected
-    one bit for bit: it is a tied copy. Parameters named in `without` are left as they are.
+    one bit for bit: it is a tied copy. Parameters named in `without` are left as they are; those in `places` are slices
+    of the model's.
     """
     source = open_safetensors_folder(folder)
-    if reasons := list(_mismatches(source, mapper, _targets(module, mapper, without))):
+    if reasons := list(_mismatches(source, mapper, _targets(module, mapper, without), places)):
         raise UserError(f"{folder} does not fit the model: {'; '.join(reasons)}; compare its config.json with [model]")
-    load(source, module, mapper, device, without)
+    load(source, module, mapper, device, without, places)
 
 
 def load(
@@ -83,16 +86,17 @@ def load(
     mapper: Mapper,
     device: torch.device | str = "cpu",
     without: Collection[str] = (),
+    places: Mapping[str, TensorSlice] = {},
 ) -> None:
     """
     Fill the parameters and persistent buffers of a module that are outputs of a mapper; parameters on the meta device
-    are materialized on `device`.
+    are materialized on `device`. Of those in `places` the module has slices.
     """
     parameters = _targets(module, mapper, without)
     needed = giving(mapper, parameters)
-    spread = [like(name, parameters[name]) for name in needed.outputs if name in parameters]
-    rest = [identity(name) for name in needed.outputs if name not in parameters]
-    for name, tensor in stream(source, sequential(needed, parallel(*spread, *rest))):
+    parts = [cut(name, places[name]) if name in places else identity(name) for name in needed.outputs]
+    spread = [like(name, parameters[name]) if name in parameters else identity(name) for name in needed.outputs]
+    for name, tensor in stream(source, sequential(needed, parallel(*parts), parallel(*spread))):
         if name in parameters:
             _fill(module, parameters[name], tensor, torch.device(device), source.owns_memory)
 
@@ -127,7 +131,9 @@ def _own(tensor: Tensor, ours: bool) -> Tensor:
     return tensor if ours and fills else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _mismatches(source: TensorSource, mapper: Mapper, parameters: Mapping[str, Tensor]) -> Iterator[str]:
+def _mismatches(
+    source: TensorSource, mapper: Mapper, parameters: Mapping[str, Tensor], places: Mapping[str, TensorSlice]
+) -> Iterator[str]:
     specs, taken = source.specs(), set(mapper.inputs)
     outputs = set(mapper.outputs)
     if nameless := [name for name in parameters if name not in outputs]:
@@ -137,10 +143,13 @@ def _mismatches(source: TensorSource, mapper: Mapper, parameters: Mapping[str, T
     extra = [name for name in specs if name not in taken]
     if extra and not _is_tied_copy(source, extra, taken):
         yield f"unexpected {format_names(extra)}"
-    yield from _wrong_shapes(giving(mapper, parameters), specs, parameters)
+    shapes = {name: places[name].shape if name in places else tuple(each.shape) for name, each in parameters.items()}
+    yield from _wrong_shapes(giving(mapper, parameters), specs, shapes)
 
 
-def _wrong_shapes(mapper: Mapper, specs: Mapping[str, TensorSpec], parameters: Mapping[str, Tensor]) -> Iterator[str]:
+def _wrong_shapes(
+    mapper: Mapper, specs: Mapping[str, TensorSpec], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[str]:
     wrong: list[str] = []
     for group in mapper.groups:
         if any(name not in specs for name in group.inputs):
@@ -151,7 +160,7 @@ def _wrong_shapes(mapper: Mapper, specs: Mapping[str, TensorSpec], parameters: M
             yield str(error)
             continue
         origin = ", ".join(group.inputs)
-        pairs = [(spec.shape, tuple(parameters[name].shape)) for name, spec in given.items() if name in parameters]
+        pairs = [(spec.shape, shapes[name]) for name, spec in given.items() if name in shapes]
         wrong += [f"{origin} {found} for {wanted}" for found, wanted in pairs if found != wanted]
     if wrong:
         yield f"wrong shape {format_names(wrong)}"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.mapper import parallel, same
 
@@ -114,6 +115,15 @@ def _sizes(whole: Tensor, dim: int, count: int, sizes: Sequence[int] | None) -> 
         pieces = f"{count} of one size" if sizes is None else f"pieces of sizes {wanted}"
         raise ValueError(f"dimension {dim} has size {length}, which can't be cut into {pieces}")
     return wanted
+
+
+def cut(name: str, place: TensorSlice) -> Mapper:
+    """A slice of a tensor of the shape `place.shape`, as a view; without an inverse."""
+
+    def index(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[0][place.index()]]
+
+    return Mapper((TensorGroup((name,), (name,), index),))
 
 
 def distribute(name: str, mesh: Any, placements: Sequence[Any]) -> Mapper:

@@ -1,7 +1,7 @@
 """The container: builds each node once in dependency order, opens them, and closes them in reverse, whatever fails."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from time import perf_counter
 from types import TracebackType
@@ -135,10 +135,11 @@ class Container(Mapping[str, Any]):
 
     def build(self) -> None:
         """Construct every needed node once, dependencies first; then fill the `Every` fields."""
-        self._check_given()
         self._objects = {}
         # What only a given object would need is not built.
-        for name in self.graph.topological_order(self.roots, without=self.given):
+        needed = self.graph.topological_order(self.roots, without=self.given)
+        self._check_given(set(needed) - self.given.keys())
+        for name in needed:
             if name in self.given:
                 self._objects[name] = self.given[name]
             else:
@@ -146,12 +147,13 @@ class Container(Mapping[str, Any]):
                     self._objects[name] = self._construct(self.graph.nodes[name])
         self._fill_all()
 
-    def _check_given(self) -> None:
+    def _check_given(self, users: Set[str]) -> None:
+        """Raise ValueError or TypeError if an object can't be the node that it is given for, for one of its users."""
         for name, item in self.given.items():
             if name not in self.graph.nodes:
                 raise ValueError(f"there is no node {name!r} to give; {did_you_mean(name, self.graph.nodes)}")
-            for user, keys in self.graph.incoming(name):
-                for key in keys:
+            for user, key in [(user, key) for user, keys in self.graph.incoming(name) for key in keys]:
+                if user in users:
                     ports = self.graph.nodes[user].spec.fields[key].ports
                     if not _fits(type(item), ports):
                         why = " and ".join(reason for port in ports for reason in mismatches(type(item), port))

@@ -16,6 +16,7 @@ from drawloom.components.ports.data import (
     SourceProgress,
     TrainingData,
     ValidationData,
+    has_pairs,
 )
 from drawloom.components.ports.distributed import (
     DATA,
@@ -39,6 +40,7 @@ from drawloom.components.ports.model import (
     ExpertKernels,
     Finish,
     Head,
+    HiddenStates,
     Kernels,
     LayerRange,
     Model,
@@ -51,6 +53,7 @@ from drawloom.components.ports.model import (
     Stages,
     TrainableStages,
     Transform,
+    VocabularyPart,
     gradient_of,
 )
 from drawloom.components.ports.pipeline import (
@@ -59,6 +62,7 @@ from drawloom.components.ports.pipeline import (
     Losses,
     PipelineState,
     Predictor,
+    Referenced,
     Replicate,
     Schedule,
     Shard,
@@ -106,7 +110,7 @@ from drawloom.components.ports.run import (
     check_cadence,
     due,
 )
-from drawloom.components.ports.slices import SlicedTensor, TensorSlice
+from drawloom.components.ports.slices import ModelParameter, SlicedTensor, TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 
@@ -146,6 +150,7 @@ __all__ = [
     "Finish",
     "Group",
     "Head",
+    "HiddenStates",
     "Kernels",
     "KeyValueCache",
     "LateValues",
@@ -162,6 +167,7 @@ __all__ = [
     "MessageOp",
     "Metric",
     "Model",
+    "ModelParameter",
     "Neighbours",
     "Op",
     "Overlap",
@@ -179,6 +185,7 @@ __all__ = [
     "RankProgram",
     "ReadsFiles",
     "Reduce",
+    "Referenced",
     "Replicate",
     "Restorer",
     "RowOrder",
@@ -216,10 +223,12 @@ __all__ = [
     "Transform",
     "ValidationData",
     "Value",
+    "VocabularyPart",
     "check_cadence",
     "due",
     "flat",
     "gradient_of",
     "group_overlaps",
+    "has_pairs",
     "memory_by_kind",
 ]

@@ -1,6 +1,6 @@
 """Doubles for the tests of several subjects."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class FakeMesh:
     def group(self, *dimensions: str) -> Any:
         return self.replicas if "data_replicate" in dimensions else OneRankGroup()
 
-    def torch_mesh(self, *dimensions: str) -> Any:
+    def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         raise AssertionError("nothing is sharded")
 
     def size(self, dimension: str) -> int:

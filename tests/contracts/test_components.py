@@ -102,6 +102,19 @@ def conversations(folder: Path) -> Mapping[str, Any]:
     }
 
 
+def preferences(folder: Path) -> Mapping[str, Any]:
+    """Pairs of answers, and what compares them."""
+    lines = [{"prompt": f"{n}?", "chosen": LETTERS[: 5 + n % 3], "rejected": LETTERS[:2]} for n in range(40)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    return {
+        **LORA,
+        "tokenizer": {"use": "data.hugging_face_tokenizer", "path": str(tokenizer_folder(folder / "tokenizer"))},
+        "tokens": {"use": "data.preferences", "paths": [str(folder / "pairs.jsonl")], "validation_fraction": 0.2},
+        "packing": {"use": "data.packing.pairs", "length": 32},
+        "loss": {"use": "loss.dpo"},
+    }
+
+
 def store(folder: Path) -> Mapping[str, Any]:
     """A token store."""
     store_of(folder / "store", [[f"document {number}: {LETTERS}" for number in range(40)]])
@@ -153,6 +166,9 @@ def mixture(folder: Path) -> Mapping[str, Any]:
 
 SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.conversations": conversations,
+    "data.packing.pairs": preferences,
+    "data.preferences": preferences,
+    "loss.dpo": preferences,
     "data.hugging_face_tokenizer": tokenizer_file,
     "data.hugging_face_dataset": dataset,
     "data.jsonl": jsonl_file,

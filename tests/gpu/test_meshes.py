@@ -31,8 +31,20 @@ SPLIT: list[pipelines.Case] = [(name, 8, True, False, "dft") for name in pipelin
         (2, {"data_shard": 2}, CASES),
         (4, {"data_replicate": 2, "data_shard": 2}, CASES),
         (4, {"data_shard": 2}, SPLIT),
+        (2, {"data_replicate": 2}, CASES),
+        (2, {"tensor": 2}, CASES),
+        (4, {"tensor": 2, "data_shard": 2}, CASES),
+        (4, {"tensor": 2}, SPLIT[:3]),
     ],
-    ids=["shards", "replicas of shards", "pipelines of shards"],
+    ids=[
+        "shards",
+        "replicas of shards",
+        "pipelines of shards",
+        "replicas",
+        "tensors",
+        "tensors of shards",
+        "pipelines of tensors",
+    ],
 )
 def test_steps_over_nccl_are_those_of_one_process(
     ranks: int, sizes: Mapping[str, int], cases: list[pipelines.Case]

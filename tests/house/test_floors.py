@@ -53,7 +53,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     # Commands are no components: each puts the work of several subjects at a person's disposal.
     "components.commands": (
         BELOW | {f"components.{name}" for name in ("checkpoint", "data", "export", "pipeline", "sampling")},
-        {"attrs", "numpy", "rich", "tomli", "torch"},
+        {"attrs", "lm_eval", "numpy", "rich", "tomli", "torch"},
     ),
 }
 SUBJECT = (BELOW, {"attrs", "numpy", "torch"})

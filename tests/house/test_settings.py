@@ -61,6 +61,9 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         store_of(folder / f"{name}_store", [[f"{name} {number}" for number in range(20)]])
         rows = [json.dumps({"messages": say("a", f"{name} {n}", "b", "c")}) for n in range(9)]
         (folder / f"{name}.chat").write_text("\n".join(rows), "utf-8")
+        pairs = [json.dumps({"prompt": f"{name} {n}", "chosen": "b", "rejected": "c"}) for n in range(9)]
+        pairs.append(json.dumps({"prompt": say("a"), "chosen": say("a", "b")[1:], "rejected": say("a", name)[1:]}))
+        (folder / f"{name}.pairs").write_text("\n".join(pairs), "utf-8")
         (folder / f"{name}.jinja").write_text(("{{ strftime_now('%Y') }}" if name == "other" else "") + CHATML, "utf-8")
         _write_tokenizer(folder / f"{name}_tokenizer.json", "the quick fox" if name == "one" else "thequick")
         schedule = build("pipeline.schedules.gpipe" if name == "one" else "pipeline.schedules.one_f_one_b")

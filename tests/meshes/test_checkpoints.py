@@ -25,9 +25,11 @@ from support.qwen3 import cpu_kernels
 
 MESHES: dict[int, list[Mapping[str, int]]] = {
     1: [{}],
-    2: [{"data_shard": 2}, {"pipeline": 2}, {"data_replicate": 2}],
+    2: [{"data_shard": 2}, {"pipeline": 2}, {"data_replicate": 2}, {"tensor": 2}],
     4: [
         {"data_shard": 4},
+        {"data_shard": 2, "tensor": 2},
+        {"pipeline": 2, "tensor": 2},
         {"data_replicate": 2, "data_shard": 2},
         {"pipeline": 2, "data_shard": 2},
         {"pipeline": 2, "data_replicate": 2},
@@ -37,8 +39,8 @@ ALL = [(ranks, mesh) for ranks, meshes in MESHES.items() for mesh in meshes]
 
 
 def _nodes(mesh: RankMesh, device: Any) -> dict[str, Any]:
-    sizes: dict[str, Any] = {"hidden_size": 6, "num_attention_heads": 1, "head_dim": 4, "intermediate_size": 7}
-    model = Qwen3Dense(kernels=cpu_kernels(), num_hidden_layers=4, vocab_size=9, tie_word_embeddings=True, **sizes)
+    sizes: dict[str, Any] = {"hidden_size": 6, "num_attention_heads": 2, "head_dim": 4, "intermediate_size": 14}
+    model = Qwen3Dense(kernels=cpu_kernels(), num_hidden_layers=4, vocab_size=10, tie_word_embeddings=True, **sizes)
     stages = MaterializedStages(
         model=model,
         loss=NextToken(),

@@ -64,6 +64,21 @@ def test_rows_that_ranks_share_out_have_the_losses_of_one_process(place: Path) -
     assert [value for (value,) in theirs] == pytest.approx([value for (value,) in ours], rel=1e-6)
 
 
+def test_shared_matrix_products_have_the_losses_of_one_process(place: Path) -> None:
+    """Two ranks along tensor, of two that shard: the losses, export and sample of one process, also after a resume."""
+    heads = ("model.num_key_value_heads=2", "model.vocabulary_multiple=2")
+    sizes = ("mesh.tensor=2", "mesh.data_shard=2")
+    for name, size, ranks in (("heads", (), 1), ("shared", sizes, 4)):
+        codes = drawloom(place, *COMMON, *heads, f"run.name={name}", *size, ranks=ranks)
+        assert {outcome.code for outcome in codes} == {0}, codes
+    assert_same(place / "runs/heads", place / "runs/shared")
+    assert (place / "runs/heads/sample.txt").read_text() == (place / "runs/shared/sample.txt").read_text()
+    take_back(place / "runs/shared", 5)
+    codes = drawloom(place, *COMMON, *heads, "run.name=shared", "mesh.tensor=1", ranks=2)
+    assert {outcome.code for outcome in codes} == {0}, codes
+    assert_same(place / "runs/heads", place / "runs/shared")
+
+
 def test_an_export_after_a_sample_holds_masters_and_not_what_was_gathered(place: Path) -> None:
     """What a forward has gathered is in the compute dtype, and stays gathered; an export is of the float32 slices."""
     last = ("trainer.steps=2", 'trainer.on_finish=["@sample", "@export"]', "precision.compute=bfloat16")

@@ -24,9 +24,25 @@ class Meshed:
 
 MESHES = [
     Meshed("shards", {"data_shard": 4}, [("gpipe", 4, True, False, "tempered"), ("gpipe", 4, False, True, "plain")]),
+    Meshed("replicas", {"data_replicate": 4}, [("gpipe", 8, True, True, "tempered")]),
+    Meshed(
+        "pipelines of replicas",
+        {"data_replicate": 2},
+        [(name, 4, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v")],
+    ),
     Meshed("replicas of shards", {"data_replicate": 2, "data_shard": 2}, [("gpipe", 4, False, False, "smoothed")]),
     Meshed("pipelines of shards", {"data_shard": 2}, [(name, 4, True, False, "plain") for name in pipelines.TRAINING]),
     Meshed("contexts of shards", {"context": 2, "data_shard": 2}, [("gpipe", 4, True, False, "tempered")], (8, 4)),
+    Meshed(
+        "tensors of shards",
+        {"tensor": 2, "data_shard": 2},
+        [("gpipe", 4, True, False, "tempered"), ("gpipe", 4, False, True, "smoothed")],
+    ),
+    Meshed(
+        "pipelines of tensors",
+        {"tensor": 2},
+        [("one_f_one_b", 4, True, False, "dft"), ("zero_bubble_v", 4, False, False, "plain")],
+    ),
     Meshed("contexts", {"context": 4}, [("gpipe", 2, False, True, "smoothed")], (8, 8)),
     Meshed(
         "pipelines of contexts",

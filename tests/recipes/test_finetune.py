@@ -1,6 +1,8 @@
 """The recipes that start from a model."""
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from safetensors.torch import load_file
 from drawloom.graph.project import Project, Recipe
 from support.chat import tokenizer_folder
 from support.observers_of_runs import TINY
-from support.runs import drawloom, rows
+from support.runs import drawloom, rows, series
 
 PROJECT = Project.of("drawloom")
 SMALL = ("trainer.steps=3", "vars.length=32", "batch.global_size=2", "batch.micro_size=2", "validation.rows_used=2")
@@ -50,7 +52,52 @@ def test_chat_trains_the_answers(chat_base: Path, tmp_path: Path) -> None:
     assert (run / "export/chat_template.jinja").exists() and (run / "adapter/adapter_config.json").exists()
 
 
-@pytest.mark.parametrize("recipe", ["finetune", "finetune_lora", "chat"])
+DATA = Path(__file__).parents[2] / "docs/examples/preferences.jsonl"
+
+
+def test_dpo_prefers_the_chosen_answers(chat_base: Path, tmp_path: Path) -> None:
+    """
+    On the pairs that the repository ships: it begins at log(2), where model and reference are the same, and ends with
+    margins above 0. Two pipeline ranks have the losses of one process.
+    """
+    words = (f"vars.base={chat_base}", f'tokens.paths=["{DATA}"]', "optimizer.lr=0.01", "trainer.steps=8")
+    names = ("loss", "grad_norm", "reward_margin", "reward_accuracy")
+    found = {}
+    for name, ranks, more in (
+        ("one", 1, ["batch.micro_size=4"]),
+        ("two", 2, ["batch.micro_size=1", "mesh.pipeline=2", "schedule.use=pipeline.schedules.zero_bubble_1p"]),
+    ):
+        outcomes = drawloom(tmp_path, "run", "dpo", *words, *more, f"run.name={name}", ranks=ranks)
+        assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
+        found[name] = series(tmp_path / "runs" / name, *names)
+    first, last = found["one"][0], found["one"][-1]
+    assert first[0] == pytest.approx(math.log(2), rel=1e-12) and first[2:] == (0.0, 0.0)
+    assert last[0] < 0.6 and last[2] > 0.2 and last[3] == 1.0
+    for ours, theirs in zip(found["one"], found["two"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    text = drawloom(tmp_path, "evaluate", "runs/one")[0].text
+    assert re.search(r"step 8: loss 0\.\d+ over 5 pairs$", text.strip()), text
+    (tmp_path / "own.txt").write_text("hello there", "utf-8")
+    text = drawloom(tmp_path, "evaluate", "runs/one", "--corpus", "own.txt")[0].text
+    assert re.search(r"loss \d+\.\d+ over \d+ tokens, perplexity .* bits per byte$", text.strip()), text
+
+
+def test_dpo_needs_adapters_that_can_be_left_out(chat_base: Path, tmp_path: Path) -> None:
+    """Without adapters, or with some that train the model's own weights, there is no reference."""
+
+    def problems(*words: str) -> list[str]:
+        words = (f"vars.base={chat_base}", *words)
+        return [str(problem) for problem in PROJECT.graph(PROJECT.load("dpo", (), words)).problems]
+
+    assert problems() == []
+    [problem] = problems("stages.adapters=[]", "trainer.on_finish=[]")
+    assert "[loss] compares the model with itself without adapters, and [stages] has no adapters" in problem
+    [problem] = problems("adapters.norms.use=adapters.full_tuning", 'adapters.norms.targets=["norm"]')
+    assert "compares the model with itself without adapters, which [adapters.norms] changes; leave it out" in problem
+    assert any("documents are compared as wholes" in each for each in problems("mesh.context=2"))
+
+
+@pytest.mark.parametrize("recipe", ["finetune", "finetune_lora", "chat", "dpo"])
 def test_recipes_need_a_base_and_nothing_else(recipe: str, base: Path) -> None:
     """With `vars.base` there is no problem; without it, or with a folder that is no model, one that says so."""
 

@@ -55,7 +55,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
     write_corpus(folder)
     (folder / "lora.toml").write_text(LORA, "utf-8")
-    base = ("run", "tiny.toml", "model.num_hidden_layers=2", "trainer.steps=2", "trainer.on_finish=['@export']")
+    sizes = ("model.num_hidden_layers=2", "model.num_key_value_heads=2", "model.vocabulary_multiple=2")
+    base = ("run", "tiny.toml", *sizes, "trainer.steps=2", "trainer.on_finish=['@export']")
     assert drawloom(folder, *base)[0].code == 0
     train(folder, "one")
     return folder
@@ -149,12 +150,14 @@ def test_other_base_weights_are_refused(place: Path) -> None:
         file.write_bytes(kept)
 
 
-def test_adapters_of_sharded_weights_have_the_losses_of_one_process(place: Path) -> None:
-    """Two ranks that shard the frozen weights keep the adapters whole; losses, adapter and export are one process's."""
-    train(place, "shared", "mesh.data_shard=2", ranks=2)
-    assert_close(place / "runs/one", place / "runs/shared", rel=1e-5)
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_adapters_of_sharded_weights_have_the_losses_of_one_process(place: Path, tensor: int) -> None:
+    """Ranks that shard the frozen weights, or share them and the factors: losses, adapter and export of one process."""
+    name = f"shared-{tensor}"
+    train(place, name, f"mesh.tensor={tensor}", "mesh.data_shard=2", ranks=2 * tensor)
+    assert_close(place / "runs/one", place / "runs" / name, rel=1e-5)
     for file in ("export/model.safetensors", "adapter/adapter_model.safetensors"):
-        alone, shared = (load_file(place / "runs" / name / file) for name in ("one", "shared"))
+        alone, shared = (load_file(place / "runs" / each / file) for each in ("one", name))
         assert alone.keys() == shared.keys()
-        for name, tensor in alone.items():
-            assert (tensor - shared[name]).abs().max() < 1e-4, name
+        for key, weight in alone.items():
+            assert (weight - shared[key]).abs().max() < 1e-4, key

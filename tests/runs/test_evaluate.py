@@ -6,6 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from support.runs import drawloom, rows, write_corpus
 
@@ -41,6 +44,31 @@ def test_other_text_is_measured_whole(place: Path) -> None:
     loss, tokens, bits = map(float, numbers)
     assert tokens == len(text.encode())  # all but the first byte, and the end of the document
     assert bits == pytest.approx(loss * tokens / (tokens - 1) / math.log(2), rel=1e-4)
+
+
+def test_a_run_of_a_store_is_measured_on_other_text(place: Path) -> None:
+    """Not on its store: what it prints is what the same weights have that were trained on files."""
+    assert drawloom(place, "tokenize", "corpus/*.py", "--to", "store")[0].code == 0
+    words = ("tokens.use=data.tokenized", "tokens.path=store", "run.name=stored", "trainer.steps=4")
+    assert drawloom(place, "run", "tiny.toml", *words)[0].code == 0
+    printed = drawloom(place, "evaluate", "runs/stored", "--corpus", "corpus/part1.py")[0].text
+    assert f"over {len((place / 'corpus/part1.py').read_bytes())} tokens" in printed
+
+
+def test_embeddings_are_the_means_of_hidden_states(place: Path) -> None:
+    """Of each document on its own, in order, as transformers computes them from the export."""
+    (place / "some.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("def f(x):", "x", "y" * 99)))
+    words = ("some.jsonl", "--to", "some.safetensors", "--layers", "0", "1", "--context", "20", "--rows", "2")
+    outcome = drawloom(place, "embed", "runs/tiny", *words)[0]
+    assert outcome.code == 0 and "wrote some.safetensors, 3 x 2 x 16 numbers" in outcome.text, outcome.text
+    found = load_file(place / "some.safetensors")["hidden_states"]
+    theirs = AutoModelForCausalLM.from_pretrained(place / "runs/tiny/export")
+    for row, text in enumerate((b"def f(x):", b"x", b"y" * 20)):
+        states = theirs(torch.tensor([[*text]]), output_hidden_states=True).hidden_states
+        for place_, expected in enumerate(states):
+            torch.testing.assert_close(found[row, place_], expected[0].mean(0), rtol=1e-4, atol=1e-5)
+    refused = drawloom(place, "embed", "runs/tiny", "some.jsonl", "--to", "new.safetensors", "--layers", "2")[0]
+    assert refused.code == 2 and "--layers: there is no layer 2; the model has 0 to 1" in refused.text
 
 
 def test_an_earlier_checkpoint_is_exported_and_sampled(place: Path) -> None:

@@ -63,10 +63,10 @@ class SingleRankMesh:
     replicas: Group = attrs.field(factory=SingleProcess)
 
     def group(self, *dimensions: str) -> Group:
-        """A group of one rank."""
-        return SingleProcess()
+        """A group of one rank; with replicas these."""
+        return self.replicas if "data_replicate" in dimensions else SingleProcess()
 
-    def torch_mesh(self, *dimensions: str) -> Any:
+    def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         """Nothing is sharded."""
         raise AssertionError
 

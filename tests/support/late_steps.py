@@ -82,7 +82,7 @@ class Small:
         self.updater = make(parameters=stages, **settings)
         self.updater.open()
         reduce = SumOverParameters(mesh=self.mesh)
-        synchronize = Synchronize(parameters=stages, mesh=self.mesh, precision=precision, reduce=reduce, norm=self.norm)
+        synchronize = Synchronize(parameters=stages, mesh=self.mesh, reduce=reduce, norm=self.norm)
 
         def forward_backward(step: Step) -> None:
             step.outputs["losses"] = executor.train(batches(2))

@@ -136,7 +136,7 @@ class _Held:
     def counted(self) -> list[tuple[str, nn.Parameter]]:
         return self.named()
 
-    def sum_shared(self) -> None: ...
+    def sum_gradients(self) -> None: ...
 
     def differentiate(self, factor: float) -> None:
         """Gradients of different sizes."""
@@ -167,51 +167,21 @@ def clipped(use: str, values: Values, _place: Path) -> Any:
     return [parameter.grad.tolist() for _, parameter in held.named() if parameter.grad is not None]
 
 
-@attrs.define
-class _Recorder:
-    """A group of two ranks that records what is summed."""
-
-    rank = 0
-    size = 2
-    summed: list[Any] = attrs.field(factory=list)
-
-    def sum(self, tensor: Tensor) -> None:
-        self.summed.append((tensor.dtype, tensor.numel()))
-
-    def max(self, tensor: Tensor) -> None: ...
-
-    def gather_json(self, value: Any) -> list[Any]:
-        return [value, value]
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor, tensor]
-
-    def reduce_scatter(self, parts: Any) -> Tensor:
-        raise AssertionError("nothing is scattered")
-
-
-def sums_over_ranks(use: str, values: Values, _place: Path) -> Any:
-    """The dtypes and sizes of the tensors that two replicas sum, and whether the host knows the norm at once."""
-    own = {} if use == "gradients.synchronize" else values
-    precision = build("distributed.precision", **own)
-    group, held = _Recorder(), _Held()
+def divided(use: str, values: Values, _place: Path) -> Any:
+    """Whether the host knows the norm of gradients at once."""
+    held = _Held()
     held.differentiate(1.0)
-    edges = {
-        "parameters": held,
-        "mesh": SingleRankMesh(replicas=group),
-        "precision": precision,
-        "reduce": build("distributed.sum_over_shards", mesh=SingleRankMesh()),
-    }
-    synchronize = build("gradients.synchronize", **edges, **(values if not own else {}))
+    reduce = build("distributed.sum_over_shards", mesh=SingleRankMesh())
     step = step_of([1.0], [1.0])
-    synchronize.run_phase(step)
-    return group.summed, step.settled
+    build(use, parameters=held, mesh=SingleRankMesh(), reduce=reduce, **values).run_phase(step)
+    return step.settled
 
 
 def loss_of(use: str, values: Values, _place: Path) -> Any:
     """The loss and its named sums."""
     given = sample()
-    total, weight, sums = build(use, **values).loss(given.hidden, given.head(), given.batch)
+    batch = attrs.evolve(given.batch, reference=torch.zeros_like(given.batch.weights))
+    total, weight, sums = build(use, **values).loss(given.hidden, given.head(), batch)
     return total.item(), weight.item(), {name: each.item() for name, each in sums.items()}
 
 
@@ -283,7 +253,7 @@ def cached(use: str, values: Values, place: Path) -> Any:
 
 def packed_rows(use: str, values: Values, _place: Path) -> Any:
     """The tokens of all rows."""
-    documents = TokenArrays.of([np.arange(9), np.arange(5), np.arange(3)], np.uint16)
+    documents = TokenArrays.of([np.arange(9), np.arange(5), np.arange(3), np.arange(4)], np.uint16)
     corpus = fake(TokenCorpus, documents=lambda split: documents, vocab_size=10, eos_id=0)
     packing = build(use, tokens=corpus, job=fake(RunInfo, **JOB), **values)
     packing.open()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.ports.data import ValidationData
-from drawloom.components.ports.distributed import Device, Processes, Timed
+from drawloom.components.ports.distributed import Device, Pending, Processes, Timed
 from drawloom.components.ports.model import BatchContext
 from drawloom.components.ports.pipeline import Executor, Losses, Predictor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
@@ -68,6 +69,29 @@ def stages_of(use: str, values: Values, place: Path) -> Any:
                 dtypes = kept.dtype, kept.grad_dtype, used[name].dtype, used[name].grad_dtype
                 found.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
         return found
+
+
+@attrs.define
+class _Recorder(SingleProcess):
+    """A group of two ranks that records what is summed."""
+
+    size = 2
+    summed: list[Any] = attrs.field(factory=list)
+
+    def start_sum(self, tensor: Tensor) -> Pending:
+        self.summed.append((tensor.dtype, tensor.numel()))
+        return super().start_sum(tensor)
+
+
+def sums_over_replicas(use: str, values: Values, place: Path) -> Any:
+    """The dtypes and sizes of the tensors that two replicas sum."""
+    node = "stages" if use == "pipeline.stages" else "precision"
+    group = _Recorder()
+    mesh = SingleRankMesh(replicas=group)
+    with _recipe(place, **{node: dict(values)}).open(only="stages", given={"mesh": mesh}) as objects:
+        objects["stages"].local[0].shards.reduce_next()
+        objects["stages"].hand_over_gradients()
+    return group.summed
 
 
 LORA = {"use": "adapters.lora", "targets": ["q_proj"], "rank": 2, "alpha": 4.0}

@@ -24,7 +24,7 @@ from drawloom.components.optim.adamw import AdamW
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
-from drawloom.components.ports.model import Head
+from drawloom.components.ports.model import BatchContext, Head, HiddenStates
 from drawloom.components.ports.run import Step
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
@@ -109,11 +109,26 @@ class TemperedLoss(NextToken):
         return F.cross_entropy(tempered, targets, ignore_index=IGNORE_INDEX, reduction="none")
 
 
+class StatesLoss(NextToken):
+    """A loss of hidden states of several layers, which have to reach the last stage, and their gradients the first."""
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
+        tokens, shared = super().inputs(batch)
+        return tokens, attrs.evolve(shared, hidden_states=HiddenStates((0, 2), documents=2))
+
+    def loss(self, hidden: Any, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        last, states = hidden
+        total, weight, _ = super().loss(last, head, batch)
+        cubes = torch.stack([each.double().pow(3).sum() * (layer + 1) for layer, each in states.items()]).sum()
+        return total + cubes, weight, {"cubes": cubes.detach()}
+
+
 LOSSES: dict[str, Callable[[], Any]] = {
     "plain": NextToken,
     "smoothed": partial(NextToken, z_loss=0.1, label_smoothing=0.2, accuracy=True),
     "dft": Dft,
     "tempered": TemperedLoss,
+    "states": StatesLoss,
 }
 
 Case = tuple[str, int, bool, bool, str]
@@ -177,8 +192,8 @@ def _steps(
         "num_hidden_layers": layers,
         "vocab_size": 20,
         "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "head_dim": 8,
         "intermediate_size": 24,
     }
@@ -191,6 +206,7 @@ def _steps(
         precision=precision,
         job=Job(),
         transforms=[FreezeFirstLayer()] if frozen else [],
+        bucket_bytes=1000,
     )
     stages.open()
     executor = Executor(
@@ -204,7 +220,7 @@ def _steps(
     )
     executor.open()
     reduce = SumOverParameters(mesh=mesh)
-    synchronize = Synchronize(parameters=stages, mesh=mesh, precision=precision, reduce=reduce, bucket_bytes=1000)
+    synchronize = Synchronize(parameters=stages, mesh=mesh, reduce=reduce)
     optimizer = AdamW(parameters=stages, lr=1e-3)
     optimizer.open()
     made = batches(max(3, microbatches), *lengths)
@@ -223,7 +239,7 @@ def _steps(
         "grads": grads,
         "weights": {name: part.cpu() for name, part in stages.state_dict().items() if isinstance(part, Tensor)},
         "slices": stages.state_slices(),
-        "loss": float(losses.total),
+        "loss": float(losses.total) / mesh.size("tensor"),  # which these ranks have alike
         "sums": {key: float(value) for key, value in losses.sums.items()},
         "held_out": float(held_out.total),
         "norm": float(step.outputs["grad_norm"]),

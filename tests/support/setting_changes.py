@@ -38,7 +38,7 @@ class Row:
     changes: dict[str, Any]
 
 
-MESH = ("data_replicate", "tensor", "expert")
+MESH = ("data_replicate", "expert")
 INVALID_BYTES = Change("refuse", {"paths": ["latin.txt"], "invalid_bytes": "replace"}, refused=True)
 STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
@@ -200,7 +200,18 @@ ROWS: dict[str, Row] = {
     "data.packing.best_fit": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
     "data.packing.concatenated": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
     "data.packing.first_fit": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
+    "data.packing.pairs": Row(parts.packed_rows, {"length": 32}, {"length": 14}),
     "data.packing.padded": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
+    "data.preferences": Row(
+        parts.conversations_of,
+        {"paths": ["one.pairs"], "validation_fraction": 0.0, "template": "one.jinja"},
+        {
+            "paths": ["*.pairs"],
+            "template": Change("other.jinja", {"date": "2024-07-26"}),
+            "date": Change("2025-07-26", {"template": "other.jinja", "date": "2024-07-26"}),
+            "validation_fraction": 0.5,
+        },
+    ),
     "data.parquet": Row(
         parts.documents, {"paths": ["one.parquet"]}, SPLIT | {"paths": ["*.parquet"], "field": "other"}
     ),
@@ -224,8 +235,8 @@ ROWS: dict[str, Row] = {
     "distributed.mesh": Row(
         runs.sizes_of_mesh,
         {},
-        # Two replicas are not four ranks, and the other dimensions are not built yet.
-        {"pipeline": 2, "data_shard": 2, "context": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
+        # Two replicas are not four ranks, and expert parallelism is not built yet.
+        {"pipeline": 2, "data_shard": 2, "context": 2, "tensor": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
     ),
     "distributed.precision": Row(
         runs.stages_of,
@@ -234,7 +245,7 @@ ROWS: dict[str, Row] = {
             "parameter": "bfloat16",
             "compute": "bfloat16",
             "gradient": Change("float32", {"compute": "bfloat16", "parameter": "bfloat16"}),
-            "reduce": Change("float64", observer=parts.sums_over_ranks),
+            "reduce": Change("float64", observer=runs.sums_over_replicas),
             "uncast": Change(["*norm.weight"], {"compute": "bfloat16"}),
         },
     ),
@@ -243,7 +254,7 @@ ROWS: dict[str, Row] = {
     "export.hugging_face": Row(runs.exported, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
     "gradients.clip_norm": Row(parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0}),
     "gradients.clip_value": Row(parts.clipped, {"max_value": 1.0}, {"max_value": 2.0}),
-    "gradients.synchronize": Row(parts.sums_over_ranks, {}, {"bucket_bytes": 4, "norm": "device"}),
+    "gradients.synchronize": Row(parts.divided, {}, {"norm": "device"}),
     "kernels.auto": Row(
         parts.chosen_kernels,
         {},
@@ -267,6 +278,7 @@ ROWS: dict[str, Row] = {
     "listeners.logging": Row(runs.levels_of_logging, {}, {"level": "error"}),
     "listeners.profiler": Row(runs.events_of_run, {"steps": [1]}, {"steps": [2]}),
     "listeners.timeouts": Row(runs.events_of_run, {}, {"first_step": 7.0, "step": 7.0, "saving": 7.0}),
+    "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5}),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True}),
     "metrics.auroc": Row(parts.counted_by, {"bins": 4}, {"bins": 6, "of": "other"}),
     "metrics.bits_per_byte": Row(parts.bits_measured_by, {}, {"of": "accuracy"}),
@@ -322,7 +334,14 @@ ROWS: dict[str, Row] = {
     "pipeline.schedules.one_f_one_b": Row(parts.program, {}, {"hide_latency": True}),
     "pipeline.schedules.zero_bubble_1p": STAGES_PER_RANK,
     "pipeline.stages": Row(
-        runs.stages_of, {}, {"embedding_layer_cost": 2, "head_layer_cost": 2, "weights": "exported"}
+        runs.stages_of,
+        {},
+        {
+            "embedding_layer_cost": 2,
+            "head_layer_cost": 2,
+            "weights": "exported",
+            "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
+        },
     ),
     "run.batch": Row(
         parts.rows_of_steps,

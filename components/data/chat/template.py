@@ -29,10 +29,10 @@ class ChatTemplate:
     """
     A template in a process of its own; `special_tokens` are its variables, such as bos_token.
 
-    `date`, as 2025-01-31, is what a template gets that asks for today's date.
+    Without a `text` nothing can be rendered. `date`, as 2025-01-31, is what a template gets that asks for today's date.
     """
 
-    text: str
+    text: str | None
     special_tokens: Mapping[str, str] = attrs.field(factory=dict)
     date: str | None = None
     seconds: float = SECONDS
@@ -40,7 +40,9 @@ class ChatTemplate:
     _buffer: bytes = attrs.field(init=False, default=b"")
 
     def open(self) -> None:
-        """Start the process. Raises UserError for a template that is none."""
+        """Start the process, as the first rendering does otherwise. Raises UserError for a template that is none."""
+        if self.text is None:
+            raise UserError("template: the tokenizer has no chat template; write the path of one")
         if importlib.util.find_spec("jinja2") is None:
             raise UserError("chat templates need the package jinja2; pip install 'drawloom[chat]'")
         # -I: neither the environment nor the current directory has a say in what it imports.
@@ -66,6 +68,8 @@ class ChatTemplate:
 
         Raises RenderError with the template's reason, and UserError if it takes too long.
         """
+        if self._process is None:
+            self.open()
         answers = self._ask(requests, self.seconds)
         for answer in answers:
             if "error" in answer:

@@ -39,11 +39,11 @@ def best_fit(
     documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """
-    Documents by row, (items,), and how many each row has, (rows,); sizes: (items,), 1 to below capacity.
+    Documents by row, (items,), and how many each row has, (rows,); sizes: (items,), 1 to capacity.
 
     Documents of one size are in a random order, or in that of their numbers if there is none.
     """
-    counts = np.bincount(sizes, minlength=capacity)
+    counts = np.bincount(sizes, minlength=capacity + 1)
     row_of, place_of, rows = _place(counts, len(sizes), capacity)
     return groups.gathered(_by_size(documents, sizes, capacity, order), row_of, place_of, rows)
 
@@ -68,7 +68,7 @@ def _place(counts: np.ndarray, items: int, capacity: int) -> tuple[np.ndarray, n
     """
     The row of each item, and its place in the row, for items in decreasing order of size; and the number of rows.
 
-    counts: (capacity,), the items of each size.
+    counts: (capacity + 1,), the items of each size.
     """
     row_of, place_of = np.empty(items, np.int32), np.empty(items, np.int32)
     held = np.zeros(items, np.int32)  # items in each row; there are no more rows than items

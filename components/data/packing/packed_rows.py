@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -14,10 +14,11 @@ from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.rows import JoinedIndexes, RowIndex, batch_of
 from drawloom.components.data.resumed_rows import check_rows
 from drawloom.components.ports.corpus import Split, TokenCorpus, TokenDocuments
-from drawloom.components.ports.data import Batch, RowSource
+from drawloom.components.ports.data import Batch, RowSource, has_pairs
 from drawloom.components.ports.model import Model
 from drawloom.components.ports.run import RunInfo
-from drawloom.graph import Every, ResolvedRecipe, UserError, inherited, setting
+from drawloom.graph import Every, Problem, ResolvedRecipe, UserError, inherited, setting
+from drawloom.graph.build.node import NodeView
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
@@ -52,6 +53,17 @@ class PackedRows:
     )
     _pad: int = attrs.field(init=False, default=0)
     _splits: dict[Split, PackedSplit] = attrs.field(init=False, factory=dict)
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Pairs of documents stay together only in rows that are made of pairs."""
+        for tokens in node.neighbours("tokens"):
+            if has_pairs(tokens.component) and not has_pairs(cls):
+                text = f"[{tokens.name}] has pairs of documents, which would come apart"
+                yield node.problem("use", text, 'write use = "data.packing.pairs"')
+            elif has_pairs(cls) and not has_pairs(tokens.component):
+                text = f"[{tokens.name}] has no pairs of documents"
+                yield node.problem("use", text, f'write use = "data.preferences" in [{tokens.name}]')
 
     @abstractmethod
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:

@@ -44,15 +44,9 @@ class ArrowPart:
 
     def documents(self) -> Iterator[Document]:
         """The text of each row. Raises UserError with the row of what is no text."""
-        package("pyarrow", PYARROW)
-        from pyarrow import ipc
-
         with opened(self.file) as stream, _reading(self.file):
-            is_file = stream.read(len(MAGIC)) == MAGIC
-            stream.seek(0)
-            reader = ipc.open_file(stream) if is_file else ipc.open_stream(stream)
-            _check_field(reader.schema.names, self.field, self.file)
-            batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
+            names, batches = _arrow(stream)
+            _check_field(names, self.field, self.file)
             yield from _documents((batch.select([self.field]) for batch in batches), self.file, self.field, 0)
 
 
@@ -89,6 +83,26 @@ def _parquet_parts(file: File, field: str) -> Iterator[ParquetPart]:
         size += group_size
     if groups:
         yield ParquetPart(file, field, tuple(groups), row, size)
+
+
+def table_rows(file: File) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet or Arrow file, each with its values by column."""
+    with opened(file) as stream, _reading(file):
+        batches = _arrow(stream)[1] if file.suffix == ".arrow" else _parquet(stream).iter_batches(BATCH)
+        for batch in batches:
+            yield from batch.to_pylist()
+
+
+def _arrow(stream: Any) -> tuple[Sequence[str], Iterator[Any]]:
+    """The columns of an Arrow file or stream, and its batches."""
+    package("pyarrow", PYARROW)
+    from pyarrow import ipc
+
+    is_file = stream.read(len(MAGIC)) == MAGIC
+    stream.seek(0)
+    reader = ipc.open_file(stream) if is_file else ipc.open_stream(stream)
+    batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else iter(reader)
+    return reader.schema.names, batches
 
 
 def _parquet(stream: Any) -> Any:

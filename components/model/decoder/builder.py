@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
-from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.hugging_face import Family, config_of, config_path, mapper_of
+from drawloom.components.model.decoder.config import DecoderConfig, tensor_faults
+from drawloom.components.model.decoder.hugging_face import Family, config_of, config_path, mapper_of, read_config
 from drawloom.components.model.decoder.layer import Block, SwiGLU
 from drawloom.components.model.decoder.model import CausalLM
 from drawloom.components.model.decoder.rope import RopeScaling
@@ -21,7 +22,7 @@ from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import Kernels, LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.graph import Problem, above, at_least, between, inherited, setting
+from drawloom.graph import Problem, UserError, above, at_least, between, inherited, setting
 
 RESIDUAL_OUTPUTS = (".self_attn.o_proj.weight", ".mlp.down_proj.weight", ".mlp.experts.down_proj")
 
@@ -116,6 +117,14 @@ class DecoderBuilder:
         """Settings that contradict one another, or lack something."""
         for fault in faults(cls.family, node.settings, bool(node.neighbours("tokenizer"))):
             yield node.problem(fault.key, fault.why, fault.instead)
+
+    @classmethod
+    def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
+        """Why so many ranks along `tensor` can't share the model; the vocabulary of a tokenizer is not known yet."""
+        config = node.settings["config"]
+        with suppress(UserError):  # a problem of its own
+            sizes = node.settings if config is None else attrs.asdict(read_config(cls.family, config), recurse=False)
+            yield from tensor_faults(sizes, ranks)
 
     @classmethod
     def resume_impact(cls, node: Any, key: str) -> str | None:

@@ -1,7 +1,7 @@
 """The sizes of a decoder, dense or with experts, and which kinds of layers it has."""
 
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import attrs
 
@@ -91,6 +91,15 @@ def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSet
     if head_dim % 2:
         why = f"head_dim = {head_dim} is odd, and rotary positions rotate pairs of channels"
         yield InvalidSetting("head_dim", why, f"write {head_dim + 1}")
+
+
+def tensor_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
+    """Why ranks along `tensor` can't share a model with these sizes, as far as they are known."""
+    if sizes.get("num_experts"):
+        yield "experts are not shared out over them"
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        if (size := sizes.get(key)) and size % ranks:
+            yield f"{key} = {size} does not divide by {ranks}"
 
 
 def expert_faults(

@@ -4,39 +4,44 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from drawloom.components.distributed.tensor_parallel import TensorParallel
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.layers import Linear, RMSNorm
 from drawloom.components.ports.model import Kernels
 
 
-class Attention(nn.Module):
+class Attention(TensorParallel):
     """
     Causal self-attention inside each document, with or without biases and RMSNorm of queries and keys by head.
 
-    Modules carry the names of Hugging Face's attention layers.
+    Modules carry the names of Hugging Face's attention layers. Ranks share out the heads.
     """
 
     def __init__(self, architecture: DecoderConfig, kernels: Kernels) -> None:
         super().__init__()
         width, head_dim, has_bias = architecture.hidden_size, architecture.head_dim, architecture.has_bias
-        self.q_proj = Linear(width, architecture.num_attention_heads * head_dim, kernels, has_bias("q_proj"))
-        self.k_proj = Linear(width, architecture.num_key_value_heads * head_dim, kernels, has_bias("k_proj"))
-        self.v_proj = Linear(width, architecture.num_key_value_heads * head_dim, kernels, has_bias("v_proj"))
+        of_queries, of_keys = (
+            heads * head_dim for heads in (architecture.num_attention_heads, architecture.num_key_value_heads)
+        )
+        self.q_proj = Linear(width, of_queries, kernels, has_bias("q_proj"), unit=head_dim)
+        self.k_proj = Linear(width, of_keys, kernels, has_bias("k_proj"), unit=head_dim)
+        self.v_proj = Linear(width, of_keys, kernels, has_bias("v_proj"), unit=head_dim)
         if architecture.qk_norm:
             self.q_norm = RMSNorm(head_dim, architecture.rms_norm_eps, kernels)
             self.k_norm = RMSNorm(head_dim, architecture.rms_norm_eps, kernels)
-        self.o_proj = Linear(architecture.num_attention_heads * head_dim, width, kernels, has_bias("o_proj"))
+        self.o_proj = Linear(of_queries, width, kernels, has_bias("o_proj"), "rowwise", head_dim)
         self.qk_norm = architecture.qk_norm
         self.head_dim = head_dim
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         """
-        Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out.
+        Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out; split tokens with `ranks`.
 
         cos and sin, float32 (rows, length, head_dim // 2), rotate queries and keys; `mask` is what
         the kernels' attention_mask makes of the document ids of a microbatch, within which tokens attend.
         """
+        hidden = self.ranks.gather_tokens(hidden, cos.shape[:2])
         q, k, v = (self._split(project(hidden)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
             weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
@@ -45,27 +50,37 @@ class Attention(nn.Module):
         else:
             q, k = self.kernels.rope(q, cos, sin), self.kernels.rope(k, cos, sin)
         mixed = self.kernels.attention(q, k, v, mask)
-        return self.o_proj(mixed.flatten(-2))  # type: ignore[no-any-return]
+        return self.ranks.reduce_scatter_tokens(self.o_proj(mixed.flatten(-2)))
 
     def _split(self, x: Tensor) -> Tensor:
         """(rows, length, heads * head_dim) as (rows, length, heads, head_dim)."""
         return x.view(*x.shape[:-1], -1, self.head_dim)
 
 
-class SwiGLU(nn.Module):
-    """down_proj(silu(gate_proj(x)) * up_proj(x)), with the module names of Hugging Face's MLP layers."""
+class SwiGLU(TensorParallel):
+    """
+    down_proj(silu(gate_proj(x)) * up_proj(x)), with the module names of Hugging Face's MLP layers.
+
+    Ranks share out the channels inside.
+    """
 
     def __init__(self, architecture: DecoderConfig, kernels: Kernels) -> None:
         super().__init__()
         width, inner, has_bias = architecture.hidden_size, architecture.intermediate_size, architecture.has_bias
         self.gate_proj = Linear(width, inner, kernels, has_bias("gate_proj"))
         self.up_proj = Linear(width, inner, kernels, has_bias("up_proj"))
-        self.down_proj = Linear(inner, width, kernels, has_bias("down_proj"))
+        self.down_proj = Linear(inner, width, kernels, has_bias("down_proj"), "rowwise")
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Hidden states (..., hidden_size), of the parameters' dtype, in and out; weights are not used."""
-        return self.down_proj(self.kernels.swiglu(self.gate_proj(hidden), self.up_proj(hidden)))  # type: ignore[no-any-return]
+        """
+        Hidden states (..., hidden_size), of the parameters' dtype, in and out; split tokens with `ranks`.
+
+        Weights are not used.
+        """
+        hidden = self.ranks.gather_tokens(hidden)
+        inside = self.kernels.swiglu(self.gate_proj(hidden), self.up_proj(hidden))
+        return self.ranks.reduce_scatter_tokens(self.down_proj(inside))
 
 
 class Block(nn.Module):
@@ -85,7 +100,7 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Any, weights: Tensor | None) -> Tensor:
         """
-        Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out.
+        Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out; split tokens with `ranks`.
 
         cos and sin are float32 (rows, length, head_dim // 2); `mask` is the kernels' attention_mask of the microbatch;
         weights, float32 (rows, length), say how much each token counts for losses inside of the layer.

@@ -1,11 +1,14 @@
 """The module of a span of layers, with the submodules and names of Hugging Face's models."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from drawloom.components.distributed.tensor_parallel import TensorParallel
 from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.hidden_states import Collector
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.rope import scaling_of
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
@@ -13,7 +16,7 @@ from drawloom.components.ports.model import BatchContext, Finish, Head, Kernels,
 from drawloom.kernels.rope_frequencies import rope_angles
 
 
-class Decoder(nn.Module):
+class Decoder(TensorParallel):
     """
     Layers under their numbers in the whole model, with or without the embedding and the last norm.
 
@@ -38,13 +41,20 @@ class Decoder(nn.Module):
         if span.head:
             self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
 
-    def forward(self, inputs: Tensor, shared: BatchContext) -> Tensor:
+    def forward(self, inputs: Any, shared: BatchContext) -> Any:
         """
-        Hidden states (rows, length, hidden_size), of the parameters' dtype, behind the last norm if there is one.
+        Hidden states (rows, length, hidden_size), of the parameters' dtype, behind the last norm if there is one; with
+        `shared.hidden_states` a pair of them and those that are asked for.
 
-        Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states.
+        Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states. With `ranks`
+        hidden states between stages are split tokens.
         """
-        hidden = self.embed_tokens(inputs) if self.span.embedding else inputs
+        whole = partial(self.ranks.gather_tokens_for_all, shape=shared.positions.shape)
+        kept = Collector.of(inputs, shared, self.architecture.num_hidden_layers, whole)
+        hidden = kept.inputs
+        if self.span.embedding:
+            hidden = self.ranks.reduce_scatter_tokens(self.embed_tokens(hidden))
+            kept.add(0, hidden)
         cos, sin = self._angles(shared.positions)
         windows = [self.architecture.window_of(int(number)) for number in self.layers]
         # One mask for all layers of a window.
@@ -52,9 +62,14 @@ class Decoder(nn.Module):
             window: self.kernels.attention_mask(shared.document_ids, window, shared.part, shared.cache)
             for window in dict.fromkeys(windows)
         }
-        for layer, window in zip(self.layers.values(), windows, strict=True):
+        for (number, layer), window in zip(self.layers.items(), windows, strict=True):
             hidden = layer(hidden, cos, sin, masks[window], shared.weights)
-        return self.norm(hidden) if self.span.head else hidden
+            kept.add(int(number) + 1, hidden)
+        if self.span.head:
+            hidden = self.norm(hidden)
+            kept.add(self.architecture.num_hidden_layers, hidden)
+            hidden = whole(hidden)
+        return kept.with_last(hidden)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the angles of queries and keys, float32 (rows, length, head_dim // 2)."""

@@ -35,7 +35,7 @@ class ActivationSpecs:
         are.
         """
         # Values can't matter on the meta device, so tokens of one shape and dtype have one tree.
-        key = (stage, tokens.shape, tokens.dtype)
+        key = (stage, tokens.shape, tokens.dtype, shared.hidden_states)
         if key not in self._known:
             self._known[key] = self._find(stage, tokens, shared)
         return self._known[key]

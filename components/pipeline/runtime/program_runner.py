@@ -11,7 +11,7 @@ from drawloom.components.pipeline.runtime.p2p import P2PBuffers, mismatch
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, StageInputs
+from drawloom.components.ports.model import BatchContext, Finish, StageInputs
 from drawloom.components.ports.pipeline import Losses
 from drawloom.components.ports.program import Action, RankProgram, flat
 from drawloom.components.storage.pytree import leaves
@@ -26,12 +26,19 @@ class MicrobatchInputs:
     """
     A microbatch as the stages see it: token ids for the first, the context for all.
 
-    The last stage computes the loss with `batch`; without it, it gives logits.
+    The last stage computes the loss with `batch`; without it, it gives what `finish` makes of hidden states and head.
     """
 
     tokens: Tensor
     shared: BatchContext
     batch: Batch | None = None
+    finish: Finish | None = None
+
+    def with_reference(self, reference: Tensor | None) -> "MicrobatchInputs":
+        """The same with a batch that has a reference (rows, length); without one as it is."""
+        if self.batch is None or reference is None:
+            return self
+        return attrs.evolve(self, batch=attrs.evolve(self.batch, reference=reference))
 
 
 @attrs.define(eq=False)
@@ -90,7 +97,7 @@ class ProgramRunner:
     def _run_forward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], self.microbatches[action.microbatch]
         inputs = self._stage_input(action, microbatch)
-        output = stage.forward(action.microbatch, inputs, microbatch.shared, microbatch.batch)
+        output = stage.forward(action.microbatch, inputs, microbatch.shared, microbatch.batch, microbatch.finish)
         if stage.last:
             self.each_output(action.microbatch, output)
         else:

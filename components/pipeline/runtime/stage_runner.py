@@ -11,7 +11,7 @@ from torch import Tensor
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
-from drawloom.components.ports.model import BatchContext, Head, Shards, Stage
+from drawloom.components.ports.model import BatchContext, Finish, Head, Shards, Stage
 from drawloom.components.ports.pipeline import Loss
 from drawloom.components.storage.pytree import leaves, transform
 from drawloom.kernels.deferred_grads import accumulating
@@ -47,30 +47,34 @@ class StageRunner:
         """Whether this is the last stage, which has the head."""
         return self.stage.index == self.stage.count - 1
 
-    def forward(self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None) -> Any:
+    def forward(
+        self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
+    ) -> Any:
         """
         The stage's output for a microbatch, detached from its graph: a tree of tensors, on the last stage the loss.
 
-        Without a batch the last stage gives logits (rows, length, vocab_size).
+        Without a batch the last stage gives what `finish` makes of the last hidden states and the head.
         """
         if not self.split:
             split = None
             with accumulating():
-                outputs = self._run(microbatch, inputs, shared, batch)
+                outputs = self._run(microbatch, inputs, shared, batch, finish)
         else:
             split = SplitBackward()
             with split.forward():
-                outputs = self._run(microbatch, inputs, shared, batch)
+                outputs = self._run(microbatch, inputs, shared, batch, finish)
         # Evaluation keeps nothing for a backward pass.
         if torch.is_grad_enabled():
             self._in_flight[microbatch] = InFlight(floating(leaves(inputs)), floating(leaves(outputs)), split)
         return transform(detach, outputs)
 
-    def _run(self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None) -> Any:
+    def _run(
+        self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None
+    ) -> Any:
         if not self.last:
             return self.stage.module(inputs, shared)
         if batch is None:
-            return self.stage.module(inputs, shared, _logits)
+            return self.stage.module(inputs, shared, finish)
         # The loss is computed inside of the module's forward, where hooks have made the head's weights ready.
         loss, weight, sums = self.stage.module(inputs, shared, partial(self._loss, batch))
         self._keep(microbatch, loss, weight, sums)
@@ -130,10 +134,6 @@ class StageRunner:
         if self.stage.shards is None:
             raise ValueError(f"the parameters of stage {self.stage.index} are not sharded")
         return self.stage.shards
-
-
-def _logits(hidden: Tensor, head: Head) -> Tensor:
-    return head.logits(hidden)
 
 
 def _split(kept: InFlight) -> SplitBackward:

@@ -1,14 +1,16 @@
 """
-Meshes of two GPUs beside one GPU and beside plain FSDP2, in one run: `make bench-mesh-gpu`.
+Meshes of several GPUs beside one GPU and beside plain FSDP2, in one run: `make bench-mesh-gpu RANKS=2`.
 
 Qwen3-0.6B and the shape of Llama 3 8B, in bfloat16, with rows of 4096 tokens; a step is forward, backward, the norm of
-all gradients, clipping and AdamW. Every rank has as many rows as the one GPU, so that the ideal is twice its tokens a
-second. The peer is Hugging Face transformers with Liger's kernels, if they are installed, under torch's `fully_shard`,
-each layer a unit, as here. A line says tokens per second and GPU, their ratio to one GPU's, and GiB per GPU at most.
+all gradients, clipping and AdamW. Data-parallel ranks each have as many rows as the one GPU; those along `tensor` share
+their rows. Ideal are its tokens a second on each GPU. The peer is Hugging Face transformers with Liger's kernels, if
+they are installed, under torch's `fully_shard`, each layer a unit, as here. A line says tokens per second and GPU,
+their ratio to one GPU's, and GiB per GPU at most.
 """
 
 import gc
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -72,40 +74,59 @@ class Case:
     sizes: Mapping[str, int] = {}
     peer: bool = False
     reshard: bool = True
+    schedule: str = "one_f_one_b"
 
     @property
     def name(self) -> str:
         """What a line calls it."""
         who = ", FSDP2 + transformers" if self.peer else "" if self.reshard else ", gathered once a step"
         mesh = " ".join(f"{name}={size}" for name, size in self.sizes.items()) or "one GPU"
-        return f"{self.model}, {self.rows} x {LENGTH} x {self.microbatches}, {mesh}{who}"
+        by = f", {self.schedule}" if "pipeline" in self.sizes else ""
+        return f"{self.model}, {self.rows} x {LENGTH} x {self.microbatches}, {mesh}{by}{who}"
+
+    @property
+    def tokens(self) -> float:
+        """Of a step, by GPU."""
+        apart = math.prod(size for name, size in self.sizes.items() if not name.startswith("data_"))
+        return self.rows * self.microbatches * LENGTH / apart
 
 
-MODELS = {"Qwen3-0.6B": DENSE, "Llama-3-8B shape": LLAMA}
-SHAPES = (("Qwen3-0.6B", 4, 1), ("Qwen3-0.6B", 4, 4), ("Llama-3-8B shape", 2, 1))
-MESHES: tuple[Mapping[str, int], ...] = ({"data_shard": 2}, {"data_replicate": 2})
+SMALL_MODEL, LARGE = "Qwen3-0.6B", "Llama-3-8B shape"
+MODELS = {SMALL_MODEL: DENSE, LARGE: LLAMA}
+SHAPES = ((SMALL_MODEL, 4, 1), (SMALL_MODEL, 4, 4), (LARGE, 2, 1))
 
 
 def cases(ranks: int) -> list[Case]:
     """What is measured with so many processes."""
     if ranks == 1:
         return [Case(*shape) for shape in SHAPES]
-    found = [Case(*shape, sizes) for shape in SHAPES for sizes in MESHES]
     # Each replica of the large model would need more memory than the one GPU, for buckets of gradients.
-    found = [case for case in found if "8B" not in case.model or "data_shard" in case.sizes]
-    found += [attrs.evolve(case, reshard=False) for case in found if "data_shard" in case.sizes]
-    return [*found, *(Case(*shape, {"data_shard": 2}, peer=True) for shape in SHAPES if shape[2] == 1)]
+    found = [Case(*shape, {"data_replicate": ranks}) for shape in SHAPES[:2]]
+    for shape in SHAPES:
+        found += [Case(*shape, {"data_shard": ranks}, reshard=reshard) for reshard in (True, False)]
+        found += [Case(*shape, {"data_shard": ranks}, peer=True)] if shape[2] == 1 else []
+    found.append(Case(LARGE, 2 * ranks, 1, {"tensor": ranks}))
+    pipelined = [Case(LARGE, 1, 8 * ranks // 2, {"pipeline": ranks}, schedule=each) for each in SCHEDULES]
+    if ranks == 2:
+        return [*found, *pipelined]
+    half = {"data_shard": ranks // 2}
+    found += [Case(LARGE, 4, 1, {"tensor": 2, **half}), Case(*SHAPES[0], {"data_replicate": 2, **half})]
+    return [*found, *pipelined, Case(LARGE, 1, 8, {"pipeline": ranks // 2, "data_shard": 2}, reshard=False)]
+
+
+SCHEDULES = ("one_f_one_b", "zero_bubble_v")
 
 
 def main() -> None:
-    """Measure one GPU, then two, in processes of their own."""
+    """Measure one GPU, then several, in processes of their own."""
     if "RANK" in os.environ:
         return _worker()
-    if not TINY and torch.cuda.device_count() < 2:
-        sys.exit("this needs two GPUs; --tiny tries it with two processes on a CPU")
+    several = int(os.environ.get("RANKS", "2"))
+    if not TINY and torch.cuda.device_count() < several:
+        sys.exit(f"this needs {several} GPUs; --tiny tries it with processes on a CPU")
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"BENCH_FOLDER": folder, "OMP_NUM_THREADS": "4"}
-        for ranks in (1, 2):
+        for ranks in (1, several):
             starter = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
             command = [sys.executable, *starter, str(Path(__file__)), *sys.argv[1:]]
             subprocess.run(command, env=environment, check=True)
@@ -135,10 +156,11 @@ def _line(case: Case, processes: TorchProcesses, device: ComputeDevice, ones: di
     shape = f"{case.model} {case.rows} {case.microbatches}"
     try:
         seconds, memory = _measured((_peer if case.peer else _ours)(case, mesh, device), device)
-        speed = case.rows * case.microbatches * LENGTH / seconds
+        speed = case.tokens / seconds
         if processes.world_size == 1:
-            ones[shape] = speed
-        text = f"{speed:>10,.0f} tokens/s a GPU{speed / ones.get(shape, float('nan')):>8.1%}{memory:>8.1f} GiB"
+            ones[shape] = ones[case.model] = speed  # of a model the last shape is the fastest
+        base = ones.get(shape, ones.get(case.model, float("nan")))
+        text = f"{speed:>10,.0f} tokens/s a GPU{speed / base:>8.1%}{memory:>8.1f} GiB"
     except Exception as failure:  # the others are measured nevertheless; all ranks fail alike
         text = f"  {type(failure).__name__}: {failure}".splitlines()[0][:150]
     if processes.rank == 0:
@@ -155,7 +177,7 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     model = Qwen3Dense(kernels=kernels, **config)
     model.initialise = _initialise  # type: ignore[assignment,method-assign]
     dtype: Any = "float32" if TINY else "bfloat16"
-    precision, schedule, loss = DtypePolicy(parameter=dtype), pipelines.schedule("one_f_one_b"), NextToken()
+    precision, schedule, loss = DtypePolicy(parameter=dtype), pipelines.schedule(case.schedule), NextToken()
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
     stages = MaterializedStages(model=model, loss=loss, precision=precision, job=pipelines.Job(), **common)
     stages.reshard_after_forward = case.reshard
@@ -163,7 +185,7 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     executor = Executor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
     executor.open()
     phases: list[Any] = [
-        Synchronize(parameters=stages, mesh=mesh, precision=precision, reduce=SumOverParameters(mesh=mesh)),
+        Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),
         ClipNorm(parameters=stages, max_norm=1.0),
         optimizer := AdamW(parameters=stages, lr=1e-5),
     ]
@@ -191,8 +213,8 @@ def _peer(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     if liger:
         import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh.torch_mesh("data_shard"))
-    fully_shard(model, mesh=mesh.torch_mesh("data_shard"))
+        fully_shard(layer, mesh=mesh.torch_mesh(["data_shard"]))
+    fully_shard(model, mesh=mesh.torch_mesh(["data_shard"]))
     model.to_empty(device=device.device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -214,7 +236,8 @@ def _peer(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
 
 
 def _config(case: Case) -> dict[str, Any]:
-    small = {key: value for key, value in SMALL.items() if key in DENSE} | {"num_hidden_layers": 2}
+    small = {key: value for key, value in SMALL.items() if key in DENSE}
+    small |= {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
     return MODELS[case.model] | (small if TINY else {})
 
 

@@ -180,7 +180,7 @@ def _step_of(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     stages.open()
     executor = Executor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
     executor.open()
-    synchronize = Synchronize(parameters=stages, mesh=mesh, precision=precision, reduce=SumOverParameters(mesh=mesh))
+    synchronize = Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh))
     clip = ClipNorm(parameters=stages, max_norm=1.0)
     optimizer: Any = AdamW(parameters=stages, lr=1e-5)
     if case.stochastic:

@@ -140,6 +140,10 @@ def test_all_are_compared(capsys: Capture) -> None:
         ),
         (["--ranks", "2"], "schedule takes a recipe, or the name of a schedule and --ranks, or --compare"),
         (["first_run", "--compare"], "--compare takes --ranks and --microbatches, and no recipe"),
+        (
+            ["mine.toml", "--ranks", "2", "--microbatches", "4"],
+            "a recipe has its own number of ranks; leave --ranks out",
+        ),
         (["no_such_recipe"], "no_such_recipe"),
     ],
 )

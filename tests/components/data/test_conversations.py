@@ -5,13 +5,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from drawloom.components.data.conversations import Conversations
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.graph import UserError
 from drawloom.graph.types.port_match import mismatches
-from support.chat import CHATML, THINKING, opened, say, tokenizer_folder
+from support.chat import CHATML, THINKING, TOOLS, opened, say, tokenizer_folder
 
 
 def corpus(folder: Path, *rows: Any, template: str | None = CHATML, **settings: Any) -> Conversations:
@@ -51,6 +53,18 @@ def test_lines_of_all_forms(tmp_path: Path) -> None:
     assert trained(made) == ["b<|im_end|>", " there</s>", "y<|im_end|>"]
 
 
+def test_a_table_has_the_conversations_of_lines(tmp_path: Path) -> None:
+    """Also where a table fills keys with nulls that only some messages have."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "1"}}}]}
+    rows = [{"messages": say("a", "b")}, {"messages": [*say("a"), call]}, {"messages": say("c", "d")}]
+    lines = corpus(tmp_path, *rows, template=TOOLS)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    table = Conversations(tokenizer=lines.tokenizer, paths=[str(tmp_path / "rows.parquet")], validation_fraction=0.0)
+    table.open()
+    assert trained(table) == trained(lines)
+    assert table.documents("train").fingerprint == lines.documents("train").fingerprint
+
+
 def test_which_turns_are_trained(tmp_path: Path) -> None:
     """All, the last, or each in a row of its own, where history is rendered as it was when the turn was answered."""
     row = {"messages": say("a", "<think>\nx\n</think>\n\none", "b", "<think>\ny\n</think>\n\ntwo")}
@@ -81,7 +95,7 @@ def test_a_line_without_an_answer_is_dropped_and_counted(tmp_path: Path, caplog:
 
 BAD: dict[str, tuple[Any, str]] = {
     "no JSON": ("{", "rows.jsonl:2: Expecting"),
-    "no object": ([1], r"rows.jsonl:2: a line must be an object like"),
+    "no object": ([1], r"rows.jsonl:2: a line must be an object with conversations, and not list"),
     "other keys": ({"conversations": []}, r"rows.jsonl:2: it has conversations; write"),
     "a message without a role": ({"messages": [{"content": "a"}]}, "rows.jsonl:2: turn 1 is no object with a role"),
     "a weight that is none": ({"messages": [{**say("a")[0], "weight": "x"}]}, "rows.jsonl:2: a turn has weight 'x'"),

@@ -1,5 +1,6 @@
 """Sums over ranks that hold different parameters."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -30,7 +31,7 @@ class FakeMesh:
         """Two ranks along pipeline, data_replicate and data_shard."""
         return Twice() if {"pipeline", "data_replicate", "data_shard"} & {*dimensions} else SingleProcess()
 
-    def torch_mesh(self, *dimensions: str) -> Any:
+    def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         raise AssertionError("nothing is sharded")
 
     def size(self, dimension: str) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
 from drawloom.components.export.shard_writer import Share, share, write_shares
+from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import InMemory
@@ -33,6 +34,11 @@ def tensors() -> dict[str, Tensor]:
     return {name: torch.arange(8.0).view(2, 4) + 8 * number for number, name in enumerate(names)}
 
 
+def parameters(named: dict[str, Tensor]) -> dict[str, ModelParameter]:
+    """The same as parameters of a model."""
+    return {name: ModelParameter(tensor) for name, tensor in named.items()}
+
+
 def mapper() -> Mapper:
     """Gate and up of each layer become one."""
     layers = [f"layers.{layer}." for layer in range(LAYERS)]
@@ -49,7 +55,7 @@ def config_beside(folder: Path, files: list[PlannedFile]) -> None:
 
 def by_one(folder: Path, max_shard: int = 2**30) -> dict[str, Tensor]:
     """What one process writes."""
-    mine = share(tensors(), mapper(), range(2 * LAYERS), None)
+    mine = share(parameters(tensors()), mapper(), range(2 * LAYERS), None)
     write_shares(folder, mine, SingleProcess(), max_shard, config_beside)
     source = open_safetensors_folder(folder)
     return {name: source.tensor(name) for name in source.specs()}
@@ -153,7 +159,7 @@ whole = here.tensors()
 spread = convert(parallel(*(distribute(name, mesh, [Shard(0)]) for name in whole)), whole)
 world = TorchGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
 mapper = here.mapper()
-mine = share(spread, mapper, [n for n in range(len(mapper.groups)) if n % 2 == rank], None)
+mine = share(here.parameters(spread), mapper, [n for n in range(len(mapper.groups)) if n % 2 == rank], None)
 write_shares(Path(sys.argv[3]), mine, world, 100, here.config_beside)
 os._exit(0)  # torch's threads do not always end in order
 """
@@ -179,7 +185,8 @@ def test_sharded_tensors_are_the_same_under_every_hash_seed(tmp_path: Path) -> N
 
 def test_tensors_are_exported_in_another_dtype(tmp_path: Path) -> None:
     """A share in another dtype is written in that, and whole numbers are left alone."""
-    mine = share({"a": torch.ones(2), "b": torch.tensor([1])}, identity("a", "b"), [0, 1], torch.bfloat16)
+    given = parameters({"a": torch.ones(2), "b": torch.tensor([1])})
+    mine = share(given, identity("a", "b"), [0, 1], torch.bfloat16)
     write_shares(tmp_path / "export", mine, SingleProcess(), 100, config_beside)
     kinds = open_safetensors_folder(tmp_path / "export").specs()
     assert {name: kind.dtype for name, kind in kinds.items()} == {"a": torch.bfloat16, "b": torch.int64}

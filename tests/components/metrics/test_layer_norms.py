@@ -28,7 +28,7 @@ class Weights:
     def counted(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, each) for name, each in self.named() if name not in self.others]
 
-    def sum_shared(self) -> None:
+    def sum_gradients(self) -> None:
         pass
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.adapted import (
     adapted_model,
@@ -47,6 +48,6 @@ def test_the_error_of_merging_is_what_rounding_loses_of_the_change() -> None:
     """1 + 2^-9 has no bfloat16: the change is lost whole; 1 + 2^-7 has one."""
     mapper = Mapper((TensorGroup(("w", "d"), ("w",), lambda tensors: [tensors[0] + tensors[1]]),))
     for change, lost in ((2.0**-9, 1.0), (2.0**-7, 0.0)):
-        tensors = {"w": torch.ones(3), "d": torch.full((3,), change)}
-        assert merge_error(mapper, tensors, torch.bfloat16).relative == pytest.approx(lost)
-        assert merge_error(mapper, tensors, None).relative == 0.0
+        parameters = {"w": ModelParameter(torch.ones(3)), "d": ModelParameter(torch.full((3,), change))}
+        assert merge_error(mapper, parameters, torch.bfloat16).relative == pytest.approx(lost)
+        assert merge_error(mapper, parameters, None).relative == 0.0

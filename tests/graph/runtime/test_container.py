@@ -268,6 +268,14 @@ def test_a_given_object_must_implement_the_ports(shop: Shop, project: Project) -
         project.container(shop(), given={"stor": Till()}).build()
 
 
+def test_a_given_object_need_not_suit_nodes_that_are_not_built(shop: Shop, project: Project) -> None:
+    """For a part of a graph it is enough to implement the ports that this part takes."""
+    graph = shop('[menu]\nuse = "pages.menu"\nlinks = {}\nbackup = "@page"\n[trainer]\npages = ["@page", "@menu"]')
+    till = Till()  # [menu] takes a page or a store, and [trainer] pages only
+    with project.container(graph, "menu", given={"page": till}) as objects:
+        assert objects["menu"].backup is till
+
+
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_an_interruption_is_raised_as_itself(shop: Shop, project: Project, stop: type[BaseException]) -> None:
     """KeyboardInterrupt is not wrapped in an ExceptionGroup, also if closing fails."""

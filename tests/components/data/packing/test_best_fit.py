@@ -29,6 +29,13 @@ def test_items_that_fit_exactly_fill_rows() -> None:
     assert [int(sizes[pair].sum()) for pair in items.reshape(4, 2)] == [8, 8, 8, 8]
 
 
+def test_an_item_of_the_size_of_a_row_fills_one() -> None:
+    """Also in rows of 2^16 tokens, where its size has 17 bits."""
+    for length in (8, 2**16):
+        items, counts = best_fit(np.arange(3), np.array([2, length, length - 2]), length)
+        assert items.tolist() == [1, 2, 0] and counts.tolist() == [1, 2]
+
+
 def test_small_items_share_rows() -> None:
     """Items of one size open no more rows than they need."""
     _, counts = best_fit(np.arange(10), np.full(10, 3), 8)

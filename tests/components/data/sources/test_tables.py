@@ -11,7 +11,7 @@ from pyarrow import ipc
 from drawloom.components.data.sources import tables
 from drawloom.components.data.sources.documents import Part, texts_of
 from drawloom.components.data.sources.files import find
-from drawloom.components.data.sources.tables import ArrowPart, parquet_parts
+from drawloom.components.data.sources.tables import ArrowPart, parquet_parts, table_rows
 from drawloom.graph import UserError
 
 TEXTS = [f"text {number}" for number in range(2500)]
@@ -39,6 +39,15 @@ def test_each_row_is_a_document(tmp_path: Path, kind: str) -> None:
     found = [document for part in parts for document in part.documents()]
     assert [document.text for document in found] == TEXTS
     assert [document.offset for document in found] == list(range(len(TEXTS)))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
+def test_rows_have_all_columns(tmp_path: Path, kind: str) -> None:
+    """An object for each row, in order."""
+    path = tmp_path / ("a.parquet" if kind == "parquet" else "a.arrow")
+    write(path, kind, table())
+    [file] = find([str(path)])
+    assert [*table_rows(file)] == [{"id": number, "body": text} for number, text in enumerate(TEXTS)]
 
 
 def test_row_groups_are_divided_into_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

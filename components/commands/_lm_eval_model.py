@@ -1,0 +1,125 @@
+"""A run's model as lm-eval-harness asks for one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
+
+from drawloom.components.distributed.rng import generator
+from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.model import BatchContext
+from drawloom.components.ports.pipeline import Predictor
+from drawloom.components.sampling.generate import Sampler
+from drawloom.graph import UserError
+
+OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
+"""What a task may ask of generated text."""
+
+
+class RunModel(TemplateLM):  # type: ignore[misc]
+    """
+    Answers requests with a predictor on this process; `context` is the most tokens that the model sees.
+
+    A text begins after the end of another one, as in training. Requests of similar lengths are computed `rows` at a
+    time.
+    """
+
+    def __init__(
+        self, predictor: Predictor, tokenizer: Tokenizer, pipeline: Group, context: int, rows: int, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.predictor = predictor
+        self.tokens = tokenizer
+        self.pipeline = pipeline
+        self.context = context
+        self.rows = rows
+        self.seed = seed
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a text."""
+        return self.tokens.eos_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The ids of a text; none is added."""
+        return [int(token) for token in self.tokens.encode(string)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each text as a whole: windows of the context, in which each token is scored once."""
+        found = []
+        for (text,) in (request.args for request in requests):
+            windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.context, 1)
+            pairs = [(("", ""), *make_disjoint_window(window)) for window in windows]
+            found.append(sum(total for total, _ in self._loglikelihood_tokens(pairs)))
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The text that the model adds to each, up to where one of the task's ends begins."""
+        return [self._generated(text, dict(options)) for text, options in (request.args for request in requests)]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        # The last token is predicted and not seen, so that one more than the context fits.
+        texts = [([*before, *after][-self.context - 1 :], len(after)) for _, before, after in requests]
+        order = sorted(range(len(texts)), key=lambda number: -len(texts[number][0]))
+        found: dict[int, tuple[float, bool]] = {}
+        for start in range(0, len(order), self.rows):
+            numbers = order[start : start + self.rows]
+            found |= zip(numbers, self._scored([texts[number] for number in numbers]), strict=True)
+        return [found[number] for number in range(len(texts))]
+
+    def _scored(self, texts: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+        """Of texts, each with how many tokens of it are scored: their log-likelihood, and whether all are likeliest."""
+        length = max(len(ids) for ids, _ in texts) - 1
+        seen = torch.full((len(texts), length), self.eot_token_id)
+        for row, (ids, _) in enumerate(texts):
+            seen[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+        positions = torch.arange(length).repeat(len(texts), 1)
+        logits = self.predictor.infer(seen, BatchContext(positions, torch.zeros_like(seen)))
+        if logits is None:
+            raise ValueError("this process does not hold all stages")
+        return [_score(logits[row, : len(ids) - 1][-count:], ids[-count:]) for row, (ids, count) in enumerate(texts)]
+
+    def _generated(self, text: str, options: dict[str, Any]) -> str:
+        if unknown := sorted(options.keys() - OPTIONS):
+            known = ", ".join(sorted(OPTIONS))
+            raise UserError(f"a task asks for text by {', '.join(unknown)}; take one that uses {known}")
+        until = options.get("until") or []
+        ends = [until] if isinstance(until, str) else until
+        most = options.get("max_gen_toks", 256)
+        if most >= self.context:
+            raise UserError(f"a task asks for {most} tokens; write --context {most + 1} or more")
+        prompt = self.tok_encode(text)[-(self.context - most) :] or [self.prefix_token_id]
+        sampler = Sampler(
+            model=self.predictor,
+            pipeline=self.pipeline,
+            generator=generator(self.seed, "sample"),
+            end=self.eot_token_id,
+            context=self.context,
+            temperature=options.get("temperature", 1.0) if options.get("do_sample") else 0.0,
+            top_k=options.get("top_k"),
+        )
+        ids: list[int] = []
+        for token in sampler.continued(prompt, most):
+            ids.append(token)
+            added = self.tokens.decode(ids)
+            if any(end in added for end in ends if end):
+                break
+        return _before(self.tokens.decode(ids), ends)
+
+
+def _score(logits: Tensor, targets: Sequence[int]) -> tuple[float, bool]:
+    """The sum of the log-probabilities of targets by logits (targets, vocab_size), and whether all are likeliest."""
+    wanted = torch.tensor(targets, device=logits.device)
+    picked = logits.double().log_softmax(-1).gather(-1, wanted[:, None])
+    return float(picked.sum()), bool((logits.argmax(-1) == wanted).all())
+
+
+def _before(text: str, ends: Sequence[str]) -> str:
+    """The text up to the first of the ends."""
+    return text[: min((place for end in ends if end and (place := text.find(end)) >= 0), default=len(text))]

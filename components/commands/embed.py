@@ -1,0 +1,73 @@
+"""write the mean hidden states of documents, by a run's weights"""
+
+import argparse
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drawloom.components.commands._trained import add_run, trained
+from drawloom.components.data.sources.files import find
+from drawloom.components.data.sources.parts import parts_of
+from drawloom.components.pipeline.executor import Executor
+from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.model import BatchContext, HiddenStates, Model
+from drawloom.components.storage.safetensors.writer import write_tensors
+from drawloom.graph import UserError
+from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add_run(parser)
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="files or globs: text, JSON lines, Parquet, Arrow")
+    parser.add_argument("--to", type=Path, metavar="FILE", required=True, help="the safetensors file to write")
+    parser.add_argument(
+        "--layers", nargs="+", type=int, default=[-1], metavar="N", help="0: the embedding; -1: the last (default -1)"
+    )
+    parser.add_argument("--field", default="text", help="the field or column with the text (default text)")
+    parser.add_argument("--context", type=int, default=1024, help="most tokens of a document (default 1024)")
+    parser.add_argument("--rows", type=int, default=8, help="documents that are computed together (default 8)")
+
+
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Write `hidden_states`, float32 (documents, layers, hidden_size), in the order of the documents."""
+    if options.to.exists():
+        raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
+    texts = (document.text for part in parts_of(find(options.paths), options.field) for document in part.documents())
+    with trained(project, options, Executor, Tokenizer, Model) as (run, step):
+        wanted = HiddenStates(_layers(options.layers, run.get(Model).num_hidden_layers), documents=1)
+        found = []
+        while batch := [*islice(texts, options.rows)]:
+            ids = [[int(token) for token in run.get(Tokenizer).encode(text)][: options.context] for text in batch]
+            found.append(_means(run.get(Executor), ids, wanted))
+    if not found:
+        raise UserError(f"{' '.join(options.paths)}: there is no document", 2)
+    states = torch.cat(found)
+    write_tensors(options.to, {"hidden_states": states})
+    print_text(f"{options.run_folder}, step {step}: wrote {options.to}, {' x '.join(map(str, states.shape))} numbers")
+    return 0
+
+
+def _layers(given: Sequence[int], count: int) -> tuple[int, ...]:
+    if unknown := [number for number in given if not -count - 1 <= number <= count]:
+        raise UserError(f"--layers: there is no layer {unknown[0]}; the model has 0 to {count}, and -1 is the last", 2)
+    return tuple(number % (count + 1) for number in given)
+
+
+def _means(executor: Executor, texts: Sequence[Sequence[int]], wanted: HiddenStates) -> Tensor:
+    """The mean hidden states of texts of ids: float32 (texts, layers, hidden_size); zeros for one without any."""
+    length = max(1, *(len(ids) for ids in texts))
+    tokens = torch.zeros(len(texts), length, dtype=torch.int64)
+    padding = torch.ones_like(tokens)  # a document of its own
+    for row, ids in enumerate(texts):
+        tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        padding[row, : len(ids)] = 0
+    positions = torch.arange(length).repeat(len(texts), 1)
+    states = executor.hidden_states(tokens, BatchContext(positions, padding, hidden_states=wanted))
+    if states is None:
+        raise ValueError("this process does not hold all stages")
+    return torch.stack([states[layer][:, 0] for layer in wanted.layers], 1).float().cpu()

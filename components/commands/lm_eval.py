@@ -1,0 +1,64 @@
+"""measure a run on tasks of lm-eval-harness"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from drawloom.components.commands._trained import add_run, trained
+from drawloom.components.data.sources.files import package
+from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.pipeline import Predictor
+from drawloom.components.storage.atomic_write import replace_file
+from drawloom.graph import UserError
+from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add_run(parser)
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", required=True, help="names of tasks or groups of tasks")
+    parser.add_argument("--include", action="append", type=Path, metavar="DIR", help="a folder with tasks in YAML")
+    parser.add_argument("--fewshot", type=int, metavar="N", help="examples before each question; the task's by default")
+    parser.add_argument("--limit", type=int, metavar="N", help="take the first N questions of each task")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of context for the model (default 1024)")
+    parser.add_argument("--rows", type=int, default=8, help="texts that are computed together (default 8)")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="write all results as JSON")
+
+
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Print the metrics of each task."""
+    harness = package("lm_eval", "pip install 'drawloom[lm-eval]'")
+    from lm_eval.tasks import TaskManager
+
+    from drawloom.components.commands._lm_eval_model import RunModel
+
+    manager = TaskManager(include_path=[str(path) for path in options.include or ()] or None)
+    if unknown := [name for name in options.tasks if not manager.match_tasks([name])]:
+        raise UserError(f"--tasks: no task is called {unknown[0]!r}; `lm-eval ls tasks` shows those of the package", 2)
+    with trained(project, options, Predictor, Tokenizer, Mesh) as (run, step):
+        pipeline = run.get(Mesh).group("pipeline")
+        model = RunModel(run.get(Predictor), run.get(Tokenizer), pipeline, options.context, options.rows)
+        results = harness.simple_evaluate(
+            model, tasks=options.tasks, num_fewshot=options.fewshot, limit=options.limit, task_manager=manager
+        )
+    if options.to is not None:
+        kept = {name: each for name, each in results.items() if name != "samples"}
+        replace_file(options.to, json.dumps({"step": step, **kept}, indent=2, default=str).encode() + b"\n")
+    print_text("\n".join([f"{options.run_folder}, step {step}:", *_lines(results["results"])]))
+    return 0
+
+
+def _lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each metric of each task; its key is a name and a filter, such as acc,none."""
+    for task, values in results.items():
+        for key, value in values.items():
+            metric, _, rest = key.partition(",")
+            if not isinstance(value, int | float) or not rest or metric.endswith("_stderr"):
+                continue
+            error = values.get(f"{metric}_stderr,{rest}")
+            kind = "" if rest == "none" else f" ({rest})"
+            yield f"{task}  {metric}{kind} {value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) else "")

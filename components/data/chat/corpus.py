@@ -1,0 +1,142 @@
+"""What corpora of conversations share: files, the template, splits, and what is said of them."""
+
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+
+from drawloom.components.data.chat.encode import Encoded
+from drawloom.components.data.chat.lines import Line, lines_of
+from drawloom.components.data.chat.template import ChatTemplate, RenderError
+from drawloom.components.data.chat.turns import Message
+from drawloom.components.data.sources.documents import split_of
+from drawloom.components.data.store.shard import id_dtype
+from drawloom.components.data.token_arrays import TokenArrays
+from drawloom.components.ports.corpus import ChatTokenizer, Split
+from drawloom.graph import UserError, between, inherited, setting
+
+log = logging.getLogger("drawloom.data")
+
+
+@inherited
+class ChatCorpus:
+    """Lines of files, rendered by a chat template, as documents with the weights that their tokens have as targets."""
+
+    kind: ClassVar[str] = "conversation"
+
+    tokenizer: ChatTokenizer
+    paths: list[str] = setting(
+        check=lambda paths: None if paths else "an empty list names no file",
+        doc="globs of JSON-lines, .parquet and .arrow files, relative to the current directory; `**` crosses folders",
+    )
+    template: Path | None = setting(
+        default=None, doc="a file with a chat template in jinja2; the tokenizer's own if left out"
+    )
+    date: str | None = setting(
+        default=None, doc="what templates get that ask for today's date, as 2025-01-31; they fail if it is left out"
+    )
+    validation_fraction: float = setting(
+        default=0.05, check=between(0, 1), doc="fraction of the lines to hold out for evaluation; 0: none"
+    )
+    _splits: dict[Split, TokenArrays] = attrs.field(init=False, factory=dict)
+    _straddling: int = attrs.field(init=False, default=0)
+    _untrained: int = attrs.field(init=False, default=0)
+
+    @abstractmethod
+    def encoded(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
+        """The documents of a line; those without a trained token are dropped. Raises ValueError for a bad line."""
+
+    @abstractmethod
+    def nothing_trained(self) -> str:
+        """Why there may be no trained token in any line, for the message."""
+
+    def open(self) -> None:
+        """Render and tokenize all lines. Raises UserError with the file and the line of a bad one."""
+        # Lines of plain texts need no template, and so no process that renders it.
+        template = ChatTemplate(self._template(), self.tokenizer.template_tokens, self.date)
+        try:
+            rows: dict[Split, list[Encoded]] = {"train": [], "validation": []}
+            for line in lines_of(self.paths):
+                kept = [row for row in self._rows(line, template) if row.weights[1:].any()]
+                self._untrained += not kept
+                rows[split_of(line.key, self.validation_fraction)] += kept
+        finally:
+            template.close()
+        if not any(rows.values()):
+            raise UserError(f"paths: {self.nothing_trained()}")
+        self._splits = {split: self._arrays(each, split) for split, each in rows.items()}
+        self._report(sum(map(len, rows.values())))
+
+    def close(self) -> None:
+        """Free the tokens."""
+        self._splits = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """The tokenizer's."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        """The tokenizer's."""
+        return self.tokenizer.eos_id
+
+    def documents(self, split: Split) -> TokenArrays:
+        """The documents of a split."""
+        return self._splits[split]
+
+    def files_read(self) -> dict[str, list[Path]]:
+        """The template, if a file is named."""
+        return {} if self.template is None else {"template": [self.template]}
+
+    def _template(self) -> str | None:
+        if self.template is None:
+            return self.tokenizer.chat_template
+        try:
+            return self.template.read_text("utf-8")
+        except OSError as error:
+            raise UserError(f"template: {self.template} can't be read ({error.strerror})") from error
+
+    def _rows(self, line: Line, template: ChatTemplate) -> Sequence[Encoded]:
+        try:
+            encoded = self.encoded(line.row, template)
+        except (ValueError, RecursionError) as error:
+            what = "the template refuses it: " if isinstance(error, RenderError) else ""
+            raise UserError(f"{line.place}: {what}{error}") from error
+        self._straddling += sum(each.straddles for each in encoded)
+        return encoded
+
+    def _arrays(self, rows: Sequence[Encoded], split: Split) -> TokenArrays:
+        dtype = id_dtype(self.vocab_size)
+        weights = [row.weights for row in rows]
+        return TokenArrays.of((row.ids for row in rows), dtype, weights, name=f"{split} {self.kind}")
+
+    def _report(self, rows: int) -> None:
+        parts = self._splits.values()
+        tokens = sum(len(each.ids) for each in parts)
+        trained = sum(int((each.own_weights > 0).sum()) for each in parts if each.own_weights is not None)
+        log.info("%d %ss of %d tokens, of which %d are trained", rows, self.kind, tokens, trained)
+        if self._untrained:
+            log.warning("%d lines have no token to train, and are dropped", self._untrained)
+        if self._straddling:
+            log.info(
+                "%d %ss have other ids than their text at once: where a turn begins, it is encoded anew, as when a "
+                "model answers",
+                self._straddling,
+                self.kind,
+            )
+
+
+def check_messages(messages: Sequence[Any]) -> None:
+    """ValueError for the first turn that is no object with a role."""
+    for number, message in enumerate(messages, 1):
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+            raise ValueError(f'turn {number} is no object with a role; write {{"role": "user", "content": "..."}}')
+
+
+def without(message: Message, key: str) -> Message:
+    """A message without one of its keys."""
+    return {name: each for name, each in message.items() if name != key}

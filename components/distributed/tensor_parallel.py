@@ -1,0 +1,210 @@
+"""
+Tensor parallelism: ranks that share every matrix product, with tokens split over them in between.
+
+Linear layers are split as in Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3: those before a
+nonlinearity by rows of their weights (colwise), those after it by columns (rowwise). Norms and residuals are computed
+by each rank for its own tokens (Korthikanti et al. 2022, "Reducing Activation Recomputation", arXiv 2205.05198, section
+4.2.2, "sequence parallelism"), so that the collectives are an all-gather before and a reduce-scatter behind.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.model import VocabularyPart
+from drawloom.components.ports.slices import TensorSlice
+from drawloom.graph import UserError
+
+Collective = Callable[[Tensor, Group], Tensor]
+
+
+@attrs.frozen(eq=False)
+class TensorRanks:
+    """
+    The ranks that share matrix products, and what they exchange; alone, every method returns its argument.
+
+    "Split tokens" are (tokens / size, width), this rank's part of the tokens of all rows one after the other; the last
+    rank's are padded where the number of tokens does not divide.
+    """
+
+    group: Group
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.group.size
+
+    def gather_tokens(self, hidden: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+        """
+        Split tokens to those of all ranks: (*shape, width), or without a shape (tokens, width) with what was padded.
+
+        Each rank computes something else with them: the backward pass sums over the ranks.
+        """
+        if self.size == 1:
+            return hidden
+        gathered = _exchange(hidden, self.group, _gather, _reduce_scatter)
+        return gathered if shape is None else _unpadded(gathered, shape)
+
+    def gather_tokens_for_all(self, hidden: Tensor, shape: Sequence[int]) -> Tensor:
+        """
+        Split tokens to those of all ranks, (*shape, width), with which all ranks compute the same.
+
+        Each rank has the whole gradient then, and the backward pass takes its part.
+        """
+        if self.size == 1:
+            return hidden
+        return _unpadded(_exchange(hidden, self.group, _gather, _own), shape)
+
+    def reduce_scatter_tokens(self, partial: Tensor) -> Tensor:
+        """The sum over the ranks of (..., width), as split tokens."""
+        if self.size == 1:
+            return partial
+        tokens = partial.flatten(0, -2)
+        padding = -len(tokens) % self.size
+        if padding:
+            tokens = nn.functional.pad(tokens, (0, 0, 0, padding))
+        return _exchange(tokens, self.group, _reduce_scatter, _gather)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A tensor (any shape) with which each rank computes something else: the backward pass sums over the ranks."""
+        return tensor if self.size == 1 else _exchange(tensor, self.group, _same, _sum)
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """The sum over the ranks of a tensor of any shape, with which all ranks compute the same."""
+        return partial if self.size == 1 else _exchange(partial, self.group, _sum, _same)
+
+    def gather_last(self, part: Tensor) -> Tensor:
+        """The last dimension (..., n / size) of all ranks, (..., n), with which all ranks compute the same."""
+        return part if self.size == 1 else _exchange(part, self.group, _gather_last, _own_last)
+
+    def rows_of(self, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """
+        Which rows of this rank's part of a table (rows, width) the tokens' are, and a mask (..., 1) of those it has.
+
+        tokens: int64 (...); the rows have their shape, and are 0 where another rank has the token's. Alone there is no
+        mask.
+        """
+        if self.size == 1:
+            return tokens, None
+        local = tokens - self.group.rank * len(table)
+        here = (local >= 0) & (local < len(table))
+        return local.where(here, 0), here.unsqueeze(-1)
+
+    def vocabulary_part(self, weight: Tensor) -> VocabularyPart | None:
+        """The part of the vocabulary that this rank's rows (rows, width) of the output weight are."""
+        return None if self.size == 1 else VocabularyPart(self.group.rank * len(weight), self.group)
+
+
+ALONE = TensorRanks(SingleProcess())
+"""One rank, which computes everything."""
+
+
+class TensorParallel(nn.Module):
+    """
+    A module that can share its work with `ranks`; until `split` sets them it is alone.
+
+    Its own parameters that `split_dims` does not name are whole on each rank, and get gradients of a part of the tokens
+    or channels there, which are summed over the ranks.
+    """
+
+    ranks: TensorRanks = ALONE
+
+    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+        """The parameters that are split: by name the dimension, and how many of its elements must stay together."""
+        return {}
+
+
+def split(module: nn.Module, ranks: TensorRanks) -> dict[str, TensorSlice]:
+    """
+    Split the modules of a model on the meta device over ranks; gives the slices of what is split, by name.
+
+    Raises UserError for a parameter that can't be split evenly.
+    """
+    slices: dict[str, TensorSlice] = {}
+    for path, part in module.named_modules():
+        if ranks.size == 1 or not isinstance(part, TensorParallel):
+            continue
+        part.ranks = ranks
+        for leaf, (dim, unit) in part.split_dims().items():
+            name = f"{path}.{leaf}" if path else leaf
+            whole = getattr(part, leaf)
+            slices[name] = place = _slice(name, tuple(whole.shape), dim, unit, ranks)
+            local = torch.empty(place.size, dtype=whole.dtype, device=whole.device)
+            setattr(part, leaf, nn.Parameter(local, whole.requires_grad))
+    return slices
+
+
+def _slice(name: str, shape: tuple[int, ...], dim: int, unit: int, ranks: TensorRanks) -> TensorSlice:
+    units = shape[dim] // unit
+    if units % ranks.size:
+        what = f"{units} heads of {unit} channels" if unit > 1 else f"dimension {dim} of size {units}"
+        raise UserError(f"mesh.tensor = {ranks.size} ranks can't share {what} of {name} evenly", exit_code=2)
+    size = shape[dim] // ranks.size
+    offsets = [0] * len(shape)
+    offsets[dim] = ranks.group.rank * size
+    return TensorSlice(shape, tuple(offsets), (*shape[:dim], size, *shape[dim + 1 :]))
+
+
+def _unpadded(tokens: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tokens (at least as many as `shape` has, width) as (*shape, width)."""
+    return tokens[: torch.Size(shape).numel()].view(*shape, -1)
+
+
+class _Exchange(Function):
+    """What `there` makes of a tensor and a group; the backward pass is `back` of the gradient and the group."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.group), None, None, None
+
+
+def _exchange(tensor: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
+    exchanged: Tensor = _Exchange.apply(tensor, group, there, back)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+def _same(tensor: Tensor, group: Group) -> Tensor:
+    return tensor.view_as(tensor)  # a Function must not return its input itself
+
+
+def _gather(part: Tensor, group: Group) -> Tensor:
+    """(n, ...) of each rank as (size * n, ...)."""
+    return torch.cat([part] * group.size) if part.is_meta else group.gather(part).flatten(0, 1)
+
+
+def _reduce_scatter(whole: Tensor, group: Group) -> Tensor:
+    """The sum over the ranks of (size * n, ...), of which each gets (n, ...)."""
+    parts = whole.view(group.size, -1, *whole.shape[1:])
+    return torch.empty_like(parts[0]) if whole.is_meta else group.reduce_scatter(parts)
+
+
+def _sum(partial: Tensor, group: Group) -> Tensor:
+    total = partial.detach().clone(memory_format=torch.contiguous_format)
+    if not total.is_meta:
+        group.sum(total)
+    return total
+
+
+def _gather_last(part: Tensor, group: Group) -> Tensor:
+    if part.is_meta:
+        return torch.cat([part] * group.size, -1)
+    return group.gather(part).movedim(0, -2).flatten(-2)
+
+
+def _own(whole: Tensor, group: Group) -> Tensor:
+    return whole.chunk(group.size)[group.rank].contiguous()
+
+
+def _own_last(whole: Tensor, group: Group) -> Tensor:
+    return whole.chunk(group.size, -1)[group.rank].contiguous()

@@ -1,0 +1,62 @@
+"""
+Direct Preference Optimization: the preferred of two answers is made likelier than the other, against a reference.
+
+Rafailov et al. 2023, "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", arXiv
+2305.18290, equation 7. The reward of an answer is beta times the logarithm of how much likelier it is than by the
+reference, which is the model without its adapters.
+"""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drawloom.components.ports.data import Batch
+from drawloom.components.ports.model import BatchContext, Head
+from drawloom.graph import above, component, setting
+
+
+@component
+class Dpo:
+    """
+    -log(sigmoid(margin)) of each pair of answers, where the margin is the difference of their rewards.
+
+    The rows are those of `data.packing.pairs`. An answer's log-probability is the sum of those of its tokens that have
+    a weight, in float64; the weights of a pair add up to what it counts. Named sums, by pair as the loss, are
+    `reward_margin`, `reward_accuracy` (the share of pairs whose margin is above 0), `reward_chosen`, `reward_rejected`.
+    """
+
+    pairs: ClassVar[bool] = True
+
+    beta: float = setting(default=0.1, check=above(0), doc="how close to the reference the model is kept; more: closer")
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
+        """Token ids, int64 (rows, length), for the first stage; positions, documents and weights for all."""
+        return batch.tokens, BatchContext(batch.positions, batch.document_ids, batch.weights)
+
+    def reference(self, hidden: Tensor, head: Head, batch: Batch) -> Tensor:
+        """The log-probabilities of the targets that have a weight, at least float32 (rows, length), 0 elsewhere."""
+        return -head.token_losses(hidden, batch.targets, (batch.weights > 0).float())[0]
+
+    def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The sum of the pairs' losses, of their weights, and named sums; hidden is (rows, length, hidden_size)."""
+        if batch.reference is None:
+            raise ValueError("the batch has no log-probabilities of a reference")
+        ratios = self.reference(hidden, head, batch) - batch.reference
+        rewards = self.beta * _by_pair(ratios, batch.document_ids)
+        weights = _by_pair(batch.weights, batch.document_ids).sum(-1)
+        chosen, rejected = rewards.unbind(-1)
+        margin = chosen - rejected
+        total = (F.softplus(-margin) * weights).sum()  # softplus(-x) is -log(sigmoid(x))
+        sums = {"margin": margin, "accuracy": (margin > 0).double(), "chosen": chosen, "rejected": rejected}
+        named = {f"reward_{name}": (each.detach() * weights).sum() for name, each in sums.items()}
+        return total, weights.sum(), named
+
+
+def _by_pair(values: Tensor, documents: Tensor) -> Tensor:
+    """Sums over the documents of each row, of (rows, length): float64 (rows, pairs, 2), zeros where there is none."""
+    rows, length = values.shape
+    # As many documents as tokens fit any row; to count them would wait for a GPU.
+    sums = torch.zeros(rows, length + length % 2, dtype=torch.float64, device=values.device)
+    return sums.scatter_add(1, documents, values.double()).view(rows, -1, 2)

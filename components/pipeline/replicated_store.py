@@ -1,0 +1,135 @@
+"""
+Gradients of parameters that every replica has whole: summed over replicas while the last backward pass computes others.
+
+Li et al. 2020, "PyTorch Distributed", arXiv 2006.15704, sections 3.2.3 and 4.2, with blocks in the place of parameters:
+weight gradients are added by the products themselves (`kernels/deferred_grads.py`), which no hook of a parameter sees.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.distributed.buckets import Sum, bucket_bytes_of, start_sum
+from drawloom.components.pipeline.parameter_store import Blocks, ParameterStore
+from drawloom.components.ports.distributed import Group, Precision
+from drawloom.components.ports.model import gradient_of
+from drawloom.components.storage.pytree import leaves
+
+
+@attrs.define(eq=False)
+class ReplicatedModule:
+    """
+    A stage's module of which each rank of a group has all parameters.
+
+    The gradients of a block are final when the step's last backward pass has computed that of the block's input, and
+    are summed then, in buckets of `bucket_bytes` and at least in `dtype`. A weight without a gradient takes part with
+    zeros, so that all ranks send the same.
+    """
+
+    group: Group
+    dtype: torch.dtype
+    bucket_bytes: int
+    by_block: bool = True  # nothing is gathered
+    _blocks: list[list[nn.Parameter]] = attrs.field(factory=list)
+    _left: dict[nn.Parameter, None] = attrs.field(factory=dict)  # trained, and not sent in this step; in order
+    _all: list[nn.Parameter] = attrs.field(factory=list)
+    _bucket: list[Tensor] = attrs.field(factory=list)
+    _sums: list[Sum] = attrs.field(factory=list)
+    _reduces: bool = False
+
+    def add(self, trained: Iterable[nn.Parameter], blocks: Sequence[nn.Module]) -> None:
+        """Sum the gradients of these parameters, of which some are in blocks."""
+        self._all = list(trained)
+        known = set(self._all)
+        for number, block in enumerate(blocks):
+            self._blocks.append([each for each in block.parameters() if each in known])
+            block.register_forward_pre_hook(partial(self._watch, number))
+
+    def unshard(self) -> None:
+        """Nothing: all parameters are there."""
+
+    def reshard(self) -> None:
+        """Nothing: all parameters stay."""
+
+    def reduce_next(self) -> None:
+        """With the next backward pass the step's gradients are final: each block's are sent as soon as they are."""
+        self._reduces, self._left = True, dict.fromkeys(self._all)
+
+    def reduce(self) -> None:
+        """Send all gradients that have not been sent."""
+        self._send(list(self._left))
+        self._flush()
+
+    def finish(self) -> None:
+        """Wait for the sums of the step, which become the gradients."""
+        if self._reduces:
+            self.reduce()
+        self._reduces = False
+        while self._sums:
+            self._sums.pop(0).finish()
+
+    def _watch(self, number: int, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Register at the input of a block what is to be done when its gradient is known."""
+        if not torch.is_grad_enabled():
+            return
+        # Autograd adds weight gradients before it goes on to what made a tensor. A leaf, such as a stage's input, is
+        # made by nothing: its hook may run before the block's last gradients are added. Blocks without such an input
+        # are sent in the end, as are those behind frozen ones.
+        tensors = (leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
+        if (hidden := next(tensors, None)) is not None:
+            hidden.register_hook(partial(self._block_done, number))  # type: ignore[no-untyped-call]
+
+    def _block_done(self, number: int, _grad: Tensor) -> None:
+        if self._reduces:
+            self._send(self._blocks[number])
+
+    def _send(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter in self._left:
+                del self._left[parameter]
+                self._bucket.append(gradient_of(parameter))
+                if bucket_bytes_of(self._bucket) >= self.bucket_bytes:
+                    self._flush()
+
+    def _flush(self) -> None:
+        if self._bucket:
+            self._sums.append(start_sum(self._bucket, self.group, self.dtype))
+        self._bucket = []
+
+
+@attrs.define(eq=False)
+class ReplicatedStore(ParameterStore):
+    """The parameters of modules that every rank of a group has whole; `summed` are those that `modules` sum."""
+
+    modules: dict[nn.Module, ReplicatedModule] = attrs.field(factory=dict)
+    summed: Set[str] = frozenset()
+
+    @classmethod
+    def replicated(
+        cls, modules: Sequence[nn.Module], blocks: Blocks, precision: Precision, group: Group, bucket_bytes: int
+    ) -> "ReplicatedStore":
+        """Take over real parameters as `of` does; gradients are summed over the group."""
+        store = cls.of(modules, precision)
+        times = Counter(name for module in modules for name, _ in module.named_parameters())
+        for module in modules:
+            # A parameter of two stages is done when both are.
+            own = {name: each for name, each in module.named_parameters() if each.requires_grad and times[name] == 1}
+            store.modules[module] = ReplicatedModule(group, precision.reduce, bucket_bytes)
+            store.modules[module].add(own.values(), blocks(module))
+            store.summed |= own.keys()
+        return store
+
+    def hand_over_gradients(self) -> None:
+        """Wait for the sums, and make the copies' gradients those of the masters."""
+        for module in self.modules.values():
+            module.finish()
+        super().hand_over_gradients()
+
+    def shards_of(self, module: nn.Module) -> ReplicatedModule:
+        """What sums the gradients of one of the modules."""
+        return self.modules[module]

@@ -1,0 +1,93 @@
+"""Pages of the commands, the shipped recipes, and the Python API."""
+
+import contextlib
+import io
+import os
+
+import drawloom
+from drawloom.graph.cli.commands import COMMANDS
+from drawloom.graph.cli.main import main
+from generate.catalogue import project
+from generate.source import ROOT
+
+WIDTH = "100"
+"""Columns of the help texts."""
+
+COMMANDS_HEAD = """\
+# Commands
+
+Words such as `optimizer.lr=1e-3` set a value of a recipe in every command that takes one. A command exits with 0 if all
+went well, 1 if it failed, and 2 if the command line or a recipe is wrong; [a run that is stopped](../clusters.md) has
+the exit code of its signal.
+"""
+
+RECIPES_HEAD = """\
+# Recipes
+
+The recipes that ship with drawloom: they are run, extended and merged over others by their names. `with_...` are
+overlays, for `--overlay`.
+"""
+
+PYTHON_HEAD = """\
+# Python
+
+`import drawloom` has all that is public, with [`drawloom.ports`](../ports/index.md) for authors of components and
+`drawloom.testing` for their tests. It loads torch only when something needs it.
+"""
+
+HOMES = {
+    "Recipe": "graph.project",
+    "Container": "graph.runtime.container",
+    "ResolvedRecipe": "graph.recipe.lockfile",
+    "Problem": "graph.problems",
+    "Place": "graph.problems",
+    "RecipeError": "graph.problems",
+    "UserError": "graph.problems",
+}
+"""Where public classes are defined; the other names are of `graph.component`."""
+
+
+def commands_page() -> str:
+    """The help of every command."""
+    modules = sorted((ROOT / "components" / "commands").glob("[a-z]*.py"))
+    names = [*COMMANDS, *(path.stem.replace("_", "-") for path in modules)]
+    return "\n".join([COMMANDS_HEAD, *(f"## {name}\n\n```text\n{_help(name)}\n```\n" for name in names)])
+
+
+def _help(command: str) -> str:
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = WIDTH
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+            main([command, "--help"])
+        return text.getvalue().strip()
+    finally:
+        del os.environ["COLUMNS"]
+        if before is not None:
+            os.environ["COLUMNS"] = before
+
+
+def recipes_page() -> str:
+    """The text of every shipped recipe."""
+    paths = sorted(project().recipes.glob("*.toml"))
+    return "\n".join([RECIPES_HEAD, *(f"## {path.stem}\n\n```toml\n{path.read_text('utf-8')}```\n" for path in paths)])
+
+
+def python_page() -> str:
+    """Directives for mkdocstrings: every public name of `drawloom` and `drawloom.testing`."""
+    from drawloom import testing
+
+    names = [name for name in drawloom.__all__ if name not in ("ports", "testing", "__version__")]
+    names.sort(key=lambda name: (name != "Recipe", name not in HOMES, name))
+    lines = [PYTHON_HEAD]
+    for name in names:
+        lines += _directive(f"drawloom.{HOMES.get(name, 'graph.component')}", "drawloom", name)
+    lines += ["## drawloom.testing", ""]
+    for name in testing.__all__:
+        lines += _directive(getattr(testing, name).__module__, "drawloom.testing", name)
+    return "\n".join(lines)
+
+
+def _directive(module: str, public: str, name: str) -> list[str]:
+    """Where mkdocstrings finds a name, and under which people import it."""
+    return [f"::: {module}.{name}", "    options:", f"      heading: {public}.{name}", ""]

@@ -1,0 +1,87 @@
+"""A run's model as lm-eval-harness asks for one, on a model that is a table."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.components.data.bytes import Bytes
+from drawloom.components.ports.model import BatchContext
+from drawloom.graph import UserError
+
+pytest.importorskip("lm_eval")
+
+from lm_eval.api.instance import Instance
+
+from drawloom.components.commands._lm_eval_model import RunModel
+
+TABLE = torch.randn(257, 257, generator=torch.Generator().manual_seed(0)) + 5 * torch.eye(257).roll(1, 1)
+"""The likeliest token is the next letter."""
+
+
+class Table:
+    """The logits of a token depend on it, and on its position once that is above 3."""
+
+    def __init__(self) -> None:
+        self.longest = 0
+
+    def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor:
+        self.longest = max(self.longest, tokens.shape[1])
+        return TABLE[tokens] + (shared.positions > 3)[..., None] * torch.arange(257) / 100
+
+
+class Alone:
+    """A group of one."""
+
+    size = 1
+
+    def sum(self, tensor: Tensor) -> None: ...
+
+
+def model(context: int = 8, rows: int = 2) -> Any:
+    return RunModel(Table(), Bytes(), Alone(), context, rows)  # type: ignore[arg-type]
+
+
+def request(kind: str, *words: Any) -> Instance:
+    return Instance(request_type=kind, doc={}, arguments=words, idx=0)
+
+
+def by_hand(ids: list[int], count: int) -> float:
+    """The log-likelihood of the last ids after those before them, of texts that fit the context."""
+    logits = Table().infer(torch.tensor([ids[:-1]]), BatchContext(torch.arange(len(ids) - 1)[None], torch.zeros(1)))[0]
+    picked = logits.double().log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])
+    return float(picked[-count:].sum())
+
+
+def test_answers_are_in_the_order_of_requests() -> None:
+    """However texts of different lengths are put together; one without a context begins after the end of a text."""
+    pairs = [("ab", "cde"), ("", "xy"), ("a", "b"), ("abc", "d")]
+    found = model().loglikelihood([request("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
+    wanted = [by_hand([*(one.encode() or [256]), *other.encode()], len(other)) for one, other in pairs]
+    assert [total for total, _ in found] == pytest.approx(wanted, rel=1e-5)
+    greedy = [request("loglikelihood", "a", text) for text in ("bcd", "bce")]
+    assert [likeliest for _, likeliest in model().loglikelihood(greedy, disable_tqdm=True)] == [True, False]
+
+
+def test_the_model_sees_no_more_than_its_context() -> None:
+    """Of long texts the end is seen; rolling, every token is scored once."""
+    made = model(context=5)
+    (long,) = made.loglikelihood([request("loglikelihood", "abcdefg", "hi")], disable_tqdm=True)
+    assert long[0] == pytest.approx(by_hand([*b"defghi"], 2), rel=1e-5)
+    (whole,) = made.loglikelihood_rolling([request("loglikelihood_rolling", "abcdefgh")])
+    assert whole == pytest.approx(by_hand([256, *b"abcde"], 5) + by_hand([*b"cdefgh"], 3), rel=1e-5)
+    assert made.predictor.longest == 5
+
+
+def test_text_ends_where_a_task_says() -> None:
+    """Before the first of its ends; what the sampler has no part in is refused."""
+    made = model(context=64)
+    (text,) = made.generate_until([request("generate_until", "a", {"until": [], "max_gen_toks": 12})])
+    assert text == "bcdefghijklm"
+    (cut,) = made.generate_until([request("generate_until", "a", {"until": ["hi", "ef"], "max_gen_toks": 12})])
+    assert cut == "bcd"
+    with pytest.raises(UserError, match="a task asks for text by top_p; take one that uses do_sample"):
+        made.generate_until([request("generate_until", "a", {"top_p": 0.5})])
+    with pytest.raises(UserError, match="a task asks for 64 tokens; write --context 65 or more"):
+        made.generate_until([request("generate_until", "a", {"max_gen_toks": 64})])

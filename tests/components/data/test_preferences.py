@@ -1,0 +1,109 @@
+"""Preferences as a corpus of pairs of documents."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from drawloom.components.data.preferences import Preferences
+from drawloom.components.ports.corpus import TokenCorpus
+from drawloom.graph import UserError
+from drawloom.graph.types.port_match import mismatches
+from support.chat import CHATML, HEADERS, opened, say, tokenizer_folder
+
+
+def corpus(folder: Path, *rows: Any, template: str | None = CHATML, name: str = "rows.jsonl") -> Preferences:
+    """The pairs of these lines, open."""
+    if name.endswith(".parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*rows]), folder / name)
+    else:
+        (folder / name).write_text("\n".join(map(json.dumps, rows)) + "\n", "utf-8")
+    tokenizer = opened(tokenizer_folder(folder / "tokenizer", template))
+    made = Preferences(tokenizer=tokenizer, paths=[str(folder / name)], validation_fraction=0.0)
+    made.open()
+    return made
+
+
+def compared(made: Preferences) -> list[tuple[str, str]]:
+    """The compared text of both documents of each pair; checks the weights."""
+    documents, tokenizer = made.documents("train"), made.tokenizer
+    found = []
+    for pair in range(len(documents.lengths) // 2):
+        texts, total = [], 0.0
+        for number in (2 * pair, 2 * pair + 1):
+            ids, weights = documents.tokens(number, 0, 10**6), documents.weights(number, 0, 10**6)
+            assert weights is not None
+            total += float(weights[1:].sum(dtype=np.float64))
+            texts.append(tokenizer.decode_control(ids[weights > 0].tolist()))
+        assert total == pytest.approx(1.0, rel=1e-6), "the weights of a pair do not add up to 1"
+        found.append((texts[0], texts[1]))
+    return found
+
+
+ASK = say("a")
+ANSWERS = {"chosen": say("a", "yes")[1:], "rejected": say("a", "well, no")[1:]}
+
+
+def test_lines_of_all_forms(tmp_path: Path) -> None:
+    """Texts; messages with a prompt; messages that begin alike. Only the assistant's turns after the prompt count."""
+    long = say("a", "b", "c")
+    made = corpus(
+        tmp_path,
+        {"prompt": "the sky", "chosen": " is blue", "rejected": " is a lie"},
+        {"prompt": ASK, **ANSWERS},
+        {"chosen": [*long, *say("", "x")[1:]], "rejected": [*long, *say("", "y", "z", "w")[1:]]},
+    )
+    assert not mismatches(Preferences, TokenCorpus)
+    assert compared(made) == [
+        (" is blue</s>", " is a lie</s>"),
+        ("yes<|im_end|>", "well, no<|im_end|>"),
+        ("x<|im_end|>", "y<|im_end|>w<|im_end|>"),
+    ]
+
+
+def test_texts_need_no_template_and_messages_do(tmp_path: Path) -> None:
+    """A base model's tokenizer has none."""
+    texts = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert compared(corpus(tmp_path, texts, template=None)) == [("b</s>", "c</s>")]
+    with pytest.raises(UserError, match="the tokenizer has no chat template"):
+        corpus(tmp_path, texts, {"prompt": ASK, **ANSWERS}, template=None)
+
+
+def test_a_pair_without_a_difference_is_dropped_as_a_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Equal answers, and a side without an answer, leave no document, so that pairs stay pairs."""
+    same = {"prompt": ASK, "chosen": ANSWERS["chosen"], "rejected": ANSWERS["chosen"]}
+    none = {"prompt": ASK, "chosen": ANSWERS["chosen"], "rejected": [{"role": "user", "content": "b"}]}
+    made = corpus(tmp_path, same, {"prompt": ASK, **ANSWERS}, none)
+    assert compared(made) == [("yes<|im_end|>", "well, no<|im_end|>")]
+    assert "2 lines have no token to train, and are dropped" in caplog.text
+    with pytest.raises(UserError, match="no line has two different answers to compare"):
+        corpus(tmp_path, same)
+
+
+def test_a_pair_has_one_prompt_and_one_beginning(tmp_path: Path) -> None:
+    """Both documents begin with the ids of the same prompt; the template's BOS is in each once, and in no answer."""
+    made = corpus(tmp_path, {"prompt": ASK, **ANSWERS}, template=HEADERS)
+    documents, [begin] = made.documents("train"), made.tokenizer.encode_control("<s>").tolist()
+    pair = [documents.tokens(number, 0, 99).tolist() for number in (0, 1)]
+    assert [ids.count(begin) for ids in pair] == [1, 1] and pair[0][0] == begin
+    starts = [int((documents.weights(number, 0, 99) > 0).argmax()) for number in (0, 1)]  # type: ignore[operator, union-attr]
+    assert starts[0] == starts[1] > 3 and pair[0][: starts[0]] == pair[1][: starts[1]]
+
+
+def test_parquet_has_the_pairs_of_json_lines(tmp_path: Path) -> None:
+    """Also where some messages have keys that others lack, which a table fills with nulls."""
+    rows = [{"prompt": ASK, **ANSWERS}, {"prompt": [{**ASK[0], "name": "Ann"}], **ANSWERS}]
+    template = CHATML.replace("message.role +", "message.role + (message.name if message.name is defined else '') +")
+    one = corpus(tmp_path, *rows, template=template)
+    other = corpus(tmp_path, *rows, template=template, name="rows.parquet")
+    assert one.documents("train").fingerprint == other.documents("train").fingerprint
+
+
+def test_a_line_of_another_form_is_told_with_its_place(tmp_path: Path) -> None:
+    """File, line, and the forms."""
+    with pytest.raises(UserError, match=r'rows.jsonl:2: it has prompt, answer; write {"prompt": ..., "chosen"'):
+        corpus(tmp_path, {"prompt": ASK, **ANSWERS}, {"prompt": "a", "answer": "b"})

@@ -1,0 +1,202 @@
+"""Every code block of README and docs does what its page says; one that can't run here says why."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+import yaml
+
+from drawloom import Recipe
+from support.blocks import (
+    ROOT,
+    Block,
+    Command,
+    blocks,
+    commands,
+    run_source,
+    run_words,
+    shorter,
+    split_redirection,
+    write_recipes,
+)
+from support.chat import tokenizer_folder
+from support.observers_of_runs import TINY
+from support.processes import run_ranks
+from support.runs import Outcome
+
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+SHELL = {"cat", "cd", "cp", "head", "ls", "mkdir", "printf", "unzip"}
+HERE = "PYTHONPATH=. "
+TARGET = re.compile(r"^(?P<name>[\w-]+):.*\n(?:\t.*\n)*", re.MULTILINE)
+NUMBER = re.compile(r"\d[\d,.:]*(e-?\d+)?( [kMGT]?i?B\b)?")
+
+
+@pytest.fixture(scope="session")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small shipped recipes."""
+    folder = tmp_path_factory.mktemp("small") / "recipes"
+    write_recipes(folder)
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_block_of_a_page_works(page: Path, recipes: Path, base: Path, tmp_path: Path) -> None:
+    """In order, in one folder: recipes are valid, programs run, and commands print what the page shows below them."""
+    prepare(tmp_path)
+    if "path/to/folder" in page.read_text("utf-8"):
+        for name in ("path/to/folder", "runs/first_run/export"):
+            shutil.copytree(base, tmp_path / name)
+    for block in blocks(page):
+        CHECKS[block.language](Reader(tmp_path, recipes), block)
+
+
+def test_a_block_without_a_language_is_found() -> None:
+    """What is not code is marked as text, so that no code escapes."""
+    assert [str(block) for page in PAGES for block in blocks(page) if block.language not in CHECKS] == []
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose tokenizer has a chat template, as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = {"use": "data.hugging_face_tokenizer", "path": str(tokenizer_folder(folder / "tokenizer"))}
+    values: dict[str, Any] = {"model": TINY, "run": {"name": "base", "folder": str(folder / "run")}}
+    with Recipe.load("first_run").with_values(values | {"tokenizer": tokenizer}).open(only="export") as objects:
+        objects["export"].finish(1)
+    return folder / "run" / "export"
+
+
+def prepare(folder: Path) -> None:
+    """What readers have: texts of their own, a recipe, and conversations."""
+    for number in range(6):
+        (folder / "corpus" / f"{number % 2}").mkdir(parents=True, exist_ok=True)
+        text = f"Chapter {number}. " + f"It was the weaver who drew {number} threads, and the pattern that chose. " * 12
+        (folder / "corpus" / f"{number % 2}" / f"{number}.txt").write_text(text, "utf-8")
+    shutil.copytree(folder / "corpus" / "0", folder / "books")
+    (folder / "mine.toml").write_text('extends = "first_run"\nrun.name = "mine"\n', "utf-8")
+    shutil.copy(ROOT / "docs/examples/conversations.jsonl", folder / "mine.jsonl")
+
+
+class Reader:
+    """Runs blocks in a folder, with the small recipes."""
+
+    def __init__(self, folder: Path, recipes: Path) -> None:
+        self.folder, self.recipes = folder, recipes
+
+    def toml(self, block: Block) -> None:
+        """A file is written, for commands; a recipe, or a part of one over first_run, has no problem."""
+        data = tomli.loads(block.text)
+        if block.kind == "from":
+            excerpt(block)
+        elif block.title:
+            assert any(block.title in later.text for later in blocks(block.page) if later.line > block.line), block
+            self._write(block, shorter(block.text))
+        elif block.kind != "not run":
+            (self.folder / "part.toml").write_text(shorter(block.text), "utf-8")
+            whole = ["part.toml"] if "extends" in data else ["first_run", "--overlay", "part.toml"]
+            outcome = self._run(Command(shlex.join(["drawloom", "check", *whole]), []))
+            assert outcome.code == 0, f"{block}\n{outcome.text}"
+
+    def python(self, block: Block) -> None:
+        """A file is written, anything else is run with its test functions."""
+        if block.kind == "from":
+            excerpt(block)
+        elif block.title:
+            compile(block.text, str(block), "exec")
+            self._write(block, block.text)
+        elif block.kind != "not run":
+            run_ranks(run_source, 1, self.folder, block.text, self.recipes, timeout=120, variables=False)
+
+    def console(self, block: Block) -> None:
+        """Commands succeed, or exit as the marker says, and print each line that is shown, but for its numbers."""
+        if block.kind == "not run":
+            return
+        for each in commands(block):
+            if block.kind == "each anew" and " run " in each.words:
+                for path in (self.folder / "runs").glob("*/*.lock.toml"):
+                    shutil.rmtree(path.parent)
+            outcome = self._run(each)
+            assert outcome.code == int(block.value if block.kind == "exit" else 0), f"{block} {each.words}\n{outcome}"
+            missing = unmatched(each.shown, outcome.text)
+            assert not missing, f"{block} {each.words}: {missing!r} is not printed in\n{outcome.text}"
+
+    def bash(self, block: Block) -> None:
+        """Scripts of clusters are read by bash, and not run."""
+        assert block.kind == "not run", f"{block}: write a console block, or say why it is not run"
+        subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+
+    def yaml(self, block: Block) -> None:
+        """Configurations of other programs are read."""
+        assert block.kind == "not run", f"{block}: say why it is not run"
+        yaml.safe_load(block.text)
+
+    def text(self, block: Block) -> None:
+        """Diagrams, which are no code."""
+
+    def _run(self, each: Command) -> Outcome:
+        path = str(self.folder) if each.words.startswith(HERE) else ""
+        words, target = split_redirection(each.words.removeprefix(HERE))
+        if words[0] == "make":
+            words = recipe_of_make(words[1])
+            if words[0] != "drawloom":
+                return Outcome(0, "")
+        ranks = 1
+        if words[0] == "torchrun":
+            ranks, words = int(words[words.index("--nproc-per-node") + 1]), words[words.index("-m") + 1 :]
+        if words[0] in ("drawloom", "python", "pytest"):
+            arguments = self.folder, words, self.recipes, path
+            outcome: Outcome = run_ranks(run_words, ranks, *arguments, timeout=120, variables=ranks > 1)[0]
+        else:
+            assert words[0] in SHELL, f"{each.words}: not known to be harmless"
+            done = subprocess.run(each.words, shell=True, cwd=self.folder, capture_output=True, text=True)
+            outcome = Outcome(done.returncode, done.stdout + done.stderr)
+        if target:
+            (self.folder / target).write_text(outcome.text, "utf-8")
+        return outcome
+
+    def _write(self, block: Block, text: str) -> None:
+        path = self.folder / block.title
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+
+
+CHECKS: dict[str, Callable[[Reader, Block], None]] = {
+    name: getattr(Reader, name) for name in ("toml", "python", "console", "bash", "yaml", "text")
+}
+
+
+def excerpt(block: Block) -> None:
+    """An excerpt has only lines of its file, in their order; `...` stands for what is left out."""
+    lines = iter((ROOT / block.value).read_text("utf-8").splitlines())
+    for line in block.text.splitlines():
+        assert not line or line.strip() == "..." or line in lines, f"{block}: {block.value} does not have\n{line}"
+
+
+def recipe_of_make(target: str) -> list[str]:
+    """The last command of a target of the Makefile, which must exist."""
+    found = {match["name"]: match[0] for match in TARGET.finditer((ROOT / "Makefile").read_text("utf-8"))}
+    return found[target].splitlines()[-1].strip().removeprefix("$(BIN)/").split()
+
+
+def unmatched(shown: list[str], printed: str) -> str:
+    """The first line that a page shows and a command does not print, in this order, whatever the numbers."""
+    lines = iter([plain(line) for line in printed.splitlines()])
+    free = False
+    for line in shown:
+        if line.strip() == "..." or (free and not line.startswith("trained")):
+            continue
+        free = line == "a sample:"  # what a model writes differs
+        if plain(line) not in lines:
+            return line
+    return ""
+
+
+def plain(line: str) -> str:
+    """A line with each number, and the unit of bytes after it, replaced, and runs of spaces as one."""
+    return " ".join(NUMBER.sub("#", line.partition("  # ")[0]).split())

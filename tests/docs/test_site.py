@@ -1,0 +1,107 @@
+"""The site is built without a warning and without a network, and its pages have what they are made of."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import drawloom
+from drawloom.components.ports.run import EventKind
+from generate.catalogue import specs
+from generate.source import PORTS, modules
+from generate.step import VALUES, step_page
+from generate.uses import uses
+
+ROOT = Path(__file__).parents[2]
+OFFLINE = """
+import socket, sys
+def refuse(*words): raise OSError("the site is built without a network")
+socket.socket.connect = refuse
+from mkdocs.__main__ import cli
+cli(sys.argv[1:])
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The built site."""
+    folder = tmp_path_factory.mktemp("site")
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-c", OFFLINE, "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    yield folder
+
+
+def test_every_component_and_setting_has_its_place(site: Path) -> None:
+    """A page for each subject has each component with all settings."""
+    for spec in specs():
+        page = (site / "reference" / "components" / f"{spec.use.partition('.')[0]}.html").read_text("utf-8")
+        assert f'<h2 id="{spec.use.replace(".", "")}"' in page, spec.use
+        names = [field.name for field in spec.fields.values() if field.kind == "setting"]
+        assert all(f"<code>{name}</code>" in page for name in names), spec.use
+
+
+def test_every_public_name_is_explained(site: Path) -> None:
+    """The ports in their pages, all else in the page of the Python API."""
+    ports = "".join(path.read_text("utf-8") for path in (site / "ports").glob("*.html"))
+    assert [name for name in drawloom.ports.__all__ if f'id="{name.lower()}"' not in ports] == []
+    python = (site / "reference" / "python.html").read_text("utf-8")
+    names = [f"drawloom.{name}" for name in drawloom.__all__ if name[0] != "_"]
+    names += [f"drawloom.testing.{name}" for name in drawloom.testing.__all__]
+    assert [name for name in names if name not in python] == []
+
+
+def test_no_page_fetches_anything(site: Path) -> None:
+    """Scripts, styles and pictures are files of the site: it is read without a network, too."""
+    for path in site.rglob("*.html"):
+        fetched = re.findall(r"""<(?:script|img|link)[^>]+(?:src|href)=["']?https?:[^>]+>""", path.read_text("utf-8"))
+        assert fetched == [], path
+
+
+def test_values_and_events_of_a_step_are_all_described() -> None:
+    """A value that a component reads or writes, and an event that is sent, has a row; the page fails otherwise."""
+    page = step_page()
+    assert all(f"| `{name}` |" in page for name in [*VALUES, *typing.get_args(EventKind)])
+    row = next(line for line in page.splitlines() if line.startswith("| `gradients` |"))
+    assert "gradients.synchronize" in row and "gradients.clip_norm" in row and "optim.adamw" in row
+    assert "[`run.trainer`]" in next(line for line in page.splitlines() if line.startswith("| `phase_ended` |"))
+
+
+@pytest.mark.parametrize(
+    ("member", "function"),
+    [
+        (("Loss", "loss"), "StageRunner._loss"),
+        (("Phase", "run_phase"), "Trainer._run_step"),
+        (("Metric", "update"), "measure"),
+        (("Tracker", "track"), "Report._write"),
+        (("Kernels", "rms_norm"), "RMSNorm.forward"),
+        (("Executor", "evaluate"), "main"),
+        (("Group", "sum"), "Evaluate.run_phase"),
+        (("MemoryUser", "memory_bytes"), "memory_by_kind"),
+    ],
+)
+def test_users_of_a_member_are_found(member: tuple[str, str], function: str) -> None:
+    """By fields, loops, arguments, results of calls, functions that are given, and attributes that `__init__` keeps."""
+    assert function in [use.function for use in uses()[member]]
+
+
+def test_nearly_every_member_of_a_port_has_a_user() -> None:
+    """Those without are few: what tells users apart does not fall behind the source."""
+    members = [
+        (name, function.name)
+        for file, module in modules().items()
+        if file.startswith(PORTS)
+        for name, node in module.classes.items()
+        if any("port" in ast.unparse(mark) for mark in node.decorator_list)
+        for function in node.body
+        if isinstance(function, ast.FunctionDef)
+    ]
+    unused = [member for member in members if member not in uses()]
+    assert len(members) > 120 and len(unused) <= 8, unused

@@ -1,0 +1,80 @@
+"""A run on tasks of lm-eval-harness, against the harness's own model of its export."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.runs import drawloom, write_corpus
+
+TASKS: dict[str, dict[str, Any]] = {
+    "choose": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "def {{name}}(x):\n    return x *",
+        "doc_to_target": "{{answer}}",
+        "doc_to_choice": [" 1 + 2", " 3", " (x, x, x)"],
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "roll": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "write": {
+        "output_type": "generate_until",
+        "doc_to_text": "def {{name}}(x):",
+        "doc_to_target": "\n    return x * 3",
+        "generation_kwargs": {"until": ["+", "\n\n"], "max_gen_toks": 20, "do_sample": False, "temperature": 0.0},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run, and tasks that need no network."""
+    folder = tmp_path_factory.mktemp("tasks")
+    write_corpus(folder)
+    words = ("trainer.steps=12", "optimizer.lr=0.01", "evaluate.every=6", "checkpoint.every=12")
+    assert drawloom(folder, "run", "tiny.toml", *words)[0].code == 0
+    (folder / "tasks").mkdir()
+    rows = [{"name": f"f{n}_{n % 3}", "answer": n % 3, "text": f"def g{n}(y):\n    return y\n" * 5} for n in range(6)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
+    for name, task in TASKS.items():
+        text = json.dumps({"task": name, **data, "test_split": "test", **task})  # YAML reads JSON
+        (folder / "tasks" / f"{name}.yaml").write_text(text, "utf-8")
+    return folder
+
+
+@pytest.mark.soak  # importing the harness and transformers takes 30 s
+@pytest.mark.filterwarnings("ignore")  # those of the harness and its packages
+def test_results_are_those_of_the_harness(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices, perplexities and generated text, also of texts that are longer than the context."""
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("HF_HOME", str(place / "cache"))
+    words = ("--tasks", *TASKS, "--include", "tasks", "--context", "64", "--rows", "4", "--to", "found.json")
+    [outcome] = drawloom(place, "lm-eval", "runs/tiny", *words)
+    assert outcome.code == 0, outcome.text
+    assert "runs/tiny, step 12:" in outcome.text and "choose  acc " in outcome.text, outcome.text
+    manager = TaskManager(include_path=str(place / "tasks"))
+    model = HFLM(str(place / "runs/tiny/export"), max_length=64, device="cpu", dtype="float32", batch_size=1)
+    wanted: Any = lm_eval.simple_evaluate(model, tasks=[*TASKS], task_manager=manager)
+    found = json.loads((place / "found.json").read_text())["results"]
+    for task, metrics in wanted["results"].items():
+        for name, value in metrics.items():
+            if isinstance(value, float):
+                assert found[task][name] == pytest.approx(value, rel=1e-4), (task, name)
+
+
+@pytest.mark.soak  # reading the harness's thousands of tasks takes 15 s
+def test_an_unknown_task_is_refused(place: Path) -> None:
+    """With its name; nothing is opened."""
+    pytest.importorskip("lm_eval")
+    [outcome] = drawloom(place, "lm-eval", "runs/none", "--tasks", "choose", "chose", "--include", "tasks")
+    assert outcome.code == 2 and "--tasks: no task is called 'chose'" in outcome.text, outcome.text
