@@ -57,13 +57,14 @@ class PackedRows:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Pairs of documents stay together only in rows that are made of pairs."""
-        for tokens in node.neighbours("tokens"):
-            if has_pairs(tokens.component) and not has_pairs(cls):
-                text = f"[{tokens.name}] has pairs of documents, which would come apart"
+        tokens = (each for edge in node.neighbours("tokens") for each in edge.neighbours("sources") or [edge])
+        for each in tokens:
+            if has_pairs(each.component) and not has_pairs(cls):
+                text = f"[{each.name}] has pairs of documents, which would come apart"
                 yield node.problem("use", text, 'write use = "data.packing.pairs"')
-            elif has_pairs(cls) and not has_pairs(tokens.component):
-                text = f"[{tokens.name}] has no pairs of documents"
-                yield node.problem("use", text, f'write use = "data.preferences" in [{tokens.name}]')
+            elif has_pairs(cls) and not has_pairs(each.component):
+                text = f"[{each.name}] has no pairs of documents"
+                yield node.problem("use", text, f'write use = "data.preferences" in [{each.name}]')
 
     @abstractmethod
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:

@@ -18,6 +18,8 @@ from drawloom.components.data.loader import Loader
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.order.sequential import Sequential
 from drawloom.components.data.order.shuffled import Shuffled
+from drawloom.components.data.record import row_digests
+from drawloom.components.ports.data import RowOrder
 from drawloom.components.run.batch import GlobalBatch
 from drawloom.graph import UserError
 
@@ -111,6 +113,33 @@ def test_the_rows_of_a_step_do_not_depend_on_the_ranks(rows_of: RowsOf, mesh_of:
         first = state["step"]
         assert taken == [list(chain(*step)) for step in expected(job.seed, first, first + 2)]
         state = loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("order", "workers", "dimensions"),
+    [
+        ("shuffled", 0, ("pipeline", "context", "tensor", "expert")),
+        ("sequential", 0, ("pipeline", "context", "tensor", "expert")),
+        ("shuffled", 2, ("pipeline",)),
+    ],
+)
+def test_ranks_of_a_replica_have_the_same_batches(
+    rows_of: RowsOf, mesh_of: MeshOf, job: Any, order: str, workers: int, dimensions: tuple[str, ...]
+) -> None:
+    """Whichever pipeline, context, tensor or expert rank it is, in two epochs and after a resume in the second."""
+    rows = rows_of(train=ROWS)
+    orders: dict[str, RowOrder] = {"shuffled": Shuffled(job=job), "sequential": Sequential()}
+    found = []
+    for indices in ({}, *({dimension: 1} for dimension in dimensions)):
+        mesh = mesh_of({"data_shard": 2, **dict.fromkeys(dimensions, 2)}, {"data_shard": 1, **indices})
+        digests, state = [], {"step": 0, "position": 0}
+        for _ in range(2):
+            with loading(rows, mesh, job, order=orders[order], workers=workers) as loader:
+                loader.load_state_dict(state)
+                digests += [row_digests(batch) for _ in range(2) for batch in loader.next_step()]
+                state = loader.state_dict()
+        found.append(digests)
+    assert all(digests == found[0] for digests in found) and len(found[0]) == 4
 
 
 def test_steps_of_another_size_continue_the_order(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
