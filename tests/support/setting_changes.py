@@ -75,6 +75,8 @@ def config(family: str) -> Change:
 
 
 LLAMA = {"rope_type": "llama3", "factor": 4.0, **BOUNDS, "original_max_position_embeddings": 32}
+LENGTHS = [{"length": 2, "until_step": 1}]
+RAMP = [{"size": 8, "until_step": 1}]
 POLYNOMIAL = [{"to": 1.0, "curve": "polynomial"}]
 ROPE = {
     "rope_type": (YARN, {"rope_type": "linear", "factor": 4.0}),
@@ -151,6 +153,11 @@ ROWS: dict[str, Row] = {
             "validation_fraction": 0.5,
         },
     ),
+    "data.collated": Row(parts.padded_rows, {"max_length": 9}, {"max_length": Change(3, refused=True), "multiple": 4}),
+    "data.json_examples": Row(
+        parts.examples_of, {"paths": ["one.ids"], "validation_fraction": 0.1}, SPLIT | {"paths": ["*.ids"]}
+    ),
+    "data.pad_collator": Row(parts.padded_rows, {}, {"side": "left", "pad_id": 5}),
     "data.hugging_face_tokenizer": Row(
         parts.tokens_of,
         {"path": "one_tokenizer.json", "end_token": "<a>"},
@@ -165,8 +172,21 @@ ROWS: dict[str, Row] = {
     "data.loader": Row(
         parts.loaded,
         {"workers": 1},
-        {"workers": 2, "prefetch": 3, "timeout": 7.0, "shuffle": False},
+        {"workers": 2, "prefetch": 3, "timeout": 7.0, "lengths": LENGTHS}
+        | {"lengths.length": LENGTHS, "lengths.until_step": LENGTHS}
+        | {"lengths.until_tokens": [{"length": 2, "until_tokens": 9}]},
     ),
+    "data.mixture": Row(
+        parts.weights_of_sources,
+        {},
+        {
+            "weights": {"one": 1.0, "other": 2.0},
+            "epochs": {"one": 2.0},
+            "temperature": 2.0,
+        },
+    ),
+    "data.order.chunks": Row(parts.rows_in_order, {"chunks": 2}, {"chunks": 3}),
+    "data.order.sorted_buffers": Row(parts.rows_in_order, {"buffer": 6, "pack": 2}, {"buffer": 4, "pack": 3}),
     "data.tokenized": Row(
         parts.first_tokens,
         {"path": "one_store", "validation_fraction": 0.0},
@@ -331,7 +351,12 @@ ROWS: dict[str, Row] = {
             "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
         },
     ),
-    "run.batch": Row(parts.rows_of_steps, {"global_size": 8, "micro_size": 4}, {"global_size": 4, "micro_size": 2}),
+    "run.batch": Row(
+        parts.rows_of_steps,
+        {"global_size": 16, "micro_size": 4},
+        {"global_size": 8, "micro_size": 2, "deal": "in_turn", "ramp": RAMP}
+        | {"ramp.size": RAMP, "ramp.until_step": RAMP, "ramp.until_tokens": [{"size": 8, "until_tokens": 9}]},
+    ),
     "run.job": Row(runs.randomness_of, {"name": "one"}, {"name": "other", "folder": "elsewhere", "seed": 1}),
     "run.randomness": Row(runs.randomness_of, {}, {"deterministic": True}),
     "run.signals": Row(runs.stops, {}, {"grace": 0.05, "extra_signals": ["SIGUSR1"]}),
