@@ -1,5 +1,6 @@
 """Builds the stages that this rank owns, and gives their parameters memory and values."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -109,6 +110,20 @@ class MaterializedStages:
                 where = f"under [{loss.name}] and [{node.name}]"
                 text = f"{loss.use!r} is an nn.Module, which a checkpoint would save {where}"
                 yield loss.problem("use", text, "let the component hold an nn.Module as its attribute `module`")
+
+    @classmethod
+    def notes(cls, node: NodeView) -> Iterator[str]:
+        """How the ranks of the mesh share the parameters."""
+        by_block = node.settings["reshard_after_forward"]
+        for mesh in node.neighbours("mesh"):
+            size = {name: mesh.settings.get(name, 1) for name in ("pipeline", *SHARDS, "tensor")}
+            if size["pipeline"] > 1:
+                yield f"layers: partitioned over {size['pipeline']} pipeline ranks"
+            if size["tensor"] > 1:
+                yield f"linear layers, embedding and head: split over {size['tensor']} ranks, and tokens in between"
+            if (ranks := math.prod(size[name] for name in SHARDS)) > 1:
+                often = "by layer" if _gathers_by_block(by_block, size["pipeline"]) else "once a step"
+                yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {often}"
 
     def open(self) -> None:
         """Build this rank's modules, and initialise or load them."""
@@ -317,10 +332,7 @@ class MaterializedStages:
         """Shard the parameters over the ranks of the mesh that do so; nothing without such ranks."""
         if self.mesh.group(*SHARDS).size == 1:
             return []
-        # Each microbatch of a pipeline would gather each block anew, so that a stage is gathered once a step there.
-        by_block = self.reshard_after_forward
-        if by_block is None:
-            by_block = self.mesh.size("pipeline") == 1
+        by_block = _gathers_by_block(self.reshard_after_forward, self.mesh.size("pipeline"))
         replicas = [("data_replicate",)] if self.mesh.size("data_replicate") > 1 else []
         mesh = self.mesh.torch_mesh(*replicas, SHARDS)
         return shard(modules, self.model.blocks, mesh, self.precision, by_block)
@@ -369,6 +381,11 @@ class MaterializedStages:
         place = self._splits.get(name) or TensorSlice.whole(tuple(parameter.shape))
         key = derive_seed(self.job.seed, "initial weights", name)
         fill_normal(parameter.data, key, std, place.shape, place.offsets)
+
+
+def _gathers_by_block(setting: bool | None, pipeline: int) -> bool:
+    # Each microbatch of a pipeline would gather each block anew, so that a stage is gathered once a step there.
+    return pipeline == 1 if setting is None else setting
 
 
 def _changes(tensor: Tensor) -> bool:
