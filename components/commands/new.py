@@ -48,11 +48,17 @@ def main(options: argparse.Namespace, project: Project) -> int:
     is_file = options.base.endswith(".toml")
     extends = os.path.relpath(options.base, path.parent) if is_file else options.base
     head = HEAD.format(path=path, base=options.base, name=path.stem, extends=dumps(extends), quoted=dumps(path.stem))
+    text = "\n".join([head, *_commented(recipe.graph)])
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write("\n".join([head, *_commented(recipe.graph)]))
+        file = path.open("x", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; write another name, in a folder that exists", 2) from error
+    try:
+        with file:
+            file.write(text)
+    except OSError as error:
+        path.unlink()  # the same command may be tried again
+        raise UserError(f"{path}: {error.strerror}") from error
     print_text(f"{path} extends {options.base}; `drawloom run {path}` trains it")
     return 0
 

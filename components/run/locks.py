@@ -32,7 +32,7 @@ class FolderLock:
             self._open.append(open_to_append(folder / "run.lock"))
             directory, file = self._open
             _lock(directory, file, folder)
-            _write_holder(file)
+            _write_holder(file, folder / "run.lock")
         except BaseException:
             self.release()
             raise
@@ -75,15 +75,18 @@ def _flock(descriptor: int) -> str:
     return ""
 
 
-def _write_holder(file: int) -> None:
-    """Write the holder of the lock to its file, for the error message of a second run."""
+def _write_holder(file: int, path: Path) -> None:
+    """Write the holder of the lock to its file, for the error message of a second run. Raises UserError."""
     holder = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps(holder).encode() + b"\n", 0)
+    try:
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(holder).encode() + b"\n", 0)
+    except OSError as error:  # of a descriptor, it has no path
+        raise UserError(f"{path} can't be written ({error.strerror}); free some space, or use another disk") from error
 
 
 def _holder(file: int) -> str:

@@ -153,9 +153,7 @@ def _schema(options: argparse.Namespace, project: Project) -> int:
         try:
             options.output.write_text(text, "utf-8")
         except OSError as error:
-            raise UserError(
-                f"--output {options.output}: {error.strerror}; write a path in a folder that exists"
-            ) from error
+            raise UserError(f"--output {options.output}: {error.strerror}; write a path that can be written") from error
     return OK
 
 

@@ -73,14 +73,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepare(folder: Path) -> None:
-    """What readers have: texts of their own, a recipe, and conversations."""
+    """What readers have: texts of their own, a recipe, conversations and preferences."""
     for number in range(6):
         (folder / "corpus" / f"{number % 2}").mkdir(parents=True, exist_ok=True)
         text = f"Chapter {number}. " + f"It was the weaver who drew {number} threads, and the pattern that chose. " * 12
         (folder / "corpus" / f"{number % 2}" / f"{number}.txt").write_text(text, "utf-8")
     shutil.copytree(folder / "corpus" / "0", folder / "books")
     (folder / "mine.toml").write_text('extends = "first_run"\nrun.name = "mine"\n', "utf-8")
+    shutil.copytree(ROOT / "docs/examples", folder / "docs/examples")
     shutil.copy(ROOT / "docs/examples/conversations.jsonl", folder / "mine.jsonl")
+    shutil.copy(ROOT / "docs/examples/preferences.jsonl", folder / "pairs.jsonl")
 
 
 class Reader:

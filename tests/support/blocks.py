@@ -40,6 +40,7 @@ SMALLER = {
         ('"data.standard_library"', '"data.text_files"\npaths = ["corpus/**/*.txt"]'),
     ],
     "chat": [("steps = 30", "steps = 4")],
+    "dpo": [('name = "dpo"', 'name = "dpo"\n\n[vars]\nlength = 192')],  # both answers of a pair fit
 }
 STEPS = re.compile(r"^steps = \d+", re.MULTILINE)
 

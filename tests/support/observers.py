@@ -163,7 +163,11 @@ def clipped(use: str, values: Values, _place: Path) -> Any:
     """Gradients after clipping."""
     held = _Held()
     held.differentiate(1.0)
-    build(use, parameters=held, **values).run_phase(Step(1, 1, outputs={"grad_norm": 40.0}))
+    edges: dict[str, Any] = {"parameters": held}
+    if "group" in use:
+        reduce = build("distributed.sum_over_shards", mesh=SingleRankMesh())
+        edges |= {"reduce": reduce, "device": fake(Device, device=torch.device("cpu"), backend="gloo")}
+    build(use, **edges, **values).run_phase(Step(1, 1, outputs={"grad_norm": 40.0}))
     return [parameter.grad.tolist() for _, parameter in held.named() if parameter.grad is not None]
 
 

@@ -57,6 +57,7 @@ MODEL: dict[str, Any] = {
     "head_dim": 4,
     "intermediate_size": 48,
     "vocab_size": 31,
+    "new_tokens": 4,
     "vocabulary_multiple": Change(64, {"vocab_size": None, "tokenizer": Bytes()}),
     "tie_word_embeddings": True,
     "max_position_embeddings": Change(64, observer=parts.config_of),
@@ -252,6 +253,9 @@ ROWS: dict[str, Row] = {
     "distributed.processes": Row(runs.joined, {}, {"timeout": 7.0}),
     "export.adapter": Row(runs.exported_adapter, {}, {"base_model": "some/model"}),
     "export.hugging_face": Row(runs.exported, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
+    "gradients.clip_group_norm": Row(
+        parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0, "norm_type": 1.0, "targets": ["*norm"]}
+    ),
     "gradients.clip_norm": Row(parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0}),
     "gradients.clip_value": Row(parts.clipped, {"max_value": 1.0}, {"max_value": 2.0}),
     "gradients.synchronize": Row(parts.divided, {}, {"norm": "device"}),
@@ -297,7 +301,11 @@ ROWS: dict[str, Row] = {
     "model.auto": Row(
         parts.model_of,
         {"path": "one.json", "weights": False},
-        {"path": "other_llama.json", "weights": Change(True, {"path": "exported"}, parts.initial_weights_of)},
+        {
+            "path": "other_llama.json",
+            "new_tokens": 4,
+            "weights": Change(True, {"path": "exported"}, parts.initial_weights_of),
+        },
     ),
     "model.llama": Row(
         parts.model_of, SIZES, MODEL | {"config": config("llama")} | {"attention_bias": True, "mlp_bias": True}

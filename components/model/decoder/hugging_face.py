@@ -141,12 +141,13 @@ def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Deco
     architecture = family.architecture(**{**found, "rope_scaling": rope})
     if reason := _other_windows(architecture, config):
         raise UserError(f"config: {path} {reason}; take the config.json of {family.called}")
-    for fault in _faults(architecture):
+    for fault in architecture_faults(architecture):
         raise UserError(f"config: in {path}, {fault.why}; take the config.json of {family.called}")
     return architecture
 
 
-def _faults(architecture: DecoderConfig) -> Iterator[InvalidSetting]:
+def architecture_faults(architecture: DecoderConfig) -> Iterator[InvalidSetting]:
+    """Sizes that do not fit one another."""
     yield from head_faults(architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim)
     if architecture.rope_scaling is not None:
         yield from rope_faults(architecture.rope_scaling, architecture.head_dim)

@@ -12,7 +12,7 @@ from drawloom.components.model.decoder.config import (
     has_experts,
     head_faults,
 )
-from drawloom.components.model.decoder.hugging_face import Family, read_config
+from drawloom.components.model.decoder.hugging_face import Family, architecture_faults, read_config
 from drawloom.components.model.decoder.rope import InvalidSetting, form_faults, rope_faults, take_apart
 from drawloom.graph import UserError
 
@@ -27,15 +27,13 @@ EXAMPLES = {
     "moe_intermediate_size": 128,
 }
 
-BESIDE_CONFIG = ("router_aux_loss_coef",)
-"""Settings that override the config's: they change training, not the model."""
-
 
 def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> Iterator[InvalidSetting]:
     """Problems of the settings of a recipe; a setting that is None was left out."""
     given = _given(family, settings)
     if settings["config"] is not None:
-        yield from _config_faults(family, settings, given)
+        yield from form_faults(given)
+        yield from _config_faults(family, settings)
         return  # a config sets everything else
     for key in family.needed:
         if key not in given:
@@ -55,18 +53,27 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
         yield from _expert_faults(given)
 
 
-def choose_architecture(family: Family, settings: Mapping[str, Any], tokens: int | None) -> DecoderConfig:
-    """The architecture of these settings, with `tokens` ids in the tokenizer; UserError for invalid settings."""
+def choose_architecture(
+    family: Family, settings: Mapping[str, Any], tokens: int | None, new_tokens: int = 0
+) -> DecoderConfig:
+    """
+    The architecture of these settings, with `tokens` ids in the tokenizer, of which the last ones may be new.
+
+    Raises UserError for invalid settings.
+    """
     for fault in faults(family, settings, tokens is not None):
         raise UserError(f"{family.component}: {fault.why}; {fault.instead}")
     if settings["config"] is not None:
-        beside = {key: value for key, value in _given(family, settings).items() if key in BESIDE_CONFIG}
-        architecture = attrs.evolve(read_config(family, settings["config"]), **beside)
+        architecture = _over_config(family, settings)
     else:
         architecture = family.architecture(**_completed(family, settings, tokens))
-    if tokens is not None and tokens > architecture.vocab_size:
-        why = f"the tokenizer has {tokens} ids, but the model's vocabulary only {architecture.vocab_size}"
-        raise UserError(f"{family.component}: {why}; write vocab_size = {tokens}, or another tokenizer")
+    if tokens is not None and tokens - new_tokens > (rows := architecture.vocab_size):
+        why = f"the tokenizer has {tokens} ids, but the model's vocabulary only {rows}"
+        added = f"new_tokens = {tokens - rows} for some that were added"
+        instead = f"vocab_size = {tokens}" if settings["config"] is None else added
+        raise UserError(f"{family.component}: {why}; write {instead}, or another tokenizer")
+    if tokens is not None and new_tokens >= tokens:
+        raise UserError(f"{family.component}: new_tokens = {new_tokens} leaves none of the tokenizer's {tokens} ids")
     return architecture
 
 
@@ -89,11 +96,16 @@ def _completed(family: Family, settings: Mapping[str, Any], tokens: int | None) 
     }
 
 
-def _config_faults(family: Family, settings: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-    for key in (key for key in given if key not in BESIDE_CONFIG):
-        yield InvalidSetting(key, f"{key} is set beside config, which sets it as well", f"remove {key} or config")
+def _over_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:
+    """The architecture of a config, with the settings that are given in place of its values."""
+    given = _given(family, settings)
+    scaling = {"rope_scaling": None} if given.keys() & {"rope_scaling", "rope_parameters"} else {}
+    return attrs.evolve(read_config(family, settings["config"]), **scaling | take_apart(given))
+
+
+def _config_faults(family: Family, settings: Mapping[str, Any]) -> Iterator[InvalidSetting]:
     try:
-        read_config(family, settings["config"])
+        yield from architecture_faults(_over_config(family, settings))
     except UserError as error:
         why, _, instead = str(error).rpartition("; ")
         yield InvalidSetting("config", why, instead)

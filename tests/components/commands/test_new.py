@@ -1,6 +1,7 @@
 """The command `new`."""
 
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,15 @@ def test_what_can_not_be_written_is_refused(words: list[str], message: str, caps
     assert message in capsys.readouterr().err
     assert [path.name for path in Path().iterdir()] == ["mine.toml"]
     assert Path("mine.toml").read_text("utf-8") == "# mine\n"
+
+
+def test_half_of_a_recipe_is_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where it can't be written to its end, the same command may be tried again."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        assert main(["new", "mine"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().err == "mine.toml: File too large\n"
+    assert not list(Path().iterdir())

@@ -148,3 +148,17 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match="without file locks"):
         FolderLock(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_full_disk_is_told_with_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a descriptor names no file by itself; the folder is free again."""
+
+    def pwrite(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", pwrite)
+        with pytest.raises(UserError) as caught:
+            FolderLock(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'run.lock'} can't be written (No space left on device); ")
+    assert _try(tmp_path) == "free"

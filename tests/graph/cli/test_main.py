@@ -168,7 +168,7 @@ def test_a_schema_that_cannot_be_written_is_an_error(
     target = tmp_path / "none" / "schema.json"
     assert main(["schema", "--output", str(target)], project) == 1
     assert capsys.readouterr().err == (
-        f"--output {target}: No such file or directory; write a path in a folder that exists\n"
+        f"--output {target}: No such file or directory; write a path that can be written\n"
     )
 
 

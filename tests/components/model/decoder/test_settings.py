@@ -192,14 +192,21 @@ def test_resuming_with_another_longest_text() -> None:
     assert Qwen3Dense.resume_impact(dynamic, "tie_word_embeddings") is None
 
 
-def test_config_beside_sizes(tmp_path: Path) -> None:
-    """Each size beside a config is a fault; so is a config that can't be read, in the same report."""
-    found = faults_of(config=tmp_path / "config.json", num_hidden_layers=2, tie_word_embeddings=False)
-    assert [key for key, _, _ in found] == ["num_hidden_layers", "tie_word_embeddings", "config"]
-    assert found[0][1:] == (
-        "num_hidden_layers is set beside config, which sets it as well",
-        "remove num_hidden_layers or config",
-    )
+def test_sizes_are_set_over_a_config(tmp_path: Path) -> None:
+    """The other values are the config's; sizes that do not fit together are faults, and so is a missing config."""
+    scaled: Any = {"rope_scaling": RopeScaling(rope_type="linear", factor=2.0)}
+    other = Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=True, **scaled, **SIZES)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(other.hugging_face_config()))
+    over: Any = {"num_hidden_layers": 7, "tie_word_embeddings": False, "rope_theta": 500.0}
+    found = Qwen3Dense(kernels=cpu_kernels(), config=path, **over).architecture
+    assert found == attrs.evolve(other.architecture, **over)
+    plain = RopeScaling(rope_type="default", rope_theta=5e3)
+    found = Qwen3Dense(kernels=cpu_kernels(), config=path, rope_parameters=plain).architecture
+    assert found == attrs.evolve(other.architecture, rope_theta=5e3, rope_scaling=None)
+    assert faults_of(config=path, **over) == []
+    assert [key for key, _, _ in faults_of(config=path, num_key_value_heads=3)] == ["num_key_value_heads"]
+    assert [key for key, _, _ in faults_of(config=tmp_path / "no.json", num_hidden_layers=2)] == ["config"]
 
 
 def test_errors_at_run_time_say_the_same() -> None:
@@ -304,12 +311,11 @@ def test_faults_of_experts(changes: dict[str, Any], fault: tuple[str, str, str])
 
 
 def test_balance_may_stand_beside_a_config(tmp_path: Path) -> None:
-    """What the loss that spreads tokens weighs is the recipe's to say; all that makes the model is the config's."""
+    """What the loss that spreads tokens weighs may be said in the recipe; experts that do not fit are a fault."""
     other = Qwen3Moe(kernels=cpu_kernels(), router_aux_loss_coef=0.5, **SPARSE_SIZES)
     (tmp_path / "config.json").write_text(json.dumps(other.hugging_face_config()))
     assert Qwen3Moe(kernels=cpu_kernels(), config=tmp_path).architecture == other.architecture
     found: Any = Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, router_aux_loss_coef=0.0).architecture
     assert (found.router_aux_loss_coef, attrs.evolve(found, router_aux_loss_coef=0.5)) == (0.0, other.architecture)
-    assert [key for key, _, _ in faults_of_experts(config=tmp_path, router_aux_loss_coef=0.0, num_experts=5)] == [
-        "num_experts"
-    ]
+    assert faults_of_experts(config=tmp_path, num_experts=5) == []
+    assert [key for key, _, _ in faults_of_experts(config=tmp_path, num_experts=1)] == ["num_experts_per_tok"]

@@ -1,0 +1,31 @@
+"""What docs/comparison.md says that drawloom takes is what its blocks have."""
+
+import ast
+import re
+from pathlib import Path
+
+from support.blocks import blocks
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_lines_of_the_six_tasks_are_counted() -> None:
+    """A row for each block, with its lines of TOML; the loss has those of its class in docs/components.md as well."""
+    found = [f"{len(block.text.split(chr(10))) - 1} TOML" for block in blocks(DOCS / "comparison.md")]
+    [loss] = [block.text for block in blocks(DOCS / "components.md") if block.title == "my_lab/focal.py"]
+    found[4] += f", {lines_of_code(loss)} Python"
+    rows = re.findall(r"^\| \d\. [^|]+\| ([^|]+?) \|", (DOCS / "comparison.md").read_text("utf-8"), re.MULTILINE)
+    assert rows == found
+
+
+def lines_of_code(source: str) -> int:
+    """Lines that are not blank, comments, docstrings or imports."""
+    left_out = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    lines = enumerate(source.splitlines(), 1)
+    return sum(1 for number, line in lines if line.strip() and line.strip()[0] != "#" and number not in left_out)
