@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each would compile every module
 
 .PHONY: train test docs figures bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu bench-pipeline-gpu \
-	bench-mesh-gpu
+	bench-mesh-gpu bench-finetune-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -67,6 +67,9 @@ bench-pipeline-gpu: .venv/test
 
 bench-mesh-gpu: .venv/test
 	RANKS=$(or $(RANKS),2) PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py $(ONLY)
+
+bench-finetune-gpu: .venv/test
+	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py --finetuning $(ONLY)
 
 clean:
 	rm -rf .venv runs dist site .mypy_cache .pytest_cache .ruff_cache

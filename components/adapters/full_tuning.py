@@ -6,7 +6,9 @@ from typing import ClassVar
 from torch import nn
 
 from drawloom.components.adapters.targets import matching, no_pattern
+from drawloom.components.adapters.tied_head import LoraTiedHead
 from drawloom.components.ports.adapters import AdaptedLayer
+from drawloom.components.weights.adapted import EMBEDDING
 from drawloom.graph import UserError, component, setting
 
 
@@ -26,7 +28,10 @@ class FullTuning:
     def inject(self, module: nn.Module) -> Collection[str]:
         """Thaw the parameters that a pattern matches. Raises UserError for one of a layer that has an adapter."""
         found: set[str] = set()
-        adapted = tuple(f"{name}." for name, layer in module.named_modules() if isinstance(layer, AdaptedLayer))
+        layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, AdaptedLayer)}
+        # The table of a tied head with factors is the embedding's.
+        tables = [EMBEDDING] if any(isinstance(layer, LoraTiedHead) for layer in layers.values()) else []
+        adapted = tuple(f"{name}." for name in (*layers, *tables))
         for name, parameter in module.named_parameters():
             targets = {target for each in _ends(name) for target in matching(each, self.targets)}
             if targets and name.startswith(adapted):

@@ -7,7 +7,9 @@ from torch import nn
 
 from drawloom.components.adapters.lora_layers import FUSED, LoraEmbedding, LoraExperts, LoraForm, LoraLinear
 from drawloom.components.adapters.targets import matching, no_pattern
+from drawloom.components.adapters.tied_head import LoraTiedHead
 from drawloom.components.model.decoder.experts import Experts
+from drawloom.components.model.decoder.model import CausalLM
 from drawloom.components.model.layers import Embedding, Linear
 from drawloom.components.ports.adapters import AdaptedLayer
 from drawloom.graph import UserError, above, at_least, component, setting
@@ -57,7 +59,21 @@ class Lora:
                 found.update(*by_name.values())
                 owner, _, leaf = name.rpartition(".")
                 setattr(module.get_submodule(owner), leaf, self._adapted(name, layer, adapted))
+        if isinstance(module, CausalLM) and module.tied and module.span.head and matching("lm_head", self.targets):
+            found.update(matching("lm_head", self.targets))
+            module.add_module("lm_head", self._tied_head(module))
         return found
+
+    def _tied_head(self, module: CausalLM) -> LoraTiedHead:
+        """Factors of a head without a weight of its own."""
+        table = module.model.embed_tokens
+        if hasattr(module, "lm_head"):
+            raise UserError("adapters: lm_head is named by two adapters; name it in one of them", exit_code=2)
+        if type(table) is not Embedding or table.weight.requires_grad:
+            raise UserError("adapters: lm_head is tied to embed_tokens, which is adapted, too; adapt one of them", 2)
+        if self.dora:
+            raise UserError("adapters: lm_head is tied to embed_tokens; adapt it without dora", exit_code=2)
+        return LoraTiedHead(table, self.form)
 
     def _adapted(self, name: str, layer: nn.Module, adapted: list[str]) -> nn.Module:
         """The layer with an adapter; `adapted` are the names by which it, or parameters of it, matched."""

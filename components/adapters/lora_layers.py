@@ -46,11 +46,12 @@ class LoraForm:
         return F.dropout(x, self.dropout) if self.dropout and torch.is_grad_enabled() else x
 
 
-def _factor(*shape: int, like: Tensor) -> nn.Parameter:
+def factor(*shape: int, like: Tensor) -> nn.Parameter:
+    """An empty factor of this shape, of the dtype of a weight, (...), and on its device."""
     return nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device))
 
 
-def _std(inputs: int) -> float:
+def initial_std(inputs: int) -> float:
     """That of PEFT's kaiming_uniform_(a=sqrt(5)), which is uniform up to 1 / sqrt(inputs)."""
     return 1 / math.sqrt(3 * inputs)
 
@@ -68,10 +69,10 @@ class LoraLinear(Linear, AdaptedLayer):
         super().__init__(inputs, outputs, base.kernels, base.bias is not None, base.style, base.unit)
         self.weight, self.bias = base.weight, base.bias
         self.form = form
-        self.lora_A = _factor(form.rank, inputs, like=base.weight)
-        self.lora_B = _factor(outputs, form.rank, like=base.weight)
+        self.lora_A = factor(form.rank, inputs, like=base.weight)
+        self.lora_B = factor(outputs, form.rank, like=base.weight)
         if form.dora:
-            self.lora_magnitude = _factor(outputs, like=base.weight)
+            self.lora_magnitude = factor(outputs, like=base.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs), of any floating dtype, to (..., outputs), in the weight's dtype."""
@@ -109,17 +110,17 @@ class LoraLinear(Linear, AdaptedLayer):
     def fill_adapter(self, name: str, fill: Fill) -> None:
         """Random numbers for A and zeros for B, so that the layer begins as the frozen one."""
         with torch.no_grad():
-            fill(f"{name}.lora_A", self.lora_A, _std(self.in_features))
+            fill(f"{name}.lora_A", self.lora_A, initial_std(self.in_features))
             self.lora_B.zero_()
             if self.form.dora:
-                self.lora_magnitude.copy_(torch.linalg.vector_norm(self.weight, dim=1, dtype=_wide(self.weight)))
+                self.lora_magnitude.copy_(torch.linalg.vector_norm(self.weight, dim=1, dtype=wide(self.weight)))
 
     def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """W + scale * B A, with DoRA its rows in the magnitudes' lengths."""
         weight = f"{name}.weight"
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b, *magnitude = [tensor.to(_wide(tensors[0])) for tensor in tensors]
+            w, a, b, *magnitude = [tensor.to(wide(tensors[0])) for tensor in tensors]
             merged = w + self.form.scale * (b @ a)
             if magnitude:
                 merged = merged * (magnitude[0] / torch.linalg.vector_norm(merged, dim=1))[:, None]
@@ -150,8 +151,8 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         super().__init__(vocab_size, hidden_size, base.kernels)
         self.weight = base.weight
         self.form = form
-        self.lora_A = _factor(vocab_size, form.rank, like=base.weight)
-        self.lora_B = _factor(hidden_size, form.rank, like=base.weight)
+        self.lora_A = factor(vocab_size, form.rank, like=base.weight)
+        self.lora_B = factor(hidden_size, form.rank, like=base.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids, int64 (...), to vectors (..., hidden_size) of the weight's dtype."""
@@ -181,7 +182,7 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         weight = f"{name}.weight"
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b = [tensor.to(_wide(tensors[0])) for tensor in tensors]
+            w, a, b = [tensor.to(wide(tensors[0])) for tensor in tensors]
             merged = w + self.form.scale * (a @ b.T)
             return [merged.to(tensors[0].dtype), *([tensors[0]] if base else [])]
 
@@ -224,8 +225,8 @@ class LoraExperts(Experts, AdaptedLayer):
             self.register_parameter(name, weight)
             if name in adapted:
                 experts, outputs, inputs = weight.shape
-                self.register_parameter(f"{name}_lora_A", _factor(experts, form.rank, inputs, like=weight))
-                self.register_parameter(f"{name}_lora_B", _factor(experts, outputs, form.rank, like=weight))
+                self.register_parameter(f"{name}_lora_A", factor(experts, form.rank, inputs, like=weight))
+                self.register_parameter(f"{name}_lora_B", factor(experts, outputs, form.rank, like=weight))
 
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Rows (rows, inputs), sorted by expert, by one of the parameters: (rows, outputs)."""
@@ -247,14 +248,14 @@ class LoraExperts(Experts, AdaptedLayer):
         with torch.no_grad():
             for each in self.adapted:
                 first = getattr(self, f"{each}_lora_A")
-                fill(f"{name}.{each}_lora_A", first, _std(first.shape[2]))
+                fill(f"{name}.{each}_lora_A", first, initial_std(first.shape[2]))
                 getattr(self, f"{each}_lora_B").zero_()
 
     def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """W + scale * B A for each expert."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b = [tensor.to(_wide(tensors[0])) for tensor in tensors]
+            w, a, b = [tensor.to(wide(tensors[0])) for tensor in tensors]
             return [torch.baddbmm(w, b, a, alpha=self.form.scale).to(tensors[0].dtype)]
 
         groups = []
@@ -288,6 +289,6 @@ class LoraExperts(Experts, AdaptedLayer):
         return [self.form.low_rank(f"{name}.{each}", fused=True) for each in self.adapted]
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def wide(tensor: Tensor) -> torch.dtype:
     """The dtype to merge in: at least float32, since a change is small beside the weight."""
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -9,13 +9,19 @@ from typing import Any
 import attrs
 
 from drawloom.components.checkpoint.reader import load_node, newest
-from drawloom.components.data.order import ShuffledOrder
+from drawloom.components.data.loader import Loader
+from drawloom.components.data.order.stream import row_sources
 from drawloom.components.data.record import FOLDER, row_digests
-from drawloom.components.ports.data import PackedDataset, TrainingData
-from drawloom.components.ports.run import Batching, RunInfo
+from drawloom.components.ports.data import PackedDataset, RowSource, TrainingData
+from drawloom.components.ports.distributed import Mesh
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
+<<<<<<< HEAD
 from drawloom.graph.project import Project, Recipe
+=======
+from drawloom.graph.project import Project
+from drawloom.graph.testing import fake
+>>>>>>> main
 
 MOST = 20  # faults that are listed
 
@@ -24,10 +30,11 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
     """
     What differs between the rows that a run saw and those that it should have seen, and a summary.
 
-    The rows of a step follow from the recipe in the run folder, and their content from the data as it is now; it has to
-    be what the newest checkpoint was made with.
+    The rows of a step follow from the recipe in the run folder and the newest checkpoint, and their content from the
+    data as it is now, which has to be what that checkpoint was made with.
     """
     recorded = _recorded(run)
+<<<<<<< HEAD
     recipe = Recipe.load(run, project=project)
     graph = recipe.graph.or_error()
     names = {port: _only(graph, port) for port in (PackedDataset, TrainingData, Batching, RunInfo)}
@@ -39,33 +46,49 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
         shuffle = bool(settings[TrainingData].get("shuffle", True))
         order = ShuffledOrder(int(settings[RunInfo]["seed"]), rows.count("train"), shuffle)
         return _compared(recorded, rows, order, int(settings[Batching]["global_size"]))
+=======
+    recipe = project.in_its_folder(project.load(str(run)))
+    graph = project.graph(recipe, root="").or_error()
+    rows, data, mesh = (_only(graph, port) for port in (PackedDataset, TrainingData, Mesh))
+    if graph.nodes[data].spec.cls is not Loader:
+        raise UserError(f"[{data}] is no data.loader, so what rows it should have given is not known", 2)
+    graph = project.graph(recipe.with_values({data: {"workers": 0}}), root="").or_error()
+    # the rows of a step are the same on any number of ranks
+    one_rank = fake(Mesh, size=1, index=0)
+    with project.container(graph.restricted_to([data]), data, given={mesh: one_rank}) as objects:
+        loader: Loader = objects[data]
+        if (checkpoint := newest(run)) is not None:
+            objects[rows].load_state_dict(load_node(checkpoint, rows))
+            loader.load_state_dict(load_node(checkpoint, data))
+        return _compared(recorded, objects[rows], loader)
+>>>>>>> main
 
 
 @attrs.frozen
 class _Expected:
-    """The digests of rows, computed once each."""
+    """The digests of rows, computed once each; those of a length curriculum are other rows."""
 
     rows: PackedDataset
-    digests: dict[int, str] = attrs.field(factory=dict)
+    loader: Loader
+    digests: dict[tuple[int, int | None], str] = attrs.field(factory=dict)
 
-    def digest(self, row: int) -> str:
-        if row not in self.digests:
-            [self.digests[row]] = row_digests(self.rows.batch("train", [row]))
-        return self.digests[row]
+    def digest(self, row: int, step: int) -> str:
+        key = (row, self.loader.length_at(step))
+        if key not in self.digests:
+            [self.digests[key]] = row_digests(self.loader.shortened(self.rows.batch("train", [row]), step))
+        return self.digests[key]
 
     def name(self, digest: str) -> str:
         """The row with a digest, if it is one that a step should have seen so far."""
-        return next((f"row {row}" for row, each in self.digests.items() if each == digest), "an unknown row")
+        return next((f"row {row}" for (row, _), each in self.digests.items() if each == digest), "an unknown row")
 
 
-def _compared(
-    recorded: dict[int, list[str]], rows: PackedDataset, order: ShuffledOrder, size: int
-) -> tuple[list[str], str]:
-    expected, seen, faults = _Expected(rows), Counter[int](), []
-    for step in range(1, max(recorded) + 1):
-        wanted = order.rows(range((step - 1) * size, step * size))
+def _compared(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader) -> tuple[list[str], str]:
+    expected, seen, faults = _Expected(rows, loader), Counter[int](), []
+    for step in range(loader.since + 1, max(recorded) + 1):
+        wanted = loader.rows_of(step)
         seen.update(wanted)
-        digests = Counter(expected.digest(row) for row in wanted)
+        digests = Counter(expected.digest(row, step) for row in wanted)
         if step not in recorded:
             faults.append(f"step {step} is not recorded")
             continue
@@ -73,11 +96,19 @@ def _compared(
         faults += [f"step {step}: {expected.name(digest)} is missing" for digest in digests - found]
         faults += [f"step {step}: {expected.name(digest)} is there once too often" for digest in found - digests]
     more = [f"and {len(faults) - MOST} more"] if len(faults) > MOST else []
-    often = Counter(seen.values())
-    counts = ", ".join(f"{number:,} rows {times} time{'s' * (times > 1)}" for times, number in sorted(often.items()))
-    unseen = rows.count("train") - len(seen)
     verdict = "differs from what it should be" if faults else "is what it should be"
-    return faults[:MOST] + more, f"{max(recorded)} steps: the data {verdict}: {counts}, {unseen:,} rows not yet"
+    counts = "; ".join(_counts(source, seen) for source in row_sources(rows))
+    before = f" (of which the first {loader.since}, of another size, are not compared)" if loader.since else ""
+    return faults[:MOST] + more, f"{max(recorded)} steps{before}: the data {verdict}: {counts}"
+
+
+def _counts(source: RowSource, seen: Counter[int]) -> str:
+    """How often the rows of a source were seen."""
+    own = range(source.first, source.first + source.rows)
+    often = Counter(times for row, times in seen.items() if row in own)
+    counts = [f"{number:,} rows {times} time{'s' * (times > 1)}" for times, number in sorted(often.items())]
+    name = f"{source.name} has " if source.name else ""
+    return name + ", ".join([*counts, f"{source.rows - sum(often.values()):,} rows not yet"])
 
 
 def _recorded(run: Path) -> dict[int, list[str]]:

@@ -1,35 +1,64 @@
 """Rows and statistics of packed data, for people."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from drawloom.components.data.mixed_documents import document_sources
+from drawloom.components.data.order.stream import row_shares, row_sources
 from drawloom.components.ports.corpus import Split, Tokenizer
 from drawloom.components.ports.data import IGNORE_INDEX, PackedDataset
 from drawloom.graph.cli.terminal import printable
 
+LENGTHS = "length: least, median, mean, most"
 COLOURS = ("cyan", "yellow")
 SPLITS: tuple[Split, ...] = ("train", "validation")
 VISIBLE = {"\n": "⏎\n", "\t": "⇥"}
 
 
 def statistics(rows: PackedDataset) -> str:
-    """A table with a line for each split: rows and fill rate, and of documents how many, tokens and lengths."""
-    lines = ["split        rows        fill rate   documents   tokens          length: least, median, mean, most"]
+    """
+    A table with a line for each split: rows and fill rate, and of documents how many, tokens and lengths.
+
+    Each source of a mixture has a line of its own, and in training its share of tokens, and of rows.
+    """
+    head = f"{'split':<12} {'rows':<11} {'fill rate':<11} {'documents':<11} {'tokens':<15} {LENGTHS:<33}"
+    mixed = any(source.name for source in row_sources(rows))
+    lines = [head + (" share of tokens, of rows" if mixed else "")]
     for split in SPLITS:
-        start = f"{split:<12} {rows.count(split):<11,} {100 * rows.fill_rate(split):<11.3f}"
-        lines.append((start + _lengths(rows, split)).rstrip())
-    return "\n".join(lines)
+        lines.append(_line(split, rows.count(split), rows.fill_rate(split), _lengths(rows, split)))
+        if mixed:
+            lines += _source_lines(rows, split)
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def _lengths(rows: PackedDataset, split: Split) -> str:
-    documents = getattr(rows, "tokens", None)  # a packing has it; another data set need not be made of documents
-    if documents is None or not len(lengths := documents.documents(split).lengths):
-        return ""
+def _line(name: str, rows: int, fill_rate: float, lengths: np.ndarray | None) -> str:
+    start = f"{name:<12} {rows:<11,} {100 * fill_rate:<11.3f}"
+    if lengths is None or not len(lengths):
+        return start
     measures = f"{lengths.min()}, {np.median(lengths):.0f}, {lengths.mean():.1f}, {lengths.max()}"
-    return f" {len(lengths):<11,} {int(lengths.sum(dtype=np.int64)):<15,} {measures}"
+    return f"{start} {len(lengths):<11,} {int(lengths.sum(dtype=np.int64)):<15,} {measures:<33}"
+
+
+def _lengths(rows: PackedDataset, split: Split) -> np.ndarray | None:
+    documents = getattr(rows, "tokens", None)  # a packing has it; another data set need not be made of documents
+    return None if documents is None else documents.documents(split).lengths
+
+
+def _source_lines(rows: Any, split: Split) -> Iterator[str]:
+    weights = sum(source.weight for source in rows.row_sources(split))
+    shares = row_shares(rows.row_sources("train"))
+    documents = document_sources(rows.tokens.documents(split))
+    for source, held in zip(rows.row_sources(split), documents, strict=True):
+        rate = source.tokens / (source.rows * rows.length) if source.rows else 1.0
+        line = _line(f"  {source.name}", source.rows, rate, held.documents.lengths)
+        if split == "train":
+            of_rows = shares.get(source.name, 0) / sum(shares.values())
+            line = f"{line:<97} {100 * source.weight / weights:.2f} %, {100 * of_rows:.2f} %"
+        yield line
 
 
 def row_text(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer | None) -> None:

@@ -54,13 +54,20 @@ def _with_corpus(recipe: Recipe, globs: list[str] | None) -> Recipe:
     graph = recipe.graph
     use = "data.jsonl" if all(glob.endswith(".jsonl") for glob in globs) else "data.text_files"
     corpus = {"use": use, "paths": globs, "validation_fraction": 0.0}
-    names = graph.implementers(Corpus) or ["corpus"]
+    # the sources of a mixture are written inside of it, and go with it
+    names, tokens = (
+        [name for name in graph.implementers(port) if not graph.nodes[name].owner] for port in (Corpus, TokenCorpus)
+    )
+    names = names or ["corpus"]
     changes: dict[str, Any] = dict.fromkeys(names, corpus)
-    for name in graph.implementers(TokenCorpus):
+    for name in tokens or ["tokens"]:
         changes[name] = {"use": "data.tokenized_text", "corpus": f"@{names[0]}"}
     for name in graph.implementers(PackedDataset):
-        if has_pairs(graph.nodes[name].spec.cls):
-            changes[name] = {"use": "data.packing.concatenated", "length": graph.nodes[name].settings["length"]}
+        # rows of pairs, or of examples, which have a greatest length
+        settings = graph.nodes[name].settings
+        if has_pairs(graph.nodes[name].spec.cls) or "tokens" not in graph.nodes[name].edges:
+            length = settings["length"] if "length" in settings else settings["max_length"]
+            changes[name] = {"use": "data.packing.concatenated", "length": length}
     for name in graph.implementers(Loss):
         if has_pairs(graph.nodes[name].spec.cls):
             changes[name] = {"use": "loss.next_token"}

@@ -1,10 +1,30 @@
 """Contracts of the ports of training data: packed rows and batches."""
 
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
 import attrs
+import numpy as np
 import torch
 
-from drawloom.components.ports.data import IGNORE_INDEX, Batch, PackedDataset, TrainingData, ValidationData
+from drawloom.components.ports.corpus import Split
+from drawloom.components.ports.data import (
+    IGNORE_INDEX,
+    Batch,
+    Collator,
+    Example,
+    Examples,
+    MeasuredRows,
+    PackedDataset,
+    RowOrder,
+    RowSource,
+    SourceProgress,
+    TrainingData,
+    ValidationData,
+)
 from drawloom.graph.testing import expect
+
+SPLITS: tuple[Split, ...] = ("train", "validation")
 
 TENSORS = tuple(field.name for field in attrs.fields(Batch) if field.default is attrs.NOTHING)
 """The tensors that every batch has."""
@@ -61,6 +81,72 @@ def tokens_without_a_target_weigh_nothing(rows: PackedDataset) -> None:
     expect(bool(batch.weights.any()), "no token of the first rows has a weight")
 
 
+def rows_are_of_one_source_each(rows: MeasuredRows) -> None:
+    """Sources follow one another without gaps, and the tokens of their rows add up to those that they have."""
+    for split in SPLITS:
+        tokens, place = rows.row_tokens(split), 0
+        for source in rows.row_sources(split):
+            own = tokens[place : place + source.rows]
+            expect(source.first == place, f"{source} begins at {source.first}, and the rows before end at {place}")
+            expect(int(own.sum()) == source.tokens, f"{source} has {source.tokens} tokens, and its rows {own.sum()}")
+            place += source.rows
+        expect(place == len(tokens) == rows.count(split), f"sources have {place} rows of {rows.count(split)}")
+
+
+SOURCES = [RowSource("one", 0, 7, 56, 1.0), RowSource("other", 7, 5, 40, 2.0)]
+
+
+def each_row_comes_once(order: RowOrder) -> None:
+    """In every epoch of a source, each of its rows has one place."""
+    for source in SOURCES:
+        for epoch in (0, 1, 5):
+            rows = order.rows_at(source, epoch, np.arange(source.rows))
+            expect(sorted(rows.tolist()) == list(range(source.rows)), f"epoch {epoch} has the rows {rows.tolist()}")
+
+
+def a_place_has_one_row(one: RowOrder, other: RowOrder) -> None:
+    """The row at a place depends on nothing that was asked for before, in whatever order places are."""
+    wanted = [(source, epoch) for source in SOURCES for epoch in (0, 3)]
+    found = [one.rows_at(source, epoch, np.arange(source.rows)) for source, epoch in wanted]
+    for (source, epoch), rows in reversed([*zip(wanted, found, strict=True)]):
+        for place in reversed(range(source.rows)):
+            again = other.rows_at(source, epoch, np.array([place]))
+            expect(again.tolist() == [rows[place]], f"place {place} of epoch {epoch} has row {rows[place]} and {again}")
+
+
+def examples_come_again(one: Examples, other: Examples) -> None:
+    """The training split has examples, which are dicts, the same each time."""
+    for split in SPLITS:
+        held, again, others = (list(each.examples(split)) for each in (one, one, other))
+        expect(held or split != "train", "the training split has no example")
+        expect(all(isinstance(example, Mapping) for example in held), f"an example of {split} is no dict")
+        expect(_contents(held) == _contents(again) == _contents(others), f"a second time {split} has other examples")
+
+
+def _contents(examples: Sequence[Example]) -> str:
+    # two may be made of files at different places
+    return str([{key: value for key, value in example.items() if key != "source"} for example in examples])
+
+
+EXAMPLES: list[Example] = [{"input_ids": [3, 4, 5]}, {"input_ids": [6, 7, 8, 9, 10], "weights": [1.0] * 5}]
+
+
+def a_row_is_an_example(collator: Collator) -> None:
+    """Each example is a row of the length that is asked for, with its tokens together, whatever others there are."""
+    both = collator.collate(EXAMPLES, 6)
+    for number, example in enumerate(EXAMPLES):
+        ids, alone = [*example["input_ids"]], collator.collate([example], 6)
+        expect(collator.count(example) == len(ids), f"{len(ids)} tokens are counted as {collator.count(example)}")
+        for name in TENSORS:
+            one, same = getattr(alone, name), getattr(both, name)[number]
+            expect(one.shape == (1, 6) and torch.equal(one[0], same), f"{name} depend on other rows")
+        row = alone.tokens[0].tolist()
+        starts = [start for start in range(7 - len(ids)) if row[start : start + len(ids)] == ids]
+        expect(starts, f"the tokens {ids} are not in the row {row}")
+        own = alone.document_ids[0, starts[0] : starts[0] + len(ids)]
+        expect(int((alone.document_ids[0] == own[0]).sum()) == len(ids), "padding is of the document of an example")
+
+
 STEPS = 3
 
 
@@ -77,6 +163,14 @@ def steps_differ(data: TrainingData) -> None:
     """Two consecutive steps have different data."""
     first, second = (torch.cat([batch.tokens for batch in data.next_step()]) for _ in range(2))
     expect(not torch.equal(first, second), "the second step has the data of the first")
+
+
+def tokens_of_sources_grow(progress: SourceProgress) -> None:
+    """From step to step no source has fewer tokens, and all together have more."""
+    found = [progress.tokens_by_source(step) for step in range(1, STEPS + 1)]
+    for earlier, later in pairwise(found):
+        expect(all(tokens <= later[name] for name, tokens in earlier.items()), f"{earlier} tokens become {later}")
+        expect(sum(earlier.values()) < sum(later.values()), f"a step has no tokens: {earlier} and {later}")
 
 
 def it_is_the_same_every_time(one: ValidationData, other: ValidationData) -> None:

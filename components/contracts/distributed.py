@@ -66,11 +66,16 @@ def group_returns_the_set_with_this_rank(processes: Processes) -> None:
 
 
 def total_is_a_sum(reduce: Reduce) -> None:
-    """The total keeps shape and float64, is at least this rank's (non-negative) value, and is linear in it."""
+    """
+    The total keeps shape and float64, is at least this rank's (non-negative) value, and is linear in it; the largest is
+    at least this rank's and at most the total.
+    """
     given = torch.tensor([1.0, 2.0, 1e-9], dtype=torch.float64)
     total, twice = reduce.total(given.clone()), reduce.total(2 * given)
     expect(total.dtype == torch.float64 and total.shape == given.shape, f"the total is {total.dtype} {total.shape}")
     expect(bool((total >= given).all()) and torch.allclose(twice, 2 * total), "the total is not a sum")
+    largest = reduce.largest(given.clone())
+    expect(bool((largest >= given).all() and (largest <= total).all()), "the largest is not a maximum")
 
 
 def without_edges_there_are_no_channels(neighbours: Neighbours) -> None:

@@ -92,29 +92,25 @@ def leaves_the_number_of_the_step(phase: Phase) -> None:
 
 
 def microbatches_make_a_step(batching: Batching) -> None:
-    """The microbatches of all data-parallel ranks are exactly the rows of a step."""
-    rows = batching.microbatches * batching.micro_size * batching.dp_size
-    expect(rows == batching.global_size, f"microbatches have {rows} rows in a step of {batching.global_size}")
+    """The microbatches of all data-parallel ranks are exactly the rows of a step, which begins where the last ends."""
+    expect(batching.start(1) == 0, f"the first step begins at position {batching.start(1)}")
     expect(0 <= batching.dp_rank < batching.dp_size, f"dp_rank {batching.dp_rank} is not below {batching.dp_size}")
+    for step in (1, 2, 3):
+        rows = len(batching.positions(step)) * batching.micro_size * batching.dp_size
+        size = batching.start(step + 1) - batching.start(step)
+        expect(rows == size, f"microbatches have {rows} rows in a step of {size}")
 
 
 def every_position_is_used_once(batching: Batching) -> None:
     """A rank's positions are in the step's part of the endless order, and each is used at most once."""
-    seen: set[int] = set()
     for step in (1, 2, 3):
         microbatches = batching.positions(step)
         positions = [position for microbatch in microbatches for position in microbatch]
         sizes = {len(microbatch) for microbatch in microbatches}
-        expect(
-            sizes == {batching.micro_size} and len(microbatches) == batching.microbatches,
-            f"step {step} has microbatches of other sizes",
-        )
-        inside = range((step - 1) * batching.global_size, step * batching.global_size)
+        expect(sizes == {batching.micro_size}, f"step {step} has microbatches of other sizes")
+        inside = range(batching.start(step), batching.start(step + 1))
         expect(all(position in inside for position in positions), f"step {step} uses positions of another")
-        expect(
-            len(set(positions)) == len(positions) and not seen & set(positions), f"step {step} uses a position twice"
-        )
-        seen |= set(positions)
+        expect(len(set(positions)) == len(positions), f"step {step} uses a position twice")
 
 
 def handles_a_whole_run(listener: Listener) -> None:

@@ -37,6 +37,18 @@ class HuggingFaceTokenizer:
     _end_token: str | None = attrs.field(init=False, default=None)
     _vocab_size: int = attrs.field(init=False, default=0)
 
+    @classmethod
+    def count_ids(cls, settings: Mapping[str, Any]) -> int | None:
+        """`vocab_size` for a recipe that is checked, from the file alone; None if it can't be read."""
+        path: Path = settings["path"]
+        try:
+            found = json.loads((path / "tokenizer.json" if path.is_dir() else path).read_text("utf-8"))
+            vocab = found["model"]["vocab"]
+            ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))  # Unigram has a list
+            return int(max([*ids, *(token["id"] for token in found.get("added_tokens", []))])) + 1
+        except (OSError, ValueError, LookupError, TypeError):
+            return None  # `open` says why
+
     def open(self) -> None:
         """Read the file. Raises UserError if the package, the file or the end token is missing."""
         self._tokenizer = _read(self._file)

@@ -1,32 +1,38 @@
 """The data loader: the batches of a run, in an order that depends only on the seed."""
 
+import logging
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
 import attrs
 
-from drawloom.components.data.order import ShuffledOrder
+from drawloom.components.data.curriculum import Stage, cut
+from drawloom.components.data.order.stream import RowStream, Segment, row_shares, row_sources
 from drawloom.components.data.rank_consistency import check_consistency
 from drawloom.components.data.workers import Workers
-from drawloom.components.ports.data import Batch, PackedDataset
+from drawloom.components.ports.data import Batch, PackedDataset, RowOrder, has_pairs
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Batching, RunInfo
-from drawloom.graph import UserError, above, at_least, component, setting
+from drawloom.components.ports.run import Batching
+from drawloom.graph import Problem, UserError, above, at_least, component, setting
+from drawloom.graph.build.node import NodeView
+
+log = logging.getLogger("drawloom.data")
 
 
 @component
 class Loader:
     """
-    Training rows in an endless order of epochs, each shuffled by (seed, epoch).
+    Training rows in an endless order of epochs; those of a mixture's sources alternate by the weights of these.
 
-    A step may cross the end of an epoch. The only state is the number of steps taken, so that a run resumes with any
-    number of workers and data-parallel ranks.
+    A step may cross the end of an epoch. The state is the number of steps and rows taken, and from which positions on
+    which shares of rows the sources have had. So a run resumes with any number of workers and data-parallel ranks, and
+    with the next row even if its steps have other sizes than before.
     """
 
     rows: PackedDataset
+    order: RowOrder
     batching: Batching
-    job: RunInfo
     mesh: Mesh
     workers: int = setting(
         default=0,
@@ -40,16 +46,22 @@ class Loader:
     timeout: float = setting(
         default=120.0, impact="safe", check=above(0), doc="seconds to wait for a worker's batch before it is an error"
     )
-    shuffle: bool = setting(default=True, doc="shuffle each epoch; if false, rows come in the order of packing")
+    lengths: list[Stage] = setting(
+        factory=list, doc="length curriculum: greatest lengths of documents in earlier steps, in order"
+    )
     _step: int = attrs.field(init=False, default=0)
+    _offset: int = attrs.field(init=False, default=0)  # rows that steps of other sizes have taken more than these would
+    _since: int = attrs.field(init=False, default=0)
     _workers: Workers | None = attrs.field(init=False, default=None)
     _stream: Iterator[Batch] | None = attrs.field(init=False, default=None)
     _checked: bool = attrs.field(init=False, default=False)
+    _rows: RowStream = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Start the workers. Raises UserError if there are no rows."""
+        """Lay out the stream of rows. Raises UserError if there are no rows."""
         if self.rows.count("train") == 0:
             raise UserError("rows: the training split is empty; add text, or lower `validation_fraction` in the corpus")
+        self._begin([])
         if self.workers:
             self._workers = Workers(self.rows, "train", self.workers)
 
@@ -67,26 +79,83 @@ class Loader:
         The first call is a collective. Raises UserError if ranks that must see the same rows do not, or if a worker
         dies or hangs.
         """
+        step = self._step + 1
         if self._stream is None:
-            self._stream = self._batches(self._step + 1)
-        batches = [next(self._stream) for _ in range(self.batching.microbatches)]
+            self._stream = self._batches(step)
+        batches = [self.shortened(next(self._stream), step) for _ in self.batching.positions(step)]
         # once is enough: later steps follow from the same seed, rows and order
         if not self._checked:
             check_consistency(self.mesh.world, self.batching.dp_rank, self.rows.count("train"), batches[0])
             self._checked = True
-        self._step += 1
+        self._step = step
         return batches
 
+    def shortened(self, batch: Batch, step: int) -> Batch:
+        """A batch as the curriculum has it in a step."""
+        length = self.length_at(step)
+        return batch if length is None else cut(batch, length)
+
+    def length_at(self, step: int) -> int | None:
+        """The greatest length of documents in a step; None if they are not cut."""
+        tokens = self._start(step) * self.rows.length
+        return next((stage.length for stage in self.lengths if stage.holds(step, tokens)), None)
+
+    def rows_of(self, step: int) -> list[int]:
+        """The rows of a step, of all ranks."""
+        return self._rows.rows(range(self._start(step), self._start(step + 1)))
+
+    @property
+    def since(self) -> int:
+        """The steps that earlier starts of the run took with other sizes: `rows_of` knows only those after them."""
+        return self._since
+
+    def tokens_by_source(self, step: int) -> dict[str, float]:
+        """
+        The tokens of each source in all steps up to and with this one.
+
+        All rows of a source count as many tokens as they have on average, so this is exact at the end of its epochs.
+        """
+        taken = self._rows.taken(self._start(step + 1))
+        sources = self._rows.sources.values()
+        return {source.name: taken.get(source.name, 0) * source.tokens / max(source.rows, 1) for source in sources}
+
     def state_dict(self) -> dict[str, Any]:
-        """`step`: the number of steps taken."""
-        return {"step": self._step}
+        """
+        `step` and `position`: the steps and rows taken; of a mixture `shares`: those of rows, by position.
+
+        If the first `since` steps had other sizes than later ones, `offset` is what they have taken more than these.
+        """
+        found: dict[str, Any] = {"step": self._step, "position": self._start(self._step + 1)}
+        if self._since:
+            found |= {"since": self._since, "offset": self._offset}
+        if shares := {str(each.start): dict(each.shares) for each in self._rows.segments if each.shares.keys() != {""}}:
+            found["shares"] = shares
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume after a step."""
-        step = state["step"]
-        if not isinstance(step, int) or step < 0:
-            raise ValueError(f"step: {step!r} is not a number of steps")
+        """Resume after a step; from there on, steps may have other sizes and sources other shares than before."""
+        step, position = state["step"], state["position"]
+        for key, number in (("step", step), ("position", position)):
+            if not isinstance(number, int) or number < 0:
+                raise ValueError(f"{key}: {number!r} is no number of {key}s")
         self._step, self._stream = step, None
+        self._offset = position - self.batching.start(step + 1)
+        self._since = state.get("since", 0) if self._offset == state.get("offset", 0) else step
+        self._begin([Segment(int(start), shares) for start, shares in state.get("shares", {}).items()])
+
+    def _start(self, step: int) -> int:
+        """The position with which a step begins."""
+        return self.batching.start(step) + self._offset
+
+    def _begin(self, segments: list[Segment]) -> None:
+        """Lay out the stream of rows: earlier segments, and one for today's shares if those are others."""
+        sources = {source.name: source for source in row_sources(self.rows)}
+        shares = row_shares([*sources.values()])
+        if segments and segments[-1].shares != shares:
+            log.warning("from step %d on, sources have other shares than before", self._step + 1)
+            position = self._start(self._step + 1)
+            segments = [*(each for each in segments if each.start < position), Segment(position, shares)]
+        self._rows = RowStream(sources, self.order, segments or [Segment(0, shares)])
 
     def _batches(self, step: int) -> Iterator[Batch]:
         """The microbatches from this step on, without end."""
@@ -97,5 +166,16 @@ class Loader:
 
     def _row_indices(self, step: int) -> Iterator[list[int]]:
         """The rows of each microbatch from this step on, without end."""
-        order = ShuffledOrder(self.job.seed, self.rows.count("train"), self.shuffle)
-        return (order.rows(positions) for number in count(step) for positions in self.batching.positions(number))
+        microbatches = (positions for number in count(step) for positions in self.batching.positions(number))
+        return (self._rows.rows([self._offset + position for position in positions]) for positions in microbatches)
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Each length has one end, and pairs of documents are not cut."""
+        if node.settings["lengths"] and any(has_pairs(rows.component) for rows in node.neighbours("rows")):
+            text = "lengths cuts documents, and those of pairs can't be compared then"
+            yield node.problem("lengths", text, "leave it out, or use rows without pairs")
+        for number, stage in enumerate(node.settings["lengths"]):
+            if (stage.until_step is None) == (stage.until_tokens is None):
+                text = f"lengths[{number}] ends at a step or after tokens, one of both"
+                yield node.problem(("lengths", number), text, "write until_step = N or until_tokens = N")

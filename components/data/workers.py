@@ -17,7 +17,7 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle, islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -29,6 +29,16 @@ import torch
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import Batch, PackedDataset
 from drawloom.graph import UserError
+
+MOST = 4  # rows and documents that an error names
+
+
+class Lost(Exception):
+    """A batch will not come; `hint` is what to do about it."""
+
+    def __init__(self, text: str, hint: str) -> None:
+        super().__init__(text)
+        self.hint = hint
 
 
 @attrs.frozen
@@ -51,13 +61,15 @@ class Worker:
         # the sentinel too: a worker that dies must not cost the whole timeout
         if not wait([self.pipe, self.process.sentinel], timeout):
             hint = "give it more time (`timeout`), or write workers = 0"
-            raise UserError(f"workers: {self} has given no batch for {timeout:g} seconds; {hint}")
+            raise Lost(f"{self} has for {timeout:g} seconds not given", hint)
         try:
             answer = self.pipe.recv() if self.pipe.poll() else None
         except (EOFError, OSError) as error:
             raise self._died() from error
         if answer is None:
             raise self._died()
+        if isinstance(answer, UserError):
+            raise answer
         if isinstance(answer, str):
             raise RuntimeError(f"{self} failed:\n{answer}")
         return Batch(*map(torch.from_numpy, answer))
@@ -69,12 +81,12 @@ class Worker:
         self.process.close()
         self.pipe.close()
 
-    def _died(self) -> UserError:
+    def _died(self) -> "Lost":
         self.process.join(1)
         code = self.process.exitcode or 0
         end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited (exit code {code})"
         hint = "check for a lack of memory and start the run again, or write workers = 0"
-        return UserError(f"workers: {self} {end} before it delivered its batches; {hint}")
+        return Lost(f"{self} {end} before it delivered", hint)
 
     def __str__(self) -> str:
         return f"data worker {self.number} (process {self.process.pid})"
@@ -91,18 +103,19 @@ class Workers:
         except BaseException:
             self.close()
             raise
+        self._rows, self._split = rows, split
         self._turns = cycle(self.members)
-        self._requested: deque[Worker] = deque()
+        self._requested: deque[tuple[Worker, Sequence[int]]] = deque()
 
     def batches(self, wanted: Iterator[Sequence[int]], ahead: int, timeout: float) -> Iterator[Batch]:
         """The batches of an endless iterator of row indices, `ahead` of which are requested in advance."""
         # batches that an earlier iterator requested are discarded
         while self._requested:
-            self._requested.popleft().take(timeout)
+            self._take(timeout)
         for rows in islice(wanted, ahead):
             self._request(rows)
         for rows in wanted:
-            batch = self._requested.popleft().take(timeout)
+            batch = self._take(timeout)
             self._request(rows)
             yield batch
 
@@ -113,8 +126,27 @@ class Workers:
 
     def _request(self, rows: Sequence[int]) -> None:
         worker = next(self._turns)
-        worker.request(rows)
-        self._requested.append(worker)
+        try:
+            worker.request(rows)
+        except Lost as error:
+            raise UserError(f"workers: {error} {self._described(rows)}; {error.hint}") from error
+        self._requested.append((worker, rows))
+
+    def _take(self, timeout: float) -> Batch:
+        """The oldest requested batch. An error names the rows that it should have, and where they come from."""
+        worker, rows = self._requested.popleft()
+        try:
+            return worker.take(timeout)
+        except Lost as error:
+            raise UserError(f"workers: {error} {self._described(rows)}; {error.hint}") from error
+
+    def _described(self, rows: Sequence[int]) -> str:
+        """The first rows of a batch, and the files and offsets of their documents."""
+        described = f"row{'s' * (len(rows) > 1)} {_some(map(str, rows))} of {self._split}"
+        if not hasattr(self._rows, "sources"):  # a data set of one's own need not know them
+            return described
+        sources = dict.fromkeys(source for row in rows[:MOST] for source in self._rows.sources(self._split, row))
+        return f"{described} (of {_some(sources)})"
 
 
 def _spawn(number: int, rows: PackedDataset, split: Split) -> Worker:
@@ -155,10 +187,18 @@ def _listen(pipe: Connection, wanted: "queue.SimpleQueue[list[int]]") -> None:
         os._exit(0)
 
 
-def _answer(rows: PackedDataset, split: Split, indices: list[int]) -> tuple[np.ndarray, ...] | str:
-    """A batch as arrays, which are sent by value, or a traceback."""
+def _answer(rows: PackedDataset, split: Split, indices: list[int]) -> tuple[np.ndarray, ...] | UserError | str:
+    """A batch as arrays, which are sent by value, or what is wrong: for the user, or a traceback."""
     try:
         batch = rows.batch(split, indices)
         return tuple(tensor.numpy() for tensor in batch.tensors())
+    except UserError as error:
+        return UserError(str(error), error.exit_code)
     except Exception:
         return traceback.format_exc()
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first of many."""
+    found = list(names)
+    return ", ".join(found[:MOST]) + (f" and {len(found) - MOST} more" if len(found) > MOST else "")

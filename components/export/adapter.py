@@ -1,6 +1,7 @@
 """Exports the adapters of a run in PEFT's format."""
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from drawloom.components.storage.safetensors.reader import INDEX, open_safetenso
 from drawloom.components.storage.safetensors.writer import new_safetensors_file
 from drawloom.components.weights.adapted import adapted_model
 from drawloom.components.weights.save import PlannedFile
-from drawloom.graph import component, setting
+from drawloom.graph import Problem, component, setting
+from drawloom.graph.build.node import NodeView
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -37,6 +39,16 @@ class AdapterExport:
     base_model: str | None = setting(
         default=None, doc="name or path of the model that was adapted, which adapter_config.json records"
     )
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """PEFT would look for new tokens in a table that the model it loads does not have."""
+        for model in node.neighbours("model"):
+            if model.settings.get("new_tokens"):
+                text = f"[{model.name}] has new tokens, which are no part of an adapter for PEFT"
+                yield node.problem(
+                    "use", text, f'write unset = ["{node.name}"], leave it out of on_finish, and take the export'
+                )
 
     def is_finished(self, step: int) -> bool:
         """Whether the folder, which is never incomplete, is of this step. A collective with one result on all ranks."""

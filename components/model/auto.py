@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 
-from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.builder import NEW_TOKENS_ARE_WHOLE, DecoderBuilder
 from drawloom.components.model.decoder.config import tensor_faults
 from drawloom.components.model.decoder.hugging_face import config_path, read_config, read_json
 from drawloom.components.model.llama import Llama
@@ -22,7 +23,8 @@ from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import ExpertKernels, LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.graph import Problem, UserError, component, setting
+from drawloom.components.weights.load import fitting_folder
+from drawloom.graph import Problem, UserError, at_least, component, setting
 
 FAMILIES: dict[str, type[DecoderBuilder]] = {
     kind.family.model_type: kind for kind in (Llama, Mistral, Qwen2, Qwen3Dense, Qwen3Moe)
@@ -41,26 +43,42 @@ class AutoModel:
     kernels: ExpertKernels
     tokenizer: Tokenizer | None = None
     path: Path = setting(doc="a folder with a config.json, and with safetensors files if its weights are to be loaded")
+    new_tokens: int = setting(
+        default=0,
+        check=at_least(0),
+        doc="how many of the tokenizer's last ids have rows of their own in embedding and head, called new_tokens, "
+        "which the folder need not have",
+    )
     weights: bool = setting(
         default=True, impact="changes_training", doc="start from the folder's weights; false for random ones"
     )
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """A config that can't be built, or a folder that has no weights to start from."""
+        """A config that can't be built, a folder without the weights that it says, or a tokenizer of more ids."""
         path: Path = node.settings["path"]
         try:
-            read_config(_family(path).family, path)
+            rows = read_config(_family(path).family, path).vocab_size
+            if node.settings["weights"] and any(path.glob("*.safetensors")):
+                _check_weights(path, node.settings["new_tokens"])
         except UserError as error:
             why, _, instead = str(error).removeprefix("config: ").rpartition("; ")
             yield node.problem("path", why, instead)
             return
         if node.settings["weights"] and not any(path.glob("*.safetensors")):
             yield node.problem("path", f"{path} has no safetensors files", "write weights = false for random weights")
+        for tokenizer in node.neighbours("tokenizer"):
+            counted = getattr(tokenizer.component, "count_ids", lambda settings: None)(tokenizer.settings) or 0
+            if counted - node.settings["new_tokens"] > rows:
+                text = f"[{tokenizer.name}] has {counted} ids, but the vocabulary in {path} only {rows}"
+                instead = f"write new_tokens = {counted - rows} for some that were added, or another tokenizer"
+                yield node.problem("path", text, instead)
 
     @classmethod
     def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
         """Why so many ranks along `tensor` can't share the model."""
+        if node.settings["new_tokens"]:
+            yield NEW_TOKENS_ARE_WHOLE
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
             yield from tensor_faults(attrs.asdict(read_config(_family(path).family, path), recurse=False), ranks)
@@ -68,7 +86,8 @@ class AutoModel:
     @cached_property
     def builder(self) -> DecoderBuilder:
         """The component of the folder's family. Computed on first use, because the tokenizer must be open."""
-        return _family(self.path)(kernels=self.kernels, tokenizer=self.tokenizer, config=self.path)
+        kind = _family(self.path)
+        return kind(kernels=self.kernels, tokenizer=self.tokenizer, config=self.path, new_tokens=self.new_tokens)
 
     @property
     def initial_weights(self) -> Path | None:
@@ -102,6 +121,15 @@ class AutoModel:
 
     def hugging_face_mapper(self) -> Mapper:
         return self.builder.hugging_face_mapper()
+
+
+def _check_weights(path: Path, new_tokens: int) -> None:
+    """UserError if the tensors of a folder are not those of its config, by their names and shapes."""
+    kernels: Any = None  # only a forward pass would use them
+    builder = _family(path)(kernels=kernels, config=path, new_tokens=new_tokens)
+    with torch.device("meta"):
+        module = builder.build(LayerRange(0, builder.num_hidden_layers, embedding=True, head=True))
+    fitting_folder(path, module, builder.hugging_face_mapper().inverse())
 
 
 def _family(path: Path) -> type[DecoderBuilder]:

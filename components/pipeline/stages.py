@@ -1,9 +1,11 @@
 """Builds the stages that this rank owns, and gives their parameters memory and values."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Mode
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.weights.adapted import adapted_model, adapter_names, fill_adapters, inject
 from drawloom.components.weights.fingerprint import folder_fingerprint
 from drawloom.components.weights.load import load_folder, persistent_tensors
@@ -98,6 +101,8 @@ class MaterializedStages:
         """The module of a loss belongs to the stages, so the loss itself can't be one; and dtypes fit shards."""
         for mesh, precision in zip(node.neighbours("mesh"), node.neighbours("precision"), strict=True):
             yield from misfits_of_shards(mesh, precision)
+        for model, precision in product(node.neighbours("model"), node.neighbours("precision")):
+            yield from roundings(node, model, precision)
         for mesh, model in zip(node.neighbours("mesh"), node.neighbours("model"), strict=True):
             yield from misfits_of_tensor(mesh, model)
         for loss in node.neighbours("loss"):
@@ -105,6 +110,20 @@ class MaterializedStages:
                 where = f"under [{loss.name}] and [{node.name}]"
                 text = f"{loss.use!r} is an nn.Module, which a checkpoint would save {where}"
                 yield loss.problem("use", text, "let the component hold an nn.Module as its attribute `module`")
+
+    @classmethod
+    def notes(cls, node: NodeView) -> Iterator[str]:
+        """How the ranks of the mesh share the parameters."""
+        by_block = node.settings["reshard_after_forward"]
+        for mesh in node.neighbours("mesh"):
+            size = {name: mesh.settings.get(name, 1) for name in ("pipeline", *SHARDS, "tensor")}
+            if size["pipeline"] > 1:
+                yield f"layers: partitioned over {size['pipeline']} pipeline ranks"
+            if size["tensor"] > 1:
+                yield f"linear layers, embedding and head: split over {size['tensor']} ranks, and tokens in between"
+            if (ranks := math.prod(size[name] for name in SHARDS)) > 1:
+                often = "by layer" if _gathers_by_block(by_block, size["pipeline"]) else "once a step"
+                yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {often}"
 
     def open(self) -> None:
         """Build this rank's modules, and initialise or load them."""
@@ -313,10 +332,7 @@ class MaterializedStages:
         """Shard the parameters over the ranks of the mesh that do so; nothing without such ranks."""
         if self.mesh.group(*SHARDS).size == 1:
             return []
-        # Each microbatch of a pipeline would gather each block anew, so that a stage is gathered once a step there.
-        by_block = self.reshard_after_forward
-        if by_block is None:
-            by_block = self.mesh.size("pipeline") == 1
+        by_block = _gathers_by_block(self.reshard_after_forward, self.mesh.size("pipeline"))
         replicas = [("data_replicate",)] if self.mesh.size("data_replicate") > 1 else []
         mesh = self.mesh.torch_mesh(*replicas, SHARDS)
         return shard(modules, self.model.blocks, mesh, self.precision, by_block)
@@ -367,6 +383,11 @@ class MaterializedStages:
         fill_normal(parameter.data, key, std, place.shape, place.offsets)
 
 
+def _gathers_by_block(setting: bool | None, pipeline: int) -> bool:
+    # Each microbatch of a pipeline would gather each block anew, so that a stage is gathered once a step there.
+    return pipeline == 1 if setting is None else setting
+
+
 def _changes(tensor: Tensor) -> bool:
     """Whether a parameter is trained, or a tensor is a buffer."""
     return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
@@ -386,6 +407,20 @@ def misfits_of_shards(mesh: NodeView, precision: NodeView) -> Iterator[Problem]:
     if any(mesh.settings.get(name, 1) > 1 for name in SHARDS) and summed is not None and summed != kept:
         text = f"gradients of sharded parameters are kept in the parameters' dtype, {kept!r}, and not in {summed!r}"
         yield precision.problem("gradient", text, f"write parameter = {summed!r}, or leave gradient out")
+
+
+def roundings(stages: NodeView, model: NodeView, precision: NodeView) -> Iterator[Problem]:
+    """A warning of weights that are wider than the parameters that they become."""
+    named = model.settings.get("path") if model.settings.get("weights") else None
+    folder: Path | None = stages.settings["weights"] or named
+    kept = getattr(torch, str(precision.settings["parameter"]))
+    found: set[torch.dtype] = set()
+    if folder is not None:
+        with suppress(UserError):  # a problem of its own
+            found = {spec.dtype for spec in open_safetensors_folder(folder).specs().values()}
+    if wider := sorted(str(each).removeprefix("torch.") for each in found if torch.promote_types(each, kept) != kept):
+        text = f"the weights in {folder} are {wider[0]}, and are rounded to {precision.settings['parameter']}"
+        yield precision.warning("parameter", text, f'write parameter = "{wider[0]}" to keep them')
 
 
 def misfits_of_tensor(mesh: NodeView, model: NodeView) -> Iterator[Problem]:

@@ -26,7 +26,11 @@ class Corpus(Protocol):
 
 @port
 class Tokenizer(Protocol):
-    """Converts text to token ids and back."""
+    """
+    Converts text to token ids and back.
+
+    A class may have a classmethod `count_ids(settings)`, which gives its `vocab_size`, or None, to `check`.
+    """
 
     @property
     def vocab_size(self) -> int:

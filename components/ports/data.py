@@ -1,9 +1,10 @@
 """Ports of training data: packed rows and batches."""
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import attrs
+import numpy as np
 from torch import Tensor
 
 from drawloom.components.ports.corpus import Split
@@ -72,12 +73,98 @@ def has_pairs(component: type) -> bool:
     return bool(getattr(component, "pairs", False))
 
 
+@attrs.frozen
+class RowSource:
+    """
+    The training rows of one source of a mixture: `rows` of them from number `first` on, with `tokens` tokens.
+
+    `weight` is its share of the tokens that are trained on, relative to those of other sources.
+    """
+
+    name: str
+    first: int
+    rows: int
+    tokens: int
+    weight: float
+
+
+@port
+class MeasuredRows(PackedDataset, Protocol):
+    """Rows that know where they come from, and how full each is."""
+
+    def row_sources(self, split: Split) -> Sequence[RowSource]:
+        """The sources of a split's rows, in the order of their rows; all rows are of one of them."""
+        ...
+
+    def row_tokens(self, split: Split) -> np.ndarray:
+        """The tokens in each row that are no padding, int64 (rows,)."""
+        ...
+
+
+@port
+class RowOrder(Protocol):
+    """The order in which the rows of a source come in an epoch. It depends on seed, source and epoch only."""
+
+    def rows_at(self, source: RowSource, epoch: int, places: np.ndarray) -> np.ndarray:
+        """
+        The rows at some places of an epoch, both from 0 to below `source.rows`, int64 (places,).
+
+        Over all places each row comes once.
+        """
+        ...
+
+
+Example = Mapping[str, Any]
+"""
+An example of a data set of one's own: a dict, of which a collator makes a row.
+
+That of `data.pad_collator` reads `input_ids`, a sequence of token ids; `labels`, as many, of which IGNORE_INDEX is not
+trained; and `weights`, as many, those of their losses. Only the first is needed. A `source` is for messages.
+"""
+
+
+@port
+class Examples(Protocol):
+    """A data set of one's own: examples of each split, the same on every rank and at every start."""
+
+    def examples(self, split: Split) -> Iterable[Example]:
+        """
+        The examples of a split, as a list of dicts, as any other sequence, or as an iterable.
+
+        A sequence is read when a row is needed, also by worker processes, to which it is pickled. Any other iterable is
+        read into a list at once.
+        """
+        ...
+
+
+@port
+class Collator(Protocol):
+    """Makes rows of examples, one of each."""
+
+    def count(self, example: Example) -> int:
+        """The tokens of an example: its row has at least so many places."""
+        ...
+
+    def collate(self, examples: Sequence[Example], length: int) -> Batch:
+        """The rows of examples that have at most `length` tokens; every tensor is (examples, length)."""
+        ...
+
+
 @port
 class TrainingData(Protocol):
     """This rank's microbatches, step after step."""
 
     def next_step(self) -> list[Batch]:
         """This data-parallel rank's microbatches of the next step."""
+        ...
+
+
+@port
+class SourceProgress(Protocol):
+    """How far training has come in each source of a mixture."""
+
+    def tokens_by_source(self, step: int) -> Mapping[str, float]:
+        """The tokens of each source in all steps up to and with this one, padding left out."""
         ...
 
 

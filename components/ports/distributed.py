@@ -265,8 +265,12 @@ class Precision(Protocol):
 
 @port
 class Reduce(Protocol):
-    """Sums over the ranks that hold different parameters, such as of a squared norm."""
+    """Sums and maxima over the ranks that hold different parameters, such as of a squared norm."""
 
     def total(self, value: Tensor) -> Tensor:
         """The sum over ranks of a float64 tensor of any shape, as a new tensor."""
+        ...
+
+    def largest(self, value: Tensor) -> Tensor:
+        """The maximum over ranks of a float64 tensor of any shape, as a new tensor."""
         ...

@@ -132,7 +132,7 @@ class Batching(Protocol):
 
     @property
     def global_size(self) -> int:
-        """Rows in a step, over all data-parallel ranks."""
+        """Rows in a step, over all data-parallel ranks; of a run that begins with fewer, those at its end."""
         ...
 
     @property
@@ -150,9 +150,8 @@ class Batching(Protocol):
         """Data-parallel rank: the index of this rank's part, from 0."""
         ...
 
-    @property
-    def microbatches(self) -> int:
-        """Microbatches in a step on each data-parallel rank: the gradient accumulation steps."""
+    def start(self, step: int) -> int:
+        """The position in the endless order of rows with which a step (from 1) begins: the rows of all before it."""
         ...
 
     def positions(self, step: int) -> list[list[int]]:

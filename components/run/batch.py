@@ -1,12 +1,27 @@
 """Global and micro batch size, and which rows each data-parallel rank sees: all arithmetic with batch sizes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Literal
 
+import attrs
+
+from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.distributed import Mesh
 from drawloom.graph import UserError, at_least, component, setting
 from drawloom.graph.build.node import NodeView
-from drawloom.graph.problems import Problem
+from drawloom.graph.problems import KeyPath, Problem
+
+
+@attrs.frozen(kw_only=True)
+class Stage:
+    """Steps of another size at the beginning of a run: until a step is done, or until a number of tokens are seen."""
+
+    size: int = setting(check=at_least(1), doc="rows in a step, over all data-parallel ranks")
+    until_step: int | None = setting(default=None, check=at_least(1), doc="the last step of this size")
+    until_tokens: int | None = setting(
+        default=None, check=at_least(1), doc="the first step that begins with so many tokens, of full rows, is not one"
+    )
 
 
 @component
@@ -14,18 +29,25 @@ class GlobalBatch:
     """
     A fixed number of rows in each step, divided evenly among data-parallel ranks and then into microbatches.
 
-    A step takes the next `global_size` positions of the endless order, and each data-parallel rank a contiguous block
-    of them: the rows of a step do not depend on the number of ranks.
+    A step takes the next `global_size` positions of the endless order, and each data-parallel rank some of them: the
+    rows of a step do not depend on the number of ranks. With `ramp`, a run begins with steps of other sizes.
     """
 
     mesh: Mesh
+    rows: PackedDataset | None = None
     global_size: int = setting(check=at_least(1), doc="rows in a step, over all data-parallel ranks")
     micro_size: int = setting(check=at_least(1), impact="safe", doc="rows in a microbatch")
+    ramp: list[Stage] = setting(
+        factory=list, doc='sizes of earlier steps, in order; `until_tokens` takes rows = "@packing", for their length'
+    )
+    deal: Literal["in_blocks", "in_turn"] = setting(
+        default="in_blocks", impact="safe", doc="whether a rank has consecutive rows of a step, or every nth"
+    )
 
     def open(self) -> None:
         """Check the sizes against the mesh; a UserError if the rows of a step can't be divided evenly."""
-        if fault := uneven(self.global_size, self.micro_size, self.dp_size):
-            raise UserError(f"global_size: {fault[0]}; {fault[1]}", exit_code=2)
+        for path, text, hint in _uneven_sizes(self.global_size, self.ramp, self.micro_size, self.dp_size):
+            raise UserError(f"{path[0]}: {text}; {hint}", exit_code=2)
 
     @property
     def dp_size(self) -> int:
@@ -38,26 +60,66 @@ class GlobalBatch:
         """Data-parallel rank: the index of this rank's part."""
         return self.mesh.index("data_replicate") * self.mesh.size("data_shard") + self.mesh.index("data_shard")
 
-    @property
-    def microbatches(self) -> int:
-        """Microbatches in a step on each data-parallel rank."""
-        return self.global_size // (self.micro_size * self.dp_size)
+    def start(self, step: int) -> int:
+        """The position with which a step (from 1) begins."""
+        return self._at(step)[0]
 
     def positions(self, step: int) -> list[list[int]]:
         """This rank's microbatches of a step (from 1), each as positions in the endless order of rows."""
-        share = self.microbatches * self.micro_size
-        first = (step - 1) * self.global_size + self.dp_rank * share
-        return [list(range(start, start + self.micro_size)) for start in range(first, first + share, self.micro_size)]
+        first, size = self._at(step)
+        share = size // self.dp_size
+        if self.deal == "in_turn":
+            mine = range(first + self.dp_rank, first + size, self.dp_size)
+        else:
+            mine = range(first + self.dp_rank * share, first + (self.dp_rank + 1) * share)
+        return [list(mine[start : start + self.micro_size]) for start in range(0, share, self.micro_size)]
+
+    def _at(self, step: int) -> tuple[int, int]:
+        """The first position of a step, and its size."""
+        done = position = 0
+        for stage in self.ramp:
+            steps = self._end(stage, done, position) - done
+            if step - 1 < done + steps:
+                return position + (step - 1 - done) * stage.size, stage.size
+            done, position = done + steps, position + steps * stage.size
+        return position + (step - 1 - done) * self.global_size, self.global_size
+
+    def _end(self, stage: Stage, done: int, position: int) -> int:
+        """The last step of a stage that begins after `done` steps."""
+        if stage.until_step is not None:
+            return max(done, stage.until_step)
+        assert stage.until_tokens is not None and self.rows is not None
+        rows = -(-stage.until_tokens // self.rows.length)
+        return done + max(0, -(-(rows - position) // stage.size))
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Sizes that are uneven for any number of processes."""
+        """Sizes that are uneven for any number of processes, and stages without an end."""
         # a dimension of size "auto" counts as 1: the least that it can be, which divides every other
         for mesh in node.neighbours("mesh"):
             sizes = [mesh.settings.get(name) for name in ("data_replicate", "data_shard")]
             replicas = prod(size for size in sizes if isinstance(size, int))
-            if fault := uneven(node.settings["global_size"], node.settings["micro_size"], replicas):
-                yield node.problem("global_size", *fault)
+            settings = node.settings
+            faults = _uneven_sizes(settings["global_size"], settings["ramp"], settings["micro_size"], replicas)
+            yield from (node.problem(*fault) for fault in faults)
+        for number, stage in enumerate(node.settings["ramp"]):
+            if (stage.until_step is None) == (stage.until_tokens is None):
+                text = f"ramp[{number}] ends at a step or after tokens, one of both"
+                yield node.problem(("ramp", number), text, "write until_step = N or until_tokens = N")
+            elif stage.until_tokens is not None and not node.neighbours("rows"):
+                text = f"ramp[{number}]: until_tokens needs the length of rows"
+                yield node.problem(("ramp", number), text, 'write rows = "@packing"')
+
+
+def _uneven_sizes(
+    global_size: int, ramp: Sequence[Stage], micro_size: int, replicas: int
+) -> Iterator[tuple[KeyPath, str, str]]:
+    """Where a size is that can't be divided into whole microbatches, why, and what to write instead."""
+    if fault := uneven(global_size, micro_size, replicas):
+        yield ("global_size",), *fault
+    for number, stage in enumerate(ramp):
+        if fault := uneven(stage.size, micro_size, replicas):
+            yield ("ramp", number, "size"), f"ramp[{number}]: {fault[0]}", fault[1].replace("global_size", "size")
 
 
 def uneven(global_size: int, micro_size: int, replicas: int) -> tuple[str, str] | None:

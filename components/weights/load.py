@@ -74,10 +74,21 @@ def load_folder(
     one bit for bit: it is a tied copy. Parameters named in `without` are left as they are; those in `places` are slices
     of the model's.
     """
+    load(fitting_folder(folder, module, mapper, without, places), module, mapper, device, without, places)
+
+
+def fitting_folder(
+    folder: Path,
+    module: nn.Module,
+    mapper: Mapper,
+    without: Collection[str] = (),
+    places: Mapping[str, TensorSlice] = {},
+) -> TensorSource:
+    """A folder from which `load_folder` can fill the module; UserError, from the headers of its files, if it can't."""
     source = open_safetensors_folder(folder)
     if reasons := list(_mismatches(source, mapper, _targets(module, mapper, without), places)):
         raise UserError(f"{folder} does not fit the model: {'; '.join(reasons)}; compare its config.json with [model]")
-    load(source, module, mapper, device, without, places)
+    return source
 
 
 def load(

@@ -119,6 +119,11 @@ class NodeView:
         found = self._node.edges.get(edge)
         return [NodeView(self._nodes[name], self._nodes) for name in found.targets] if found else []
 
+    def keys(self, edge: str) -> list[str]:
+        """The keys of an edge that is a mapping, in order."""
+        found = self._node.edges.get(edge)
+        return [*found.keys] if found else []
+
     def problem(self, key: str | KeyPath, text: str, hint: str = "") -> Problem:
         """A problem with one of this node's settings or edges, or with a part of it: ("phases", 2, "to")."""
         path = (key,) if isinstance(key, str) else key

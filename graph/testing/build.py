@@ -104,6 +104,9 @@ class _Isolated(NodeView):
     def neighbours(self, edge: str) -> list[NodeView]:
         raise _Neighbours(edge)
 
+    def keys(self, edge: str) -> list[str]:
+        raise _Neighbours(edge)
+
 
 class _Neighbours(Exception):
     """Raised when a constraint looks at neighbours."""

@@ -3,7 +3,21 @@
 from drawloom.components.ports.adapters import AdaptedLayer, Adapter, Fill, LowRank
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.corpus import ChatTokenizer, Corpus, Split, TokenCorpus, TokenDocuments, Tokenizer
-from drawloom.components.ports.data import IGNORE_INDEX, Batch, PackedDataset, TrainingData, ValidationData, has_pairs
+from drawloom.components.ports.data import (
+    IGNORE_INDEX,
+    Batch,
+    Collator,
+    Example,
+    Examples,
+    MeasuredRows,
+    PackedDataset,
+    RowOrder,
+    RowSource,
+    SourceProgress,
+    TrainingData,
+    ValidationData,
+    has_pairs,
+)
 from drawloom.components.ports.distributed import (
     DATA,
     SHARDS,
@@ -118,6 +132,7 @@ __all__ = [
     "Batching",
     "Cadence",
     "ChatTokenizer",
+    "Collator",
     "Communicator",
     "Convert",
     "Corpus",
@@ -126,6 +141,8 @@ __all__ = [
     "Event",
     "EventKind",
     "Events",
+    "Example",
+    "Examples",
     "Executor",
     "ExpertKernels",
     "Fill",
@@ -143,6 +160,7 @@ __all__ = [
     "Losses",
     "LowRank",
     "Mapper",
+    "MeasuredRows",
     "MemoryKind",
     "MemoryUser",
     "Mesh",
@@ -170,7 +188,9 @@ __all__ = [
     "Referenced",
     "Replicate",
     "Restorer",
+    "RowOrder",
     "RowPart",
+    "RowSource",
     "RunCheck",
     "RunFolder",
     "RunInfo",
@@ -179,6 +199,7 @@ __all__ = [
     "ShardOp",
     "Shards",
     "SlicedTensor",
+    "SourceProgress",
     "SpecTree",
     "Split",
     "SpreadParameters",

@@ -10,16 +10,15 @@ import resource
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 
-from drawloom.components.data.order import Permutation
-from drawloom.components.data.packing.best_fit import best_fit
-from drawloom.components.data.packing.concatenated import Stream
-from drawloom.components.data.packing.first_fit import first_fit
-from drawloom.components.data.packing.groups import group_documents
-from drawloom.components.data.packing.padded import one_each
+from drawloom.components.data.order.permutation import Permutation
+from drawloom.components.data.packing.best_fit import BestFit
+from drawloom.components.data.packing.concatenated import Concatenated
+from drawloom.components.data.packing.first_fit import FirstFit
+from drawloom.components.data.packing.padded import Padded
 from drawloom.components.data.packing.rows import RowIndex
 from drawloom.components.data.store.store import Store
 from support.stores import store_of
@@ -39,14 +38,14 @@ def lengths_of(count: int) -> np.ndarray:
     return lengths
 
 
-def packings(lengths: np.ndarray, order: np.ndarray) -> None:
-    """Print seconds and fill rate of each packing."""
-    for name, group in (("best_fit", best_fit), ("first_fit", first_fit), ("padded", one_each)):
+def packings(lengths: np.ndarray) -> None:
+    """Print seconds and fill rate of each packing, with the order of documents."""
+    order = Permutation(1, "documents", 0, len(lengths))
+    nothing: Any = None
+    for kind in (BestFit, FirstFit, Padded, Concatenated):
+        rows = kind(tokens=nothing, job=nothing, length=LENGTH)
         start = time.process_time()
-        report(name, group_documents(lengths, order, LENGTH, group), time.process_time() - start)
-    start = time.process_time()
-    ends = np.cumsum(lengths[order], dtype=np.int64)
-    report("concatenated", Stream(torch.from_numpy(order), torch.from_numpy(ends), LENGTH), time.process_time() - start)
+        report(kind.__name__, rows.index_of(lengths, order), time.process_time() - start)
 
 
 def report(name: str, index: RowIndex, seconds: float) -> None:
@@ -77,9 +76,6 @@ def main() -> None:
     """Print all."""
     count = int(float(os.environ.get("DOCUMENTS", "1e8")))
     lengths = lengths_of(count)
-    start = time.process_time()
-    order = Permutation(1, "documents", 0, count).all()
     print(f"{count:,} documents, mean {lengths.mean():.0f} tokens; goal: {GOAL}")
-    print(f"{'order':<14} {time.process_time() - start:6.1f} s")
-    packings(lengths, order)
+    packings(lengths)
     open_large_store(10**9)

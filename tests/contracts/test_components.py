@@ -140,6 +140,30 @@ def megatron(folder: Path) -> Mapping[str, Any]:
     return {"tokens": {"use": "data.megatron", "path": str(folder / "data"), "vocab_size": 257, "eos_id": 256}}
 
 
+def examples(folder: Path) -> Mapping[str, Any]:
+    """Examples, and what makes rows of them."""
+    lines = [json.dumps({"input_ids": [number, 1, 2, number % 7] * (1 + number % 3)}) for number in range(40)]
+    (folder / "examples.jsonl").write_text("\n".join(lines), "utf-8")
+    paths = [str(folder / "examples.jsonl")]
+    return {
+        "examples": {"use": "data.json_examples", "paths": paths, "validation_fraction": 0.2},
+        "collator": {"use": "data.pad_collator"},
+        "packing": {"use": "data.collated", "max_length": 16, "multiple": 8},
+    }
+
+
+def mixture(folder: Path) -> Mapping[str, Any]:
+    """Two sources with shares of their own."""
+    held = store(folder)["tokens"], megatron(folder)["tokens"]
+    return {
+        "tokens": {
+            "use": "data.mixture",
+            "sources": dict(zip(("store", "other"), held, strict=True)),
+            "weights": {"store": 1.0, "other": 3.0},
+        }
+    }
+
+
 SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.conversations": conversations,
     "data.packing.pairs": preferences,
@@ -150,6 +174,13 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.jsonl": jsonl_file,
     "data.megatron": megatron,
     "data.parquet": table,
+    "data.collated": examples,
+    "data.json_examples": examples,
+    "data.pad_collator": examples,
+    "data.mixture": mixture,
+    "data.order.chunks": lambda folder: {"order": {"use": "data.order.chunks", "chunks": 3}},
+    "data.order.sequential": lambda folder: {"order": {"use": "data.order.sequential"}},
+    "data.order.sorted_buffers": lambda folder: {"order": {"use": "data.order.sorted_buffers", "buffer": 4, "pack": 2}},
     "data.packing.best_fit": lambda folder: {"packing": {"use": "data.packing.best_fit", "length": 16}},
     "data.packing.first_fit": lambda folder: {"packing": {"use": "data.packing.first_fit", "length": 16}},
     "data.packing.padded": lambda folder: {"packing": {"use": "data.packing.padded", "length": 16}},
@@ -194,6 +225,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "metrics.layer_norms": lambda folder: {"metrics": {"layers": {"use": "metrics.layer_norms"}}},
     "metrics.mean": lambda folder: {"metrics": {"mean": {"use": "metrics.mean", "of": "loss"}}},
     "metrics.perplexity": lambda folder: {"metrics": {"perplexity": {"use": "metrics.perplexity"}}},
+    "metrics.source_tokens": lambda folder: {"metrics": {"sources": {"use": "metrics.source_tokens"}}},
     "metrics.spread": lambda folder: {"metrics": {"spread": {"use": "metrics.spread", "quantiles": [0.5]}}},
     "optim.sgd": lambda folder: {"optimizer": {"use": "optim.sgd", "lr": 0.1}},
     "optim.stochastic_adamw": lambda folder: {

@@ -73,7 +73,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepare(folder: Path) -> None:
-    """What readers in a clone have: its examples, texts of their own, a recipe, and conversations."""
+    """What readers have: texts of their own, a recipe, conversations and preferences."""
     for number in range(6):
         (folder / "corpus" / f"{number % 2}").mkdir(parents=True, exist_ok=True)
         text = f"Chapter {number}. " + f"It was the weaver who drew {number} threads, and the pattern that chose. " * 12
@@ -83,7 +83,6 @@ def prepare(folder: Path) -> None:
     shutil.copytree(ROOT / "docs/examples", folder / "docs/examples")
     shutil.copy(ROOT / "docs/examples/conversations.jsonl", folder / "mine.jsonl")
     shutil.copy(ROOT / "docs/examples/preferences.jsonl", folder / "pairs.jsonl")
-    (folder / "docs.jsonl").write_text('{"text": "The weaver draws a thread."}\n' * 3, "utf-8")
 
 
 class Reader:

@@ -53,6 +53,8 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("one", "other"):
         lines = [json.dumps({"text": f"{name} {number}", "other": f"else {number}"}) for number in range(20)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines), "utf-8")
+        ids = [json.dumps({"input_ids": [number, len(name)]}) for number in range(20)]
+        (folder / f"{name}.ids").write_text("\n".join(ids), "utf-8")
         write_table(folder / f"{name}.parquet", f"{name}", 20)
         write_dataset(folder / f"{name}_dataset", name)
         write_megatron(folder / f"{name}_megatron", [[*name.encode(), number] for number in range(20)])

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import drawloom as api
 from support.runs import drawloom, series, take_back, write_corpus
 
 COMMON = ("run", "tiny.toml", "batch.micro_size=2", "checkpoint.every=5", "model.num_hidden_layers=2")
@@ -77,6 +78,19 @@ def test_shared_matrix_products_have_the_losses_of_one_process(place: Path) -> N
     codes = drawloom(place, *COMMON, *heads, "run.name=shared", "mesh.tensor=1", ranks=2)
     assert {outcome.code for outcome in codes} == {0}, codes
     assert_same(place / "runs/heads", place / "runs/shared")
+
+
+def test_explain_says_how_ranks_share_the_parameters() -> None:
+    """For each dimension of the mesh that divides parameters there is a line, on any machine."""
+    sizes = ("mesh.pipeline=2", "mesh.tensor=2", "mesh.data_shard=4", "batch.micro_size=4")
+    text = api.Recipe.load("first_run", *sizes).explain("stages")
+    for line in (
+        "partitioned over 2 pipeline ranks",
+        "split over 2 ranks, and tokens in between",
+        "sharded over 4 ranks; weights are gathered once a step",
+    ):
+        assert line in text
+    assert "ranks" not in api.Recipe.load("first_run").explain("stages").partition("used by")[0]
 
 
 def test_an_export_after_a_sample_holds_masters_and_not_what_was_gathered(place: Path) -> None:

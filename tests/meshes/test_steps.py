@@ -69,6 +69,29 @@ def test_three_steps_are_those_of_one_process(mesh: Meshed) -> None:
         pipelines.assert_same_steps([found[number] for found in ranks], whole(("gpipe", *case[1:]), mesh.lengths))
 
 
+EIGHT: list[Mapping[str, int]] = [
+    {"data_shard": 8},
+    {"data_replicate": 2, "data_shard": 4},
+    {"tensor": 2, "data_shard": 4},
+    {"context": 2, "data_shard": 4},
+    {"data_replicate": 2, "context": 2, "tensor": 2},
+    {"data_replicate": 2, "tensor": 2},
+    {"context": 2, "tensor": 2},
+    {"data_shard": 4},
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("sizes", EIGHT, ids=lambda sizes: " ".join(f"{name}={size}" for name, size in sizes.items()))
+def test_eight_processes_have_the_steps_of_one(sizes: Mapping[str, int]) -> None:
+    """On every combination of dimensions, of which pipelines take the rest, steps are one process's to 1e-10."""
+    cases: list[pipelines.Case] = [("one_f_one_b", 8, True, False, "plain"), ("gpipe", 8, False, False, "tempered")]
+    lengths = (8, 4)
+    ranks = run_ranks(pipelines.steps, 8, cases, sizes, "cpu", pipelines.FLOAT64, 3, 4, lengths, timeout=300)
+    for number, case in enumerate(cases):
+        pipelines.assert_same_steps([found[number] for found in ranks], whole(("gpipe", *case[1:]), lengths))
+
+
 def test_mixed_precision_on_shards_is_that_of_one_process() -> None:
     """With float32 masters and bfloat16 compute, shards have the loss and gradients of one process, to bfloat16."""
     cases: list[pipelines.Case] = [("gpipe", 4, True, False, "plain"), ("zero_bubble_v", 4, False, False, "plain")]

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
 from drawloom.graph.project import Project, Recipe
 from support.chat import tokenizer_folder
@@ -118,6 +120,30 @@ def test_finetune_starts_from_the_base(base: Path, tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.text
     ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path / "runs/finetune/export", base))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    [outcome] = drawloom(tmp_path, "generate", "runs/finetune", "--prompt", "def", "--tokens", "3")
+    assert outcome.code == 0 and outcome.text.startswith("def"), outcome.text
+
+
+def test_tokens_that_were_added_get_rows(chat_base: Path, tmp_path: Path) -> None:
+    """With a tokenizer of two more ids than the base has rows: trained alone, exported as one table, and sampled."""
+    shutil.copytree(chat_base, tmp_path / "tokenizer")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer/tokenizer.json"))
+    tokenizer.add_special_tokens(["<|one|>", "<|two|>"])
+    tokenizer.save(str(tmp_path / "tokenizer/tokenizer.json"))
+    words = (f"vars.base={chat_base}", f"tokenizer.path={tmp_path / 'tokenizer'}", *SMALL)
+    [outcome] = drawloom(tmp_path, "run", "finetune", *words)
+    assert (
+        outcome.code == 2
+        and "[tokenizer] has 302 ids" in outcome.text
+        and "write new_tokens = 2 for some that were added" in outcome.text
+    ), outcome.text
+    alone = ('stages.adapters=["@new"]', "new.use=adapters.full_tuning", 'new.targets=["new_tokens"]')
+    [outcome] = drawloom(tmp_path, "run", "finetune", *words, "model.new_tokens=2", *alone)
+    assert outcome.code == 0, outcome.text
+    ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path / "runs/finetune/export", chat_base))
+    name = "model.embed_tokens.weight"
+    assert len(ours[name]) == len(theirs[name]) + 2 and torch.equal(ours[name][:-2], theirs[name])
+    assert all(torch.equal(ours[each], theirs[each]) for each in theirs if each not in (name, "lm_head.weight"))
     [outcome] = drawloom(tmp_path, "generate", "runs/finetune", "--prompt", "def", "--tokens", "3")
     assert outcome.code == 0 and outcome.text.startswith("def"), outcome.text
 

@@ -62,9 +62,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(place: Path, name: str, *words: str, ranks: int = 1) -> str:
+def train(place: Path, name: str, *words: str, ranks: int = 1, recipe: str = "lora.toml") -> str:
     """A run of the recipe; gives what rank 0 printed."""
-    outcomes = drawloom(place, "run", "lora.toml", f"run.name={name}", *words, ranks=ranks)
+    outcomes = drawloom(place, "run", recipe, f"run.name={name}", *words, ranks=ranks)
     assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
     return outcomes[0].text
 
@@ -161,3 +161,45 @@ def test_adapters_of_sharded_weights_have_the_losses_of_one_process(place: Path,
         assert alone.keys() == shared.keys()
         for key, weight in alone.items():
             assert (weight - shared[key]).abs().max() < 1e-4, key
+
+
+def test_new_tokens_are_trained_alone(place: Path) -> None:
+    """
+    Of a tied table the rows of two ids change, and nothing else: a checkpoint holds them alone, and two pipeline ranks,
+    which hold them both, have the losses and the rows of one process.
+    """
+    (place / "new.toml").write_text(LORA.replace('[adapter]\nuse = "export.adapter"\n', ""), "utf-8")
+    words = ("model.new_tokens=2", "stages.adapters=['@norms']", "norms.targets=['new_tokens']", "optimizer.lr=0.1")
+    alone = (*words, "trainer.on_finish=['@export']")
+    train(place, "new", *alone, recipe="new.toml")
+    train(place, "new_pipeline", *alone, "mesh.pipeline=2", ranks=2, recipe="new.toml")
+    assert_close(place / "runs/new_pipeline", place / "runs/new", 1e-5)
+    saved = load_node(place / "runs/new/checkpoints/step-6", "stages")
+    assert saved.keys() == {"frozen", "model.embed_tokens.new_tokens"}
+    base = load_file(place / "runs/tiny/export/model.safetensors")
+    for run in ("new", "new_pipeline"):
+        files = (place / "runs" / run / "export").glob("*.safetensors")
+        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        assert found.keys() == base.keys()
+        changed = {name for name in base if not torch.equal(base[name], found[name])}
+        assert changed == {"model.embed_tokens.weight"}
+        rows = (base["model.embed_tokens.weight"] != found["model.embed_tokens.weight"]).any(1)
+        assert rows.nonzero().flatten().tolist() == [255, 256]
+
+
+def test_a_tied_head_is_adapted_alone(place: Path) -> None:
+    """Pipelines, in which the last rank has a copy of the table, and tensor ranks have the adapter of one process."""
+    words = ("lora.targets=['lm_head', 'q_proj']", "stages.adapters=['@lora']")
+    layouts = {"head": (1, []), "head_pipeline": (2, ["mesh.pipeline=2"]), "head_tensor": (2, ["mesh.tensor=2"])}
+    found = {}
+    for name, (ranks, mesh) in layouts.items():
+        train(place, name, *words, *mesh, ranks=ranks)
+        found[name] = load_file(place / "runs" / name / "adapter/adapter_model.safetensors")
+        files = (place / "runs" / name / "export").glob("*.safetensors")
+        merged = {key: tensor for file in files for key, tensor in load_file(file).items()}
+        assert not torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
+    for name in ("head_pipeline", "head_tensor"):
+        assert_close(place / "runs" / name, place / "runs/head", 1e-5)
+        assert found[name].keys() == found["head"].keys() >= {"base_model.model.lm_head.lora_A.weight"}
+        for key, tensor in found["head"].items():
+            torch.testing.assert_close(found[name][key], tensor, rtol=1e-3, atol=1e-4)

@@ -11,23 +11,47 @@ from support.runs import drawloom, write_corpus
 
 RECORD = ("record.use=data.record", "edit.trainer.phases.after.@forward_backward=@record")
 RUN = ("run", "tiny.toml", *RECORD, "checkpoint.every=2", "evaluate.every=100", "trainer.on_finish=[]")
+MIXTURE = (
+    *("tokens.use=data.mixture", "packing.use=data.packing.best_fit", "packing.length=32"),
+    *("metrics.sources.use=metrics.source_tokens", "batch.rows=@packing", "batch.micro_size=1"),
+    *("batch.ramp=[{size=2,until_step=3}]", "data.lengths=[{length=8,until_tokens=500}]"),
+)
+BEGIN = (*MIXTURE, "tokens.sources.one={use='data.tokenized',path='one'}")
+MORE = (*BEGIN, "tokens.sources.two={use='data.tokenized',path='two'}", "tokens.weights={one=1.0,two=3.0}")
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store, and a run on it that was stopped after four steps, and went on with two ranks."""
+    """Two stores, and a run on one that was stopped after four steps, and went on with both and two ranks."""
     folder = tmp_path_factory.mktemp("audit")
     write_corpus(folder)
-    [made] = drawloom(folder, "tokenize", "corpus", "--to", "store")
-    assert made.code == 0, made.text
-    store = ("tokens.use=data.tokenized", "tokens.path=store", "packing.use=data.packing.best_fit", "packing.length=32")
-    [first] = drawloom(folder, *RUN, *store, "trainer.steps=4")
+    for name, files in (("one", "corpus/part?.py"), ("two", "corpus/part1?.py")):
+        [made] = drawloom(folder, "tokenize", files, "--to", name)
+        assert made.code == 0, made.text
+    [first] = drawloom(folder, *RUN, *BEGIN, "trainer.steps=4")
     assert first.code == 0, first.text
-    for outcome in drawloom(
-        folder, *RUN, *store, "trainer.steps=30", "batch.micro_size=2", "--accept-changes", ranks=2
-    ):
+    for outcome in drawloom(folder, *RUN, *MORE, "trainer.steps=30", "--accept-changes", ranks=2):
         assert outcome.code == 0, outcome.text
     return folder
+
+
+def test_other_shares_are_told_and_take_a_flag(place: Path) -> None:
+    """`diff` names what changed in a mixture, and a run with it is refused without the flag."""
+    changed = (*MORE, "tokens.weights.two=1.0")
+    [told] = drawloom(place, "diff", "runs/tiny", "tiny.toml", *RUN[2:], *changed, "trainer.steps=30")
+    assert "[tokens] weights: " in told.text and "-> { one = 1.0, two = 1.0 }" in told.text, told.text
+    [refused] = drawloom(place, *RUN, *changed, "trainer.steps=31")
+    assert refused.code == 2 and "[tokens] weights" in refused.text and "--accept-changes" in refused.text, refused.text
+
+
+def test_tokens_are_counted_by_source(place: Path) -> None:
+    """From the resume on, the sources have their shares of the tokens, whatever they had before."""
+    steps = lines(place / "runs/tiny/metrics.jsonl")
+    before, after = steps[3], steps[-1]
+    assert "tokens/two" not in before and before["tokens/one"] > 250
+    gained = {name: after[f"tokens/{name}"] - before.get(f"tokens/{name}", 0) for name in ("one", "two")}
+    assert gained["two"] == pytest.approx(3 * gained["one"], rel=0.05)
+    assert after["epochs/two"] > 2
 
 
 def lines(path: Path) -> list[Any]:
@@ -35,10 +59,10 @@ def lines(path: Path) -> list[Any]:
 
 
 def test_a_run_has_seen_what_it_should(place: Path) -> None:
-    """Over a resume with other ranks, and two epochs, each row was seen as often as it should be."""
+    """Over a resume with other ranks and shares, a ramp and a curriculum, rows were seen as often as they should be."""
     [outcome] = drawloom(place, "data", "audit", "runs/tiny")
     assert outcome.code == 0 and "30 steps: the data is what it should be" in outcome.text, outcome.text
-    assert "2 times" in outcome.text
+    assert ": one has " in outcome.text and "; two has " in outcome.text and "6 times" in outcome.text
 
 
 def planted(rows: list[Any]) -> None:

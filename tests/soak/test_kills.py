@@ -44,8 +44,10 @@ def test_two_hundred_kills(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_fifty_kills_of_four_ranks(tmp_path: Path) -> None:
-    """The same for four ranks, side by side, and as two pipelines of two."""
-    findings = _soak(tmp_path, [Job(4, "overlapped"), Job(4, "blocking", pipeline=2)], kills=50, seed=5, seconds=600)
+    """The same for four ranks: side by side, as two pipelines of two, and on meshes whose state is in slices."""
+    meshes = [(), (("pipeline", 2),), (("data_shard", 4),), (("tensor", 2), ("data_shard", 2))]
+    jobs = [Job(4, ("overlapped", "blocking")[number % 2], mesh=mesh) for number, mesh in enumerate(meshes)]
+    findings = _soak(tmp_path, jobs, kills=50, seed=5, seconds=900)
     _assert_sound(findings)
     assert findings.kills.total() >= 50 and findings.finished >= 2
 

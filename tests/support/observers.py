@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from drawloom.components.data import loader as loading
 from drawloom.components.data.bytes import Bytes
+from drawloom.components.data.order.sequential import Sequential
+from drawloom.components.data.pad_collator import PadCollator
 from drawloom.components.data.text_files import TextFiles
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.distributed.device import ComputeDevice
@@ -22,8 +24,8 @@ from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.components.ports.corpus import TokenCorpus
-from drawloom.components.ports.data import Batch, PackedDataset
-from drawloom.components.ports.distributed import Device
+from drawloom.components.ports.data import Batch, Examples, MeasuredRows, PackedDataset, RowSource
+from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.model import BatchContext, Head, LayerRange
 from drawloom.components.ports.run import Batching, RunInfo, Step
 from drawloom.graph import Every, UserError
@@ -161,7 +163,11 @@ def clipped(use: str, values: Values, _place: Path) -> Any:
     """Gradients after clipping."""
     held = _Held()
     held.differentiate(1.0)
-    build(use, parameters=held, **values).run_phase(Step(1, 1, outputs={"grad_norm": 40.0}))
+    edges: dict[str, Any] = {"parameters": held}
+    if "group" in use:
+        reduce = build("distributed.sum_over_shards", mesh=SingleRankMesh())
+        edges |= {"reduce": reduce, "device": fake(Device, device=torch.device("cpu"), backend="gloo")}
+    build(use, **edges, **values).run_phase(Step(1, 1, outputs={"grad_norm": 40.0}))
     return [parameter.grad.tolist() for _, parameter in held.named() if parameter.grad is not None]
 
 
@@ -258,6 +264,23 @@ def packed_rows(use: str, values: Values, _place: Path) -> Any:
     return packing.batch("train", range(packing.count("train"))).tokens.tolist()
 
 
+def examples_of(use: str, values: Values, _place: Path) -> Any:
+    """The token ids of the training examples."""
+    data = build(use, **values)
+    data.open()
+    return [example["input_ids"] for example in data.examples("train")]
+
+
+def padded_rows(use: str, values: Values, _place: Path) -> Any:
+    """The tokens of two examples."""
+    if use == "data.pad_collator":
+        return build(use, **values).collate([{"input_ids": [1, 2]}, {"input_ids": [3, 4, 5, 6, 7]}], 6).tokens.tolist()
+    data = fake(Examples, examples=[{"input_ids": [1, 2]}, {"input_ids": [3, 4, 5, 6, 7]}])
+    rows = build(use, data=data, collator=PadCollator(), **values)
+    rows.open()
+    return rows.batch("train", [0, 1]).tokens.tolist()
+
+
 def _numbers(_split: str, indices: Any) -> Batch:
     rows = torch.tensor(list(indices))[:, None]
     return Batch(*(rows for _ in attrs.fields(Batch)))
@@ -268,8 +291,8 @@ def _rows() -> Any:
 
 
 def _batching() -> Any:
-    positions = {"positions": lambda step: [[2 * step, 2 * step + 1]]}
-    return fake(Batching, global_size=2, micro_size=2, dp_size=1, dp_rank=0, microbatches=1, **positions)
+    positions = {"positions": lambda step: [[2 * step, 2 * step + 1]], "start": lambda step: 2 * step - 2}
+    return fake(Batching, global_size=2, micro_size=2, dp_size=1, dp_rank=0, **positions)
 
 
 def loaded(use: str, values: Values, _place: Path) -> Any:
@@ -289,11 +312,29 @@ def loaded(use: str, values: Values, _place: Path) -> Any:
         def close(self) -> None: ...
 
     with mock.patch.object(loading, "Workers", Workers):
-        edges = {"rows": _rows(), "batching": _batching(), "job": fake(RunInfo, **JOB), "mesh": SingleRankMesh()}
+        edges = {"rows": _rows(), "batching": _batching(), "order": Sequential(), "mesh": SingleRankMesh()}
         loader = build(use, **edges, **values)
         loader.open()
-        found = [batch.tokens.tolist() for _ in range(3) for batch in loader.next_step()]
+        found = [batch.positions.tolist() for _ in range(3) for batch in loader.next_step()]
     return found, asked
+
+
+def weights_of_sources(use: str, values: Values, _place: Path) -> Any:
+    """The weights of two sources, of which the second has twice the tokens."""
+    sources = {
+        name: fake(TokenCorpus, documents=TokenArrays.of([np.arange(size)], np.uint16), vocab_size=10)
+        for name, size in (("one", 5), ("other", 10))
+    }
+    mixture = build(use, sources=sources, **values)
+    return [source.weight for source in mixture.documents("train").sources]
+
+
+def rows_in_order(use: str, values: Values, _place: Path) -> Any:
+    """The rows of an epoch, which grow longer."""
+    edges: dict[str, Any] = {}
+    if use == "data.order.sorted_buffers":
+        edges = {"job": fake(RunInfo, **JOB), "lengths": fake(MeasuredRows, row_tokens=np.arange(12))}
+    return build(use, **edges, **values).rows_at(RowSource("", 0, 12, 66, 1.0), 0, np.arange(12)).tolist()
 
 
 def validated(use: str, values: Values, _place: Path) -> Any:
@@ -303,8 +344,9 @@ def validated(use: str, values: Values, _place: Path) -> Any:
 
 
 def rows_of_steps(use: str, values: Values, _place: Path) -> Any:
-    """The positions of two steps."""
-    batching = build(use, mesh=SingleRankMesh(), **values)
+    """The positions of two steps on the first of two ranks."""
+    mesh = fake(Mesh, size=lambda dimension: 2 if dimension == "data_shard" else 1)
+    batching = build(use, mesh=mesh, rows=fake(PackedDataset, length=8), **values)
     return [batching.positions(step) for step in (1, 2)]
 
 

@@ -57,6 +57,7 @@ MODEL: dict[str, Any] = {
     "head_dim": 4,
     "intermediate_size": 48,
     "vocab_size": 31,
+    "new_tokens": 4,
     "vocabulary_multiple": Change(64, {"vocab_size": None, "tokenizer": Bytes()}),
     "tie_word_embeddings": True,
     "max_position_embeddings": Change(64, observer=parts.config_of),
@@ -74,6 +75,8 @@ def config(family: str) -> Change:
 
 
 LLAMA = {"rope_type": "llama3", "factor": 4.0, **BOUNDS, "original_max_position_embeddings": 32}
+LENGTHS = [{"length": 2, "until_step": 1}]
+RAMP = [{"size": 8, "until_step": 1}]
 POLYNOMIAL = [{"to": 1.0, "curve": "polynomial"}]
 ROPE = {
     "rope_type": (YARN, {"rope_type": "linear", "factor": 4.0}),
@@ -150,6 +153,11 @@ ROWS: dict[str, Row] = {
             "validation_fraction": 0.5,
         },
     ),
+    "data.collated": Row(parts.padded_rows, {"max_length": 9}, {"max_length": Change(3, refused=True), "multiple": 4}),
+    "data.json_examples": Row(
+        parts.examples_of, {"paths": ["one.ids"], "validation_fraction": 0.1}, SPLIT | {"paths": ["*.ids"]}
+    ),
+    "data.pad_collator": Row(parts.padded_rows, {}, {"side": "left", "pad_id": 5}),
     "data.hugging_face_tokenizer": Row(
         parts.tokens_of,
         {"path": "one_tokenizer.json", "end_token": "<a>"},
@@ -164,8 +172,21 @@ ROWS: dict[str, Row] = {
     "data.loader": Row(
         parts.loaded,
         {"workers": 1},
-        {"workers": 2, "prefetch": 3, "timeout": 7.0, "shuffle": False},
+        {"workers": 2, "prefetch": 3, "timeout": 7.0, "lengths": LENGTHS}
+        | {"lengths.length": LENGTHS, "lengths.until_step": LENGTHS}
+        | {"lengths.until_tokens": [{"length": 2, "until_tokens": 9}]},
     ),
+    "data.mixture": Row(
+        parts.weights_of_sources,
+        {},
+        {
+            "weights": {"one": 1.0, "other": 2.0},
+            "epochs": {"one": 2.0},
+            "temperature": 2.0,
+        },
+    ),
+    "data.order.chunks": Row(parts.rows_in_order, {"chunks": 2}, {"chunks": 3}),
+    "data.order.sorted_buffers": Row(parts.rows_in_order, {"buffer": 6, "pack": 2}, {"buffer": 4, "pack": 3}),
     "data.tokenized": Row(
         parts.first_tokens,
         {"path": "one_store", "validation_fraction": 0.0},
@@ -232,6 +253,9 @@ ROWS: dict[str, Row] = {
     "distributed.processes": Row(runs.joined, {}, {"timeout": 7.0}),
     "export.adapter": Row(runs.exported_adapter, {}, {"base_model": "some/model"}),
     "export.hugging_face": Row(runs.exported, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
+    "gradients.clip_group_norm": Row(
+        parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0, "norm_type": 1.0, "targets": ["*norm"]}
+    ),
     "gradients.clip_norm": Row(parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0}),
     "gradients.clip_value": Row(parts.clipped, {"max_value": 1.0}, {"max_value": 2.0}),
     "gradients.synchronize": Row(parts.divided, {}, {"norm": "device"}),
@@ -277,7 +301,11 @@ ROWS: dict[str, Row] = {
     "model.auto": Row(
         parts.model_of,
         {"path": "one.json", "weights": False},
-        {"path": "other_llama.json", "weights": Change(True, {"path": "exported"}, parts.initial_weights_of)},
+        {
+            "path": "other_llama.json",
+            "new_tokens": 4,
+            "weights": Change(True, {"path": "exported"}, parts.initial_weights_of),
+        },
     ),
     "model.llama": Row(
         parts.model_of, SIZES, MODEL | {"config": config("llama")} | {"attention_bias": True, "mlp_bias": True}
@@ -323,7 +351,12 @@ ROWS: dict[str, Row] = {
             "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
         },
     ),
-    "run.batch": Row(parts.rows_of_steps, {"global_size": 8, "micro_size": 4}, {"global_size": 4, "micro_size": 2}),
+    "run.batch": Row(
+        parts.rows_of_steps,
+        {"global_size": 16, "micro_size": 4},
+        {"global_size": 8, "micro_size": 2, "deal": "in_turn", "ramp": RAMP}
+        | {"ramp.size": RAMP, "ramp.until_step": RAMP, "ramp.until_tokens": [{"size": 8, "until_tokens": 9}]},
+    ),
     "run.job": Row(runs.randomness_of, {"name": "one"}, {"name": "other", "folder": "elsewhere", "seed": 1}),
     "run.randomness": Row(runs.randomness_of, {}, {"deterministic": True}),
     "run.signals": Row(runs.stops, {}, {"grace": 0.05, "extra_signals": ["SIGUSR1"]}),

@@ -49,23 +49,26 @@ SAME = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 
 @attrs.frozen
 class Job:
-    """A run to be killed: its processes, of which some make a pipeline, its staging, and its mutation, if any."""
+    """A run to be killed: its processes, its staging, its mutation, if any, and sizes of its mesh: (name, ranks)."""
 
     ranks: int
     staging: str
     mutation: str = "nothing"
-    pipeline: int = 1
+    mesh: tuple[tuple[str, int], ...] = ()
 
     @property
     def name(self) -> str:
-        return f"{self.ranks}-{self.pipeline}-{self.staging}-{self.mutation}"
+        mesh = "-".join(f"{name}{size}" for name, size in self.mesh)
+        return f"{self.ranks}-{mesh}-{self.staging}-{self.mutation}"
 
     def command(self, name: str) -> list[str]:
         """What a person would type."""
         return [
             *("run", "tiny.toml", f"run.name={name}", f"trainer.steps={STEPS}", "trainer.on_finish=[]"),
             *("checkpoint.every=3", f"checkpoint.keep={KEEP}", "evaluate.every=7"),
-            *(f"mesh.pipeline={self.pipeline}", f"model.num_hidden_layers={self.pipeline}"),
+            *(f"mesh.{name}={size}" for name, size in self.mesh),
+            f"model.num_hidden_layers={dict(self.mesh).get('pipeline', 1)}",
+            *("model.num_key_value_heads=2", "model.vocabulary_multiple=2"),
             f"batch.micro_size={2 if self.ranks < 4 else 1}",
             f"staging.use=checkpoint.staging.{self.staging}",
         ]
@@ -351,10 +354,12 @@ class _Watch:
             self._set(3, int(checkpoint.name.removeprefix("step-")))
 
         def noisy(phase: Synchronize, step: Step) -> None:
+            # Of every rank's generators, and the same on all: gradients have been summed already.
+            drawn = torch.tensor(random.random() + np.random.random() + torch.rand(()).item(), dtype=torch.float64)
+            phase.mesh.world.sum(drawn)
             for _, parameter in phase.parameters.named():
                 if parameter.grad is not None:
-                    scale = 1 + random.random() / 100 + np.random.random() / 100
-                    parameter.grad.mul_(scale + torch.rand(parameter.shape) / 100)
+                    parameter.grad.mul_(1 + drawn.item() / phase.mesh.world.size / 100)
             synchronise(phase, step)
 
         put(Checkpointer, "restore", noted_restore)

@@ -18,6 +18,8 @@ from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.sources.documents import Document
 from drawloom.components.data.store.build import build
 from drawloom.components.data.store.store import Store
+from drawloom.components.data.token_arrays import TokenArrays
+from drawloom.components.ports.corpus import Split
 from drawloom.graph import UserError
 
 
@@ -35,6 +37,20 @@ class Texts:
     def documents(self) -> Iterator[Document]:
         for number, text in enumerate(self.texts):
             yield Document(text, self.name, number, text.encode("utf-8", "replace"))
+
+
+@attrs.frozen
+class TokensInMemory:
+    """A corpus of given documents, which end as they are."""
+
+    train: list[list[int]]
+    validation: list[list[int]]
+    vocab_size: int = 100_000
+    eos_id: int = 0
+
+    def documents(self, split: Split) -> TokenArrays:
+        held = self.train if split == "train" else self.validation
+        return TokenArrays.of([np.array(document, np.int64) for document in held], np.uint32)
 
 
 def store_of(folder: Path, parts: Sequence[Sequence[str]]) -> Store:

@@ -5,12 +5,17 @@ Documents of one length go into rows of one remaining capacity together, so the 
 and not by document.
 """
 
+from functools import partial
+
 import numpy as np
 
-from drawloom.components.data.packing.groups import gathered, group_documents
+from drawloom.components.data.order.permutation import Permutation
+from drawloom.components.data.packing import groups
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import RowIndex
 from drawloom.graph import component
+
+CACHED = 2**15  # items whose intermediate values fit a core's cache
 
 
 @component
@@ -22,20 +27,41 @@ class BestFit(PackedRows):
     has to shuffle them, as it does by default.
     """
 
-    def index_of(self, lengths: np.ndarray, order: np.ndarray) -> RowIndex:
+    def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """The groups of best-fit-decreasing."""
-        return group_documents(lengths, order, self.length, best_fit)
+        count = -(-len(lengths) // groups.BLOCK)
+        # Each block is of documents from everywhere; among those of one length, chance decides which come first.
+        blocks = (np.arange(number, len(lengths), count) for number in range(count))
+        return groups.group_documents(lengths, blocks, self.length, partial(best_fit, order=order))
 
 
-def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Items by row, (items,), and items of each row, (rows,); sizes: (items,), 1 to capacity."""
-    narrow = sizes.astype(np.uint16 if capacity < 1 << 16 else np.int64)
-    by_size = np.argsort(narrow, kind="stable")  # numpy sorts 16 bits by radix
-    counts = np.bincount(narrow, minlength=capacity + 1)
+def best_fit(
+    documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Documents by row, (items,), and how many each row has, (rows,); sizes: (items,), 1 to capacity.
+
+    Documents of one size are in a random order, or in that of their numbers if there is none.
+    """
+    counts = np.bincount(sizes, minlength=capacity + 1)
     row_of, place_of, rows = _place(counts, len(sizes), capacity)
-    by_row, in_row = gathered(row_of, place_of, rows)
-    # places count from the largest item
-    return by_size[::-1][by_row], in_row
+    return groups.gathered(_by_size(documents, sizes, capacity, order), row_of, place_of, rows)
+
+
+def _by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None) -> np.ndarray:
+    """The documents from the largest to the smallest, int64 (items,)."""
+    # One number has it all, from its highest bits on: size, chance, document. Sorting it needs no second array.
+    high, low = (np.uint64(int(most).bit_length()) for most in (capacity, documents.max(initial=0)))
+    keys = np.zeros(len(documents), np.uint64)
+    for begin in range(0, len(keys), CACHED):
+        part = slice(begin, begin + CACHED)
+        if order is not None:
+            keys[part] = order.keys(documents[part]) >> (high + low) << low
+        keys[part] |= documents[part].astype(np.uint64)
+        keys[part] |= (capacity - sizes[part]).astype(np.uint64) << (np.uint64(64) - high)
+    keys.sort()
+    keys &= (np.uint64(1) << low) - np.uint64(1)
+    return keys.astype(np.int64)
 
 
 def _place(counts: np.ndarray, items: int, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:

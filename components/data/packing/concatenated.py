@@ -1,10 +1,14 @@
 """Concatenates documents and cuts them into rows: every row is full, and a document may continue in the next."""
 
+from functools import cached_property
+
 import attrs
 import numpy as np
 import torch
 from torch import Tensor
 
+from drawloom.components.data.order.permutation import Permutation
+from drawloom.components.data.packing.groups import in_order
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import Piece, RowIndex
 from drawloom.graph import component
@@ -18,10 +22,11 @@ class Concatenated(PackedRows):
     Every row is full but the last, which is padded and not dropped, so that every token is used once in an epoch.
     """
 
-    def index_of(self, lengths: np.ndarray, order: np.ndarray) -> RowIndex:
+    def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """Where each document ends in the stream of all; rows are computed from that."""
-        ends = np.cumsum(lengths[order], dtype=np.int64)
-        return Stream(torch.from_numpy(order), torch.from_numpy(ends), self.length)
+        documents = in_order(lengths, order)
+        ends = np.cumsum(lengths[documents], dtype=np.int64)
+        return Stream(torch.from_numpy(documents), torch.from_numpy(ends), self.length)
 
 
 @attrs.frozen(eq=False)
@@ -34,19 +39,23 @@ class Stream:
 
     @property
     def tokens(self) -> int:
-        """The tokens in the stream."""
-        return int(self.ends[-1]) if len(self.ends) else 0
+        """The tokens in the rows."""
+        return min(self._end, self.rows * self.length)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """The number of rows; the very last token has no target, and begins no row."""
-        return -(-max(self.tokens - 1, 0) // self.length)
+        return -(-max(self._end - 1, 0) // self.length)
+
+    @cached_property
+    def _end(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
 
     def pieces(self, row: int) -> list[Piece]:
         """The parts of documents between two cuts."""
         if not 0 <= row < self.rows:
             raise IndexError(f"there is no row {row} of {self.rows}")
-        begin, end = row * self.length, min((row + 1) * self.length, self.tokens)
+        begin, end = row * self.length, min((row + 1) * self.length, self._end)
         ends = self.ends.numpy()
         first, last = np.searchsorted(ends, [begin, end - 1], side="right").tolist()
         held = ends[first : last + 1]
@@ -57,3 +66,7 @@ class Stream:
             (np.minimum(held, end) - starts).astype(np.int64).tolist(),
         )
         return list(map(Piece._make, zip(*columns, strict=True)))
+
+    def row_tokens(self) -> np.ndarray:
+        """The tokens in each row, int64 (rows,): the last row has the rest."""
+        return np.minimum(self.tokens - np.arange(self.rows) * self.length, self.length)

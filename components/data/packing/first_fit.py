@@ -6,7 +6,8 @@ Documents are packed in runs of `RUN`, and many runs at once: a step of numpy pl
 
 import numpy as np
 
-from drawloom.components.data.packing.groups import gathered, group_documents
+from drawloom.components.data.order.permutation import Permutation
+from drawloom.components.data.packing.groups import cut, gathered, group_documents, in_order
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import RowIndex
 from drawloom.graph import component
@@ -24,13 +25,13 @@ class FirstFit(PackedRows):
     A document longer than a row is cut, and its rest packed. Rows are a little less full than by best-fit.
     """
 
-    def index_of(self, lengths: np.ndarray, order: np.ndarray) -> RowIndex:
+    def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """The groups of first-fit."""
-        return group_documents(lengths, order, self.length, first_fit)
+        return group_documents(lengths, cut(in_order(lengths, order)), self.length, first_fit)
 
 
-def first_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Items by row, (items,), and items of each row, (rows,); sizes: (items,), 1 to below capacity."""
+def first_fit(documents: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Documents by row, (items,), and how many each row has, (rows,); sizes: (items,), 1 to below capacity."""
     row_of, place_of = np.empty(len(sizes), np.int64), np.empty(len(sizes), np.int64)
     rows = 0
     for start in range(0, len(sizes), RUN * RUNS):
@@ -38,7 +39,7 @@ def first_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]
         found, place_of[start:end], used = _fit_runs(sizes[start:end], capacity)
         row_of[start:end] = rows + found
         rows += used
-    return gathered(row_of, place_of, rows)
+    return gathered(documents, row_of, place_of, rows)
 
 
 def _fit_runs(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -1,16 +1,20 @@
 """Rows of whole documents: long ones fill rows of their own, and what is left of all is grouped."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import attrs
 import numpy as np
 import torch
 from torch import Tensor
 
+from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.rows import Piece
 
-Group = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
-"""Takes sizes, (items,), and the capacity of a row; gives items by row, (items,), and items of each row, (rows,)."""
+Group = Callable[[np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
+"""
+Takes documents and their sizes, both (items,), and the capacity of a row; gives documents by row,
+(items,), and how many each row has, (rows,).
+"""
 
 BLOCK = 10**7  # documents that are grouped together: they bound memory
 
@@ -22,8 +26,8 @@ class Groups:
 
     First come the rows that one document fills alone: `long` has those documents, int (documents,), and `full` counts
     their rows up to and with each, int64 (documents,). Then come the groups: `members` has their documents one group
-    after another, `sizes` the tokens of these documents, both int (documents,), and `ends` where each group ends among
-    them, int64 (groups,).
+    after another, int (members,), and `ends` where each group ends among them, int64 (groups,). `lengths` are those of
+    all documents, int (documents,).
     """
 
     length: int
@@ -31,8 +35,8 @@ class Groups:
     long: Tensor
     full: Tensor
     members: Tensor
-    sizes: Tensor
     ends: Tensor
+    lengths: Tensor
 
     @property
     def rows(self) -> int:
@@ -53,53 +57,70 @@ class Groups:
             return [Piece(int(self.long[place]), first, first + self.length)]
         group = row - self._full_rows
         begin, end = int(self.ends[group - 1]) if group else 0, int(self.ends[group])
-        held = zip(self.members[begin:end].tolist(), self.sizes[begin:end].tolist(), strict=True)
+        documents = self.members.numpy()[begin:end]
+        held = zip(documents.tolist(), self.lengths.numpy()[documents].tolist(), strict=True)
         return [Piece(document, size - size % self.length, size) for document, size in held]
 
+    def row_tokens(self) -> np.ndarray:
+        """The tokens in each row, int64 (rows,)."""
+        rests = self.lengths.numpy()[self.members.numpy()] % self.length
+        ends = np.concatenate([[0], np.cumsum(rests, dtype=np.int64)])
+        groups = np.diff(ends[self.ends.numpy()], prepend=0)
+        return np.concatenate([np.full(self._full_rows, self.length), groups])
 
-def group_documents(lengths: np.ndarray, order: np.ndarray, length: int, group: Group) -> Groups:
+
+def group_documents(lengths: np.ndarray, blocks: Iterable[np.ndarray], length: int, group: Group) -> Groups:
     """
-    The rows of these documents, in order; lengths: (documents,), of all, order: the numbers of those to pack.
+    The rows of documents; lengths: (documents,), of all; blocks: numbers of documents that are grouped together.
 
     What a long document leaves is a member of a group as a short document is; a single token, which has no target
     itself and is one in the row before, is left out.
     """
-    width = np.min_scalar_type(-int(lengths.max(initial=1)))
-    members, sizes = np.empty(len(order), order.dtype), np.empty(len(order), width)
-    long, full, ends = [np.empty(0, order.dtype)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    held = lengths.astype(np.min_scalar_type(-int(lengths.max(initial=length))), copy=False)
+    number = np.min_scalar_type(-max(1, len(lengths)))
+    members, ends = [np.empty(0, number)], [np.empty(0, np.int64)]
+    long, full = [np.empty(0, number)], [np.empty(0, np.int64)]
     tokens = done = 0
-    for start in range(0, len(order), BLOCK):
-        block = order[start : start + BLOCK]
-        held = lengths[block]
-        fills = np.flatnonzero(held >= length)
-        rests = held.copy()
-        rests[fills] %= length
+    for block in blocks:
+        rests = held[block]
+        fills = np.flatnonzero(rests >= length)
         long.append(block[fills])
-        full.append(held[fills] // length)
+        full.append(rests[fills] // length)
+        rests[fills] %= length
         if (rests < 2).any():
-            block, held, rests = (each[rests >= 2] for each in (block, held, rests))
-        by_row, in_row = group(rests, length)
-        end = done + len(by_row)
-        members[done:end], sizes[done:end] = block[by_row], held[by_row]
+            block, rests = block[rests >= 2], rests[rests >= 2]
+        by_row, in_row = group(block, rests, length)
+        members.append(by_row.astype(number))
         ends.append(done + np.cumsum(in_row))
         tokens += int(rests.sum(dtype=np.int64))
-        done = end
+        done += len(by_row)
     in_full = np.cumsum(np.concatenate(full), dtype=np.int64)
     tokens += length * int(in_full[-1]) if len(in_full) else 0
-    arrays = (np.concatenate(long), in_full, members[:done], sizes[:done], np.concatenate(ends))
+    arrays = (np.concatenate(long), in_full, np.concatenate(members), np.concatenate(ends), held)
     return Groups(length, tokens, *map(torch.from_numpy, arrays))
 
 
-def gathered(row_of: np.ndarray, place_of: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
+def in_order(lengths: np.ndarray, order: Permutation | None) -> np.ndarray:
+    """The documents of at least two tokens, in an order, or else in that of their numbers; int (chosen,)."""
+    documents = np.arange(len(lengths)) if order is None else order.all()
+    return documents if (lengths >= 2).all() else documents[lengths[documents] >= 2]
+
+
+def cut(order: np.ndarray) -> Iterator[np.ndarray]:
+    """Documents in an order, in blocks."""
+    return (order[start : start + BLOCK] for start in range(0, len(order), BLOCK))
+
+
+def gathered(items: np.ndarray, row_of: np.ndarray, place_of: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """
-    Items by row, (items,), and items of each row, (rows,).
+    Items by row, (items,), and how many each row has, (rows,).
 
     row_of, place_of: (items,), the row of each item, and its place there, from 0 without gaps.
     """
     counts = np.bincount(row_of, minlength=rows)
     starts = np.cumsum(counts) - counts
-    items = np.empty(len(row_of), np.int64)
+    by_row = np.empty_like(items)
     for begin in range(0, len(row_of), 2**20):
         part = slice(begin, begin + 2**20)
-        items[starts[row_of[part]] + place_of[part]] = np.arange(begin, begin + len(row_of[part]))
-    return items, counts
+        by_row[starts[row_of[part]] + place_of[part]] = items[part]
+    return by_row, counts

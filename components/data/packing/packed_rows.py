@@ -9,10 +9,12 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.data.order import Permutation
-from drawloom.components.data.packing.rows import RowIndex, batch_of
+from drawloom.components.data.mixed_documents import document_sources
+from drawloom.components.data.order.permutation import Permutation
+from drawloom.components.data.packing.rows import JoinedIndexes, RowIndex, batch_of
+from drawloom.components.data.resumed_rows import check_rows
 from drawloom.components.ports.corpus import Split, TokenCorpus, TokenDocuments
-from drawloom.components.ports.data import Batch, has_pairs
+from drawloom.components.ports.data import Batch, RowSource, has_pairs
 from drawloom.components.ports.model import Model
 from drawloom.components.ports.run import RunInfo
 from drawloom.graph import Every, Problem, ResolvedRecipe, UserError, inherited, setting
@@ -28,7 +30,7 @@ class PackedSplit:
     """The documents of a split, and the index of its rows: all that a worker process needs."""
 
     documents: TokenDocuments
-    index: RowIndex
+    index: JoinedIndexes
 
 
 @inherited
@@ -55,28 +57,30 @@ class PackedRows:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Pairs of documents stay together only in rows that are made of pairs."""
-        for tokens in node.neighbours("tokens"):
-            if has_pairs(tokens.component) and not has_pairs(cls):
-                text = f"[{tokens.name}] has pairs of documents, which would come apart"
+        tokens = (each for edge in node.neighbours("tokens") for each in edge.neighbours("sources") or [edge])
+        for each in tokens:
+            if has_pairs(each.component) and not has_pairs(cls):
+                text = f"[{each.name}] has pairs of documents, which would come apart"
                 yield node.problem("use", text, 'write use = "data.packing.pairs"')
-            elif has_pairs(cls) and not has_pairs(tokens.component):
-                text = f"[{tokens.name}] has no pairs of documents"
-                yield node.problem("use", text, f'write use = "data.preferences" in [{tokens.name}]')
+            elif has_pairs(cls) and not has_pairs(each.component):
+                text = f"[{each.name}] has no pairs of documents"
+                yield node.problem("use", text, f'write use = "data.preferences" in [{each.name}]')
 
     @abstractmethod
-    def index_of(self, lengths: np.ndarray, order: np.ndarray) -> RowIndex:
-        """The rows of documents; lengths: (documents,), order: the numbers of documents to pack, one after another."""
+    def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
+        """The rows of a source's documents, shuffled if there is an order; lengths: (documents,)."""
 
     def open(self) -> None:
         """Pack both splits."""
         self._pad = self.tokens.eos_id
         for split in SPLITS:
             self._splits[split] = packed = self._pack(split)
-            rows = packed.index.rows
-            log.info(
-                "%s: %d documents in %d rows of %d, %.2f %% filled",
-                *(split, len(packed.documents.lengths), rows, self.length, 100 * self.fill_rate(split)),
-            )
+            for source, index in zip(document_sources(packed.documents), packed.index.members, strict=True):
+                rate = 100 * index.tokens / (index.rows * self.length) if index.rows else 100
+                log.info(
+                    "%s: %d documents in %d rows of %d, %.2f %% filled",
+                    *(_name(split, source.name), len(source.documents.lengths), index.rows, self.length, rate),
+                )
 
     def close(self) -> None:
         """Free the index."""
@@ -112,44 +116,45 @@ class PackedRows:
         packed = self._splits[split]
         return [packed.documents.source(piece.document) for piece in packed.index.pieces(row)]
 
+    def row_sources(self, split: Split) -> list[RowSource]:
+        """The sources of a split's rows; one without a name if the documents are not a mixture's."""
+        packed = self._splits[split]
+        parts = zip(document_sources(packed.documents), packed.index.members, packed.index.starts, strict=False)
+        return [RowSource(each.name, start, index.rows, index.tokens, each.weight) for each, index, start in parts]
+
+    def row_tokens(self, split: Split) -> np.ndarray:
+        """The tokens in each row, int64 (rows,)."""
+        return np.concatenate([index.row_tokens() for index in self._splits[split].index.members])
+
     def state_dict(self) -> dict[str, Any]:
-        """The fingerprint of each split's rows."""
-        return {split: self._fingerprint(split) for split in SPLITS}
+        """The fingerprint of the rows of each split and source."""
+        found = {}
+        for split in SPLITS:
+            documents = document_sources(self._splits[split].documents)
+            for source, rows in zip(documents, self.row_sources(split), strict=True):
+                kind = f"{type(self).__name__} {self.length} {source.documents.fingerprint}"
+                digest = hashlib.sha256(kind.encode()).hexdigest()
+                found[_name(split, source.name)] = {"rows": rows.rows, "sha256": digest}
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raise UserError if the run began with other rows, unless changes are accepted."""
-        now = self.state_dict()
-        other = [f"{split} had {_rows(state[split], now[split])}" for split in SPLITS if state[split] != now[split]]
-        if other and not self.recipe.accept_changes:
-            raise UserError(
-                f"the corpus is not the one that this run began with: {', and '.join(other)}; restore the old one, "
-                "use another run name, or add --accept-changes",
-                exit_code=2,
-            )
-        if other:
-            log.warning("the corpus is not the one that this run began with: %s", ", and ".join(other))
+        check_rows(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
 
     def _pack(self, split: Split) -> PackedSplit:
-        documents = self.tokens.documents(split)
-        lengths = documents.lengths
-        packed = lengths >= 2
-        count = int(packed.sum())
-        order = Permutation(self.job.seed, "documents", 0, count).all() if split == "train" else np.arange(count)
-        if count < len(lengths):
-            order = np.flatnonzero(packed)[order]
-        return PackedSplit(documents, self.index_of(lengths, order))
-
-    def _fingerprint(self, split: Split) -> dict[str, Any]:
-        kind = f"{type(self).__name__} {self.length} {self._splits[split].documents.fingerprint}"
-        return {"rows": self.count(split), "sha256": hashlib.sha256(kind.encode()).hexdigest()}
+        documents, first, indexes = self.tokens.documents(split), [0], []
+        for source in document_sources(documents):
+            lengths = source.documents.lengths
+            shuffled = Permutation(self.job.seed, f"documents {source.name}".strip(), 0, len(lengths))
+            indexes.append(self.index_of(lengths, shuffled if split == "train" else None))
+            first.append(first[-1] + len(lengths))
+        return PackedSplit(documents, JoinedIndexes(tuple(indexes), tuple(first)))
 
     def __getstate__(self) -> dict[str, Any]:
         """The rows only: what a worker process needs, and what can be pickled."""
         return {**self.__dict__, "tokens": None, "job": None, "recipe": None, "models": None}
 
 
-def _rows(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """How the rows differ, for the message."""
-    if then["rows"] == now["rows"]:
-        return f"other tokens in its {then['rows']} rows"
-    return f"{then['rows']} rows, and has {now['rows']}"
+def _name(split: Split, source: str) -> str:
+    """A split, of one source if it has a name."""
+    return f"{split} of {source}" if source else split

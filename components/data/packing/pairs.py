@@ -6,6 +6,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.best_fit import best_fit
 from drawloom.components.data.packing.groups import Groups
 from drawloom.components.data.packing.packed_rows import PackedRows
@@ -25,16 +26,16 @@ class Pairs(PackedRows):
 
     pairs: ClassVar[bool] = True
 
-    def index_of(self, lengths: np.ndarray, order: np.ndarray) -> RowIndex:
+    def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """The groups of best-fit-decreasing, of pairs."""
-        first = order[order % 2 == 0]
+        first = 2 * np.flatnonzero(lengths[::2] >= 2)
         sizes = lengths[first] + lengths[first + 1]
         if dropped := int((sizes > self.length).sum()):
             text = "%d of %d pairs are longer than a row of %d tokens, and are dropped; the longest has %d tokens"
             log.warning(text, dropped, len(sizes), self.length, sizes.max())
             first, sizes = first[sizes <= self.length], sizes[sizes <= self.length]
-        by_row, in_row = best_fit(sizes, self.length)
-        members = (first[by_row][:, None] + np.arange(2)).flatten()
+        by_row, in_row = best_fit(first, sizes, self.length, order)
+        members = (by_row[:, None] + np.arange(2)).flatten()
         none = torch.empty(0, dtype=torch.int64)
-        arrays = (members, lengths[members], 2 * np.cumsum(in_row))
+        arrays = (members, 2 * np.cumsum(in_row), lengths)
         return Groups(self.length, int(sizes.sum()), none, none, *map(torch.from_numpy, arrays))

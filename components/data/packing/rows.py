@@ -1,13 +1,18 @@
 """Rows made of parts of documents: which parts is an index's to say, here they become a batch."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+import attrs
 import numpy as np
 import torch
 
 from drawloom.components.ports.corpus import TokenDocuments
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
+from drawloom.graph import UserError
 
 
 class Piece(NamedTuple):
@@ -35,6 +40,41 @@ class RowIndex(Protocol):
         """The pieces of a row, in order; raises IndexError beyond the last row."""
         ...
 
+    def row_tokens(self) -> np.ndarray:
+        """The tokens in each row, int64 (rows,)."""
+        ...
+
+
+@attrs.frozen
+class JoinedIndexes:
+    """The rows of several sources, those of one after those of another; `first` has the first document of each."""
+
+    members: tuple[RowIndex, ...]
+    first: tuple[int, ...]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The first row of each member, and the number of all rows."""
+        return [0, *accumulate(index.rows for index in self.members)]
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.starts[-1]
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all pieces."""
+        return sum(index.tokens for index in self.members)
+
+    def pieces(self, row: int) -> list[Piece]:
+        """The pieces of a row, in order; raises IndexError beyond the last row."""
+        number = min(bisect_right(self.starts, row), len(self.members)) - 1
+        pieces = self.members[number].pieces(row - self.starts[number])
+        if offset := self.first[number]:
+            return [piece._replace(document=offset + piece.document) for piece in pieces]
+        return pieces
+
 
 def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[Piece]], length: int, pad: int) -> Batch:
     """
@@ -51,8 +91,7 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[Piece]], length:
         begin = 0
         for document, first, last in pieces:
             # one token more than the piece has: the target of its last token
-            ids = documents.tokens(document, first, last + 1)
-            own = documents.weights(document, first, last + 1)
+            ids, own = _read(documents, document, first, last + 1)
             end, targeted = begin + last - first, begin + len(ids) - 1
             tokens[row, begin:end] = ids[: last - first]
             targets[row, begin:targeted] = ids[1:]
@@ -64,3 +103,15 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[Piece]], length:
     positions = here - np.maximum.accumulate(np.where(starts > 0, here, 0), axis=1)
     arrays = (tokens, targets, positions, np.cumsum(starts, axis=1) - 1, weights)
     return Batch(*map(torch.from_numpy, arrays))
+
+
+def _read(documents: TokenDocuments, document: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Ids and weights of a part of a document. Raises UserError with its file and offset if they can't be read."""
+    try:
+        ids = documents.tokens(document, first, last)
+        if len(ids) < last - first - 1:
+            raise ValueError(f"there are {len(ids)} instead of {last - first - 1}")
+        return ids, documents.weights(document, first, last)
+    except Exception as error:
+        where = f"{documents.source(document)}: tokens {first} to {last - 2}"
+        raise UserError(f"{where} can't be read ({type(error).__name__}: {error}); restore the file") from error

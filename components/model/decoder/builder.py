@@ -18,13 +18,17 @@ from drawloom.components.model.decoder.layer import Block, SwiGLU
 from drawloom.components.model.decoder.model import CausalLM
 from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.decoder.settings import choose_architecture, faults
+from drawloom.components.model.split_vocabulary import NEW, Split, join_mapper, part
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import Kernels, LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
+from drawloom.components.weights.mapper import sequential
 from drawloom.graph import Problem, UserError, above, at_least, between, inherited, setting
 
 RESIDUAL_OUTPUTS = (".self_attn.o_proj.weight", ".mlp.down_proj.weight", ".mlp.experts.down_proj")
+
+NEW_TOKENS_ARE_WHOLE = "the rows of new tokens can't be shared"
 
 MAX_LAYERS = 10_000  # ten times the deepest transformers; building many more would take hours
 
@@ -80,6 +84,12 @@ class DecoderBuilder:
     vocabulary_multiple: int = setting(
         default=1, check=at_least(1), doc="the tokenizer's vocabulary is rounded up to a multiple of this"
     )
+    new_tokens: int = setting(
+        default=0,
+        check=at_least(0),
+        doc="how many of the tokenizer's last ids have rows of their own in embedding and head, called new_tokens, "
+        "which a folder need not have",
+    )
     tie_word_embeddings: bool | None = setting(default=None, doc="whether the head is the embedding; false if left out")
     max_position_embeddings: int | None = setting(
         default=None,
@@ -123,6 +133,8 @@ class DecoderBuilder:
     @classmethod
     def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
         """Why so many ranks along `tensor` can't share the model; the vocabulary of a tokenizer is not known yet."""
+        if node.settings["new_tokens"]:
+            yield NEW_TOKENS_ARE_WHOLE
         config = node.settings["config"]
         with suppress(UserError):  # a problem of its own
             sizes = node.settings if config is None else attrs.asdict(read_config(cls.family, config), recurse=False)
@@ -140,7 +152,16 @@ class DecoderBuilder:
         cls: Any = type(self)
         settings = {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
         tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
-        return choose_architecture(self.family, settings, tokens)
+        return choose_architecture(self.family, settings, tokens, self.new_tokens)
+
+    @property
+    def split(self) -> Split | None:
+        """Which ids are new tokens, if there are some: the tokenizer's last, or those after the table's."""
+        if not self.new_tokens:
+            return None
+        rows = self.architecture.vocab_size
+        end = rows + self.new_tokens if self.tokenizer is None else self.tokenizer.vocab_size
+        return Split(end - self.new_tokens, end, rows)
 
     def files_read(self) -> dict[str, list[Path]]:
         """The config.json, if the sizes are in one."""
@@ -154,14 +175,15 @@ class DecoderBuilder:
 
     @property
     def vocab_size(self) -> int:
-        return self.architecture.vocab_size
+        return self.architecture.vocab_size if self.split is None else self.split.size
 
     def mlp_of(self, number: int) -> nn.Module:
         """The feed-forward network of a layer: hidden states and weights of tokens in, hidden states out."""
         return SwiGLU(self.architecture, self.kernels)
 
     def build(self, span: LayerRange) -> nn.Module:
-        return CausalLM(self.architecture, span, self.kernels, self.mlp_of)
+        module = CausalLM(self.architecture, span, self.kernels, self.mlp_of)
+        return module if self.split is None else part(module, self.split)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         return [part for part in module.modules() if isinstance(part, Block)]
@@ -172,10 +194,14 @@ class DecoderBuilder:
         fill_with_initial_weights(name, parameter, seed=seed, layers=layers, std=std, part_of=part_of)
 
     def hugging_face_config(self) -> dict[str, Any]:
-        return config_of(self.family, self.architecture, None if self.tokenizer is None else self.tokenizer.eos_id)
+        written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
+        return config_of(self.family, written, None if self.tokenizer is None else self.tokenizer.eos_id)
 
     def hugging_face_mapper(self) -> Mapper:
         # Only names are needed, so nothing is allocated.
         with torch.device("meta"):
             whole = self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
-        return mapper_of([name for name, _ in whole.named_parameters()], getattr(self.architecture, "num_experts", 0))
+        names = [name for name, _ in whole.named_parameters()]
+        joined = Mapper(()) if self.split is None else join_mapper(names, self.split)
+        kept = [name for name in names if not name.endswith(f".{NEW}")]
+        return sequential(joined, mapper_of(kept, getattr(self.architecture, "num_experts", 0)))

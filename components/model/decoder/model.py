@@ -101,4 +101,5 @@ class CausalLM(nn.Module):
         return finish(hidden, self._head()) if self.span.head and finish is not None else hidden
 
     def _head(self) -> Head:
-        return (self.model.embed_tokens if self.tied else self.lm_head).head()
+        # An adapter of a tied head adds a layer.
+        return (self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens).head()

@@ -53,17 +53,27 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
         yield from _expert_faults(given)
 
 
-def choose_architecture(family: Family, settings: Mapping[str, Any], tokens: int | None) -> DecoderConfig:
-    """The architecture of these settings, with `tokens` ids in the tokenizer; UserError for invalid settings."""
+def choose_architecture(
+    family: Family, settings: Mapping[str, Any], tokens: int | None, new_tokens: int = 0
+) -> DecoderConfig:
+    """
+    The architecture of these settings, with `tokens` ids in the tokenizer, of which the last ones may be new.
+
+    Raises UserError for invalid settings.
+    """
     for fault in faults(family, settings, tokens is not None):
         raise UserError(f"{family.component}: {fault.why}; {fault.instead}")
     if settings["config"] is not None:
         architecture = _over_config(family, settings)
     else:
         architecture = family.architecture(**_completed(family, settings, tokens))
-    if tokens is not None and tokens > architecture.vocab_size:
-        why = f"the tokenizer has {tokens} ids, but the model's vocabulary only {architecture.vocab_size}"
-        raise UserError(f"{family.component}: {why}; write vocab_size = {tokens}, or another tokenizer")
+    if tokens is not None and tokens - new_tokens > (rows := architecture.vocab_size):
+        why = f"the tokenizer has {tokens} ids, but the model's vocabulary only {rows}"
+        added = f"new_tokens = {tokens - rows} for some that were added"
+        instead = f"vocab_size = {tokens}" if settings["config"] is None else added
+        raise UserError(f"{family.component}: {why}; write {instead}, or another tokenizer")
+    if tokens is not None and new_tokens >= tokens:
+        raise UserError(f"{family.component}: new_tokens = {new_tokens} leaves none of the tokenizer's {tokens} ids")
     return architecture
 
 

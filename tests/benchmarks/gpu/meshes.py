@@ -5,7 +5,7 @@ Qwen3-0.6B and the shape of Llama 3 8B, in bfloat16, with rows of 4096 tokens; a
 all gradients, clipping and AdamW. Data-parallel ranks each have as many rows as the one GPU; those along `tensor` share
 their rows. Ideal are its tokens a second on each GPU. The peer is Hugging Face transformers with Liger's kernels, if
 they are installed, under torch's `fully_shard`, each layer a unit, as here. A line says tokens per second and GPU,
-their ratio to one GPU's, and GiB per GPU at most.
+their ratio to one GPU's, and GiB per GPU at most. `make bench-finetune-gpu` measures fine-tuning on one GPU.
 """
 
 import gc
@@ -32,6 +32,7 @@ import torch  # noqa: E402
 
 from benchmarks.gpu.pipeline import _batch, _initialise  # noqa: E402
 from benchmarks.gpu.training import DENSE, SMALL  # noqa: E402
+from drawloom.components.adapters.lora import Lora  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.distributed.mesh import RankMesh  # noqa: E402
 from drawloom.components.distributed.precision import DtypePolicy  # noqa: E402
@@ -75,21 +76,28 @@ class Case:
     peer: bool = False
     reshard: bool = True
     schedule: str = "one_f_one_b"
+    length: int = LENGTH
+    lora: bool = False
 
     @property
     def name(self) -> str:
         """What a line calls it."""
-        who = ", FSDP2 + transformers" if self.peer else "" if self.reshard else ", gathered once a step"
+        who = ", LoRA" if self.lora else ""
+        peer = ", FSDP2 + transformers" if self.sizes else ", peft + transformers" if self.lora else ", transformers"
+        who += peer if self.peer else "" if self.reshard else ", gathered once a step"
         mesh = " ".join(f"{name}={size}" for name, size in self.sizes.items()) or "one GPU"
         by = f", {self.schedule}" if "pipeline" in self.sizes else ""
-        return f"{self.model}, {self.rows} x {LENGTH} x {self.microbatches}, {mesh}{by}{who}"
+        return f"{self.model}, {self.rows} x {self.length} x {self.microbatches}, {mesh}{by}{who}"
 
     @property
     def tokens(self) -> float:
         """Of a step, by GPU."""
         apart = math.prod(size for name, size in self.sizes.items() if not name.startswith("data_"))
-        return self.rows * self.microbatches * LENGTH / apart
+        return self.rows * self.microbatches * self.length / apart
 
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RANK = 16
 
 SMALL_MODEL, LARGE = "Qwen3-0.6B", "Llama-3-8B shape"
 MODELS = {SMALL_MODEL: DENSE, LARGE: LLAMA}
@@ -106,6 +114,7 @@ def cases(ranks: int) -> list[Case]:
         found += [Case(*shape, {"data_shard": ranks}, reshard=reshard) for reshard in (True, False)]
         found += [Case(*shape, {"data_shard": ranks}, peer=True)] if shape[2] == 1 else []
     found.append(Case(LARGE, 2 * ranks, 1, {"tensor": ranks}))
+    found.append(Case(SMALL_MODEL, 1, 1, {"context": ranks}, length=ranks * 4 * LENGTH))
     pipelined = [Case(LARGE, 1, 8 * ranks // 2, {"pipeline": ranks}, schedule=each) for each in SCHEDULES]
     if ranks == 2:
         return [*found, *pipelined]
@@ -116,17 +125,29 @@ def cases(ranks: int) -> list[Case]:
 
 SCHEDULES = ("one_f_one_b", "zero_bubble_v")
 
+FINETUNING = [
+    Case(*shape, peer=peer, length=length, lora=lora)
+    for shape, length, lora in (
+        ((LARGE, 1, 1), LENGTH, True),
+        ((LARGE, 2, 1), LENGTH, True),
+        ((SMALL_MODEL, 1, 1), 2 * LENGTH, False),
+        ((SMALL_MODEL, 2, 1), 2 * LENGTH, False),
+    )
+    for peer in (False, True)
+]
+"""On one GPU, with `--finetuning`: LoRA of all linear layers of a block, and all weights of the small model."""
+
 
 def main() -> None:
     """Measure one GPU, then several, in processes of their own."""
     if "RANK" in os.environ:
         return _worker()
     several = int(os.environ.get("RANKS", "2"))
-    if not TINY and torch.cuda.device_count() < several:
+    if not TINY and "--finetuning" not in sys.argv and torch.cuda.device_count() < several:
         sys.exit(f"this needs {several} GPUs; --tiny tries it with processes on a CPU")
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"BENCH_FOLDER": folder, "OMP_NUM_THREADS": "4"}
-        for ranks in (1, several):
+        for ranks in (1,) if "--finetuning" in sys.argv else (1, several):
             starter = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
             command = [sys.executable, *starter, str(Path(__file__)), *sys.argv[1:]]
             subprocess.run(command, env=environment, check=True)
@@ -141,8 +162,9 @@ def _worker() -> None:
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
     base = Path(os.environ["BENCH_FOLDER"]) / "one.json"
     ones: dict[str, float] = json.loads(base.read_text()) if base.exists() else {}
+    every = FINETUNING if "--finetuning" in sys.argv else cases(processes.world_size)
     try:
-        for case in cases(processes.world_size):
+        for case in every:
             if not words or any(word in case.name for word in words):
                 _line(case, processes, device, ones)
         base.write_text(json.dumps(ones))
@@ -179,7 +201,10 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     dtype: Any = "float32" if TINY else "bfloat16"
     precision, schedule, loss = DtypePolicy(parameter=dtype), pipelines.schedule(case.schedule), NextToken()
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
-    stages = MaterializedStages(model=model, loss=loss, precision=precision, job=pipelines.Job(), **common)
+    lora = [Lora(targets=list(TARGETS), rank=RANK, alpha=2.0 * RANK)] if case.lora else []
+    stages = MaterializedStages(
+        model=model, loss=loss, precision=precision, job=pipelines.Job(), adapters=lora, **common
+    )
     stages.reshard_after_forward = case.reshard
     stages.open()
     executor = Executor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
@@ -190,7 +215,9 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
         optimizer := AdamW(parameters=stages, lr=1e-5),
     ]
     optimizer.open()
-    batches = [_batch(number, device, config["vocab_size"], case.rows) for number in range(case.microbatches)]
+    batches = [
+        _batch(number, device, config["vocab_size"], case.rows, case.length) for number in range(case.microbatches)
+    ]
 
     def step() -> None:
         state = Step(1, 1)
@@ -212,9 +239,13 @@ def _peer(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     liger = find_spec("liger_kernel") is not None and not TINY
     if liger:
         import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh.torch_mesh(["data_shard"]))
-    fully_shard(model, mesh=mesh.torch_mesh(["data_shard"]))
+    if case.lora:
+        peft: Any = import_module("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=list(TARGETS)))
+    if case.sizes:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh.torch_mesh(["data_shard"]))
+        fully_shard(model, mesh=mesh.torch_mesh(["data_shard"]))
     model.to_empty(device=device.device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -223,8 +254,9 @@ def _peer(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
             if name.endswith("inv_freq"):
                 half = torch.arange(len(buffer), device=device.device) / len(buffer)
                 buffer.copy_(config.rope_parameters["rope_theta"] ** -half)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    tokens = _batch(0, device, config.vocab_size, case.rows).tokens
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    tokens = _batch(0, device, config.vocab_size, case.rows, case.length).tokens
 
     def step() -> None:
         model(tokens, labels=tokens).loss.backward()

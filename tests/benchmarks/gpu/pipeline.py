@@ -167,10 +167,10 @@ def _initialise(_name: str, parameter: Tensor, _seed: int, _part_of: Any = None)
     parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
 
 
-def _batch(number: int, device: ComputeDevice, vocabulary: int, rows: int) -> Batch:
+def _batch(number: int, device: ComputeDevice, vocabulary: int, rows: int, length: int = LENGTH) -> Batch:
     generator = torch.Generator().manual_seed(number)
-    tokens = torch.randint(vocabulary, (rows, LENGTH + 1), generator=generator).to(device.device)
-    positions = torch.arange(LENGTH, device=device.device).expand(rows, LENGTH).contiguous()
+    tokens = torch.randint(vocabulary, (rows, length + 1), generator=generator).to(device.device)
+    positions = torch.arange(length, device=device.device).expand(rows, length).contiguous()
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     return Batch(inputs, targets, positions, torch.zeros_like(positions), torch.ones_like(positions).float())
 

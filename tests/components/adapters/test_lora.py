@@ -52,13 +52,17 @@ def test_scale_is_alpha_by_rank_or_by_its_root() -> None:
         ([FullTuning(targets=["layers.0"]), lora("q_proj")], "layers.0.self_attn.q_proj is named by two adapters"),
         ([lora("embed_tokens", dora=True)], "DoRA for linear layers only"),
         ([FullTuning(targets=["nrm"])], "'nrm' matches nothing"),
+        ([lora("lm_head"), lora("lm_head")], "lm_head is named by two adapters"),
+        ([lora("embed_tokens"), lora("lm_head")], "lm_head is tied to embed_tokens, which is adapted, too"),
+        ([lora("lm_head"), FullTuning(targets=["embed_tokens"])], "model.embed_tokens is named by two adapters"),
+        ([lora("lm_head", dora=True)], "lm_head is tied to embed_tokens; adapt it without dora"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_adapted_is_refused(adapters: list[Adapter], text: str) -> None:
     """One message names the layer and the reason."""
     with pytest.raises(UserError, match=text):
-        trained(*adapters)
+        trained(*adapters, model=dense(tie_word_embeddings=True))
 
 
 @pytest.mark.parametrize("changes", [{"dropout": 0.1}, {"dora": True}])

@@ -10,6 +10,8 @@ from support.chat import say, tokenizer_folder
 from support.runs import write_corpus
 from support.stores import damage, store_of
 
+NONE = "validation_fraction=0.0"
+
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -25,6 +27,22 @@ def test_statistics_are_shown(recipe: str, capsys: pytest.CaptureFixture[str]) -
     _, train, validation = capsys.readouterr().out.splitlines()
     assert train.split() == ["train", "56", "99.330", "10", "1,780", "176,", "176,", "178.0,", "186"]
     assert validation.split()[:5] == ["validation", "11", "100.000", "2", "352"]
+
+
+def test_the_sources_of_a_mixture_are_shown(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has a line below its split, and in training its share of tokens and of rows; a row names its source."""
+    store_of(tmp_path / "one", [["abc"] * 9])
+    store_of(tmp_path / "other", [["defghij"] * 6])
+    sources = [f"tokens.sources.{name}={{use='data.tokenized',path='{name}',{NONE}}}" for name in ("one", "other")]
+    words = ["tokens.use=data.mixture", *sources, "tokens.weights={one=1.0,other=3.0}", "packing.length=8"]
+    assert main(["data", "show", recipe, "packing.use=data.packing.padded", *words]) == 0
+    head, train, one, other, *_ = capsys.readouterr().out.splitlines()
+    assert head.endswith("share of tokens, of rows")
+    assert train.split()[:5] == ["train", "15", "70.000", "15", "84"]
+    assert one.split()[:5] == ["one", "9", "50.000", "9", "36"] and one.endswith("25.00 %, 40.00 %")
+    assert other.split()[:5] == ["other", "6", "100.000", "6", "48"] and other.endswith("75.00 %, 60.00 %")
+    assert main(["data", "show", recipe, "packing.use=data.packing.padded", *words, "--row", "9"]) == 0
+    assert "[0:8] other: part 0:4, positions 0 to 7" in capsys.readouterr().out
 
 
 def test_a_row_is_shown_with_its_documents(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,30 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import attrs
-import numpy as np
 import pytest
 
 from drawloom.components.data.packing.concatenated import Concatenated
-from drawloom.components.data.token_arrays import TokenArrays
-from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import Batch
+from support.stores import TokensInMemory
 
 LENGTH = 4
-
-
-@attrs.frozen
-class TokensInMemory:
-    """A corpus of given documents, which end as they are."""
-
-    train: list[list[int]]
-    validation: list[list[int]]
-    vocab_size: int = 100_000
-    eos_id: int = 0
-
-    def documents(self, split: Split) -> TokenArrays:
-        held = self.train if split == "train" else self.validation
-        return TokenArrays.of([np.array(document, np.int64) for document in held], np.uint32)
 
 
 @pytest.fixture(scope="session")

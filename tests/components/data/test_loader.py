@@ -15,7 +15,11 @@ import pytest
 import torch
 
 from drawloom.components.data.loader import Loader
-from drawloom.components.data.order import Permutation
+from drawloom.components.data.order.permutation import Permutation
+from drawloom.components.data.order.sequential import Sequential
+from drawloom.components.data.order.shuffled import Shuffled
+from drawloom.components.data.record import row_digests
+from drawloom.components.ports.data import RowOrder
 from drawloom.components.run.batch import GlobalBatch
 from drawloom.graph import UserError
 
@@ -29,7 +33,8 @@ ROWS, STEP, MICRO = 7, 4, 2
 @contextmanager
 def loading(rows: Any, mesh: Any, job: Any, global_size: int = STEP, **settings: Any) -> Iterator[Loader]:
     batching = GlobalBatch(mesh=mesh, global_size=global_size, micro_size=min(MICRO, global_size))
-    loader = Loader(rows=rows, batching=batching, job=job, mesh=mesh, **settings)
+    order = settings.pop("order", None) or Shuffled(job=job)
+    loader = Loader(rows=rows, order=order, batching=batching, mesh=mesh, **settings)
     loader.open()
     try:
         yield loader
@@ -72,17 +77,19 @@ def test_state_can_be_loaded_into_a_running_loader(
     """Batches that were made in advance for other steps are discarded."""
     with loading(rows_of(train=ROWS), one_rank, job, workers=workers) as loader:
         steps(loader, names, 3)
-        loader.load_state_dict({"step": 1})
+        loader.load_state_dict({"step": 1, "position": STEP})
         assert steps(loader, names, 3) == expected(job.seed, 1, 4)
 
 
 def test_state_is_the_number_of_steps(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
-    """The state is one number, of steps taken and not of prefetched ones; anything else is refused."""
+    """The state is steps and rows taken, and not those that are prefetched; anything else is refused."""
     with loading(rows_of(train=ROWS), one_rank, job, workers=1, prefetch=3) as loader:
-        assert loader.state_dict() == {"step": 0}
+        assert loader.state_dict() == {"step": 0, "position": 0}
         steps(loader, names, 2)
-        assert loader.state_dict() == {"step": 2}
-        for state, error in (({}, KeyError), ({"step": -1}, ValueError), ({"step": "2"}, ValueError)):
+        assert loader.state_dict() == {"step": 2, "position": 2 * STEP}
+        wrong: list[tuple[Any, Any]] = [(-1, 0), ("2", 0), (2, -1), (2, 8.0)]
+        refused: list[tuple[Any, Any]] = [({"step": step, "position": place}, ValueError) for step, place in wrong]
+        for state, error in (({}, KeyError), *refused):
             with pytest.raises(error):
                 loader.load_state_dict(state)
         assert steps(loader, names, 1) == expected(job.seed, 2, 3)
@@ -91,14 +98,14 @@ def test_state_is_the_number_of_steps(rows_of: RowsOf, one_rank: Any, job: Any, 
 def test_the_rows_of_a_step_do_not_depend_on_the_ranks(rows_of: RowsOf, mesh_of: MeshOf, job: Any, names: Any) -> None:
     """With any number of data-parallel ranks before and after a resume, a step's rows and their order are the same."""
     rows = rows_of(train=ROWS)
-    state = {"step": 0}
+    state = {"step": 0, "position": 0}
     for replicas in (2, 1, 4, 2):
         micro_size = min(MICRO, STEP // replicas)
         taken: list[list[int]] = [[], []]
         for replica in range(replicas):
             mesh = mesh_of({"data_replicate": replicas}, {"data_replicate": replica})
             batching = GlobalBatch(mesh=mesh, global_size=STEP, micro_size=micro_size)
-            loader = Loader(rows=rows, batching=batching, job=job, mesh=mesh)
+            loader = Loader(rows=rows, order=Shuffled(job=job), batching=batching, mesh=mesh)
             loader.open()
             loader.load_state_dict(state)
             for step in range(2):
@@ -106,6 +113,46 @@ def test_the_rows_of_a_step_do_not_depend_on_the_ranks(rows_of: RowsOf, mesh_of:
         first = state["step"]
         assert taken == [list(chain(*step)) for step in expected(job.seed, first, first + 2)]
         state = loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("order", "workers", "dimensions"),
+    [
+        ("shuffled", 0, ("pipeline", "context", "tensor", "expert")),
+        ("sequential", 0, ("pipeline", "context", "tensor", "expert")),
+        ("shuffled", 2, ("pipeline",)),
+    ],
+)
+def test_ranks_of_a_replica_have_the_same_batches(
+    rows_of: RowsOf, mesh_of: MeshOf, job: Any, order: str, workers: int, dimensions: tuple[str, ...]
+) -> None:
+    """Whichever pipeline, context, tensor or expert rank it is, in two epochs and after a resume in the second."""
+    rows = rows_of(train=ROWS)
+    orders: dict[str, RowOrder] = {"shuffled": Shuffled(job=job), "sequential": Sequential()}
+    found = []
+    for indices in ({}, *({dimension: 1} for dimension in dimensions)):
+        mesh = mesh_of({"data_shard": 2, **dict.fromkeys(dimensions, 2)}, {"data_shard": 1, **indices})
+        digests, state = [], {"step": 0, "position": 0}
+        for _ in range(2):
+            with loading(rows, mesh, job, order=orders[order], workers=workers) as loader:
+                loader.load_state_dict(state)
+                digests += [row_digests(batch) for _ in range(2) for batch in loader.next_step()]
+                state = loader.state_dict()
+        found.append(digests)
+    assert all(digests == found[0] for digests in found) and len(found[0]) == 4
+
+
+def test_steps_of_another_size_continue_the_order(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
+    """After a resume with a greater step, and another with a smaller one, no row is left out and none comes again."""
+    rows, taken, state = rows_of(train=40), list[list[int]](), {"step": 0, "position": 0}
+    for size in (4, 6, 2, 2):
+        with loading(rows, one_rank, job, global_size=size) as loader:
+            loader.load_state_dict(state)
+            taken += [list(chain(*step)) for step in steps(loader, names, 2)]
+            state = loader.state_dict()
+            assert [loader.rows_of(step) for step in (state["step"] - 1, state["step"])] == taken[-2:]
+    assert [*chain(*taken)] == Permutation(job.seed, "rows", 0, 40).all().tolist()[:28]
+    assert state == {"step": 8, "position": 28, "since": 4, "offset": 12}
 
 
 def test_epochs_and_seeds_are_shuffled_differently(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
@@ -118,7 +165,7 @@ def test_epochs_and_seeds_are_shuffled_differently(rows_of: RowsOf, one_rank: An
     assert all(sorted(order) == list(range(20)) for order in orders)
     assert orders[:2] == orders[2:4]
     assert len({tuple(order) for order in orders}) == 4
-    with loading(rows, one_rank, job, global_size=20, shuffle=False) as loader:
+    with loading(rows, one_rank, job, global_size=20, order=Sequential()) as loader:
         assert [list(chain(*step)) for step in steps(loader, names, 2)] == [list(range(20))] * 2
 
 
@@ -178,7 +225,7 @@ class Disagreeing:
 
 def test_ranks_are_compared_at_the_first_step(rows_of: RowsOf, mesh_of: MeshOf, job: Any) -> None:
     """The first step of a run, also of a resumed one, finds ranks with other rows."""
-    for state in ({"step": 0}, {"step": 5}):
+    for state in ({"step": 0, "position": 0}, {"step": 5, "position": 5 * STEP}):
         with loading(rows_of(train=ROWS), mesh_of(world=Disagreeing()), job) as loader:
             loader.load_state_dict(state)
             with pytest.raises(UserError, match="ranks 0 and 1 have the same data-parallel index 0"):

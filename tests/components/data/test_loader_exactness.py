@@ -1,19 +1,27 @@
 """A machine that resumes a run with other ranks, workers and prefetching at random, and kills it at random."""
 
 from contextlib import ExitStack
+from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from drawloom.components.data.loader import Loader
+from drawloom.components.data.mixture import Mixture
+from drawloom.components.data.order.chunks import Chunks
+from drawloom.components.data.order.sequential import Sequential
+from drawloom.components.data.order.shuffled import Shuffled
+from drawloom.components.data.order.sorted_buffers import SortedBuffers
 from drawloom.components.data.packing.best_fit import BestFit
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.token_arrays import TokenArrays
+from drawloom.components.ports.data import RowOrder
 from drawloom.components.run.batch import GlobalBatch
 
 GLOBAL = 8
@@ -21,13 +29,18 @@ GLOBAL = 8
 _fixtures: dict[str, Any] = {}
 
 
+@attrs.frozen
 class Documents:
     """Documents whose first token names them."""
 
-    vocab_size, eos_id = 60_000, 0
+    first: int = 0
+    count: int = 61
+    vocab_size: ClassVar[int] = 60_000
+    eos_id: ClassVar[int] = 0
 
     def documents(self, split: str) -> TokenArrays:
-        return TokenArrays.of([np.full(2 + number % 9, number + 1) for number in range(61)], np.uint16)
+        numbers = range(self.first, self.first + self.count)
+        return TokenArrays.of([np.full(2 + number % 9, number + 1) for number in numbers], np.uint16)
 
 
 class Runs(RuleBasedStateMachine):
@@ -40,12 +53,21 @@ class Runs(RuleBasedStateMachine):
         self.stack = ExitStack()
         self.rows: PackedRows = BestFit(tokens=Documents(), job=_fixtures["job"], length=16)
         self.rows.open()
+        self.order: RowOrder = Shuffled(job=_fixtures["job"])
+
+    @initialize(order=st.sampled_from(["shuffled", "sequential", "chunks", "sorted"]))
+    def start(self, order: str) -> None:
+        job = _fixtures["job"]
+        orders: dict[str, RowOrder] = {
+            "shuffled": Shuffled(job=job),
+            "sequential": Sequential(),
+            "chunks": Chunks(chunks=3),
+            "sorted": SortedBuffers(lengths=self.rows, job=job, buffer=12, pack=3),
+        }
+        self.order = orders[order]
+        self.step, self.checkpoint = 0, {"step": 0, "position": 0}
         [reference] = self._loaders(1, 1, GLOBAL, 0, 1)
         self.reference = [self._names([reference]) for _ in range(60)]
-
-    @initialize()
-    def start(self) -> None:
-        self.step, self.checkpoint = 0, {"step": 0}
         self.loaders = self._loaders(1, 1, 4, 0, 1)
 
     @rule(steps=st.integers(1, 4), save=st.booleans())
@@ -80,8 +102,9 @@ class Runs(RuleBasedStateMachine):
             sizes = {"data_replicate": replicas, "data_shard": shards}
             mesh = _fixtures["mesh_of"](sizes, {"data_replicate": rank // shards, "data_shard": rank % shards})
             batching = GlobalBatch(mesh=mesh, global_size=GLOBAL, micro_size=micro)
-            job = _fixtures["job"]
-            loader = Loader(rows=self.rows, batching=batching, job=job, mesh=mesh, workers=workers, prefetch=prefetch)
+            loader = Loader(
+                rows=self.rows, order=self.order, batching=batching, mesh=mesh, workers=workers, prefetch=prefetch
+            )
             loader.open()
             self.stack.callback(loader.close)
             loaders.append(loader)
@@ -91,6 +114,81 @@ class Runs(RuleBasedStateMachine):
         """The tokens of the rows of a step, in order."""
         batches = chain.from_iterable(loader.next_step() for loader in loaders)
         return [row for batch in batches for row in batch.tokens.tolist()]
+
+
+WEIGHTS = st.fixed_dictionaries({name: st.integers(0, 4) for name in "abc"}).filter(lambda held: any(held.values()))
+
+
+class Mixtures(Runs):
+    """
+    The same with a mixture, whose weights change at some resumes, and to which a source is added.
+
+    Each source's rows then come in the order that it has alone, whatever its weights were: none is lost, and none comes
+    twice in an epoch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: dict[str, Any] = {
+            name: Documents(first, count) for name, first, count in (("a", 0, 40), ("b", 100, 9))
+        }
+        self._weigh({"a": 3, "b": 1})
+
+    def _weigh(self, weights: dict[str, int]) -> None:
+        shares = {name: float(weights[name]) for name in self.sources}
+        self.rows = BestFit(tokens=Mixture(sources=self.sources, weights=shares), job=_fixtures["job"], length=16)
+        self.rows.open()
+
+    @initialize()
+    def start(self) -> None:
+        super().start("shuffled")
+
+    def _expect(self, step: int) -> None:
+        """The steps from here on, as one rank takes them without interruption."""
+        [reference] = self._loaders(1, 1, GLOBAL, 0, 1)
+        if step:
+            reference.load_state_dict(self.checkpoint)
+        self.reference = [*self.reference[:step], *(self._names([reference]) for _ in range(60 - step))]
+
+    @rule(weights=WEIGHTS, add=st.booleans())
+    def resume_with_other_weights(self, weights: dict[str, int], add: bool) -> None:
+        """Continue from the last checkpoint with another mixture."""
+        if add:
+            self.sources["c"] = Documents(200, 20)
+        if not any(weights[name] for name in self.sources):
+            return
+        self.stack.close()
+        self._weigh(weights)
+        self.step = self.checkpoint["step"]
+        self._expect(self.step)
+        self.loaders = self._loaders(1, 2, 2, 0, 1)
+        for loader in self.loaders:
+            loader.load_state_dict(self.checkpoint)
+        # later kills resume with these weights, too
+        self.checkpoint = self.loaders[0].state_dict()
+
+    @invariant()
+    def each_source_continues(self) -> None:
+        """The rows of each source so far are the beginning of those that it has alone."""
+        if not hasattr(self, "step"):
+            return
+        names = [row[0] for step in self.reference[: self.step] for row in step]
+        for name, source in self.sources.items():
+            own = [first for first in names if source.first < first <= source.first + source.count]
+            alone = _alone(source, name)
+            assert own == alone[: len(own)], f"the rows of {name} do not go on where they were"
+
+
+@cache
+def _alone(source: "Documents", name: str) -> list[int]:
+    """The first tokens of the rows of a source that is the only one of a mixture, in the order in which they come."""
+    rows = BestFit(tokens=Mixture(sources={name: source}), job=_fixtures["job"], length=16)
+    rows.open()
+    batching = GlobalBatch(mesh=_fixtures["mesh_of"](), global_size=480, micro_size=480)
+    loader = Loader(rows=rows, order=Shuffled(job=_fixtures["job"]), batching=batching, mesh=batching.mesh)
+    loader.open()
+    [batch] = loader.next_step()
+    return [int(first) for first in batch.tokens[:, 0]]
 
 
 class RunsWithWorkers(Runs):
@@ -108,6 +206,11 @@ def fixtures(job: Any, mesh_of: Any) -> None:
 def test_a_run_sees_the_same_rows_whatever_happens() -> None:
     """After any number of kills and resumes, with any ranks, each step has the rows of the reference."""
     run_state_machine_as_test(Runs, settings=settings(max_examples=15, stateful_step_count=15, deadline=None))
+
+
+def test_a_mixture_sees_the_same_rows_whatever_happens() -> None:
+    """The same for mixtures, whose sources continue with their next rows under other weights."""
+    run_state_machine_as_test(Mixtures, settings=settings(max_examples=10, stateful_step_count=12, deadline=None))
 
 
 @pytest.mark.soak

@@ -55,6 +55,7 @@ CASES: dict[str, Any] = {
     "linear": lambda: (dense(), lora("q_proj", "v_proj")),
     "linear, embedding and head": lambda: (dense(), lora("*_proj", "embed_tokens", "lm_head", rslora=True)),
     "tied embedding": lambda: (dense(tie_word_embeddings=True), lora("embed_tokens", "q_proj")),
+    "tied head": lambda: (dense(tie_word_embeddings=True), lora("lm_head", "q_proj")),
     "DoRA with the head": lambda: (dense(), lora("*_proj", "lm_head", dora=True)),
     "some layers, two ranks": lambda: (dense(), lora("q_proj", dropout=0.1), lora("0.*.k_proj", rank=2, alpha=1.0)),
     "full tuning beside": lambda: (dense(), lora("q_proj"), full("norm", "lm_head", "layers.1.mlp", "q_norm")),

@@ -18,6 +18,9 @@ class NoReduction:
     def total(self, value: Tensor) -> Tensor:
         return value
 
+    def largest(self, value: Tensor) -> Tensor:
+        return value
+
 
 class Weights:
     """Two parameters, of which the second has no gradient."""

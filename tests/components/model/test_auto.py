@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.model.auto import FAMILIES, AutoModel
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.graph import UserError
+from drawloom.graph.project import Recipe
 from drawloom.graph.types.port_match import mismatches
 from support.adapted import OneStage
 from support.families import small
@@ -57,3 +59,27 @@ def test_what_is_no_known_model_is_refused(config: Any, text: str, tmp_path: Pat
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=text):
         _ = AutoModel(kernels=cpu_kernels(), path=tmp_path).vocab_size
+
+
+def test_check_compares_the_weights_with_the_config(tmp_path: Path) -> None:
+    """Before anything is loaded: names and shapes of all tensors, the tokenizer's ids, and narrower dtypes."""
+    folder = tmp_path / "base"
+    model = small(FAMILIES["llama"])
+    write_folder(folder, model, OneStage(whole(model)))
+    tokens = {"model": {"vocab": {"a": 0, "b": 28}}, "added_tokens": [{"id": 29}, {"id": 30}]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokens), "utf-8")
+
+    def problems(*words: str) -> list[str]:
+        return [str(problem) for problem in Recipe.load("finetune", f"vars.base={folder}", *words).graph.problems]
+
+    assert problems("model.new_tokens=2") == []
+    [problem] = problems()
+    assert f"[tokenizer] has 31 ids, but the vocabulary in {folder} only 29; write new_tokens = 2 for some" in problem
+    [problem] = problems("model.new_tokens=2", "precision.parameter=bfloat16")
+    assert "are float32, and are rounded to bfloat16" in problem and "warning" in problem
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(5)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    [problem] = problems("model.new_tokens=2")
+    assert "missing model.layers.0.mlp.up_proj.weight; wrong shape model.norm.weight (5,) for (24,)" in problem

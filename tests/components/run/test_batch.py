@@ -2,15 +2,18 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
+from itertools import pairwise, product
+from typing import Any, Literal
 
 import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.run.batch import GlobalBatch, uneven
+from drawloom.components.ports.data import PackedDataset
+from drawloom.components.run.batch import GlobalBatch, Stage, uneven
 from drawloom.graph import UserError
+from drawloom.graph.testing import fake
 
 MeshOf = Callable[..., Any]
 sizes = st.integers(1, 4)
@@ -35,9 +38,35 @@ def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(
     assert [batch.dp_rank for batch in all] == list(range(replicate * shard))
     assert all[0].dp_size == len(all)
     assert {len(micro) for places in taken for micro in places} == {micro_size}
-    assert {len(places) for places in taken} == {microbatches} == {batch.microbatches for batch in all}
+    assert {len(places) for places in taken} == {microbatches}
     flat = [place for places in taken for micro in places for place in micro]
     assert flat == list(range((step - 1) * global_size, step * global_size))
+
+
+RAMP = [Stage(size=2, until_step=3), Stage(size=4, until_tokens=100), Stage(size=6, until_tokens=60)]
+SIZES = [2, 2, 2, 4, 4, 8, 8]
+"""Rows of 8 tokens: after three steps of two rows, 100 tokens take two steps of four, and 60 are reached before."""
+
+
+def test_a_run_begins_with_steps_of_other_sizes(mesh_of: MeshOf) -> None:
+    """Stages end at a step or after tokens; steps cover the positions without gaps, over any ranks, however dealt."""
+    rows = fake(PackedDataset, length=8)
+    deals: list[Literal["in_blocks", "in_turn"]] = ["in_blocks", "in_turn"]
+    for deal, ranks in product(deals, (1, 2)):
+        taken: list[list[int]] = [[] for _ in SIZES]
+        for rank in range(ranks):
+            mesh = mesh_of({"data_shard": ranks}, {"data_shard": rank})
+            batch = GlobalBatch(mesh=mesh, rows=rows, global_size=8, micro_size=1, ramp=RAMP, deal=deal)
+            batch.open()
+            assert [batch.start(step) for step in range(1, 8)] == [sum(SIZES[:step]) for step in range(7)]
+            for step, places in enumerate(taken, start=1):
+                mine = [place for micro in batch.positions(step) for place in micro]
+                apart = {later - earlier for earlier, later in pairwise(mine)}
+                assert apart <= {ranks if deal == "in_turn" else 1}
+                places += mine
+        assert [sorted(places) for places in taken] == [
+            [*range(sum(SIZES[:step]), sum(SIZES[: step + 1]))] for step in range(7)
+        ]
 
 
 def test_pipeline_context_and_tensor_ranks_see_the_same_rows(mesh_of: MeshOf) -> None:
@@ -90,8 +119,8 @@ class Node:
         return key, text, hint
 
 
-def faults(global_size: int, micro_size: int, mesh: dict[str, Any]) -> list[Any]:
-    node: Any = Node({"global_size": global_size, "micro_size": micro_size}, [Node(mesh)])
+def faults(global_size: int, micro_size: int, mesh: dict[str, Any], *ramp: Stage) -> list[Any]:
+    node: Any = Node({"global_size": global_size, "micro_size": micro_size, "ramp": [*ramp]}, [Node(mesh)])
     return list(GlobalBatch.constraints(node))
 
 
@@ -100,7 +129,7 @@ def test_check_reports_sizes_that_fit_no_world_size() -> None:
     assert faults(8, 4, {"data_replicate": "auto", "data_shard": 1}) == []
     assert faults(8, 2, {"data_replicate": "auto", "data_shard": 4}) == []
     [(key, text, hint)] = faults(8, 3, {"data_replicate": "auto", "data_shard": 1})
-    assert key == "global_size"
+    assert key == ("global_size",)
     assert text == "8 rows can't be divided evenly among 1 replica with microbatches of 3"
     assert hint == "write global_size = 6 or 9, or micro_size = 2"
     assert len(faults(8, 2, {"data_replicate": "auto", "data_shard": 3})) == 1
@@ -115,3 +144,21 @@ def test_check_reports_sizes_that_do_not_fit_the_written_mesh() -> None:
 def test_a_mesh_without_these_settings_is_no_problem() -> None:
     """A mesh component with other settings is not checked."""
     assert faults(8, 2, {}) == []
+
+
+def test_check_reports_stages_without_one_end() -> None:
+    """A stage ends at a step or after tokens; tokens need the length of rows; its size has to be even, too."""
+    found = faults(8, 2, {}, Stage(size=2), Stage(size=2, until_tokens=9), Stage(size=3, until_step=2))
+    assert found == [
+        (
+            ("ramp", 2, "size"),
+            "ramp[2]: 3 rows can't be divided evenly among 1 replica with microbatches of 2",
+            "write size = 2 or 4, or micro_size = 1",
+        ),
+        (
+            ("ramp", 0),
+            "ramp[0] ends at a step or after tokens, one of both",
+            "write until_step = N or until_tokens = N",
+        ),
+        (("ramp", 1), "ramp[1]: until_tokens needs the length of rows", 'write rows = "@packing"'),
+    ]

@@ -24,7 +24,7 @@ def reference(sizes: list[int], capacity: int) -> list[list[int]]:
 
 
 def packed(sizes: list[int], capacity: int) -> list[list[int]]:
-    items, counts = first_fit(np.array(sizes, np.int64), capacity)
+    items, counts = first_fit(np.arange(len(sizes)), np.array(sizes, np.int64), capacity)
     return [part.tolist() for part in np.split(items, np.cumsum(counts)[:-1])] if len(counts) else []
 
 

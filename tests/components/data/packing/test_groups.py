@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from drawloom.components.data.packing import groups
 from drawloom.components.data.packing.best_fit import best_fit
 from drawloom.components.data.packing.first_fit import first_fit
-from drawloom.components.data.packing.groups import Group, Groups, gathered, group_documents
+from drawloom.components.data.packing.groups import Group, Groups, cut, gathered, group_documents
 from drawloom.components.data.packing.padded import one_each
 
 GROUPINGS = [best_fit, first_fit, one_each]
@@ -23,8 +23,9 @@ GROUPINGS = [best_fit, first_fit, one_each]
 def test_each_token_is_in_one_row(group: Group, sizes: list[int], length: int, seed: int) -> None:
     """No row is overfull or empty, and each token of the chosen documents is in one, but single ones at a cut."""
     chosen = np.random.default_rng(seed).permutation(len(sizes))[: len(sizes) * 3 // 4]
-    index = group_documents(np.array(sizes, np.int64), chosen, length, group)
+    index = group_documents(np.array(sizes, np.int64), [chosen], length, group)
     rows = [index.pieces(row) for row in range(index.rows)]
+    assert index.row_tokens().tolist() == [sum(piece.last - piece.first for piece in row) for row in rows]
     filled = [sum(piece.last - piece.first for piece in row) for row in rows]
     assert all(0 < size <= length for size in filled) and sum(filled) == index.tokens
     found = Counter((each.document, token) for row in rows for each in row for token in range(each.first, each.last))
@@ -38,7 +39,7 @@ def test_blocks_have_the_same_documents(monkeypatch: pytest.MonkeyPatch) -> None
     sizes = np.random.default_rng(0).integers(2, 90, 200)
 
     def documents() -> Counter[int]:
-        index = group_documents(sizes, np.arange(200), 32, best_fit)
+        index = group_documents(sizes, cut(np.arange(200)), 32, best_fit)
         return Counter(piece.document for row in range(index.rows) for piece in index.pieces(row))
 
     whole = documents()
@@ -48,7 +49,7 @@ def test_blocks_have_the_same_documents(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_index_is_sent_to_workers() -> None:
     """A pickled index has the same rows; a row beyond the last is an error."""
-    index = group_documents(np.array([3, 9, 2]), np.arange(3), 4, best_fit)
+    index = group_documents(np.array([3, 9, 2]), [np.arange(3)], 4, best_fit)
     copy: Groups = pickle.loads(ForkingPickler.dumps(index))
     assert [copy.pieces(row) for row in range(copy.rows)] == [index.pieces(row) for row in range(index.rows)]
     for row in (-1, index.rows):
@@ -56,16 +57,27 @@ def test_an_index_is_sent_to_workers() -> None:
             index.pieces(row)
 
 
+@pytest.mark.parametrize("group", GROUPINGS)
+def test_short_documents_in_long_rows(group: Group) -> None:
+    """Lengths of one byte are packed into rows whose length takes more."""
+    index = group_documents(np.array([3, 9, 2]), [np.arange(3)], 100_000, group)
+    assert sorted(piece for row in range(index.rows) for piece in index.pieces(row)) == [
+        (0, 0, 3),
+        (1, 0, 9),
+        (2, 0, 2),
+    ]
+
+
 def test_no_documents_make_no_rows() -> None:
     """A split may be empty."""
     for group in GROUPINGS:
-        assert group_documents(np.empty(0, np.int64), np.empty(0, np.int64), 8, group).rows == 0
+        assert group_documents(np.empty(0, np.int64), [np.empty(0, np.int64)], 8, group).rows == 0
 
 
 @given(st.lists(st.integers(0, 5), max_size=30))
 def test_items_are_gathered_by_row(rows: list[int]) -> None:
     """Items come row by row, in their places there."""
     places = [rows[:number].count(row) for number, row in enumerate(rows)]
-    items, counts = gathered(np.array(rows, np.int64), np.array(places, np.int64), 6)
+    items, counts = gathered(np.arange(len(rows)), np.array(rows, np.int64), np.array(places, np.int64), 6)
     assert items.tolist() == sorted(range(len(rows)), key=lambda number: (rows[number], number))
     assert counts.tolist() == [rows.count(row) for row in range(6)]

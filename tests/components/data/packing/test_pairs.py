@@ -7,6 +7,7 @@ import attrs
 import numpy as np
 import pytest
 
+from drawloom.components.data.mixture import Mixture
 from drawloom.components.data.packing.pairs import Pairs
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.graph.project import Recipe
@@ -63,6 +64,13 @@ PACKING: dict[str, Any] = {"packing": {"use": "data.packing.pairs"}}
 MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "a corpus": (CORPUS, '[tokens] has pairs of documents, which would come apart; write use = "data.packing.pairs"'),
     "a packing": (PACKING, '[tokens] has no pairs of documents; write use = "data.preferences" in [tokens]'),
+    "a source of a mixture": (
+        {
+            "tokenizer": CORPUS["tokenizer"],
+            "tokens": {"use": "data.mixture", "sources": {"a": CORPUS["tokens"], "b": {**CORPUS["tokens"]}}},
+        },
+        "[tokens.sources.a] has pairs of documents, which would come apart",
+    ),
     "no loss": (CORPUS | PACKING, "[loss] would learn both documents of each pair in [packing]; write"),
     "a loss": (
         {"loss": {"use": "loss.dpo"}},
@@ -78,3 +86,14 @@ def test_pairs_come_apart_in_no_recipe(what: str) -> None:
     packing = {"use": "data.packing.padded"} | tables.get("packing", {}) | {"length": 16}
     problems = Recipe.load("first_run").with_values({**tables, "packing": packing}).graph.problems
     assert any(text in str(problem) for problem in problems), problems
+
+
+def test_pairs_of_a_mixture_stay_together(drawloom_opened: Any, job: Any) -> None:
+    """Of two sources, each row has whole pairs of one."""
+    mixture = Mixture(sources={"a": Documents(), "b": Documents()}, weights={"a": 1, "b": 2})
+    rows = drawloom_opened(Pairs(tokens=mixture, job=job, length=16))
+    batch = rows.batch("train", range(rows.count("train")))
+    for tokens, documents in zip(batch.tokens.tolist(), batch.document_ids.tolist(), strict=True):
+        values = {(document // 2, token) for token, document in zip(tokens, documents, strict=True) if token}
+        assert len(values) == len(dict(values)), "two values are in one pair"
+    assert [source.rows for source in rows.row_sources("train")] == [rows.count("train") // 2] * 2

@@ -10,7 +10,6 @@ Rogaway 2002). It is biased for a few items, which is why those are sorted.
 Integer arithmetic is the same on every machine and in every version of numpy, whose own generators may change.
 """
 
-from collections.abc import Sequence
 from functools import cached_property
 from hashlib import blake2b
 
@@ -20,7 +19,6 @@ import numpy as np
 MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
 MOST_SORTED = 2**20
-WINDOW = 2**12  # positions that are looked up together: numpy costs the same for one as for some hundreds
 BLOCK = 2**15  # indices whose intermediate values fit a core's cache
 ROUNDS = 4
 
@@ -48,6 +46,15 @@ class Permutation:
         """The items at these positions, int64 (positions,)."""
         return self._sorted[positions] if self.count <= MOST_SORTED else self._walk(positions.astype(np.uint64))
 
+    def keys(self, items: np.ndarray) -> np.ndarray:
+        """A pseudo-random number for each item, uint64 (items,), of which no two are equal."""
+        keys = items.astype(np.uint64)
+        keys += np.uint64(1)
+        keys *= GAMMA
+        keys += self._stream
+        _mix(keys)
+        return keys
+
     @cached_property
     def _stream(self) -> np.uint64:
         digest = blake2b(f"{self.purpose} {self.seed} {self.epoch}".encode(), digest_size=8).digest()
@@ -55,12 +62,8 @@ class Permutation:
 
     @cached_property
     def _sorted(self) -> np.ndarray:
-        keys = np.arange(1, self.count + 1, dtype=np.uint64)
-        keys *= GAMMA
-        keys += self._stream
-        _mix(keys)
         # no keys are equal, so every sorting algorithm gives the same order
-        return np.argsort(keys).astype(np.int64)
+        return np.argsort(self.keys(np.arange(self.count))).astype(np.int64)
 
     def _walk(self, x: np.ndarray) -> np.ndarray:
         """Where the network takes each index, from outside of the range again and again until it is inside."""
@@ -100,32 +103,3 @@ def _mix(x: np.ndarray) -> None:
     x ^= x >> np.uint64(27)
     x *= MIX_2
     x ^= x >> np.uint64(31)
-
-
-@attrs.define
-class ShuffledOrder:
-    """An endless order of rows 0 to `count` - 1: position p is item p % count of permutation p // count."""
-
-    seed: int
-    count: int
-    shuffle: bool
-    _window: int = attrs.field(init=False, default=-1)
-    _rows: np.ndarray = attrs.field(init=False, factory=lambda: np.empty(0, np.int64))
-    _epoch: Permutation | None = attrs.field(init=False, default=None)
-
-    def rows(self, positions: Sequence[int]) -> list[int]:
-        """The rows at these positions."""
-        return [self._row(*divmod(position, self.count)) for position in positions]
-
-    def _row(self, epoch: int, index: int) -> int:
-        if not self.shuffle:
-            return index
-        # one epoch and one window are kept, as positions come in order
-        if self._epoch is None or self._epoch.epoch != epoch:
-            self._epoch, self._window = Permutation(self.seed, "rows", epoch, self.count), -1
-        window, place = divmod(index, WINDOW)
-        if window != self._window:
-            first = window * WINDOW
-            self._rows = self._epoch.at(np.arange(first, min(first + WINDOW, self.count)))
-            self._window = window
-        return int(self._rows[place])

@@ -1,0 +1,81 @@
+"""LoRA of a head that is tied to the embedding: its factors are the head's alone."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from drawloom.components.adapters.lora_layers import PEFT, LoraForm, factor, initial_std, wide
+from drawloom.components.distributed.tensor_parallel import TensorParallel
+from drawloom.components.model.layers import ChunkedHead, Embedding
+from drawloom.components.ports.adapters import AdaptedLayer, Fill, LowRank
+from drawloom.components.ports.model import Head
+from drawloom.components.ports.weights import Mapper, TensorGroup
+from drawloom.components.weights.adapted import EMBEDDING, HEAD
+from drawloom.components.weights.mapper_ops import rename
+
+
+class LoraTiedHead(TensorParallel, AdaptedLayer):
+    """
+    A head with `lora_A` (rank, hidden_size) and `lora_B` (vocab_size, rank) beside the embedding's frozen table.
+
+    The table stays the embedding's parameter. With the factors merged the head is another matrix, so that an export has
+    one of its own.
+    """
+
+    def __init__(self, embedding: Embedding, form: LoraForm) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple: as a submodule its weight would have two names
+        vocab_size, hidden_size = embedding.weight.shape
+        self.form = form
+        self.vocab_size = vocab_size
+        self.lora_A = factor(form.rank, hidden_size, like=embedding.weight)
+        self.lora_B = factor(vocab_size, form.rank, like=embedding.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden_size), of any floating dtype, to (..., vocab_size), in the table's dtype."""
+        (embedding,) = self._embedding
+        kernels, table = embedding.kernels, embedding.weight
+        x = x.to(table.dtype)
+        y = kernels.linear(x, table)
+        if not self.active:
+            return y
+        low = kernels.linear(self.form.dropped(x).to(self.lora_A.dtype), self.lora_A)
+        return y + (kernels.linear(low, self.lora_B) * self.form.scale).to(y.dtype)
+
+    def head(self) -> Head:
+        """The layer as the head of a model."""
+        return ChunkedHead(self, self.vocab_size, self.ranks)
+
+    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+        """The vocabulary, as of the table."""
+        return {"lora_B": (0, 1)}
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """Both factors."""
+        return ["lora_A", "lora_B"]
+
+    def fill_adapter(self, name: str, fill: Fill) -> None:
+        """Random numbers for A and zeros for B, so that the layer begins as the tied head."""
+        with torch.no_grad():
+            fill(f"{name}.lora_A", self.lora_A, initial_std(self.lora_A.shape[1]))
+            self.lora_B.zero_()
+
+    def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+        """A head of its own, table + scale * B A, and the table as it is."""
+
+        def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            w, a, b = [tensor.to(wide(tensors[0])) for tensor in tensors]
+            return [(w + self.form.scale * (b @ a)).to(tensors[0].dtype), tensors[0]]
+
+        table = f"{EMBEDDING}.weight"
+        return Mapper((TensorGroup((table, f"{name}.lora_A", f"{name}.lora_B"), (HEAD, table), merge),))
+
+    def peft_mapper(self, name: str) -> Mapper:
+        """The factors as weights of two linear layers."""
+        return rename({f"{name}.{leaf}": f"{PEFT}{name}.{leaf}.weight" for leaf in self.adapter_names})
+
+    def low_ranks(self, name: str) -> list[LowRank]:
+        """One pair of factors."""
+        return [self.form.low_rank(name)]

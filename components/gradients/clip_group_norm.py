@@ -1,0 +1,63 @@
+"""Gradient clipping by the norm of a group of parameters, of any order."""
+
+import math
+from fnmatch import fnmatchcase
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.gradients.scaling import scale
+from drawloom.components.ports.distributed import Device, Reduce
+from drawloom.components.ports.model import SpreadParameters, gradient_of
+from drawloom.components.ports.run import Step
+from drawloom.graph import UserError, above, at_least, component, setting
+
+
+@component(changes=("gradients",))
+class ClipGroupNorm:
+    """
+    Scales the gradients of some parameters by one factor, so that their norm together is at most `max_norm`.
+
+    The norm is (sum of |g|^p)^(1/p) over all of their elements, and the largest |g| for p = inf, whatever slices ranks
+    hold. Several of these clip several groups. On a GPU the host does not wait.
+    """
+
+    parameters: SpreadParameters
+    reduce: Reduce
+    device: Device
+    max_norm: float = setting(check=above(0), doc="the largest norm that is let through")
+    norm_type: float = setting(default=2.0, check=at_least(1), doc="p of the norm; inf is the largest magnitude")
+    targets: list[str] = setting(factory=lambda: ["*"], doc="patterns (fnmatch) of the names of the parameters")
+    _checked: bool = attrs.field(init=False, default=False)
+
+    def run_phase(self, step: Step) -> None:
+        """Scale the group's gradients by max_norm / norm if that is below 1. Raises UserError if no name matches."""
+        factor = self.max_norm / (self._norm() + 1e-6)
+        group = [part.grad for name, part in self.parameters.named() if self._is_in(name) and part.grad is not None]
+        scale(group, factor.clamp_max(1.0))
+
+    def _norm(self) -> Tensor:
+        """Float64 (): the norm over all ranks."""
+        found = [gradient_of(part) for name, part in self.parameters.counted() if self._is_in(name)]
+        if not self._checked:
+            self._check(len(found))
+        whole = [gradient for gradient in found if gradient.numel()]  # a rank may have an empty slice
+        p = self.norm_type
+        norms = torch.stack([*torch._foreach_norm(whole, p, dtype=torch.float64)]) if whole else self._zeros(1)
+        if math.isinf(p):
+            return self.reduce.largest(norms.amax())
+        return self.reduce.total(norms.pow(p).sum()).pow(1 / p)
+
+    def _check(self, count: int) -> None:
+        total = self.reduce.total(self._zeros(1) + count)
+        if not total.item():
+            name = next((name for name, _ in self.parameters.named()), "")
+            raise UserError(f"clipping: no trained parameter matches {self.targets}; one is called {name!r}", 2)
+        self._checked = True
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self.device.device)
+
+    def _is_in(self, name: str) -> bool:
+        return any(fnmatchcase(name, target) for target in self.targets)

@@ -1,0 +1,30 @@
+"""Rows in chunks; that each row comes once is the contract of RowOrder."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawloom.components.data.order.chunks import Chunks
+from drawloom.components.ports.data import RowSource
+from drawloom.components.run.batch import GlobalBatch
+
+
+@given(st.integers(1, 60), st.integers(1, 9))
+def test_chunks_are_contiguous_and_take_turns(rows: int, chunks: int) -> None:
+    """Each nth place has the next row of one chunk; chunks differ in length by one at most, and all rows are there."""
+    order = Chunks(chunks=chunks).rows_at(RowSource("", 0, rows, rows, 1.0), 0, np.arange(rows)).tolist()
+    held = [order[first :: min(chunks, rows)] for first in range(min(chunks, rows))]
+    assert [row for chunk in held for row in chunk] == list(range(rows))
+    assert max(map(len, held)) - min(map(len, held)) <= 1
+
+
+def test_each_rank_reads_its_own_chunk(mesh_of: Any) -> None:
+    """With rows dealt in turn, and as many chunks as ranks, a rank's rows are consecutive from step to step."""
+    order, source = Chunks(chunks=2), RowSource("", 0, 40, 40, 1.0)
+    for rank in range(2):
+        mesh = mesh_of({"data_shard": 2}, {"data_shard": rank})
+        batch = GlobalBatch(mesh=mesh, global_size=8, micro_size=2, deal="in_turn")
+        places = [place for step in (1, 2, 3) for micro in batch.positions(step) for place in micro]
+        assert order.rows_at(source, 0, np.array(places)).tolist() == [*range(20 * rank, 20 * rank + 12)]

@@ -1,0 +1,91 @@
+"""Rows of examples of one's own."""
+
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+import pytest
+
+from drawloom.components.data.collated import Collated
+from drawloom.components.data.pad_collator import PadCollator
+from drawloom.components.ports.data import Example
+from drawloom.components.ports.model import Model
+from drawloom.graph import Every, ResolvedRecipe, UserError
+from drawloom.graph.testing import fake
+
+IDS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 1]]
+
+
+@attrs.frozen
+class Own:
+    """Examples of one's own, as a list, a sequence that is no list, or an iterable."""
+
+    kind: str = "list"
+    ids: list[list[int]] = attrs.field(factory=lambda: IDS)
+
+    def examples(self, split: str) -> Iterable[Example]:
+        found: list[Example] = [{"input_ids": ids, "source": f"mine:{number}"} for number, ids in enumerate(self.ids)]
+        found = found if split == "train" else found[:1]
+        kinds: dict[str, Any] = {"list": found, "sequence": Lazy(found), "iterable": iter(found)}
+        held: Iterable[Example] = kinds[self.kind]
+        return held
+
+
+@attrs.frozen
+class Lazy:
+    """Has a length and items, as a data set of Hugging Face's, and is no Sequence."""
+
+    held: list[Example]
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getitem__(self, number: int) -> Example:
+        return self.held[number]
+
+
+def opened(data: Own, **settings: Any) -> Collated:
+    rows = Collated(data=data, collator=PadCollator(), **{"max_length": 8, **settings})
+    rows.open()
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["list", "sequence", "iterable"])
+def test_each_example_is_a_row(kind: str) -> None:
+    """Whatever has the examples, rows come in their order, as long as the longest; also in another process."""
+    rows = opened(Own(kind))
+    assert (rows.length, rows.count("train"), rows.count("validation")) == (5, 3, 1)
+    assert rows.fill_rate("train") == 10 / 15
+    held = pickle.loads(pickle.dumps(rows)) if kind != "iterable" else rows
+    assert held.batch("train", [2, 0]).tokens.tolist() == [[6, 7, 8, 9, 1], [1, 2, 3, 0, 0]]
+    assert rows.sources("train", 1) == ["mine:1"]
+
+
+def test_the_length_is_a_multiple_up_to_the_greatest() -> None:
+    """Of 4, and of 3, and not above what is allowed."""
+    lengths = [opened(Own(), multiple=multiple, max_length=most).length for multiple, most in ((4, 9), (3, 9), (4, 7))]
+    assert lengths == [8, 6, 7]
+
+
+def test_a_bad_example_is_named() -> None:
+    """One that is too long when it is opened, and one with an unknown id when it is read, by its source."""
+    with pytest.raises(UserError, match=r"^mine:2: it has 5 tokens, and rows 4; cut it, or raise max_length"):
+        opened(Own(), max_length=4)
+    rows = opened(Own(), models=Every({"model": fake(Model, vocab_size=9)}))
+    assert rows.batch("train", [0, 1]).tokens.shape == (2, 5)
+    with pytest.raises(UserError, match=r"^mine:2: it has ids outside of the model's vocabulary, 0 to 8"):
+        rows.batch("train", [0, 2])
+
+
+def test_other_examples_are_refused_at_a_resume() -> None:
+    """As many with another token are, and fewer, unless changes are accepted."""
+    state = opened(Own()).state_dict()
+    opened(Own("iterable")).load_state_dict(state)
+    for ids, message in (
+        ([*IDS[:2], [6, 7, 8, 9, 2]], "train had other tokens in its 3 rows"),
+        (IDS[1:], "had 3 rows"),
+    ):
+        with pytest.raises(UserError, match=message):
+            opened(Own(ids=ids)).load_state_dict(state)
+        opened(Own(ids=ids), recipe=ResolvedRecipe("", "", accept_changes=True)).load_state_dict(state)

@@ -1,0 +1,87 @@
+"""Clipping of groups of parameters by norms of any order, against torch's on the whole gradients."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.gradients.clip_group_norm import ClipGroupNorm
+from drawloom.components.ports.run import Step
+from drawloom.graph import UserError
+
+
+class Held:
+    """Parameters with gradients."""
+
+    def __init__(self, **gradients: Tensor) -> None:
+        self.parameters = {name: nn.Parameter(torch.zeros_like(each)) for name, each in gradients.items()}
+        for name, each in gradients.items():
+            self.parameters[name].grad = each.clone()
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return [*self.parameters.items()]
+
+    def slices(self) -> dict[str, Any]:
+        return dict.fromkeys(self.parameters)
+
+    counted = named
+
+    def sum_gradients(self) -> None: ...
+
+
+class Other:
+    """Another rank, of which this norm is known: a sum of powers, or a maximum."""
+
+    def __init__(self, norm: float = 0.0) -> None:
+        self.norm = norm
+
+    def total(self, value: Tensor) -> Tensor:
+        return value + self.norm
+
+    def largest(self, value: Tensor) -> Tensor:
+        return value.clamp_min(self.norm)
+
+
+def clipped(held: Held, reduce: Any, **settings: Any) -> list[Tensor]:
+    """The gradients afterwards."""
+    device = ComputeDevice(kind="cpu")
+    device.open()
+    ClipGroupNorm(parameters=held, reduce=reduce, device=device, **settings).run_phase(Step(1, 1))
+    return [parameter.grad for _, parameter in held.named() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.5, math.inf])
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+def test_clipping_is_torchs_for_every_order(p: float, max_norm: float) -> None:
+    """All gradients are scaled as by clip_grad_norm_, also where a slice is empty."""
+    torch.manual_seed(0)
+    held = Held(a=torch.randn(3, 4), b=torch.randn(0, 2), c=torch.randn(5))
+    expected = [nn.Parameter(torch.zeros_like(part)) for _, part in held.named()]
+    for mine, (_, theirs) in zip(expected, held.named(), strict=True):
+        mine.grad = theirs.grad.clone()  # type: ignore[union-attr]
+    torch.nn.utils.clip_grad_norm_([expected[0], expected[2]], max_norm, norm_type=p)
+    for ours, theirs in zip(clipped(held, Other(), max_norm=max_norm, norm_type=p), expected, strict=True):
+        torch.testing.assert_close(ours, theirs.grad)
+
+
+@pytest.mark.parametrize(("p", "others", "norm"), [(2.0, 16.0, 5.0), (1.0, 2.0, 5.0), (math.inf, 6.0, 6.0)])
+def test_other_ranks_count_in_the_norm(p: float, others: float, norm: float) -> None:
+    """Powers are added over ranks, and the maximum is taken over ranks."""
+    [found] = clipped(Held(a=torch.tensor([3.0])), Other(others), max_norm=1.0, norm_type=p)
+    torch.testing.assert_close(found, torch.tensor([3.0 / norm]))
+
+
+def test_only_the_group_is_clipped() -> None:
+    """Parameters that no pattern names keep their gradients, and do not count."""
+    held = Held(first=torch.tensor([3.0]), norm=torch.tensor([4.0]))
+    found = clipped(held, Other(), max_norm=1.0, targets=["*norm"])
+    torch.testing.assert_close(found, [torch.tensor([3.0]), torch.tensor([1.0])])
+
+
+def test_a_pattern_without_a_parameter_is_refused() -> None:
+    """The message has the patterns and the name of a parameter."""
+    with pytest.raises(UserError, match=r"no trained parameter matches \['b\*'\]; one is called 'a'"):
+        clipped(Held(a=torch.ones(1)), Other(), max_norm=1.0, targets=["b*"])

@@ -1,0 +1,108 @@
+"""Rows of new tokens beside the table of embedding and head."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.model.auto import AutoModel
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.ports.model import LayerRange
+from drawloom.components.weights.load import load_folder
+from drawloom.graph import UserError
+from drawloom.graph.project import Recipe
+from support.adapted import OneStage
+from support.qwen3 import cpu_kernels, dense, logits_of, losses_of, one_document, twin, whole
+
+
+class Ids:
+    """A tokenizer of so many ids."""
+
+    def __init__(self, count: int) -> None:
+        self.vocab_size, self.eos_id = count, 0
+
+
+def loaded(folder: Path, tokenizer: Any, new_tokens: int) -> tuple[DecoderBuilder, Any]:
+    """The model of a folder with new tokens, and its module with the folder's weights."""
+    model = AutoModel(kernels=cpu_kernels(), path=folder, tokenizer=tokenizer, new_tokens=new_tokens).builder
+    module = model.build(LayerRange(0, 2, embedding=True, head=True))
+    load_folder(folder, module, model.hugging_face_mapper().inverse())
+    return model, module
+
+
+def base(folder: Path, tied: bool) -> dict[str, Any]:
+    """The tensors of a folder of a model with 29 ids."""
+    torch.manual_seed(0)
+    model = dense(tie_word_embeddings=tied)
+    write_folder(folder, model, OneStage(whole(model)))
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_table_is_the_folders_and_new_rows_are_its_mean(tied: bool, tmp_path: Path) -> None:
+    """Ids beyond the folder's begin as the mean of its rows; all others, and rows that it has, are as they were."""
+    tensors = base(tmp_path / "base", tied)
+    for tokens, first in ((31, 29), (30, 28), (27, 25)):  # all are beyond the table, one is, none is
+        model, module = loaded(tmp_path / "base", Ids(tokens), tokens - first)
+        assert model.vocab_size == max(29, tokens)
+        table = tensors["model.embed_tokens.weight"]
+        embedded = module.model.embed_tokens(torch.arange(model.vocab_size))
+        assert torch.equal(embedded[:29], table)
+        torch.testing.assert_close(embedded[29:], table[:first].mean(0).expand(tokens - 29 if tokens > 29 else 0, -1))
+        assert module.model.embed_tokens.new_tokens.shape == (tokens - first, 24)
+        assert tied or hasattr(module.lm_head, "new_tokens")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tokens", [32, 27])
+def test_the_export_is_one_table_that_computes_the_same(tied: bool, tokens: int, tmp_path: Path) -> None:
+    """transformers' logits of the export, and its gradients by row, are ours; a second load has the same rows."""
+    base(tmp_path / "base", tied)
+    model, module = loaded(tmp_path / "base", Ids(tokens), 3)
+    torch.nn.init.normal_(module.model.embed_tokens.new_tokens)
+    if not tied:
+        torch.nn.init.normal_(module.lm_head.new_tokens)
+    write_folder(tmp_path / "export", model, OneStage(module))
+    size = max(29, tokens)
+    assert json.loads((tmp_path / "export/config.json").read_text())["vocab_size"] == size
+    written = load_file(tmp_path / "export/model.safetensors")
+    assert ("lm_head.weight" in written) != tied and written["model.embed_tokens.weight"].shape == (size, 24)
+    plain = AutoModel(kernels=cpu_kernels(), path=tmp_path / "export").builder
+    theirs = twin(plain, {name: torch.nn.Parameter(each) for name, each in written.items()})
+    ids, targets = torch.randint(size, (2, 2, 9))
+    logits = logits_of(module, ids, one_document(2, 9))
+    torch.testing.assert_close(logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
+    ours = losses_of(module, ids, one_document(2, 9), targets).sum()
+    others = torch.nn.functional.cross_entropy(theirs(ids).logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.autograd.backward([ours, others])
+    for name in ("model.embed_tokens", *([] if tied else ["lm_head"])):
+        layer, wanted = module.get_submodule(name), theirs.get_submodule(name).weight.grad
+        torch.testing.assert_close(layer.new_tokens.grad, wanted[tokens - 3 : tokens], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(layer.weight.grad[: tokens - 3], wanted[: tokens - 3], rtol=1e-4, atol=1e-4)
+    again = AutoModel(kernels=cpu_kernels(), path=tmp_path / "export", tokenizer=Ids(tokens), new_tokens=3).builder  # type: ignore[arg-type]
+    assert again.vocab_size == size
+
+
+def test_ids_that_have_no_rows_are_refused(tmp_path: Path) -> None:
+    """More ids than table and new tokens have, and a split that leaves nothing; tensors still have to fit."""
+    tensors = base(tmp_path / "base", True)
+    with pytest.raises(UserError, match="has 33 ids, but the model's vocabulary only 29; write new_tokens = 4 for"):
+        loaded(tmp_path / "base", Ids(33), 3)
+    with pytest.raises(UserError, match="new_tokens = 20 leaves none of the tokenizer's 20 ids"):
+        loaded(tmp_path / "base", Ids(20), 20)
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:28].clone()
+    save_file(tensors, tmp_path / "base/model.safetensors")
+    with pytest.raises(UserError, match=r"wrong shape model.embed_tokens.weight \(28, 24\) for \(29, 24\)"):
+        loaded(tmp_path / "base", Ids(31), 2)
+
+
+def test_tensor_ranks_are_refused(tmp_path: Path) -> None:
+    """Before a run starts: they would share the rows out."""
+    base(tmp_path / "base", True)
+    words = (f"vars.base={tmp_path / 'base'}", "model.new_tokens=2", "mesh.tensor=2")
+    problems = [str(problem) for problem in Recipe.load("finetune", *words).graph.problems]
+    assert any("the rows of new tokens can't be shared" in problem for problem in problems), problems
