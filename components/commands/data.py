@@ -9,9 +9,8 @@ from drawloom.components.data.store.store import Store
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import PackedDataset
 from drawloom.graph import UserError
-from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.terminal import print_text
-from drawloom.graph.project import Project
+from drawloom.graph.project import Project, Recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,17 +31,17 @@ def main(options: argparse.Namespace, project: Project) -> int:
         faults, summary = audit(project, Path(options.subject))
         print_text("\n".join([*faults, summary]))
         return int(bool(faults))
-    graph = project.graph(project.load(options.subject, options.overlay, options.words), root="").or_error()
-    _show(options, project, graph)
+    _show(options, Recipe.load(options.subject, *options.words, overlays=options.overlay, project=project))
     return 0
 
 
-def _show(options: argparse.Namespace, project: Project, graph: Graph) -> None:
+def _show(options: argparse.Namespace, recipe: Recipe) -> None:
+    graph = recipe.graph.or_error()
     names = {port: graph.implementers(port) for port in (PackedDataset, Tokenizer)}
     if len(names[PackedDataset]) != 1:
         raise UserError(f"the recipe has {len(names[PackedDataset])} nodes that are a PackedDataset; one is shown", 2)
     needed = [name for found in names.values() for name in found[:1]]
-    with project.container(graph.restricted_to(needed), *needed) as objects:
+    with recipe.open(needed) as objects:
         rows = objects[names[PackedDataset][0]]
         tokenizer = objects[names[Tokenizer][0]] if names[Tokenizer] else None
         if not options.row:
