@@ -16,7 +16,7 @@ from drawloom.components.ports.data import PackedDataset, RowSource, TrainingDat
 from drawloom.components.ports.distributed import Mesh
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
-from drawloom.graph.project import Project
+from drawloom.graph.project import Project, Recipe
 from drawloom.graph.testing import fake
 
 MOST = 20  # faults that are listed
@@ -30,15 +30,14 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
     data as it is now, which has to be what that checkpoint was made with.
     """
     recorded = _recorded(run)
-    recipe = project.in_its_folder(project.load(str(run)))
-    graph = project.graph(recipe, root="").or_error()
+    recipe = Recipe.load(run, project=project)
+    graph = recipe.graph.or_error()
     rows, data, mesh = (_only(graph, port) for port in (PackedDataset, TrainingData, Mesh))
     if graph.nodes[data].spec.cls is not Loader:
         raise UserError(f"[{data}] is no data.loader, so what rows it should have given is not known", 2)
-    graph = project.graph(recipe.with_values({data: {"workers": 0}}), root="").or_error()
     # the rows of a step are the same on any number of ranks
     one_rank = fake(Mesh, size=1, index=0)
-    with project.container(graph.restricted_to([data]), data, given={mesh: one_rank}) as objects:
+    with recipe.with_values({data: {"workers": 0}}).open(data, given={mesh: one_rank}) as objects:
         loader: Loader = objects[data]
         if (checkpoint := newest(run)) is not None:
             objects[rows].load_state_dict(load_node(checkpoint, rows))

@@ -58,5 +58,8 @@ def _by_pair(values: Tensor, documents: Tensor) -> Tensor:
     """Sums over the documents of each row, of (rows, length): float64 (rows, pairs, 2), zeros where there is none."""
     rows, length = values.shape
     # As many documents as tokens fit any row; to count them would wait for a GPU.
-    sums = torch.zeros(rows, length + length % 2, dtype=torch.float64, device=values.device)
-    return sums.scatter_add(1, documents, values.double()).view(rows, -1, 2)
+    slots = length + length % 2
+    places = documents + slots * torch.arange(rows, device=documents.device)[:, None]
+    sums = torch.zeros(rows * slots, dtype=torch.float64, device=values.device)
+    # index_add is deterministic on GPUs where that is asked for, and scatter_add of rows is not.
+    return sums.index_add(0, places.flatten(), values.double().flatten()).view(rows, -1, 2)

@@ -201,7 +201,7 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     dtype: Any = "float32" if TINY else "bfloat16"
     precision, schedule, loss = DtypePolicy(parameter=dtype), pipelines.schedule(case.schedule), NextToken()
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
-    lora = [Lora(targets=list(TARGETS), rank=RANK, alpha=2.0 * RANK)] if case.lora else []
+    lora: list[Any] = [Lora(targets=list(TARGETS), rank=RANK, alpha=2.0 * RANK)] if case.lora else []
     stages = MaterializedStages(
         model=model, loss=loss, precision=precision, job=pipelines.Job(), adapters=lora, **common
     )
@@ -215,9 +215,8 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
         optimizer := AdamW(parameters=stages, lr=1e-5),
     ]
     optimizer.open()
-    batches = [
-        _batch(number, device, config["vocab_size"], case.rows, case.length) for number in range(case.microbatches)
-    ]
+    size = config["vocab_size"], case.rows, case.length
+    batches = [_batch(number, device, *size) for number in range(case.microbatches)]
 
     def step() -> None:
         state = Step(1, 1)
