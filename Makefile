@@ -32,7 +32,7 @@ bench: .venv/test
 
 # About ten minutes on two cores, and half an hour at most: every part of it has a limit of its own. Property tests are
 # run with more examples than `make test` takes.
-soak: .venv/test
+soak: .venv/soak
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m soak
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "hypothesis and not soak" --hypothesis-profile thorough -n 2 --dist loadfile
 
@@ -87,6 +87,10 @@ $(BIN)/python:
 
 .venv/test: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[dev]'
+	touch $@
+
+.venv/soak: .venv/test
+	$(PIP) --editable '.[dev,soak]'
 	touch $@
 
 .PHONY: golden

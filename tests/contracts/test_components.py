@@ -237,6 +237,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "checkpoint.state_hashes": lambda folder: {"state_hashes": {"use": "checkpoint.state_hashes"}},
     "checkpoint.staging.none": lambda folder: {"staging": {"use": "checkpoint.staging.none"}},
     "checkpoint.staging.overlapped": lambda folder: {"staging": {"use": "checkpoint.staging.overlapped"}},
+    "gradients.clip_group_norm": lambda folder: {"clip": {"use": "gradients.clip_group_norm", "max_norm": 1.0}},
     "gradients.clip_value": lambda folder: {"clip": {"use": "gradients.clip_value", "max_value": 1.0}},
     "trackers.aim": lambda folder: {"trackers": {"aim": {"use": "trackers.aim"}}},
     "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler", "steps": [2]}}},

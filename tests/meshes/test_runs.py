@@ -69,15 +69,15 @@ def test_shared_matrix_products_have_the_losses_of_one_process(place: Path) -> N
     """Two ranks along tensor, of two that shard: the losses, export and sample of one process, also after a resume."""
     heads = ("model.num_key_value_heads=2", "model.vocabulary_multiple=2")
     sizes = ("mesh.tensor=2", "mesh.data_shard=2")
-    for name, size, ranks in (("heads", (), 1), ("shared", sizes, 4)):
+    for name, size, ranks in (("heads", (), 1), ("tensors", sizes, 4)):
         codes = drawloom(place, *COMMON, *heads, f"run.name={name}", *size, ranks=ranks)
         assert {outcome.code for outcome in codes} == {0}, codes
-    assert_same(place / "runs/heads", place / "runs/shared")
-    assert (place / "runs/heads/sample.txt").read_text() == (place / "runs/shared/sample.txt").read_text()
-    take_back(place / "runs/shared", 5)
-    codes = drawloom(place, *COMMON, *heads, "run.name=shared", "mesh.tensor=1", ranks=2)
+    assert_same(place / "runs/heads", place / "runs/tensors")
+    assert (place / "runs/heads/sample.txt").read_text() == (place / "runs/tensors/sample.txt").read_text()
+    take_back(place / "runs/tensors", 5)
+    codes = drawloom(place, *COMMON, *heads, "run.name=tensors", "mesh.tensor=1", ranks=2)
     assert {outcome.code for outcome in codes} == {0}, codes
-    assert_same(place / "runs/heads", place / "runs/shared")
+    assert_same(place / "runs/heads", place / "runs/tensors")
 
 
 def test_explain_says_how_ranks_share_the_parameters() -> None:

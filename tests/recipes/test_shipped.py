@@ -9,7 +9,7 @@ from drawloom.graph.project import Project
 ROOT = Path(__file__).parents[2]
 PROJECT = Project.of("drawloom")
 OVERLAYS = [path.stem for path in (ROOT / "recipes").glob("with_*.toml")]
-FROM_A_BASE = ["finetune", "finetune_lora", "chat"]
+FROM_A_BASE = ["finetune", "finetune_lora", "chat", "dpo"]
 WHOLE = [
     path.stem for path in (ROOT / "recipes").glob("*.toml") if path.stem not in (*OVERLAYS, *FROM_A_BASE, "pretrain")
 ]

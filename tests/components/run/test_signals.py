@@ -82,7 +82,7 @@ def test_a_second_signal_exits_at_once(signals: Signals) -> None:
     _send(signal.SIGTERM)
     time.sleep(ECHO_HERE)
     _send(signal.SIGINT)
-    assert signals.exit.called.wait(5)  # type: ignore[attr-defined]
+    assert signals.exit.called.wait(30)  # type: ignore[attr-defined]
     assert signals.exit.codes == [130]  # type: ignore[attr-defined]
 
 
@@ -92,7 +92,7 @@ def test_a_forwarded_signal_counts_once(signals: Signals) -> None:
     _send(signal.SIGTERM)
     assert not signals.exit.called.wait(ECHO_HERE)  # type: ignore[attr-defined]
     _send(signal.SIGTERM)
-    assert signals.exit.called.wait(5)  # type: ignore[attr-defined]
+    assert signals.exit.called.wait(30)  # type: ignore[attr-defined]
 
 
 def test_after_training_a_signal_raises_at_once(signals: Signals, capfd: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +103,7 @@ def test_after_training_a_signal_raises_at_once(signals: Signals, capfd: pytest.
     assert ended.value.code == 143
     time.sleep(ECHO_HERE)
     _send(signal.SIGTERM)
-    assert signals.exit.called.wait(5)  # type: ignore[attr-defined]
+    assert signals.exit.called.wait(30)  # type: ignore[attr-defined]
     assert capfd.readouterr().err == ""
 
 
@@ -135,7 +135,7 @@ def test_a_run_that_does_not_end_in_time_exits(one_rank: Any, caplog: pytest.Log
     signals.open()
     _send(signal.SIGTERM)
     assert not signals.exit.called.wait(0.1)
-    assert signals.exit.called.wait(5) and signals.exit.codes == [143]
+    assert signals.exit.called.wait(30) and signals.exit.codes == [143]
     signals.close()
     assert caplog.messages == [
         "the run did not end within 0.3 s after signal 15, so it is killed; committed checkpoints are intact"

@@ -203,6 +203,7 @@ def test_what_fits_in_a_sequence_changes_the_same(capsys: pytest.CaptureFixture[
     """Of the phases of training only clippers can be [clip], and every metric can be in the group [metrics]."""
     main(["list", "--fits", "clip"])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "gradients.clip_group_norm",
         "gradients.clip_norm",
         "gradients.clip_value",
     ]
