@@ -1,6 +1,5 @@
 """A vocabulary split over ranks: each computes with its rows of the output weight, and one exchange joins results."""
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,12 +21,18 @@ class Group(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class VocabularyPart:
+class VocabularyPart(Protocol):
     """The rows of the output weight on this rank: those from `first` on; the ranks of the group hold all rows."""
 
-    first: int
-    group: Group
+    @property
+    def first(self) -> int:
+        """The number of this rank's first row."""
+        ...
+
+    @property
+    def group(self) -> Group:
+        """The ranks that hold all rows."""
+        ...
 
 
 def local_targets(targets: Tensor, rows: int, ignore_index: int, part: VocabularyPart | None) -> Tensor:

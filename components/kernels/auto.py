@@ -18,7 +18,6 @@ from drawloom.graph.problems import Problem
 from drawloom.kernels.attention import attention_eager, causal_mask
 from drawloom.kernels.cut_cross_entropy import Cut, cut_cross_entropy_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
-from drawloom.kernels.vocab_parallel import VocabularyPart as KernelPart
 
 Choice = Literal["auto", "eager", "triton"]
 Routes = tuple[Tensor, Tensor, Tensor]
@@ -184,8 +183,7 @@ class AutoKernels:
         Of a `part` of the vocabulary, they are computed by `cut`, or by its twin in plain torch.
         """
         if part is not None:
-            known = KernelPart(part.first, part.group)
-            cut = Cut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=known)
+            cut = Cut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
             return self._loss_of_part(hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
         function, options = self._functions["linear_cross_entropy"], self._loss_options
         return function(hidden, weight, targets, options, token_weights)  # type: ignore[no-any-return]

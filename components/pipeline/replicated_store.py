@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.buckets import Sum, bucket_bytes_of, start_sum
+from drawloom.components.distributed.buckets import BucketedSums
 from drawloom.components.pipeline.parameter_store import Blocks, ParameterStore
 from drawloom.components.ports.distributed import Group, Precision
 from drawloom.components.ports.model import gradient_of
@@ -27,19 +27,14 @@ class ReplicatedModule:
     A stage's module of which each rank of a group has all parameters.
 
     The gradients of a block are final when the step's last backward pass has computed that of the block's input, and
-    are summed then, in buckets of `bucket_bytes` and at least in `dtype`. A weight without a gradient takes part with
-    zeros, so that all ranks send the same.
+    are added to `sums` then. A weight without a gradient takes part with zeros, so that all ranks send the same.
     """
 
-    group: Group
-    dtype: torch.dtype
-    bucket_bytes: int
+    sums: BucketedSums
     by_block: bool = True  # nothing is gathered
     _blocks: list[list[nn.Parameter]] = attrs.field(factory=list)
     _left: dict[nn.Parameter, None] = attrs.field(factory=dict)  # trained, and not sent in this step; in order
     _all: list[nn.Parameter] = attrs.field(factory=list)
-    _bucket: list[Tensor] = attrs.field(factory=list)
-    _sums: list[Sum] = attrs.field(factory=list)
     _reduces: bool = False
 
     def add(self, trained: Iterable[nn.Parameter], blocks: Sequence[nn.Module]) -> None:
@@ -63,15 +58,14 @@ class ReplicatedModule:
     def reduce(self) -> None:
         """Send all gradients that have not been sent."""
         self._send(list(self._left))
-        self._flush()
+        self.sums.flush()
 
     def finish(self) -> None:
         """Wait for the sums of the step, which become the gradients."""
         if self._reduces:
             self.reduce()
         self._reduces = False
-        while self._sums:
-            self._sums.pop(0).finish()
+        self.sums.finish()
 
     def _watch(self, number: int, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Register at the input of a block what is to be done when its gradient is known."""
@@ -92,14 +86,7 @@ class ReplicatedModule:
         for parameter in parameters:
             if parameter in self._left:
                 del self._left[parameter]
-                self._bucket.append(gradient_of(parameter))
-                if bucket_bytes_of(self._bucket) >= self.bucket_bytes:
-                    self._flush()
-
-    def _flush(self) -> None:
-        if self._bucket:
-            self._sums.append(start_sum(self._bucket, self.group, self.dtype))
-        self._bucket = []
+                self.sums.add(gradient_of(parameter))
 
 
 @attrs.define(eq=False)
@@ -119,7 +106,7 @@ class ReplicatedStore(ParameterStore):
         for module in modules:
             # A parameter of two stages is done when both are.
             own = {name: each for name, each in module.named_parameters() if each.requires_grad and times[name] == 1}
-            store.modules[module] = ReplicatedModule(group, precision.reduce, bucket_bytes)
+            store.modules[module] = ReplicatedModule(BucketedSums(group, precision.reduce, bucket_bytes))
             store.modules[module].add(own.values(), blocks(module))
             store.summed |= own.keys()
         return store

@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drawloom.components.distributed.process_group import TorchGroup
+from drawloom.components.ports.model import VocabularyPart
 from drawloom.kernels.cut_cross_entropy import Cut, cut_cross_entropy_eager
-from drawloom.kernels.vocab_parallel import VocabularyPart, local_targets
+from drawloom.kernels.vocab_parallel import local_targets
 from support.processes import run_ranks
 
 SPLIT = [0, 5, 6, 17]
