@@ -78,7 +78,7 @@ def test_dpo_prefers_the_chosen_answers(chat_base: Path, tmp_path: Path) -> None
     for ours, theirs in zip(found["one"], found["two"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     text = drawloom(tmp_path, "evaluate", "runs/one")[0].text
-    assert re.search(r"step 8: loss 0\.\d+ over 5 pairs$", text.strip()), text
+    assert re.search(r"step 8: loss 0\.\d+ over 6 pairs$", text.strip()), text
     (tmp_path / "own.txt").write_text("hello there", "utf-8")
     text = drawloom(tmp_path, "evaluate", "runs/one", "--corpus", "own.txt")[0].text
     assert re.search(r"loss \d+\.\d+ over \d+ tokens, perplexity .* bits per byte$", text.strip()), text

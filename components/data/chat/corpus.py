@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import attrs
 
 from drawloom.components.data.chat.encode import Encoded
-from drawloom.components.data.chat.lines import Line, lines_of
 from drawloom.components.data.chat.template import ChatTemplate, RenderError
 from drawloom.components.data.chat.turns import Message
 from drawloom.components.data.sources.documents import split_of
+from drawloom.components.data.sources.rows import Line, lines_of
 from drawloom.components.data.store.shard import id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.ports.corpus import ChatTokenizer, Split

@@ -27,7 +27,10 @@ def test_lines_are_examples_with_their_place(tmp_path: Path) -> None:
     assert all(splits[1][split] == [number for number in held if number % 2 == 0] for split, held in splits[0].items())
 
 
-@pytest.mark.parametrize(("line", "message"), [("[1]", "it is no object"), ('{"input_ids"', "it can't be read")])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("[1]", "a line must be an object, and not list"), ('{"input_ids"', "Expecting ':' delimiter")],
+)
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     """By its file and number."""
     (tmp_path / "bad.jsonl").write_text(f'{{"input_ids": [1]}}\n{line}\n', "utf-8")

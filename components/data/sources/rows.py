@@ -1,4 +1,4 @@
-"""The rows of files of conversations: JSON lines, Parquet and Arrow."""
+"""Whole rows of files, such as conversations: the objects of JSON lines, the rows of Parquet and Arrow."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,8 @@ def _json_lines(file: File) -> Iterator[Line]:
         for number, line in enumerate(stream, 1):
             if line.strip():
                 place = f"{file.path}:{number}"
-                yield Line(place, line, _parse(line, place))
+                # Without its end, which the last line of a file may lack: a line's split is the same anywhere.
+                yield Line(place, line.strip(), _parse(line, place))
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: {error}; write an object of JSON in each line") from error
     if not isinstance(row, dict):
-        raise UserError(f"{place}: a line must be an object with conversations, and not {type(row).__name__}")
+        raise UserError(f"{place}: a line must be an object, and not {type(row).__name__}")
     return row
 
 
