@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from itertools import chain, product
 from pathlib import Path
@@ -24,6 +23,7 @@ from drawloom.components.pipeline.replicated_store import ReplicatedStore
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, local_part, shard, slice_of
+from drawloom.components.pipeline.stage_checks import misfits_of_shards, misfits_of_tensor, roundings
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import DATA, SHARDS, Device, Mesh, Precision
 from drawloom.components.ports.memory import MemoryKind
@@ -31,7 +31,6 @@ from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Mode
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.weights.adapted import adapted_model, adapter_names, fill_adapters, inject
 from drawloom.components.weights.fingerprint import folder_fingerprint
 from drawloom.components.weights.load import load_folder, persistent_tensors
@@ -399,37 +398,6 @@ def _is_of_loss(name: str) -> bool:
 
 def _local_bytes(tensor: Tensor) -> int:
     return local_part(tensor).nbytes if is_dtensor(tensor) else tensor.nbytes
-
-
-def misfits_of_shards(mesh: NodeView, precision: NodeView) -> Iterator[Problem]:
-    """Dtypes that sharded parameters can't have: FSDP keeps the slices of gradients in the dtype of parameters."""
-    kept, summed = precision.settings["parameter"], precision.settings["gradient"]
-    if any(mesh.settings.get(name, 1) > 1 for name in SHARDS) and summed is not None and summed != kept:
-        text = f"gradients of sharded parameters are kept in the parameters' dtype, {kept!r}, and not in {summed!r}"
-        yield precision.problem("gradient", text, f"write parameter = {summed!r}, or leave gradient out")
-
-
-def roundings(stages: NodeView, model: NodeView, precision: NodeView) -> Iterator[Problem]:
-    """A warning of weights that are wider than the parameters that they become."""
-    named = model.settings.get("path") if model.settings.get("weights") else None
-    folder: Path | None = stages.settings["weights"] or named
-    kept = getattr(torch, str(precision.settings["parameter"]))
-    found: set[torch.dtype] = set()
-    if folder is not None:
-        with suppress(UserError):  # a problem of its own
-            found = {spec.dtype for spec in open_safetensors_folder(folder).specs().values()}
-    if wider := sorted(str(each).removeprefix("torch.") for each in found if torch.promote_types(each, kept) != kept):
-        text = f"the weights in {folder} are {wider[0]}, and are rounded to {precision.settings['parameter']}"
-        yield precision.warning("parameter", text, f'write parameter = "{wider[0]}" to keep them')
-
-
-def misfits_of_tensor(mesh: NodeView, model: NodeView) -> Iterator[Problem]:
-    """Models that ranks along `tensor` can't share evenly; a model says so by a classmethod `tensor_faults`."""
-    ranks, faults = mesh.settings.get("tensor", 1), getattr(model.component, "tensor_faults", None)
-    if ranks > 1 and faults is not None:
-        for fault in faults(model, ranks):
-            text = f"{ranks} ranks along 'tensor' share every matrix product of [{model.name}], and {fault}"
-            yield mesh.problem("tensor", text, "write another number, or 1")
 
 
 def tie(modules: Sequence[nn.Module]) -> None:

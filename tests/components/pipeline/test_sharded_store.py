@@ -10,7 +10,7 @@ from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.parameter_store import is_dtensor
-from drawloom.components.pipeline.stages import MaterializedStages, misfits_of_shards
+from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.model import BatchContext
 from support import pipelines
 from support.processes import run_ranks
@@ -98,24 +98,3 @@ def test_each_rank_keeps_its_slices_and_frees_what_it_gathers() -> None:
         assert all(each["dtypes"] == {"torch.float32"} for each in mine)
     whole_bytes = 4 * sum(torch.Size(size).numel() for size in alone.values())
     assert ranks[0][0]["bytes"]["parameters"] + ranks[1][0]["bytes"]["parameters"] < 1.1 * whole_bytes
-
-
-class _View:
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
-
-    def problem(self, key: str, text: str, hint: str) -> tuple[str, str, str]:
-        return key, text, hint
-
-
-def test_gradients_that_shards_would_narrow_are_refused() -> None:
-    """FSDP keeps the slices of gradients in the dtype of parameters: another one is a problem with shards."""
-    precision: Any = _View(parameter="bfloat16", gradient="float32")
-    shards: Any = _View(data_shard=2)
-    problems: list[Any] = list(misfits_of_shards(shards, precision))
-    [(key, text, hint)] = problems
-    assert (key, hint) == ("gradient", "write parameter = 'float32', or leave gradient out")
-    assert "'bfloat16'" in text and "'float32'" in text
-    others: Any = ((_View(data_shard=1), precision), (shards, _View(parameter="float32", gradient=None)))
-    for mesh, dtypes in others:
-        assert not list(misfits_of_shards(mesh, dtypes))

@@ -1,0 +1,63 @@
+"""What `check` says of stages with their neighbours."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import drawloom
+from drawloom.components.pipeline.stage_checks import misfits_of_shards
+from support.qwen3 import dense
+
+
+class _View:
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+    def problem(self, key: str, text: str, hint: str) -> tuple[str, str, str]:
+        return key, text, hint
+
+
+def test_gradients_that_shards_would_narrow_are_refused() -> None:
+    """FSDP keeps the slices of gradients in the dtype of parameters: another one is a problem with shards."""
+    precision: Any = _View(parameter="bfloat16", gradient="float32")
+    shards: Any = _View(data_shard=2)
+    problems: list[Any] = list(misfits_of_shards(shards, precision))
+    [(key, text, hint)] = problems
+    assert (key, hint) == ("gradient", "write parameter = 'float32', or leave gradient out")
+    assert "'bfloat16'" in text and "'float32'" in text
+    others: Any = ((_View(data_shard=1), precision), (shards, _View(parameter="float32", gradient=None)))
+    for mesh, dtypes in others:
+        assert not list(misfits_of_shards(mesh, dtypes))
+
+
+def problems(recipe: drawloom.Recipe) -> list[str]:
+    """What `check` says of ranks along tensor."""
+    return [text for text in map(str, recipe.graph.problems) if "'tensor'" in text]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "whys"),
+    [
+        ("first_run", ("mesh.tensor=2", "model.vocab_size=320"), []),
+        ("first_run", ("mesh.tensor=3",), ["num_key_value_heads = 2 does not", "intermediate_size = 512 does not"]),
+        ("first_run", ("mesh.tensor=2", "model.vocab_size=321"), ["vocab_size = 321 does not divide by 2"]),
+        ("moe", ("mesh.tensor=2",), ["experts are not shared out"]),
+        ("first_run", ("mesh.tensor=2", "model.new_tokens=1"), ["rows of new tokens"]),
+    ],
+)
+def test_models_that_tensor_ranks_can_not_share_are_refused(recipe: str, words: Any, whys: list[str]) -> None:
+    """Each size that does not divide is a problem of its own, with the number; what divides has none."""
+    found = problems(drawloom.Recipe.load(recipe, *words))
+    assert len(found) == len(whys) and all(why in text for why, text in zip(whys, found, strict=True)), found
+
+
+def test_sizes_in_a_config_are_checked_alike(tmp_path: Path) -> None:
+    """A model whose sizes are in a config.json is refused by check, not at its start."""
+    (tmp_path / "config.json").write_text(json.dumps(dense(num_key_value_heads=1).hugging_face_config()), "utf-8")
+    recipe = drawloom.Recipe.load("pretrain").with_values(
+        {"model": {"use": "model.auto", "path": str(tmp_path), "weights": False}, "mesh": {"tensor": 2}}
+    )
+    found = problems(recipe)
+    assert any("num_key_value_heads = 1 does not divide by 2" in text for text in found), found
