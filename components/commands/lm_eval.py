@@ -42,9 +42,13 @@ def main(options: argparse.Namespace, project: Project) -> int:
     with trained(project, options, Predictor, Tokenizer, Mesh) as (run, step):
         pipeline = run.get(Mesh).group("pipeline")
         model = RunModel(run.get(Predictor), run.get(Tokenizer), pipeline, options.context, options.rows)
-        results = harness.simple_evaluate(
-            model, tasks=options.tasks, num_fewshot=options.fewshot, limit=options.limit, task_manager=manager
-        )
+        try:
+            results = harness.simple_evaluate(
+                model, tasks=options.tasks, num_fewshot=options.fewshot, limit=options.limit, task_manager=manager
+            )
+        except ConnectionError as error:
+            hint = "try again with a network, or give tasks whose data is on this machine by --include"
+            raise UserError(f"--tasks: the data of a task can't be downloaded ({error}); {hint}") from error
     if options.to is not None:
         kept = {name: each for name, each in results.items() if name != "samples"}
         replace_file(options.to, json.dumps({"step": step, **kept}, indent=2, default=str).encode() + b"\n")

@@ -8,13 +8,15 @@ from drawloom.graph import at_least, setting
 
 
 @attrs.frozen(kw_only=True)
-class Stage:
+class LengthStage:
     """The greatest length of documents, until a step is done, or until a number of tokens are seen."""
 
     length: int = setting(check=at_least(2), doc="tokens after which a document is cut")
     until_step: int | None = setting(default=None, check=at_least(1), doc="the last step with this length")
     until_tokens: int | None = setting(
-        default=None, check=at_least(1), doc="the first step that begins with so many tokens, of full rows, is not one"
+        default=None,
+        check=at_least(1),
+        doc="the last step is the one that reaches this number of tokens, counted in full rows",
     )
 
     def holds(self, step: int, tokens: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.data.curriculum import Stage, cut
+from drawloom.components.data.curriculum import LengthStage, cut
 from drawloom.components.data.order.stream import RowStream, Segment, row_shares, row_sources
 from drawloom.components.data.rank_consistency import check_consistency
 from drawloom.components.data.workers import Workers
@@ -46,7 +46,7 @@ class Loader:
     timeout: float = setting(
         default=120.0, impact="safe", check=above(0), doc="seconds to wait for a worker's batch before it is an error"
     )
-    lengths: list[Stage] = setting(
+    lengths: list[LengthStage] = setting(
         factory=list, doc="length curriculum: greatest lengths of documents in earlier steps, in order"
     )
     _step: int = attrs.field(init=False, default=0)

@@ -76,7 +76,7 @@ class AutoModel:
 
     @classmethod
     def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
-        """Why so many ranks along `tensor` can't share the model."""
+        """Why this number of ranks along `tensor` can't share the model; nothing if they can."""
         if node.settings["new_tokens"]:
             yield NEW_TOKENS_ARE_WHOLE
         with suppress(UserError):  # a problem of its own

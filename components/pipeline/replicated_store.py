@@ -71,9 +71,9 @@ class ReplicatedModule:
         """Register at the input of a block what is to be done when its gradient is known."""
         if not torch.is_grad_enabled():
             return
-        # Autograd adds weight gradients before it goes on to what made a tensor. A leaf, such as a stage's input, is
-        # made by nothing: its hook may run before the block's last gradients are added. Blocks without such an input
-        # are sent in the end, as are those behind frozen ones.
+        # Autograd adds the weight gradients of a block before it runs the node that made the block's input. A leaf,
+        # such as the input of a stage, has no such node, and its hook may run before the last gradients are added. So
+        # the first block of a stage is sent at the end of the step, and so is a block behind frozen ones.
         tensors = (leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
         if (hidden := next(tensors, None)) is not None:
             hidden.register_hook(partial(self._block_done, number))  # type: ignore[no-untyped-call]

@@ -142,7 +142,7 @@ class Collator(Protocol):
     """Makes rows of examples, one of each."""
 
     def count(self, example: Example) -> int:
-        """The tokens of an example: its row has at least so many places."""
+        """The number of tokens of an example; its row is at least as long."""
         ...
 
     def collate(self, examples: Sequence[Example], length: int) -> Batch:

@@ -14,13 +14,15 @@ from drawloom.graph.problems import KeyPath, Problem
 
 
 @attrs.frozen(kw_only=True)
-class Stage:
+class RampStage:
     """Steps of another size at the beginning of a run: until a step is done, or until a number of tokens are seen."""
 
     size: int = setting(check=at_least(1), doc="rows in a step, over all data-parallel ranks")
     until_step: int | None = setting(default=None, check=at_least(1), doc="the last step of this size")
     until_tokens: int | None = setting(
-        default=None, check=at_least(1), doc="the first step that begins with so many tokens, of full rows, is not one"
+        default=None,
+        check=at_least(1),
+        doc="the last step is the one that reaches this number of tokens, counted in full rows",
     )
 
 
@@ -37,7 +39,7 @@ class GlobalBatch:
     rows: PackedDataset | None = None
     global_size: int = setting(check=at_least(1), doc="rows in a step, over all data-parallel ranks")
     micro_size: int = setting(check=at_least(1), impact="safe", doc="rows in a microbatch")
-    ramp: list[Stage] = setting(
+    ramp: list[RampStage] = setting(
         factory=list, doc='sizes of earlier steps, in order; `until_tokens` takes rows = "@packing", for their length'
     )
     deal: Literal["in_blocks", "in_turn"] = setting(
@@ -84,7 +86,7 @@ class GlobalBatch:
             done, position = done + steps, position + steps * stage.size
         return position + (step - 1 - done) * self.global_size, self.global_size
 
-    def _end(self, stage: Stage, done: int, position: int) -> int:
+    def _end(self, stage: RampStage, done: int, position: int) -> int:
         """The last step of a stage that begins after `done` steps."""
         if stage.until_step is not None:
             return max(done, stage.until_step)
@@ -112,7 +114,7 @@ class GlobalBatch:
 
 
 def _uneven_sizes(
-    global_size: int, ramp: Sequence[Stage], micro_size: int, replicas: int
+    global_size: int, ramp: Sequence[RampStage], micro_size: int, replicas: int
 ) -> Iterator[tuple[KeyPath, str, str]]:
     """Where a size is that can't be divided into whole microbatches, why, and what to write instead."""
     if fault := uneven(global_size, micro_size, replicas):

@@ -78,3 +78,13 @@ def test_an_unknown_task_is_refused(place: Path) -> None:
     pytest.importorskip("lm_eval")
     [outcome] = drawloom(place, "lm-eval", "runs/none", "--tasks", "choose", "chose", "--include", "tasks")
     assert outcome.code == 2 and "--tasks: no task is called 'chose'" in outcome.text, outcome.text
+
+
+@pytest.mark.soak  # the harness tries for 20 s
+def test_a_task_that_can_not_be_downloaded_is_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network there is a message and no traceback."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nothing answers
+    [outcome] = drawloom(place, "lm-eval", "runs/tiny", "--tasks", "arc_easy", "--limit", "1")
+    assert outcome.code == 1 and "the data of a task can't be downloaded" in outcome.text, outcome.text
+    assert "Traceback" not in outcome.text

@@ -132,7 +132,11 @@ class DecoderBuilder:
 
     @classmethod
     def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
-        """Why so many ranks along `tensor` can't share the model; the vocabulary of a tokenizer is not known yet."""
+        """
+        Why this number of ranks along `tensor` can't share the model; nothing if they can.
+
+        The vocabulary of a tokenizer is not known yet: a model of which it does not divide is refused at its start.
+        """
         if node.settings["new_tokens"]:
             yield NEW_TOKENS_ARE_WHOLE
         config = node.settings["config"]

@@ -29,7 +29,7 @@ class Collector:
     def of(
         cls, inputs: Any, shared: BatchContext, layers: int, whole: Callable[[Tensor], Tensor] = lambda hidden: hidden
     ) -> "Collector":
-        """From what a span takes. Raises ValueError for layers that a model of so many does not have."""
+        """From what a span takes. Raises ValueError for a layer that a model of `layers` layers does not have."""
         wanted = shared.hidden_states
         if wanted is None:
             return cls(inputs, shared.document_ids, None, {}, whole)

@@ -2,7 +2,7 @@
 
 import torch
 
-from drawloom.components.data.curriculum import Stage, cut
+from drawloom.components.data.curriculum import LengthStage, cut
 from drawloom.components.ports.data import Batch
 
 
@@ -20,6 +20,6 @@ def test_documents_are_cut_and_no_token_is_lost() -> None:
 
 
 def test_a_stage_ends_at_a_step_or_after_tokens() -> None:
-    """The step that is named is its last, and a step that begins with so many tokens is not in it."""
-    assert [Stage(length=2, until_step=3).holds(step, 0) for step in (1, 3, 4)] == [True, True, False]
-    assert [Stage(length=2, until_tokens=64).holds(9, tokens) for tokens in (0, 63, 64)] == [True, True, False]
+    """A stage ends with the step that is named, or with the one that reaches the number of tokens."""
+    assert [LengthStage(length=2, until_step=3).holds(step, 0) for step in (1, 3, 4)] == [True, True, False]
+    assert [LengthStage(length=2, until_tokens=64).holds(9, tokens) for tokens in (0, 63, 64)] == [True, True, False]

@@ -20,7 +20,7 @@ from support.qwen3 import cpu_kernels, dense, logits_of, losses_of, one_document
 
 
 class Ids:
-    """A tokenizer of so many ids."""
+    """A tokenizer with a given number of ids."""
 
     def __init__(self, count: int) -> None:
         self.vocab_size, self.eos_id = count, 0

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.ports.data import PackedDataset
-from drawloom.components.run.batch import GlobalBatch, Stage, uneven
+from drawloom.components.run.batch import GlobalBatch, RampStage, uneven
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 
@@ -43,7 +43,7 @@ def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(
     assert flat == list(range((step - 1) * global_size, step * global_size))
 
 
-RAMP = [Stage(size=2, until_step=3), Stage(size=4, until_tokens=100), Stage(size=6, until_tokens=60)]
+RAMP = [RampStage(size=2, until_step=3), RampStage(size=4, until_tokens=100), RampStage(size=6, until_tokens=60)]
 SIZES = [2, 2, 2, 4, 4, 8, 8]
 """Rows of 8 tokens: after three steps of two rows, 100 tokens take two steps of four, and 60 are reached before."""
 
@@ -119,7 +119,7 @@ class Node:
         return key, text, hint
 
 
-def faults(global_size: int, micro_size: int, mesh: dict[str, Any], *ramp: Stage) -> list[Any]:
+def faults(global_size: int, micro_size: int, mesh: dict[str, Any], *ramp: RampStage) -> list[Any]:
     node: Any = Node({"global_size": global_size, "micro_size": micro_size, "ramp": [*ramp]}, [Node(mesh)])
     return list(GlobalBatch.constraints(node))
 
@@ -148,7 +148,7 @@ def test_a_mesh_without_these_settings_is_no_problem() -> None:
 
 def test_check_reports_stages_without_one_end() -> None:
     """A stage ends at a step or after tokens; tokens need the length of rows; its size has to be even, too."""
-    found = faults(8, 2, {}, Stage(size=2), Stage(size=2, until_tokens=9), Stage(size=3, until_step=2))
+    found = faults(8, 2, {}, RampStage(size=2), RampStage(size=2, until_tokens=9), RampStage(size=3, until_step=2))
     assert found == [
         (
             ("ramp", 2, "size"),

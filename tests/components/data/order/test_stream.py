@@ -22,7 +22,7 @@ shares = st.lists(st.integers(1, UNIT), min_size=1, max_size=5)
 
 
 def sources_of(*counts: int) -> dict[str, RowSource]:
-    """Sources with so many rows; a, b, c."""
+    """Sources a, b and c with the given numbers of rows."""
     starts = np.cumsum([0, *counts]).tolist()
     names = "abcdefg"[: len(counts)]
     return {name: RowSource(name, starts[i], counts[i], 8 * counts[i], 1.0) for i, name in enumerate(names)}
