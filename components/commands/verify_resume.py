@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -108,7 +108,7 @@ class Runs:
     place: Path
     command: list[str]
     steps: int
-    noted: list[int]
+    noted: Sequence[int] = ()
 
     def straight(self) -> None:
         """Run without interruption."""
