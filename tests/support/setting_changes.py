@@ -297,7 +297,7 @@ ROWS: dict[str, Row] = {
     "listeners.logging": Row(runs.levels_of_logging, {}, {"level": "error"}),
     "listeners.profiler": Row(runs.events_of_run, {"steps": [1]}, {"steps": [2]}),
     "listeners.timeouts": Row(runs.events_of_run, {}, {"first_step": 7.0, "step": 7.0, "saving": 7.0}),
-    "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5}),
+    "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True}),
     "metrics.auroc": Row(parts.counted_by, {"bins": 4}, {"bins": 6, "of": "other"}),
     "metrics.bits_per_byte": Row(parts.bits_measured_by, {}, {"of": "accuracy"}),
