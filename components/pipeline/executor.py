@@ -195,7 +195,8 @@ class Executor:
         line = lower(program, self.mesh.index("pipeline"))
         shards = {stage.index: stage.shards for stage in self.stages.local if stage.shards is not None}
         gathered = {index for index, each in shards.items() if not each.by_block}
-        return with_shard_actions(line, gathered, shards.keys())
+        by_microbatch = {index for index, each in shards.items() if each.by_microbatch}
+        return with_shard_actions(line, gathered, shards.keys(), by_microbatch)
 
 
 def _for_reference(objective: Referenced, inputs: MicrobatchInputs) -> MicrobatchInputs:

@@ -32,6 +32,7 @@ class ReplicatedModule:
 
     sums: BucketedSums
     by_block: bool = True  # nothing is gathered
+    by_microbatch: bool = False
     _blocks: list[list[nn.Parameter]] = attrs.field(factory=list)
     _left: dict[nn.Parameter, None] = attrs.field(factory=dict)  # trained, and not sent in this step; in order
     _all: list[nn.Parameter] = attrs.field(factory=list)
@@ -51,9 +52,14 @@ class ReplicatedModule:
     def reshard(self) -> None:
         """Nothing: all parameters stay."""
 
-    def reduce_next(self) -> None:
+    def reduce_next(self, final: bool) -> None:
         """With the next backward pass the step's gradients are final: each block's are sent as soon as they are."""
+        if not final:
+            raise ValueError("replicas have nothing to reduce before the last microbatch")
         self._reduces, self._left = True, dict.fromkeys(self._all)
+
+    def reduced(self) -> None:
+        """Nothing: what was not sent is sent at the end of the step."""
 
     def reduce(self) -> None:
         """Send all gradients that have not been sent."""

@@ -30,11 +30,13 @@ class ShardedModule:
 
     `by_block` gathers each block when it is used and frees it afterwards, in forward and backward. Otherwise the
     program gathers the whole stage before its first use in a step, and its gradients' reduction frees it.
+    `by_microbatch` reduces gradients after each microbatch, so that no more than those of one are unsharded.
     """
 
     root: Any
     units: Sequence[Any]
     by_block: bool
+    by_microbatch: bool = False
 
     @classmethod
     def of(cls, module: nn.Module, blocks: Blocks, whole: set[nn.Parameter], **how: Any) -> "ShardedModule":
@@ -42,7 +44,7 @@ class ShardedModule:
         # Takes a second to import, which runs without shards do not pay.
         from torch.distributed.fsdp import fully_shard
 
-        by_block = how["reshard_after_forward"]
+        by_block, by_microbatch = how["reshard_after_forward"], how.pop("by_microbatch")
         # The parameters of a block belong to the innermost unit, which must be sharded first.
         units = [module, *blocks(module)]
         for unit in reversed(units):
@@ -56,7 +58,7 @@ class ShardedModule:
             # Else ranks on which different weights get no gradient would wait for each other (not in torch 2.11).
             if hasattr(sharded, "set_reduce_scatter_unused_params"):
                 sharded.set_reduce_scatter_unused_params(True)
-        return cls(module, units, by_block)
+        return cls(module, units, by_block, by_microbatch)
 
     def open(self, gradient: torch.dtype) -> None:
         """Make what torch makes at the first use; microbatches are summed in dtype `gradient`."""
@@ -84,9 +86,19 @@ class ShardedModule:
         for unit in self.units:
             unit.reshard()
 
-    def reduce_next(self) -> None:
-        """With the next backward pass the step's gradients are final: each block's are reduced as soon as they are."""
-        self._reduce_in_backward(True)
+    def reduce_next(self, final: bool) -> None:
+        """
+        With the next backward pass each block's gradients are reduced as soon as they are computed.
+
+        They are added to those of the slices. Unless they are `final`, replicas are not summed over, and nothing that
+        was gathered for the stage is freed.
+        """
+        self._reduce_in_backward(True, final)
+
+    def reduced(self) -> None:
+        """Add up gradients on this rank again, which matters if another pass follows in the step."""
+        if self.by_microbatch:
+            self._reduce_in_backward(False)
 
     def reduce(self) -> None:
         """Reduce all gradients now: after a pass for the weights alone, which runs no hook of torch's."""
@@ -107,11 +119,13 @@ class ShardedModule:
             if is_dtensor(parameter):
                 yield name, parameter
 
-    def _reduce_in_backward(self, now: bool) -> None:
-        self.root.set_is_last_backward(now)
-        self.root.set_requires_gradient_sync(now)
-        self.root.set_reshard_after_backward(now or self.by_block)
-        self.root.set_reshard_after_backward(now, recurse=False)
+    def _reduce_in_backward(self, now: bool, final: bool = True) -> None:
+        self.root.set_is_last_backward(now and final)
+        for unit in self.units:  # without `recurse`, which walks through all modules
+            unit.set_requires_gradient_sync(now, recurse=False)
+            unit.set_requires_all_reduce(now and final, recurse=False)
+            frees = (now and final) or (self.by_block and unit is not self.root)
+            unit.set_reshard_after_backward(frees, recurse=False)
 
 
 @attrs.define(eq=False)
@@ -187,7 +201,12 @@ class ShardedStore:
 
 
 def shard(
-    modules: Iterable[nn.Module], blocks: Blocks, mesh: Any, precision: Precision, by_block: bool
+    modules: Iterable[nn.Module],
+    blocks: Blocks,
+    mesh: Any,
+    precision: Precision,
+    by_block: bool,
+    by_microbatch: bool = False,
 ) -> list[ShardedModule]:
     """
     Shard modules that are on the meta device over the ranks of a torch mesh.
@@ -205,7 +224,7 @@ def shard(
     )
     times = Counter(name for module in modules for name, _ in module.named_parameters())
     shared = {name for name in times if times[name] > 1}
-    how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": by_block}
+    how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": by_block, "by_microbatch": by_microbatch}
     return [ShardedModule.of(module, blocks, _whole(module, precision, shared), **how) for module in modules]
 
 

@@ -81,6 +81,12 @@ class MaterializedStages:
         doc="whether sharded parameters of a layer are freed after its forward and gathered again in its backward, "
         "which takes less memory and more time; if left out, with one pipeline rank",
     )
+    sync_each_microbatch: bool = setting(
+        default=False,
+        impact="safe",
+        doc="whether ranks of `mesh.data_shard` reduce gradients after each microbatch, so that none keeps those of "
+        "whole parameters until the last one, which takes less memory and more messages",
+    )
     bucket_bytes: int = setting(
         default=BUCKET_BYTES,
         impact="safe",
@@ -318,7 +324,7 @@ class MaterializedStages:
         by_block = gathers_by_block(self.reshard_after_forward, self.mesh.size("pipeline"))
         replicas = [("data_replicate",)] if self.mesh.size("data_replicate") > 1 else []
         mesh = self.mesh.torch_mesh(*replicas, SHARDS)
-        return shard(modules, self.model.blocks, mesh, self.precision, by_block)
+        return shard(modules, self.model.blocks, mesh, self.precision, by_block, self.sync_each_microbatch)
 
 
 def _changes(tensor: Tensor) -> bool:

@@ -340,6 +340,11 @@ class Shards(Protocol):
         """Whether each block is gathered when it is used, so that the program need not gather the stage."""
         ...
 
+    @property
+    def by_microbatch(self) -> bool:
+        """Whether gradients are added to the slices of ranks after each microbatch, and not only after the last."""
+        ...
+
     def unshard(self) -> None:
         """Start to gather the whole stage."""
         ...
@@ -348,8 +353,12 @@ class Shards(Protocol):
         """Free what was gathered."""
         ...
 
-    def reduce_next(self) -> None:
-        """With the stage's next backward pass its gradients are final."""
+    def reduce_next(self, final: bool) -> None:
+        """Gradients are reduced with the stage's next backward pass; `final`, if they are those of the step then."""
+        ...
+
+    def reduced(self) -> None:
+        """That pass is done: later ones add up gradients on this rank."""
         ...
 
     def reduce(self) -> None:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 Op = Literal["F", "B", "I", "W"]
 MessageOp = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
-ShardOp = Literal["UNSHARD", "RESHARD", "REDUCE_GRAD"]
+ShardOp = Literal["UNSHARD", "RESHARD", "REDUCE_SCATTER", "REDUCE_GRAD"]
 
 OPS: tuple[Op, ...] = ("F", "B", "I", "W")
 """Op codes: an op's index here is its number in a program's columns."""
@@ -25,8 +25,9 @@ class Action:
     Compute ops are forward (F) and backward (B), or a split backward: gradients of the stage's inputs (I), then of its
     weights (W). Message ops carry an output to the next stage (SEND_F, RECV_F) or a gradient to the previous stage
     (SEND_B, RECV_B); `stage` is this rank's stage, `peer` the rank on the other side. Shard ops gather a stage's
-    sharded parameters (UNSHARD), free them (RESHARD), and say that gradients are final, and to be reduced, with the
-    stage's next backward (REDUCE_GRAD); `microbatch` is that of the action for which they are done.
+    sharded parameters (UNSHARD), free them (RESHARD), and say that with the stage's next backward gradients are final,
+    and to be reduced (REDUCE_GRAD), or that those so far are to be added to the slices of ranks (REDUCE_SCATTER);
+    `microbatch` is that of the action for which they are done.
     """
 
     stage: int

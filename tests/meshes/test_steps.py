@@ -20,6 +20,7 @@ class Meshed:
     sizes: Mapping[str, int]
     cases: list[pipelines.Case]
     lengths: tuple[int, int] = (4, 1)
+    settings: Mapping[str, Any] = attrs.field(factory=dict)
 
 
 MESHES = [
@@ -32,6 +33,18 @@ MESHES = [
     ),
     Meshed("replicas of shards", {"data_replicate": 2, "data_shard": 2}, [("gpipe", 4, False, False, "smoothed")]),
     Meshed("pipelines of shards", {"data_shard": 2}, [(name, 4, True, False, "plain") for name in pipelines.TRAINING]),
+    Meshed(
+        "pipelines of shards, reduced by microbatch",
+        {"data_shard": 2},
+        [(name, 8, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v")],
+        settings={"sync_each_microbatch": True},
+    ),
+    Meshed(
+        "replicas of shards, reduced by microbatch",
+        {"data_replicate": 2, "data_shard": 2},
+        [("gpipe", 8, True, True, "tempered")],
+        settings={"sync_each_microbatch": True},
+    ),
     Meshed("contexts of shards", {"context": 2, "data_shard": 2}, [("gpipe", 4, True, False, "tempered")], (8, 4)),
     Meshed(
         "tensors of shards",
@@ -63,7 +76,7 @@ def whole(case: pipelines.Case, lengths: tuple[int, int]) -> dict[str, Any]:
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: mesh.name)
 def test_three_steps_are_those_of_one_process(mesh: Meshed) -> None:
     """Losses, norms, gradients and weights after updates equal those of one process in float64, to 1e-10."""
-    common = mesh.sizes, "cpu", pipelines.FLOAT64, 3, 4, mesh.lengths
+    common = mesh.sizes, "cpu", pipelines.FLOAT64, 3, 4, mesh.lengths, mesh.settings
     ranks = run_ranks(pipelines.steps, 4, mesh.cases, *common, timeout=120)
     for number, case in enumerate(mesh.cases):
         pipelines.assert_same_steps([found[number] for found in ranks], whole(("gpipe", *case[1:]), mesh.lengths))

@@ -150,13 +150,15 @@ def steps(
     taken: int = 1,
     layers: int = 8,
     lengths: tuple[int, int] = (4, 1),
+    settings: Mapping[str, Any] = {},
 ) -> list[dict[str, Any]]:
     """
     What steps of each case leave on this rank, in all processes that were started together, or in this one; the model
     has so many layers. `lengths` are the shortest of the rows, and how much longer others are.
 
     `sizes` are those of the mesh; pipeline ranks take what is left. Each data-parallel rank has its part of the
-    microbatches. `taken` steps are taken with AdamW, all but the last of which are followed by an update.
+    microbatches. `taken` steps are taken with AdamW, all but the last of which are followed by an update. The stages
+    have these `settings`.
     """
     device = ComputeDevice(kind=kind)
     device.open()
@@ -166,7 +168,8 @@ def steps(
         rest = processes.world_size // math.prod(sizes.values())
         mesh = RankMesh(processes=processes, **{"pipeline": rest, "data_replicate": 1, **sizes})
         mesh.open()
-        return [_steps(*case, mesh, device, DtypePolicy(**dtypes), taken, layers, lengths) for case in cases]
+        precision = DtypePolicy(**dtypes)
+        return [_steps(*case, mesh, device, precision, taken, layers, lengths, settings) for case in cases]
     finally:
         processes.close()
 
@@ -183,6 +186,7 @@ def _steps(
     taken: int,
     layers: int,
     lengths: tuple[int, int],
+    settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """
     Gradients by name, as the optimizer gets them in the last step, and the weights before it; which slices these are;
@@ -207,6 +211,7 @@ def _steps(
         job=Job(),
         transforms=[FreezeFirstLayer()] if frozen else [],
         bucket_bytes=1000,
+        **settings,
     )
     stages.open()
     executor = Executor(

@@ -44,12 +44,15 @@ def lower(program: Program, rank: int, costs: Costs = ASSUMED_COSTS) -> RankProg
     return with_messages(program, time(program, costs), rank)
 
 
-def with_shard_actions(line: RankProgram, gathered: Set[int], reduced: Set[int]) -> RankProgram:
+def with_shard_actions(
+    line: RankProgram, gathered: Set[int], reduced: Set[int], by_microbatch: Set[int] = frozenset()
+) -> RankProgram:
     """
     A rank's program with the actions on its sharded stages.
 
     The `gathered` stages are unsharded one compute action before their first, so that both overlap, and resharded after
-    their last; a stage that has a backward and is `reduced` frees its parameters with the reduction.
+    their last; a stage that has a backward and is `reduced` frees its parameters with the reduction. Those reduced
+    `by_microbatch` add gradients to slices with each earlier backward (B or W), too.
     """
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
@@ -61,6 +64,9 @@ def with_shard_actions(line: RankProgram, gathered: Set[int], reduced: Set[int])
         if stage in gathered:
             early = computes[max(0, computes.index(place) - 1)]
             before[early].append(Action(stage, "UNSHARD", microbatch))
+    for place, part in places:
+        if part.stage in by_microbatch and part.op in "BW" and last[part.stage] != (place, part):
+            before[place].append(Action(part.stage, "REDUCE_SCATTER", part.microbatch))
     for stage, (place, part) in last.items():
         if part.op != "F" and stage in reduced:
             before[place].append(Action(stage, "REDUCE_GRAD", part.microbatch))

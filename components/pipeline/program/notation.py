@@ -38,7 +38,7 @@ def write_program(program: Program) -> str:
 
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 # torch's actions for FSDP: a program here does not schedule them.
-IGNORED_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+IGNORED_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_SCATTER|REDUCE_GRAD)\d*")
 
 
 def read_csv(text: str) -> Program:

@@ -72,7 +72,8 @@ class ProgramRunner:
             "RECV_B": self._receive_backward,
             "UNSHARD": lambda action: self.stages[action.stage].unshard(),
             "RESHARD": lambda action: self.stages[action.stage].reshard(),
-            "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_next(),
+            "REDUCE_SCATTER": lambda action: self.stages[action.stage].reduce_next(final=False),
+            "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_next(final=True),
         }
         for action in flat(program):
             # A traceback alone would not say which of many identical stages and microbatches it was.

@@ -99,6 +99,7 @@ class StageRunner:
         pairs = [pair for pair in zip(kept.outputs, grads or _ones(kept.outputs), strict=True) if pair[0].requires_grad]
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
+        self._end_of_backward()
         return [_or_zeros(leaf, leaf.grad) for leaf in kept.inputs]
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
@@ -111,10 +112,11 @@ class StageRunner:
         return back
 
     def backward_weight(self, microbatch: int) -> None:
-        """W: accumulate the weight gradients; sharded ones are reduced if these are the last of the step."""
+        """W: accumulate the weight gradients; sharded ones are reduced if the program has said so."""
         _split(self._in_flight.pop(microbatch)).backward_weight()
         if self._reduces_next:
             self._shards.reduce()
+        self._end_of_backward()
 
     def unshard(self) -> None:
         """Start to gather the stage's sharded parameters."""
@@ -124,10 +126,15 @@ class StageRunner:
         """Free the gathered parameters."""
         self._shards.reshard()
 
-    def reduce_next(self) -> None:
-        """Gradients are final with the next backward pass."""
-        self._shards.reduce_next()
+    def reduce_next(self, final: bool) -> None:
+        """Gradients are reduced with the next backward pass; `final`, if they are those of the step then."""
+        self._shards.reduce_next(final)
         self._reduces_next = True
+
+    def _end_of_backward(self) -> None:
+        if self._reduces_next:
+            self._shards.reduced()
+        self._reduces_next = False
 
     @property
     def _shards(self) -> Shards:

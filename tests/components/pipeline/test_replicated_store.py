@@ -61,7 +61,7 @@ def test_the_sum_of_equal_replicas_is_twice_the_gradient(bucket_bytes: int) -> N
     rows = torch.randn(2, 4, 2)
     for number, x in enumerate(rows):
         if number == 1:
-            store.modules[module].reduce_next()
+            store.modules[module].reduce_next(final=True)
         module(x).sum().backward()
         plain(x).sum().backward()
     store.hand_over_gradients()
@@ -77,7 +77,7 @@ def test_blocks_are_sent_while_others_are_computed() -> None:
     """When the last block is sent, no gradient of a block before it is known yet; the rest follows in the end."""
     module, group = Stack(), Twins()
     store = store_of(module, group, 1)
-    store.modules[module].reduce_next()
+    store.modules[module].reduce_next(final=True)
     module(torch.randn(4, 2)).sum().backward()
     assert [known for _, known in group.calls] == [
         ["layers.2.weight", "last.weight"],
@@ -92,7 +92,7 @@ def test_copies_are_summed_in_the_wider_dtype() -> None:
     """With narrow compute copies, sums are in `reduce`, and become the gradients of the masters."""
     module, group = Stack(), Twins()
     store = store_of(module, group, 2**20, parameter="float32", compute="bfloat16")
-    store.modules[module].reduce_next()
+    store.modules[module].reduce_next(final=True)
     module(torch.randn(4, 2).bfloat16()).sum().backward()
     store.hand_over_gradients()
     assert all(master.grad is not None and master.grad.dtype == torch.float32 for master in store.masters.values())

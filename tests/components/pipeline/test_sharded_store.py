@@ -10,6 +10,7 @@ from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.parameter_store import is_dtensor
+from drawloom.components.pipeline.sharded_store import _parts
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.model import BatchContext
 from support import pipelines
@@ -27,7 +28,9 @@ SIZES: dict[str, Any] = {
 }
 
 
-def _stages(mesh: RankMesh, device: ComputeDevice, reshard: bool | None, **precision: Any) -> MaterializedStages:
+def _stages(
+    mesh: RankMesh, device: ComputeDevice, reshard: bool | None, sync: bool = False, **precision: Any
+) -> MaterializedStages:
     stages = MaterializedStages(
         model=Qwen3Dense(kernels=cpu_kernels(), **SIZES),
         loss=pipelines.TemperedLoss(),
@@ -37,6 +40,7 @@ def _stages(mesh: RankMesh, device: ComputeDevice, reshard: bool | None, **preci
         precision=DtypePolicy(**precision),
         job=pipelines.Job(),
         reshard_after_forward=reshard,
+        sync_each_microbatch=sync,
     )
     stages.open()
     return stages
@@ -52,11 +56,9 @@ def _looked_at() -> list[dict[str, Any]]:
         mesh = RankMesh(processes=processes, data_shard=processes.world_size)
         mesh.open()
         found = []
-        for reshard, precision in (
-            (None, {}),
-            (False, {}),
-            (True, {"compute": "bfloat16", "uncast": ["*norm.weight"]}),
-        ):
+        mixed = {"compute": "bfloat16", "uncast": ["*norm.weight"]}
+        cases: list[tuple[bool | None, dict[str, Any]]] = [(None, {}), (False, {}), (True, mixed)]
+        for reshard, precision in cases:
             stages = _stages(mesh, device, reshard, **precision)
             module = stages.local[0].module
             tokens = torch.arange(6).view(1, 6)
@@ -98,3 +100,46 @@ def test_each_rank_keeps_its_slices_and_frees_what_it_gathers() -> None:
         assert all(each["dtypes"] == {"torch.float32"} for each in mine)
     whole_bytes = 4 * sum(torch.Size(size).numel() for size in alone.values())
     assert ranks[0][0]["bytes"]["parameters"] + ranks[1][0]["bytes"]["parameters"] < 1.1 * whole_bytes
+
+
+def _gradients_between() -> dict[bool, list[list[int]]]:
+    """By setting and microbatch of a step: elements of gradients that are whole, and that are in slices."""
+    device = ComputeDevice(kind="cpu")
+    device.open()
+    processes = TorchProcesses(device=device, timeout=30.0)
+    processes.open()
+    try:
+        mesh = RankMesh(processes=processes, data_shard=processes.world_size)
+        mesh.open()
+        found: dict[bool, list[list[int]]] = {}
+        for sync in (False, True):
+            stages = _stages(mesh, device, False, sync)
+            [stage] = stages.local
+            shards: Any = stage.shards
+            assert shards.by_microbatch is sync
+            tokens = torch.arange(6).view(1, 6)
+            stages.cast_weights()
+            found[sync] = []
+            for microbatch in range(3):
+                if sync or microbatch == 2:
+                    shards.reduce_next(final=microbatch == 2)
+                context = BatchContext(tokens, torch.zeros_like(tokens))
+                stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
+                shards.reduced()
+                whole = [_numel(part.unsharded_param.grad) for unit in shards.units for part in _parts(unit)]
+                sliced = [_numel(part.sharded_param.grad) for unit in shards.units for part in _parts(unit)]
+                found[sync].append([sum(whole), sum(sliced)])
+        return found
+    finally:
+        processes.close()
+
+
+def _numel(grad: Any) -> int:
+    return 0 if grad is None else int(grad.numel())
+
+
+def test_gradients_of_earlier_microbatches_are_kept_in_slices_where_the_setting_says_so() -> None:
+    """Without it each rank has those of whole parameters until the last microbatch, with it none at any time."""
+    for found in run_ranks(_gradients_between, 2):
+        every = found[True][0][1]
+        assert found == {False: [[every, 0], [every, 0], [0, every]], True: [[0, every]] * 3}

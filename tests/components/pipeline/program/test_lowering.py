@@ -70,3 +70,14 @@ def test_stages_that_gather_by_block_are_only_reduced() -> None:
     """Blocks gather themselves when they are used."""
     line = with_shard_actions(lower(read_program("0: 0F0 0B0 0F1 0B1\n"), 0), set(), {0})
     assert " ".join(map(str, line)) == "0F0 0B0 0F1 0REDUCE_GRAD1 0B1"
+
+
+def test_gradients_are_reduced_with_each_backward_of_weights_where_memory_is_short() -> None:
+    """Each B and W but the last adds gradients to slices; I, which computes none, does not."""
+    line = with_shard_actions(
+        lower(read_program("0: 0F0 0F1 0F2 0B0 0I1 0F3 0W1 0B3 0I2 0F4 0W2 0B4\n"), 0), {0}, {0}, {0}
+    )
+    assert " ".join(map(str, line)) == (
+        "0UNSHARD0 0F0 0F1 0F2 0REDUCE_SCATTER0 0B0 0I1 0F3 0REDUCE_SCATTER1 0W1 0REDUCE_SCATTER3 0B3 0I2 0F4 "
+        "0REDUCE_SCATTER2 0W2 0REDUCE_GRAD4 0B4"
+    )
