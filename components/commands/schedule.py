@@ -7,13 +7,15 @@ import shutil
 from collections.abc import Iterator
 from typing import get_args
 
+from drawloom.components.pipeline.program.lowering import Sharding
 from drawloom.components.pipeline.program.timing import Costs, Deadlock
 from drawloom.components.pipeline.simulation.contention import Channels
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.summary import Summary, compare
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
-from drawloom.components.ports.distributed import Mesh
+from drawloom.components.pipeline.stage_checks import gathers_by_block
+from drawloom.components.ports.distributed import DATA, SHARDS, Mesh
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
@@ -36,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=_count, metavar="N", help="pipeline ranks; the recipe's mesh if left out")
     parser.add_argument("--microbatches", type=_count, metavar="N", help="in a step; the recipe's batch if left out")
     parser.add_argument("--stages-per-rank", type=_count, metavar="N", help="the schedule's own number if left out")
-    parser.add_argument("--costs", type=_costs, default={}, metavar="F=1,I=1,W=1,comm=0", help="B is I + W if left out")
+    known = "F=1,I=1,W=1,comm=0,unshard=0,reduce=0"
+    costs = "B is I + W if left out; with mesh.data_shard, unshard gathers a stage, and reduce its gradients"
+    parser.add_argument("--costs", type=_costs, default={}, metavar=known, help=costs)
     parser.add_argument(
         "--channels", choices=get_args(Channels), default="free", help="which messages contend for a channel"
     )
@@ -71,7 +75,7 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
     if options.ranks:
         name = options.recipe.removeprefix(FOLDER)
         schedule = _by_name(options, project, name)
-        return _simulated(options, name, schedule, options.ranks, _needed(options.microbatches))
+        return _simulated(options, name, schedule, options.ranks, _needed(options.microbatches), _costed(options))
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check()
     graph = recipe.graph
@@ -81,7 +85,8 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
         schedule = opened.get(Schedule)
     _check_stages(options, name, schedule)
     use = graph.nodes[name].spec.use.removeprefix(FOLDER)
-    return _simulated(options, use, schedule, ranks, options.microbatches or _microbatches(graph))
+    count = options.microbatches or _microbatches(graph)
+    return _simulated(options, use, schedule, ranks, count, _sharding(graph) or _costed(options))
 
 
 def _comparison(options: argparse.Namespace, project: Project) -> str:
@@ -89,7 +94,7 @@ def _comparison(options: argparse.Namespace, project: Project) -> str:
     if options.recipe or not options.ranks:
         raise UserError("--compare takes --ranks and --microbatches, and no recipe", 2)
     summaries = [
-        _simulated(options, name, schedule, options.ranks, _needed(options.microbatches))
+        _simulated(options, name, schedule, options.ranks, _needed(options.microbatches), _costed(options))
         for name in _complete(project)
         for schedule in [_by_name(options, project, name, anyway=True)]
     ]
@@ -133,7 +138,14 @@ def _check_stages(options: argparse.Namespace, name: str, schedule: Schedule) ->
         raise UserError(f"--stages-per-rank {options.stages_per_rank}: {has}; leave it out", 2)
 
 
-def _simulated(options: argparse.Namespace, name: str, schedule: Schedule, ranks: int, microbatches: int) -> Summary:
+def _simulated(
+    options: argparse.Namespace,
+    name: str,
+    schedule: Schedule,
+    ranks: int,
+    microbatches: int,
+    sharding: Sharding | None,
+) -> Summary:
     work = ranks * microbatches * schedule.stages_per_rank
     if ranks > MOST_RANKS or work > MOST_WORK:
         size = f"{ranks} ranks with {microbatches} microbatches on {schedule.stages_per_rank} stages each"
@@ -141,7 +153,7 @@ def _simulated(options: argparse.Namespace, name: str, schedule: Schedule, ranks
         raise UserError(f"{size} take too long to simulate; write at most {limits}", 2)
     try:
         program = schedule.program(ranks, microbatches)
-        return Summary(name, simulate(program, Costs(**options.costs), options.channels))
+        return Summary(name, simulate(program, Costs(**options.costs), options.channels, sharding))
     except Deadlock as deadlock:
         raise UserError(f"{name} can't be executed: {deadlock}") from deadlock
 
@@ -163,6 +175,25 @@ def _microbatches(graph: Graph) -> int:
     return _needed(None)
 
 
+def _sharding(graph: Graph) -> Sharding | None:
+    """How the recipe's mesh shards parameters, or copies them; None if each rank has its own."""
+    mesh = graph.nodes[_only(graph, Mesh)].settings
+    sizes = {key: size for key in DATA if isinstance(size := mesh.get(key), int)}
+    if math.prod(sizes.values()) == 1:
+        return None
+    for node in graph.nodes.values():
+        if {"reshard_after_forward", "sync_each_microbatch"} <= node.settings.keys():
+            sharded = any(sizes.get(key, 1) > 1 for key in SHARDS)
+            by_block = gathers_by_block(node.settings["reshard_after_forward"], mesh.get("pipeline", 1))
+            return Sharding(sharded and not by_block, sharded and node.settings["sync_each_microbatch"])
+    return None
+
+
+def _costed(options: argparse.Namespace) -> Sharding | None:
+    """Actions on shards that only have costs: weights are gathered once a step."""
+    return Sharding("unshard" in options.costs) if {"unshard", "reduce"} & options.costs.keys() else None
+
+
 def _needed(microbatches: int | None) -> int:
     if microbatches is None:
         raise UserError("how many microbatches? Write --microbatches 8", 2)
@@ -175,7 +206,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-COSTS = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward", "comm": "comm"}
+COSTS = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward"}
+FREE = {"comm": "comm", "unshard": "unshard", "reduce": "reduce"}  # those that may cost nothing
 
 
 def _costs(text: str) -> dict[str, float]:
@@ -184,10 +216,10 @@ def _costs(text: str) -> dict[str, float]:
     for part in text.split(","):
         key, _, value = part.partition("=")
         try:
-            costs[COSTS[key.strip()]] = number = float(value)
+            costs[(COSTS | FREE)[key.strip()]] = number = float(value)
         except (KeyError, ValueError):
-            known = ", ".join(COSTS)
+            known = ", ".join(COSTS | FREE)
             raise argparse.ArgumentTypeError(f"{part!r} is not a cost; write for example F=1 ({known})") from None
-        if not (0 <= number < math.inf and (number or key.strip() == "comm")):
-            raise argparse.ArgumentTypeError(f"{part!r}: an action costs more than 0, a message 0 or more")
+        if not (0 <= number < math.inf and (number or key.strip() in FREE)):
+            raise argparse.ArgumentTypeError(f"{part!r}: F, B, I and W cost more than 0, all else 0 or more")
     return costs

@@ -75,6 +75,26 @@ def with_shard_actions(
     return [each for place, item in enumerate(line) for each in (*before[place], item, *after[place])]
 
 
+@attrs.frozen
+class Sharding:
+    """
+    What ranks do with the parameters of every stage, which data-parallel ranks share.
+
+    Gradients are reduced with the last backward of a stage, and `by_microbatch` with each; weights are `gathered` once
+    a step, or else inside of the stage's actions.
+    """
+
+    gathered: bool = False
+    by_microbatch: bool = False
+
+    def applied(self, line: RankProgram) -> RankProgram:
+        """A rank's program with its actions on shards."""
+        stages = {action.stage for action in flat(line)}
+        return with_shard_actions(
+            line, stages if self.gathered else set(), stages, stages if self.by_microbatch else set()
+        )
+
+
 def with_whole_backwards(program: Program) -> Program:
     """The same program with B for each I that its W follows directly, unless another rank consumes the result of I."""
     merged = np.zeros(len(program.stage), dtype=bool)

@@ -16,13 +16,19 @@ from drawloom.components.ports.program import BACKWARD_WEIGHT, FORWARD, Program
 
 @attrs.frozen
 class Costs:
-    """How long a stage takes for one microbatch by op, and how long a message between ranks takes (`comm`)."""
+    """
+    How long a stage takes for one microbatch by op, and how long a message between ranks takes (`comm`).
+
+    `unshard` is how long it takes to gather a stage's sharded parameters, `reduce` to reduce its gradients.
+    """
 
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
     backward: float = attrs.field()
     comm: float = 0.0
+    unshard: float = 0.0
+    reduce: float = 0.0
 
     @backward.default
     def _whole(self) -> float:
@@ -35,6 +41,7 @@ class Costs:
     def length(self, work: str) -> float:
         """The duration of one action, by the name of its op; any message takes `comm`."""
         lengths = {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}
+        lengths |= {"UNSHARD": self.unshard, "REDUCE_SCATTER": self.reduce, "REDUCE_GRAD": self.reduce}
         return lengths.get(work, self.comm)
 
 

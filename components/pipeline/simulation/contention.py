@@ -4,6 +4,10 @@ Simulation of lowered programs whose messages contend for channels.
 A rank posts a message when it reaches it, and continues at once. The transfer starts when both sides have posted it and
 the channel is free. A compute action waits for the message that it consumes. Events form a dependency graph: each
 starts when all its dependencies have ended, and a cycle is a deadlock.
+
+Sharded parameters are gathered, and gradients reduced, while a rank computes, one such action after another. The
+stage's first forward waits until it is gathered. Gradients of a B are reduced block by block while it computes them,
+so that this can't end earlier; those of a W when it has ended, for it runs none of the hooks that would tell.
 """
 
 from collections import deque
@@ -21,17 +25,25 @@ Which messages share a channel: none (free); those from one rank to another (dir
 all of a rank (rank). With `blocking` a rank does nothing else while it sends or receives.
 """
 
+REDUCTIONS = ("REDUCE_SCATTER", "REDUCE_GRAD")
+SHARD_OPS = ("UNSHARD", *REDUCTIONS)
+
 Name = tuple[int, str, int]
 """Stage, op and microbatch; a message has the name of its send, such as (3, "SEND_F", 7)."""
 
 
 @attrs.define(eq=False)
 class TimedEvent:
-    """A compute action or a message: its dependencies, its start and its end."""
+    """
+    A compute action, a message or an action on shards: its dependencies, its start and its end.
+
+    One that is done `during` another starts and ends no earlier than that.
+    """
 
     name: Name
     length: float
     dependencies: list["TimedEvent"] = attrs.field(factory=list)
+    during: "TimedEvent | None" = None
     start: float = 0.0
     end: float = 0.0
 
@@ -51,15 +63,30 @@ def run_events(rank_programs: Sequence[RankProgram], costs: Costs, channels: Cha
 def _add_rank(events: Events, rank_program: RankProgram, costs: Costs, channels: Channels) -> None:
     """Add one rank's events, each dependent on the last ones that it waits for on this rank."""
     last: dict[Hashable, TimedEvent] = {}
+    reductions: dict[int, TimedEvent] = {}  # by stage, those that wait for the stage's next backward
     for action in flat(rank_program):
+        if action.op == "RESHARD":
+            continue  # frees memory and takes no time
         event = events.setdefault(event_name(action), TimedEvent(event_name(action), costs.length(action.op)))
         event.dependencies += [last[key] for key in _depends_on(action, channels) if key in last]
         last.update(dict.fromkeys(_updates(action, channels), event))
+        if action.op in REDUCTIONS:
+            reductions[action.stage] = event
+        elif action.op in ("B", "W") and action.stage in reductions:
+            reduction = reductions.pop(action.stage)
+            if action.op == "B":
+                reduction.during = event
+            else:
+                reduction.dependencies.append(event)
 
 
 def _depends_on(action: Action, channels: Channels) -> Iterator[Hashable]:
-    """Keys of a rank's last events that an action waits for: compute, its input's message, its channel."""
+    """Keys of a rank's last events that an action waits for: compute, its input's message or weights, its channel."""
     yield "work"
+    if action.op in SHARD_OPS:
+        yield "shards"
+        return
+    yield "gathered", action.stage
     yield _arrival(action) if action.op in OPS else _channel(action, channels)
     if channels == "blocking":
         yield "anything"
@@ -67,6 +94,11 @@ def _depends_on(action: Action, channels: Channels) -> Iterator[Hashable]:
 
 def _updates(action: Action, channels: Channels) -> Iterator[Hashable]:
     """Keys of a rank's last events that an action replaces."""
+    if action.op in SHARD_OPS:
+        yield "shards"
+        if action.op == "UNSHARD":
+            yield "gathered", action.stage
+        return
     yield "work" if action.op in OPS else _channel(action, channels)
     if action.op.startswith("RECV"):
         yield _arrival(action)
@@ -103,16 +135,20 @@ def event_name(action: Action) -> Name:
 def _time(events: Sequence[TimedEvent]) -> None:
     """Compute the start and end of each event, in topological order."""
     followers: dict[int, list[TimedEvent]] = {id(event): [] for event in events}
-    unfinished = {id(event): len(event.dependencies) for event in events}
+    unfinished = dict.fromkeys(followers, 0)
     for event in events:
-        for before in event.dependencies:
+        for before in (*event.dependencies, *filter(None, [event.during])):
             followers[id(before)].append(event)
-    ready = deque(event for event in events if not event.dependencies)
+            unfinished[id(event)] += 1
+    ready = deque(event for event in events if not unfinished[id(event)])
     done = 0
     while ready:
         event = ready.popleft()
         event.start = max((before.end for before in event.dependencies), default=0.0)
         event.end = event.start + event.length
+        if event.during is not None:
+            event.start = max(event.start, event.during.start)
+            event.end = max(event.start + event.length, event.during.end)
         done += 1
         for follower in followers[id(event)]:
             unfinished[id(follower)] -= 1

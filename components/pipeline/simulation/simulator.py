@@ -1,14 +1,14 @@
 """Simulation of a program: how long it takes, the bubble, and the peak memory of each rank."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.pipeline.program.lowering import with_messages
+from drawloom.components.pipeline.program.lowering import Sharding, with_messages
 from drawloom.components.pipeline.program.timing import Costs, time
-from drawloom.components.pipeline.simulation.contention import Channels, Name, TimedEvent, event_name, run_events
+from drawloom.components.pipeline.simulation.contention import SHARD_OPS, Channels, Events, event_name, run_events
 from drawloom.components.ports.program import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -41,6 +41,9 @@ class Simulation:
     channels: Channels
     start: NDArray[np.float64]
     end: NDArray[np.float64]
+    sharding: Sharding | None = None
+    shard_bars: Sequence[Sequence[Bar]] = ()
+    """By rank, the actions that gather parameters and reduce gradients, in order; empty without shards."""
 
     def bars(self, rank: int) -> Iterator[Bar]:
         """The actions of a rank with their times, in order."""
@@ -51,7 +54,7 @@ class Simulation:
     @property
     def makespan(self) -> float:
         """The time from the first start to the last end: that of a step, if all ranks begin and end it together."""
-        return float(self.end.max(initial=0.0))
+        return max(float(self.end.max(initial=0.0)), *(bar.end for bars in self.shard_bars for bar in bars), 0.0)
 
     @property
     def ideal(self) -> float:
@@ -67,8 +70,14 @@ class Simulation:
     @property
     def span(self) -> float:
         """The longest time from a rank's first start to its last end: that of a step, if consecutive steps overlap."""
-        rows = [self.program.rows(rank) for rank in range(self.program.ranks)]
-        return max((float(self.end[r].max() - self.start[r].min()) for r in rows if r.start < r.stop), default=0.0)
+        return max((end - start for start, end in map(self._edges, range(self.program.ranks))), default=0.0)
+
+    def _edges(self, rank: int) -> tuple[float, float]:
+        """The first start and the last end of a rank, which may be that of an action on shards."""
+        rows, shards = self.program.rows(rank), self.shard_bars[rank] if self.shard_bars else ()
+        starts = [*self.start[rows].tolist(), *(bar.start for bar in shards)]
+        ends = [*self.end[rows].tolist(), *(bar.end for bar in shards)]
+        return min(starts, default=0.0), max(ends, default=0.0)
 
     @property
     def span_bubble(self) -> float:
@@ -93,7 +102,7 @@ class Simulation:
     @property
     def peak_boundary(self) -> list[int]:
         """By rank, the peak of tensors in P2P buffers: being sent, being received, or received and not consumed yet."""
-        rank_programs = _rank_programs(self.program, self.costs)
+        rank_programs = _rank_programs(self.program, self.costs, self.sharding)
         events = run_events(rank_programs, self.costs, self.channels)
         return [_peak_boundary(rank_program, events) for rank_program in rank_programs]
 
@@ -110,25 +119,35 @@ class Simulation:
         return {work: int((self.program.op == number).sum()) for number, work in enumerate(OPS)}
 
 
-def simulate(program: Program, costs: Costs, channels: Channels = "free") -> Simulation:
-    """Simulate a program; raises Deadlock if it can't finish."""
+def simulate(
+    program: Program, costs: Costs, channels: Channels = "free", sharding: Sharding | None = None
+) -> Simulation:
+    """Simulate a program, whose parameters may be sharded; raises Deadlock if it can't finish."""
     # Without contention the vectorized timing suffices; it is far faster than simulating single events.
-    if channels == "free":
+    if channels == "free" and sharding is None:
         timing = time(program, costs)
         return Simulation(program, costs, channels, timing.start, timing.end)
-    events = run_events(_rank_programs(program, costs), costs, channels)
+    rank_programs = _rank_programs(program, costs, sharding)
+    events = run_events(rank_programs, costs, channels)
     rows = [events[event_name(program.action(row))] for row in range(len(program.stage))]
     start, end = (np.array([getattr(event, edge) for event in rows]) for edge in ("start", "end"))
-    return Simulation(program, costs, channels, start, end)
+    shard_bars = [_shard_bars(line, events) for line in rank_programs] if sharding else ()
+    return Simulation(program, costs, channels, start, end, sharding, shard_bars)
 
 
-def _rank_programs(program: Program, costs: Costs) -> list[RankProgram]:
+def _rank_programs(program: Program, costs: Costs, sharding: Sharding | None) -> list[RankProgram]:
     """Every rank's lowered program, ordered for these costs."""
     timing = time(program, costs)
-    return [with_messages(program, timing, rank) for rank in range(program.ranks)]
+    lines = [with_messages(program, timing, rank) for rank in range(program.ranks)]
+    return [sharding.applied(line) for line in lines] if sharding else lines
 
 
-def _peak_boundary(rank_program: RankProgram, events: dict[Name, TimedEvent]) -> int:
+def _shard_bars(line: RankProgram, events: Events) -> list[Bar]:
+    timed = [(action, events[event_name(action)]) for action in flat(line) if action.op in SHARD_OPS]
+    return [Bar(action, event.start, event.end, overlaps_previous=False) for action, event in timed]
+
+
+def _peak_boundary(rank_program: RankProgram, events: Events) -> int:
     peak, now = 0, 0.0
     sent: list[float] = []
     received: set[tuple[int, bool, int]] = set()
@@ -141,7 +160,7 @@ def _peak_boundary(rank_program: RankProgram, events: dict[Name, TimedEvent]) ->
         sent = [end for end in sent if end > now]
         if action.op.startswith("SEND"):
             sent.append(events[event_name(action)].end)
-        elif action.op.startswith("RECV"):
+        elif action.op.startswith("RECV_"):
             received.add(key)
         peak = max(peak, len(sent) + len(received))
     return peak

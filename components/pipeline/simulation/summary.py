@@ -56,6 +56,10 @@ class Summary:
             "peak_activations": run.peak_activations,
             "peak_live_weights": run.peak_live_weights,
             "actions": run.actions,
+            "shard_actions": [
+                [{"action": str(bar.action), "start": bar.start, "end": bar.end} for bar in bars]
+                for bars in run.shard_bars
+            ],
         }
 
     def by_rank(self) -> str:

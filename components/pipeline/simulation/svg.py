@@ -2,7 +2,8 @@
 A timeline as SVG: a row for each rank, a bar for each action, time from left to right.
 
 The colour shows the op, its shade the local stage, the number the microbatch. The parts of an overlap share a frame.
-Grey is idle; at the right of each row is the peak of stage-microbatches that the rank holds.
+Grey is idle; at the right of each row is the peak of stage-microbatches that the rank holds. Below a row, thin bars
+show when sharded weights are gathered and gradients reduced.
 """
 
 import math
@@ -17,14 +18,30 @@ from drawloom.components.pipeline.simulation.simulator import Bar, Simulation
 Colour = tuple[int, int, int]
 """Red, green and blue, each from 0 to 255."""
 
-COLOURS: dict[str, Colour] = {"F": (52, 101, 164), "B": (92, 133, 44), "I": (0, 139, 154), "W": (226, 140, 5)}
-NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
+COLOURS: dict[str, Colour] = {
+    "F": (52, 101, 164),
+    "B": (92, 133, 44),
+    "I": (0, 139, 154),
+    "W": (226, 140, 5),
+    "UNSHARD": (117, 80, 123),
+    "REDUCE_SCATTER": (239, 120, 120),
+    "REDUCE_GRAD": (190, 20, 20),
+}
+NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, inputs",
+    "W": "backward, weights",
+    "UNSHARD": "weights gathered",
+    "REDUCE_SCATTER": "gradients so far reduced",
+    "REDUCE_GRAD": "gradients reduced",
+}
 WHITE: Colour = (255, 255, 255)
 INK, PALE, IDLE = "#1a1a1a", "#6b6b6b", "#ececec"
 PALEST = 0.62
 """The share of white in the colour of a rank's last stage."""
 
-BAR, GAP = 24, 5
+BAR, GAP, SHARD_BAR = 24, 5, 8
 LEFT, RIGHT, TOP, BOTTOM = 58, 66, 62, 68
 WIDEST, NARROWEST, LARGEST_UNIT = 2400, 620, 26
 """Pixels: the most and the least for all bars together, and the most for the shortest bar."""
@@ -48,8 +65,10 @@ class _Picture:
     stages_per_rank: int = attrs.field(init=False)
     unit: float = attrs.field(init=False)
     digits: float = attrs.field(init=False)
+    row: int = attrs.field(init=False)  # pixels from one rank to the next
 
     def __attrs_post_init__(self) -> None:
+        self.row = BAR + GAP + ((SHARD_BAR + 3) if self.simulation.shard_bars else 0)
         owners = self.simulation.program.stage_to_rank
         self.local_stage = {stage: stages_of(rank, owners).index(stage) for stage, rank in enumerate(owners)}
         self.stages_per_rank = 1 + max(self.local_stage.values())
@@ -68,7 +87,7 @@ class _Picture:
     @property
     def bottom(self) -> float:
         """The y coordinate at which the rows end."""
-        return TOP + self.simulation.program.ranks * (BAR + GAP)
+        return TOP + self.simulation.program.ranks * self.row
 
     def draw(self) -> Iterator[str]:
         width, height = max(self.right, LEFT + NARROWEST) + RIGHT, self.bottom + BOTTOM
@@ -88,12 +107,14 @@ class _Picture:
         yield "</svg>"
 
     def _row(self, rank: int, live: int) -> Iterator[str]:
-        y = TOP + rank * (BAR + GAP)
+        y = TOP + rank * self.row
         bars = list(self.simulation.bars(rank))
         yield _text(LEFT - 10, y + BAR / 2 + 4, f"rank {rank}", 12, anchor="end")
         yield f'<rect x="{LEFT}" y="{y}" width="{_n(self.right - LEFT)}" height="{BAR}" fill="{IDLE}"/>'
         for bar in bars:
             yield from self._bar(bar, y)
+        for bar in self.simulation.shard_bars[rank] if self.simulation.shard_bars else ():
+            yield self._shard_bar(bar, y + BAR + 2)
         for first, last in _overlaps(bars):
             x, width = LEFT + first.start * self.unit, (last.end - first.start) * self.unit
             yield (
@@ -114,6 +135,14 @@ class _Picture:
             ink, middle = "#fff" if _brightness(colour) < 150 else INK, y + BAR / 2 + 0.36 * self.digits
             yield _text(x + width / 2, middle, str(bar.action.microbatch), self.digits, ink, anchor="middle")
 
+    def _shard_bar(self, bar: Bar, y: float) -> str:
+        x, width = LEFT + bar.start * self.unit, max(2.0, (bar.end - bar.start) * self.unit)
+        colour = self._shade(bar.action.op, self.local_stage[bar.action.stage])
+        return (
+            f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{SHARD_BAR}" fill="{_hex(colour)}">'
+            f"<title>{bar.action}: {bar.start:g} to {bar.end:g}</title></rect>"
+        )
+
     def _shade(self, work: str, local_stage: int) -> Colour:
         way = PALEST * local_stage / max(1, self.stages_per_rank - 1)
         red, green, blue = (round(c + way * (w - c)) for c, w in zip(COLOURS[work], WHITE, strict=True))
@@ -131,7 +160,9 @@ class _Picture:
 
     def _legend(self) -> Iterator[str]:
         x, y = float(LEFT), self.bottom + 40
-        for work in [work for work, count in self.simulation.actions.items() if count]:
+        done = {work for work, count in self.simulation.actions.items() if count}
+        done |= {bar.action.op for bars in self.simulation.shard_bars for bar in bars}
+        for work in filter(done.__contains__, NAMES):
             for local_stage in range(self.stages_per_rank):
                 colour = _hex(self._shade(work, local_stage))
                 yield f'<rect x="{_n(x)}" y="{_n(y)}" width="13" height="13" fill="{colour}"/>'

@@ -7,6 +7,8 @@ from drawloom.components.pipeline.simulation.simulator import Simulation
 from drawloom.components.ports.program import Action
 
 LEGEND = "F forward, B backward, I input gradients, W weight gradients"
+SHARD_LABELS = {"UNSHARD": "U", "REDUCE_SCATTER": "S", "REDUCE_GRAD": "R"}
+SHARD_LEGEND = "second rows: U a stage's weights are gathered, R its gradients reduced, S those so far"
 
 
 def draw_text(simulation: Simulation, width: int = 120) -> str:
@@ -22,10 +24,15 @@ def draw_text(simulation: Simulation, width: int = 120) -> str:
     # More than four bands would not fit on a screen.
     if simulation.makespan * scale > 4 * (width - margin):
         labels, scale = _Labels(simulation, brief=True), 1 / shortest
-    rows = [_row(simulation, rank, labels, scale) for rank in range(simulation.program.ranks)]
+    rows: list[tuple[str, str]] = []
+    for rank in range(simulation.program.ranks):
+        rows.append((f"rank {rank}", _row(simulation, rank, labels, scale)))
+        if simulation.shard_bars:
+            rows.append(("", _shard_row(simulation, rank, scale)))
     cell = max(1, round(scale * shortest))
     bands = list(_bands(rows, margin, (width - margin) // cell * cell))
-    return "\n\n".join(bands) + f"\n\n{LEGEND}{labels.legend}\n"
+    shards = f"{SHARD_LEGEND}\n" if simulation.shard_bars else ""
+    return "\n\n".join(bands) + f"\n\n{LEGEND}{labels.legend}\n{shards}"
 
 
 class _Labels:
@@ -70,6 +77,17 @@ def _row(simulation: Simulation, rank: int, labels: _Labels, scale: float) -> st
     return row.ljust(round(simulation.makespan * scale), blank)
 
 
-def _bands(rows: list[str], margin: int, width: int) -> Iterator[str]:
-    for left in range(0, max(map(len, rows)), width):
-        yield "\n".join(f"rank {n}".ljust(margin) + row[left : left + width].rstrip() for n, row in enumerate(rows))
+def _shard_row(simulation: Simulation, rank: int, scale: float) -> str:
+    row = ""
+    for bar in simulation.shard_bars[rank]:
+        row = row.ljust(round(bar.start * scale))
+        label = f"{SHARD_LABELS[bar.action.op]}{bar.action.stage}"
+        # What takes no time is shown, too, where it happens.
+        row += label.ljust(round(bar.end * scale) - len(row) - 1, "-") + " "
+    return row
+
+
+def _bands(rows: list[tuple[str, str]], margin: int, width: int) -> Iterator[str]:
+    for left in range(0, max(len(row) for _, row in rows), width):
+        lines = ((name.ljust(margin) + row[left : left + width]).rstrip() for name, row in rows)
+        yield "\n".join(lines)

@@ -46,6 +46,7 @@ def test_a_schedule_by_its_name(capsys: Capture) -> None:
         "peak_activations",
         "peak_live_weights",
         "actions",
+        "shard_actions",
     ]
     assert (found["makespan"], found["ideal"], found["peak_activations"]) == (199, 192, [17] * 8)
     assert found["actions"] == {"F": 512, "B": 420, "I": 92, "W": 92}
@@ -134,7 +135,7 @@ def test_all_are_compared(capsys: Capture) -> None:
             ["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "X=1"],
             "'X=1' is not a cost; write for example F=1",
         ),
-        (["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "F=-1"], "an action costs more than 0"),
+        (["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "F=-1"], "F, B, I and W cost more than 0"),
         (
             ["gpipe", "--ranks", "2", "--microbatches", "4", "schedule.x=1"],
             "command line: [schedule] 'pipeline.schedules.gpipe' has no setting",
@@ -161,3 +162,30 @@ def test_a_schedule_that_takes_too_long_is_refused(
     words = ["one_f_one_b", "--ranks", str(ranks), "--microbatches", str(microbatches)]
     assert main(["schedule", *words]) == 2
     assert "take too long to simulate; write at most 1000 ranks" in capsys.readouterr().err
+
+
+def test_a_recipe_with_shards_shows_when_they_are_gathered_and_reduced(capsys: Capture) -> None:
+    """Mesh and stages say which actions there are, costs how long they take; replicas are only reduced."""
+    words = (
+        "first_run",
+        "mesh.pipeline=2",
+        "batch.micro_size=2",
+        "--microbatches",
+        "4",
+        "--costs",
+        "unshard=1,reduce=1",
+    )
+    stage = [[each["action"] for each in rank] for rank in data(capsys, *words, "mesh.data_shard=2")["shard_actions"]]
+    assert stage == [["0UNSHARD0", "0REDUCE_GRAD3"], ["1UNSHARD0", "1REDUCE_GRAD3"]]
+    by_layer = data(capsys, *words, "mesh.data_shard=2", "stages.reshard_after_forward=true")["shard_actions"]
+    replicas = data(capsys, *words, "mesh.data_replicate=2", "stages.sync_each_microbatch=true")["shard_actions"]
+    assert [[each["action"] for each in rank] for rank in by_layer] == [["0REDUCE_GRAD3"], ["1REDUCE_GRAD3"]]
+    assert [[each["action"] for each in rank] for rank in replicas] == [["0REDUCE_GRAD3"], ["1REDUCE_GRAD3"]]
+    each = data(capsys, *words, "mesh.data_shard=2", "stages.sync_each_microbatch=true")["shard_actions"]
+    assert [action["action"] for action in each[0]][1:] == [*(f"0REDUCE_SCATTER{n}" for n in range(3)), "0REDUCE_GRAD3"]
+    assert data(capsys, *words[:-2])["shard_actions"] == []
+    named = data(capsys, "one_f_one_b", "--ranks", "2", "--microbatches", "4", "--costs", "unshard=1")
+    assert (
+        len(named["shard_actions"]) == 2
+        and named["makespan"] == 1 + data(capsys, "one_f_one_b", "--ranks", "2", "--microbatches", "4")["makespan"]
+    )

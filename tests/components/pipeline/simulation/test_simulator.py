@@ -2,11 +2,16 @@
 
 from itertools import pairwise
 
+import attrs
+import numpy as np
 import pytest
 
+from drawloom.components.pipeline.program.lowering import Sharding
 from drawloom.components.pipeline.program.notation import read_program
 from drawloom.components.pipeline.program.timing import Costs, Deadlock
-from drawloom.components.pipeline.simulation.simulator import simulate
+from drawloom.components.pipeline.simulation.simulator import Simulation, simulate
+from drawloom.components.ports.program import BACKWARD, BACKWARD_WEIGHT
+from support.schedules import schedule
 
 PROGRAM = read_program("0: 0F0 0F1 0F2 0I0 0W0 0B1 0B2\n1: 1F0 1I0 1F1 1I1 1W0 1F2 1W1 1B2\n")
 
@@ -55,3 +60,43 @@ def test_a_deadlock_has_no_simulation() -> None:
     """Simulating a program that can't finish raises Deadlock."""
     with pytest.raises(Deadlock):
         simulate(read_program("0: 0B0 0F0\n"), Costs())
+
+
+@pytest.mark.parametrize("sharding", [Sharding(), Sharding(gathered=True), Sharding(True, by_microbatch=True)])
+@pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble_v", "dual_pipe_v"])
+def test_actions_on_shards_that_cost_nothing_change_no_time(name: str, sharding: Sharding) -> None:
+    """Start and end of every compute action are those without shards, whose actions are there all the same."""
+    program, costs = schedule(name).program(4, 12), Costs(1, 1.5, 0.5, comm=0.25)
+    plain, run = simulate(program, costs), simulate(program, costs, sharding=sharding)
+    assert np.allclose(run.start, plain.start) and np.allclose(run.end, plain.end)
+    assert run.makespan == pytest.approx(plain.makespan) and run.span == pytest.approx(plain.span)
+    ops = [bar.action.op for bars in run.shard_bars for bar in bars]
+    assert ops.count("REDUCE_GRAD") == program.stages and ops.count("UNSHARD") == program.stages * sharding.gathered
+    whole = int(np.isin(program.op, (BACKWARD, BACKWARD_WEIGHT)).sum())
+    assert ops.count("REDUCE_SCATTER") >= (whole - program.stages) * sharding.by_microbatch
+    assert not plain.shard_bars
+
+
+def test_a_stage_is_gathered_before_its_first_forward_and_reduced_with_its_backward() -> None:
+    """F waits for the gather; the reduction overlaps with B, begins behind W, and can end the step."""
+    sharding, costs = Sharding(gathered=True), Costs(1, 2, 2, unshard=3, reduce=1)
+    whole = simulate(read_program("0: 0F0 0B0"), costs, sharding=sharding)
+    assert timed(whole) == {"0UNSHARD0": (0, 3), "0F0": (3, 4), "0B0": (4, 8), "0REDUCE_GRAD0": (4, 8)}
+    slow = simulate(read_program("0: 0F0 0B0"), attrs.evolve(costs, reduce=7), sharding=sharding)
+    assert timed(slow)["0REDUCE_GRAD0"] == (4, 11) and slow.makespan == slow.span == 11 and slow.ideal == 5
+    split = simulate(read_program("0: 0F0 0F1 0I0 0I1 0W0 0W1"), costs, sharding=Sharding(True, by_microbatch=True))
+    assert timed(split)["0W0"] == (9, 11) and timed(split)["0REDUCE_SCATTER0"] == (11, 12)
+    assert timed(split)["0W1"] == (11, 13) and timed(split)["0REDUCE_GRAD1"] == (13, 14) and split.makespan == 14
+
+
+def test_a_later_stage_is_gathered_while_an_earlier_one_computes() -> None:
+    """Gathers of a rank follow one another, and only the first one delays its work."""
+    run = simulate(read_program("0: 0F0 1F0 1B0 0B0"), Costs(2, unshard=1.5), sharding=Sharding(gathered=True))
+    found = timed(run)
+    assert (found["0UNSHARD0"], found["1UNSHARD0"]) == ((0, 1.5), (1.5, 3))
+    assert (found["0F0"], found["1F0"]) == ((1.5, 3.5), (3.5, 5.5))
+
+
+def timed(run: Simulation) -> dict[str, tuple[float, float]]:
+    """Start and end of all actions of rank 0, by their text."""
+    return {str(bar.action): (bar.start, bar.end) for bar in (*run.bars(0), *run.shard_bars[0])}

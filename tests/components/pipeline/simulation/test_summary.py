@@ -25,6 +25,7 @@ def test_json_has_the_figures_of_the_simulation() -> None:
         "peak_activations": [7, 5, 3, 1],
         "peak_live_weights": [7, 7, 7, 7],
         "actions": {"F": 32, "B": 0, "I": 32, "W": 32},
+        "shard_actions": [],
     }
 
 

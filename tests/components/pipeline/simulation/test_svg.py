@@ -5,6 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from drawloom.components.pipeline.program.lowering import Sharding
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.simulation.simulator import Simulation, simulate
 from drawloom.components.pipeline.simulation.svg import LEFT, draw_svg
@@ -76,3 +77,24 @@ def test_stages_and_work_have_their_own_colours() -> None:
 def test_text_is_escaped() -> None:
     """A caption may have any character."""
     assert "a < caption" in [item.text for item in drawn(simulate(schedule("gpipe").program(1, 1), Costs())).iter()]
+
+
+def test_actions_on_shards_are_thin_bars_below_their_rank() -> None:
+    """Each is drawn at its time, between its rank's row and the next, is in the legend, and moves nothing outside."""
+    program, sharding = schedule("one_f_one_b").program(3, 4), Sharding(gathered=True)
+    simulation = simulate(program, Costs(unshard=0.5, reduce=1), sharding=sharding)
+    picture = drawn(simulation)
+    found = bars(picture)
+    assert len(found) == len(program.stage) + 6
+    places = [
+        float(found[f"{r}F0: {next(simulation.bars(r)).start:g} to {next(simulation.bars(r)).end:g}"].attrib["y"])
+        for r in range(3)
+    ]
+    for rank, bars_of_rank in enumerate(simulation.shard_bars):
+        for bar in bars_of_rank:
+            rectangle = found[f"{bar.action}: {bar.start:g} to {bar.end:g}"]
+            low = float(rectangle.attrib["y"])
+            assert places[rank] + 24 <= low
+            assert low + float(rectangle.attrib["height"]) < ([*places, 1e9][rank + 1])
+    words = [text.text for text in picture.iter(f"{SVG}text")]
+    assert "weights gathered" in words and "gradients reduced" in words and "gradients so far reduced" not in words

@@ -2,6 +2,7 @@
 
 import re
 
+from drawloom.components.pipeline.program.lowering import Sharding
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.text import draw_text
@@ -56,3 +57,20 @@ def test_measured_costs_keep_their_proportions() -> None:
     """The shortest op is as wide as a label, all others in proportion."""
     assert drawn("one_f_one_b", 1, 1, costs=Costs(6, 1, 1))[0] == "rank 0  F0------ B0"
     assert drawn("zero_bubble_1p", 1, 1, costs=Costs(1, 1, 2))[0] == "rank 0  F0 I0 W0---"
+
+
+def test_a_second_row_shows_when_weights_are_gathered_and_gradients_reduced() -> None:
+    """Actions on shards are drawn below those at the same time, also one that takes no time."""
+    program = schedule("one_f_one_b").program(2, 2)
+    costs = Costs(backward=2, unshard=1)
+    assert draw_text(simulate(program, costs, sharding=Sharding(True, by_microbatch=True))).splitlines() == [
+        "rank 0     F0 F1       B0---    B1---",
+        "        U0             S0---    R0---",
+        "rank 1        F0 B0--- F1 B1---",
+        "        U1       S1---    R1---",
+        "",
+        "F forward, B backward, I input gradients, W weight gradients",
+        "second rows: U a stage's weights are gathered, R its gradients reduced, S those so far",
+    ]
+    free = draw_text(simulate(program, Costs(backward=2), sharding=Sharding(True))).splitlines()
+    assert free[1].startswith("        U0 ") and "F0" in free[0]
