@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each would compile every module
 
 .PHONY: train test docs figures bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu bench-pipeline-gpu \
-	bench-mesh-gpu bench-finetune-gpu
+	bench-mesh-gpu bench-finetune-gpu bench-start-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -70,6 +70,9 @@ bench-mesh-gpu: .venv/test
 
 bench-finetune-gpu: .venv/test
 	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py --finetuning $(ONLY)
+
+bench-start-gpu: .venv/test
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/start.py $(ONLY)
 
 clean:
 	rm -rf .venv runs dist site .mypy_cache .pytest_cache .ruff_cache
