@@ -17,6 +17,7 @@ from drawloom.components.distributed.tensor_parallel import TensorRanks, split
 from drawloom.components.pipeline.initial_values import InitialValues
 from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype, is_dtensor
 from drawloom.components.pipeline.program.builders import stages_of
+from drawloom.components.pipeline.recompute import fault_of_policy, make_recomputable, notes_of_policy
 from drawloom.components.pipeline.replicated_store import ReplicatedStore
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
@@ -32,7 +33,16 @@ from drawloom.components.pipeline.stage_checks import (
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import DATA, SHARDS, Device, Mesh, Precision
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Stage, Transform, gradient_of
+from drawloom.components.ports.model import (
+    LOSS,
+    BatchContext,
+    LayerRange,
+    Model,
+    Recompute,
+    Stage,
+    Transform,
+    gradient_of,
+)
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import TensorSlice
@@ -87,6 +97,13 @@ class MaterializedStages:
         check=above(0),
         doc="bytes of gradients that replicas sum in one collective, while the backward pass computes others",
     )
+    recompute: Recompute = setting(
+        default="none",
+        impact="safe",
+        check=fault_of_policy,
+        doc="what the backward pass computes again instead of keeping it: 'none'; 'selective': norms, gates and "
+        "rotations of the kernels; 'blocks': every block; a number n: one of n blocks",
+    )
     weights: Path | None = setting(
         default=None, doc="a Hugging Face folder to start from; that of `model.auto`, or random weights, if left out"
     )
@@ -114,7 +131,8 @@ class MaterializedStages:
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """How the ranks of the mesh share the parameters."""
+        """How the ranks of the mesh share the parameters, and what is recomputed."""
+        yield from notes_of_policy(node.settings["recompute"])
         for mesh in node.neighbours("mesh"):
             yield from shares_of_parameters(node, mesh)
 
@@ -145,9 +163,12 @@ class MaterializedStages:
                 self.adapters,
                 self._splits,
                 self.mesh.group("tensor"),
+                self.recompute,
             )
             for index, module in modules.items()
         ]
+        for module in modules.values():
+            make_recomputable(self.model.blocks(module))
         self._fingerprint = self._values.origin(self._all().values())
         self._check_patterns()
         self._find_shared()

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
-from drawloom.components.ports.data import ValidationData
+from drawloom.components.ports.data import Batch, ValidationData
 from drawloom.components.ports.distributed import Device, Pending, Processes, Timed
 from drawloom.components.ports.model import BatchContext
 from drawloom.components.ports.pipeline import Executor, Losses, Predictor
@@ -69,6 +70,19 @@ def stages_of(use: str, values: Values, place: Path) -> Any:
                 dtypes = kept.dtype, kept.grad_dtype, used[name].dtype, used[name].grad_dtype
                 found.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
         return found
+
+
+def recomputed_by(use: str, values: Values, place: Path) -> Any:
+    """How often the first norm of each layer runs in a step of one microbatch."""
+    runs = Counter[int]()
+    with _recipe(place, stages=dict(values)).open(only="executor") as objects:
+        executor = objects["executor"]
+        (stage,) = executor.stages.local
+        for number, block in enumerate(executor.stages.model.blocks(stage.module)):
+            block.input_layernorm.register_forward_hook(lambda *_, number=number: runs.update([number]))
+        tokens = torch.arange(6).unsqueeze(0)
+        executor.train([Batch(tokens, tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))])
+    return runs
 
 
 @attrs.define

@@ -24,7 +24,7 @@ from drawloom.components.optim.adamw import AdamW
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
-from drawloom.components.ports.model import BatchContext, Head, HiddenStates
+from drawloom.components.ports.model import BatchContext, Head, HiddenStates, Recompute
 from drawloom.components.ports.run import Step
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
@@ -150,10 +150,12 @@ def steps(
     taken: int = 1,
     layers: int = 8,
     lengths: tuple[int, int] = (4, 1),
+    recompute: Sequence[Recompute] = ("none",),
 ) -> list[dict[str, Any]]:
     """
     What steps of each case leave on this rank, in all processes that were started together, or in this one; the model
-    has so many layers. `lengths` are the shortest of the rows, and how much longer others are.
+    has so many layers. `lengths` are the shortest of the rows, and how much longer others are. There are those of all
+    cases for each policy of recomputation.
 
     `sizes` are those of the mesh; pipeline ranks take what is left. Each data-parallel rank has its part of the
     microbatches. `taken` steps are taken with AdamW, all but the last of which are followed by an update.
@@ -166,7 +168,12 @@ def steps(
         rest = processes.world_size // math.prod(sizes.values())
         mesh = RankMesh(processes=processes, **{"pipeline": rest, "data_replicate": 1, **sizes})
         mesh.open()
-        return [_steps(*case, mesh, device, DtypePolicy(**dtypes), taken, layers, lengths) for case in cases]
+        precision = DtypePolicy(**dtypes)
+        return [
+            _steps(*case, mesh, device, precision, taken, layers, lengths, policy)
+            for policy in recompute
+            for case in cases
+        ]
     finally:
         processes.close()
 
@@ -183,6 +190,7 @@ def _steps(
     taken: int,
     layers: int,
     lengths: tuple[int, int],
+    recompute: Recompute,
 ) -> dict[str, Any]:
     """
     Gradients by name, as the optimizer gets them in the last step, and the weights before it; which slices these are;
@@ -207,6 +215,7 @@ def _steps(
         job=Job(),
         transforms=[FreezeFirstLayer()] if frozen else [],
         bucket_bytes=1000,
+        recompute=recompute,
     )
     stages.open()
     executor = Executor(

@@ -367,6 +367,7 @@ ROWS: dict[str, Row] = {
             "head_layer_cost": 2,
             "weights": "exported",
             "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
+            "recompute": Change("blocks", observer=runs.recomputed_by),
         },
     ),
     "run.batch": Row(
