@@ -33,6 +33,7 @@ from drawloom.components.ports.distributed import (
     Reduce,
     Timed,
 )
+from drawloom.components.ports.flops import CountsFlops, ForwardFlops, attended_pairs
 from drawloom.components.ports.memory import MEMORY_KINDS, MemoryKind, MemoryUser, memory_by_kind
 from drawloom.components.ports.model import (
     LOSS,
@@ -139,6 +140,7 @@ __all__ = [
     "Communicator",
     "Convert",
     "Corpus",
+    "CountsFlops",
     "Device",
     "Durable",
     "Event",
@@ -152,6 +154,7 @@ __all__ = [
     "Fill",
     "FinalTask",
     "Finish",
+    "ForwardFlops",
     "Group",
     "Head",
     "HiddenStates",
@@ -229,6 +232,7 @@ __all__ = [
     "ValidationData",
     "Value",
     "VocabularyPart",
+    "attended_pairs",
     "check_cadence",
     "due",
     "flat",
