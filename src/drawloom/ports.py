@@ -33,6 +33,7 @@ from drawloom.components.ports.distributed import (
     Reduce,
     Timed,
 )
+from drawloom.components.ports.flops import CountsFlops, ForwardFlops, attended_pairs
 from drawloom.components.ports.memory import MEMORY_KINDS, MemoryKind, MemoryUser, memory_by_kind
 from drawloom.components.ports.model import (
     LOSS,
@@ -140,6 +141,7 @@ __all__ = [
     "Communicator",
     "Convert",
     "Corpus",
+    "CountsFlops",
     "Device",
     "Durable",
     "Event",
@@ -153,6 +155,7 @@ __all__ = [
     "Fill",
     "FinalTask",
     "Finish",
+    "ForwardFlops",
     "Group",
     "Head",
     "HiddenStates",
@@ -231,6 +234,7 @@ __all__ = [
     "ValidationData",
     "Value",
     "VocabularyPart",
+    "attended_pairs",
     "check_cadence",
     "due",
     "flat",
