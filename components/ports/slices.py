@@ -60,12 +60,13 @@ class ModelParameter:
     A parameter of the model, of which ranks may have slices.
 
     `tensor` is this rank's: a DTensor where FSDP shards it, and the slice `split` where the ranks of the group
-    `tensor_ranks` share it, too.
+    `tensor_ranks` share it, too. Persistent buffers, which are whole on each rank, are written like parameters.
     """
 
     tensor: Tensor
     split: TensorSlice | None = None
     tensor_ranks: Group | None = None
+    is_buffer: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

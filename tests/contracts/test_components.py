@@ -74,6 +74,12 @@ def of_family(use: str, **settings: Any) -> Mapping[str, Any]:
     return {"model": {**TINY["model"], "use": use, "vocab_size": 257, **settings}}
 
 
+def with_experts(use: str) -> Mapping[str, Any]:
+    """A small model with experts."""
+    sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    return {"model": {**TINY["model"], "use": use, "tokenizer": "@tokenizer", **sizes}}
+
+
 def config_file(folder: Path) -> Path:
     """The config.json of a small model."""
     model = Qwen3Dense(kernels=cpu_kernels(), vocab_size=257, **TINY["model"])
@@ -196,15 +202,16 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "model": {**TINY["model"], "use": "model.mistral", "vocab_size": 257, "sliding_window": 4}
     },
     "model.qwen2": lambda folder: {"model": {**TINY["model"], "use": "model.qwen2", "vocab_size": 257}},
-    "model.qwen3.moe": lambda folder: {
-        "model": {
-            **TINY["model"],
-            "use": "model.qwen3.moe",
-            "tokenizer": "@tokenizer",
-            "num_experts": 3,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 8,
-        }
+    "model.qwen3.moe": lambda folder: with_experts("model.qwen3.moe"),
+    "model.dots1": lambda folder: with_experts("model.dots1"),
+    "metrics.expert_load": lambda folder: {
+        **with_experts("model.qwen3.moe"),
+        "metrics": {"experts": {"use": "metrics.expert_load"}},
+    },
+    "phases.router_bias": lambda folder: {
+        **with_experts("model.dots1"),
+        "router_bias": {"use": "phases.router_bias"},
+        "edit": {"trainer": {"phases": {"after": {"@optimizer": "@router_bias"}}}},
     },
     "adapters.full_tuning": lambda folder: {
         "adapter": {"use": "adapters.full_tuning", "targets": ["norm"]},
