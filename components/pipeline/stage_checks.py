@@ -34,6 +34,24 @@ def roundings(stages: NodeView, model: NodeView, precision: NodeView) -> Iterato
         yield precision.warning("parameter", text, f'write parameter = "{wider[0]}" to keep them')
 
 
+NO_DISPATCHER = "ranks along 'expert' share the experts out, and nothing brings tokens to the experts of other ranks"
+WRITE_DISPATCHER = 'write dispatcher = { use = "experts.all_to_all" } in [stages]'
+
+
+def misfits_of_experts(stages: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Problem]:
+    """Models that have no experts for the ranks along `expert`; a model counts them by a classmethod `expert_count`."""
+    ranks, count = mesh.settings.get("expert", 1), getattr(model.component, "expert_count", None)
+    if ranks == 1 or count is None:
+        return
+    if not (experts := count(model)):
+        yield mesh.problem("expert", f"{ranks} ranks along 'expert', and [{model.name}] has no experts", "write 1")
+    elif experts % ranks:
+        text = f"{ranks} ranks along 'expert' can't share the {experts} experts of [{model.name}] evenly"
+        yield mesh.problem("expert", text, "write another number, or 1")
+    elif not any(getattr(each.component, "between_ranks", False) for each in stages.neighbours("dispatcher")):
+        yield mesh.problem("expert", NO_DISPATCHER, WRITE_DISPATCHER.replace("[stages]", f"[{stages.name}]"))
+
+
 def misfits_of_tensor(mesh: NodeView, model: NodeView) -> Iterator[Problem]:
     """Models that ranks along `tensor` can't share evenly; a model says so by a classmethod `tensor_faults`."""
     ranks, faults = mesh.settings.get("tensor", 1), getattr(model.component, "tensor_faults", None)

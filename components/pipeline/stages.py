@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.buckets import BUCKET_BYTES, sum_in_buckets
+from drawloom.components.distributed.expert_parallel import share_experts
 from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.distributed.rng import derive_seed, fill_normal
+from drawloom.components.distributed.row_sums import share_rows
 from drawloom.components.distributed.tensor_parallel import TensorRanks, split
 from drawloom.components.pipeline.module_buffers import fill_buffers, fill_parameters
 from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype, is_dtensor
@@ -23,14 +25,30 @@ from drawloom.components.pipeline.replicated_store import ReplicatedStore
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, local_part, shard, slice_of
-from drawloom.components.pipeline.stage_checks import misfits_of_shards, misfits_of_tensor, roundings
+from drawloom.components.pipeline.stage_checks import (
+    NO_DISPATCHER,
+    WRITE_DISPATCHER,
+    misfits_of_experts,
+    misfits_of_shards,
+    misfits_of_tensor,
+    roundings,
+)
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.distributed import DATA, SHARDS, Device, Mesh, Precision
+from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, SHARDS, Device, Mesh, Precision
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Stage, Transform, gradient_of
+from drawloom.components.ports.model import (
+    LOSS,
+    BatchContext,
+    Dispatcher,
+    LayerRange,
+    Model,
+    Stage,
+    Transform,
+    gradient_of,
+)
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.components.weights.adapted import adapted_model, adapter_names, fill_adapters, inject
 from drawloom.components.weights.fingerprint import folder_fingerprint
 from drawloom.components.weights.load import load_folder, persistent_tensors
@@ -59,6 +77,7 @@ class MaterializedStages:
     job: RunInfo
     adapters: list[Adapter] = attrs.field(factory=list)
     transforms: list[Transform] = attrs.field(factory=list)
+    dispatcher: Dispatcher | None = None
     embedding_layer_cost: int = setting(
         default=0,
         check=at_least(0),
@@ -91,8 +110,9 @@ class MaterializedStages:
     _boundaries: ActivationSpecs = attrs.field(init=False, default=None)
     _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
     _on_earlier_ranks: set[str] = attrs.field(init=False, factory=set)
-    # the slices that tensor ranks have of parameters, which data ranks may slice again
-    _splits: dict[str, TensorSlice] = attrs.field(init=False, factory=dict)
+    # the slices that tensor and expert ranks have of parameters, which data ranks may slice again
+    _splits: dict[str, RankSlice] = attrs.field(init=False, factory=dict)
+    _of_experts: set[str] = attrs.field(init=False, factory=set)  # those of them that expert ranks have
     _fingerprint: str = attrs.field(init=False, default="")
 
     @classmethod
@@ -104,6 +124,7 @@ class MaterializedStages:
             yield from roundings(node, model, precision)
         for mesh, model in zip(node.neighbours("mesh"), node.neighbours("model"), strict=True):
             yield from misfits_of_tensor(mesh, model)
+            yield from misfits_of_experts(node, mesh, model)
         for loss in node.neighbours("loss"):
             if issubclass(loss.component, nn.Module):
                 where = f"under [{loss.name}] and [{node.name}]"
@@ -115,7 +136,7 @@ class MaterializedStages:
         """How the ranks of the mesh share the parameters."""
         by_block = node.settings["reshard_after_forward"]
         for mesh in node.neighbours("mesh"):
-            size = {name: mesh.settings.get(name, 1) for name in ("pipeline", *SHARDS, "tensor")}
+            size = {name: mesh.settings.get(name, 1) for name in ("pipeline", *SHARDS, "tensor", "expert")}
             if size["pipeline"] > 1:
                 yield f"layers: partitioned over {size['pipeline']} pipeline ranks"
             if size["tensor"] > 1:
@@ -123,9 +144,15 @@ class MaterializedStages:
             if (ranks := math.prod(size[name] for name in SHARDS)) > 1:
                 often = "by layer" if _gathers_by_block(by_block, size["pipeline"]) else "once a step"
                 yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {often}"
+            if size["expert"] > 1:
+                rest = math.prod(size[name] for name in (*SHARDS, "tensor")) // size["expert"]
+                further = f", and sharded over {rest}" if rest > 1 and ranks > 1 else ""
+                yield f"experts: shared out over {size['expert']} ranks{further}"
 
     def open(self) -> None:
         """Build this rank's modules, and initialise or load them."""
+        if self.mesh.size("expert") > 1 and not getattr(self.dispatcher, "between_ranks", False):
+            raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
         owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
         spans = self._split(len(owners))
         mine = stages_of(self.mesh.index("pipeline"), owners)
@@ -141,7 +168,8 @@ class MaterializedStages:
             self._store = ShardedStore.of(sharded, self.precision)
         elif (replicas := self.mesh.group(*DATA)).size > 1:
             every = [*modules.values()]
-            how = self.model.blocks, self.precision, replicas, self.bucket_bytes
+            apart = self._of_experts if self._shards_of_experts > 1 else frozenset[str]()
+            how = self.model.blocks, self.precision, replicas, self.bucket_bytes, apart
             self._store = ReplicatedStore.replicated(every, *how)
         else:
             self._store = ParameterStore.of(modules.values(), self.precision)
@@ -155,7 +183,6 @@ class MaterializedStages:
                 self._store.shards_of(module),
                 self.adapters,
                 self._splits,
-                self.mesh.group("tensor"),
             )
             for index, module in modules.items()
         ]
@@ -183,10 +210,14 @@ class MaterializedStages:
     def counted(self) -> list[tuple[str, nn.Parameter]]:
         """Those of `named` that no earlier rank holds, of those that are no replicas of this one."""
         other = set(self._on_earlier_ranks)
+        mine = {name for name, _ in self.named()}
+        whole = mine - self._store.slices.keys()
         if self.mesh.group(*SHARDS).rank:
-            other |= {name for name, _ in self.named()} - self._store.slices.keys()
+            other |= whole - self._of_experts
         if self.mesh.index("tensor"):
-            other |= {name for name, _ in self.named()} - self._splits.keys()
+            other |= mine - self._splits.keys()
+        if self._of_experts and self.mesh.index("expert_shard"):
+            other |= whole & self._of_experts
         return [(name, part) for name, part in self.named() if name not in other]
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
@@ -218,8 +249,12 @@ class MaterializedStages:
         # Of parameters that are whole on tensor ranks, such as norms', each has the gradient of its own tokens.
         partial = [part for name, part in mine.items() if name not in self._splits and not _is_of_loss(name)]
         sum_in_buckets([gradient_of(part) for part in partial], self.mesh.group("tensor"), wide, self.bucket_bytes)
-        left = [gradient_of(part) for name, part in mine.items() if name not in self._store.summed]
-        sum_in_buckets(left, self.mesh.group(*DATA), wide, self.bucket_bytes)
+        left = {name: gradient_of(part) for name, part in mine.items() if name not in self._store.summed}
+        dense = [grad for name, grad in left.items() if name not in self._of_experts]
+        sum_in_buckets(dense, self.mesh.group(*DATA), wide, self.bucket_bytes)
+        if self._of_experts:
+            of_experts = [grad for name, grad in left.items() if name in self._of_experts]
+            sum_in_buckets(of_experts, self.mesh.group(*EXPERT_REPLICAS), wide, self.bucket_bytes)
         # A collective of the whole group: ranks without a parameter take part with zeros.
         like: Any = {"dtype": self.precision.gradient, "device": self.device.device}
         shared = [
@@ -261,11 +296,14 @@ class MaterializedStages:
 
     def _slice(self, name: str) -> TensorSlice | None:
         """The slice that this rank has of a parameter; None for a whole one."""
-        return TensorSlice.nested(self._splits.get(name), self._store.slices.get(name))
+        return TensorSlice.nested(self._split_place(name), self._store.slices.get(name))
 
     def _place(self, name: str, parameter: Tensor) -> TensorSlice | None:
         """The same of a module's parameter, before there is a store."""
-        return TensorSlice.nested(self._splits.get(name), slice_of(parameter) if is_dtensor(parameter) else None)
+        return TensorSlice.nested(self._split_place(name), slice_of(parameter) if is_dtensor(parameter) else None)
+
+    def _split_place(self, name: str) -> TensorSlice | None:
+        return self._splits[name].place if name in self._splits else None
 
     def _all(self) -> dict[str, nn.Parameter]:
         return {name: parameter for stage in self._local for name, parameter in stage.named_parameters()}
@@ -313,7 +351,10 @@ class MaterializedStages:
             module.add_module(LOSS, of_loss)
         for transform in self.transforms:
             module = transform.transform(module)
-        self._splits |= split(module, TensorRanks(self.mesh.group("tensor")))
+        of_experts = share_experts(module, self.mesh.group("expert"), self.dispatcher)
+        self._of_experts |= of_experts.keys()
+        share_rows(module, self.mesh.group("context"))
+        self._splits |= split(module, TensorRanks(self.mesh.group("tensor"))) | of_experts
         for parameter in module.parameters():  # buffers, such as frequencies, keep the dtype that their module chose
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(self.precision.parameter)
@@ -334,7 +375,15 @@ class MaterializedStages:
         by_block = _gathers_by_block(self.reshard_after_forward, self.mesh.size("pipeline"))
         replicas = [("data_replicate",)] if self.mesh.size("data_replicate") > 1 else []
         mesh = self.mesh.torch_mesh(*replicas, SHARDS)
-        return shard(modules, self.model.blocks, mesh, self.precision, by_block)
+        of_experts = None
+        if self._of_experts and self._shards_of_experts > 1:
+            of_experts = self.mesh.torch_mesh(*replicas, ("expert_shard",))
+        return shard(modules, self.model.blocks, mesh, self.precision, by_block, self._of_experts, of_experts)
+
+    @property
+    def _shards_of_experts(self) -> int:
+        """How many ranks have the same experts, other than replicas."""
+        return self.mesh.size("expert_shard") if self.mesh.size("expert") > 1 else 1
 
     def _fill(self, modules: Iterable[nn.Module]) -> None:
         """Give parameters and buffers memory, and the values that the run starts from."""
@@ -349,7 +398,8 @@ class MaterializedStages:
             if self._folder is not None:
                 mapper = self.model.hugging_face_mapper().inverse()
                 try:
-                    load_folder(self._folder, module, mapper, device, adapter_names(module), self._splits)
+                    places = {name: each.place for name, each in self._splits.items()}
+                    load_folder(self._folder, module, mapper, device, adapter_names(module), places)
                 except UserError as error:
                     named = "weights: " if self.weights else ""  # otherwise the model has named them
                     raise UserError(f"{named}{error}", error.exit_code) from error
@@ -377,7 +427,7 @@ class MaterializedStages:
 
     def _fill_normal(self, name: str, parameter: nn.Parameter, std: float) -> None:
         """Fill a parameter with normal numbers that follow from seed and name."""
-        place = self._splits.get(name) or TensorSlice.whole(tuple(parameter.shape))
+        place = self._split_place(name) or TensorSlice.whole(tuple(parameter.shape))
         key = derive_seed(self.job.seed, "initial weights", name)
         fill_normal(parameter.data, key, std, place.shape, place.offsets)
 

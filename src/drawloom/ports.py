@@ -20,6 +20,7 @@ from drawloom.components.ports.data import (
 )
 from drawloom.components.ports.distributed import (
     DATA,
+    EXPERT_REPLICAS,
     SHARDS,
     Communicator,
     Device,
@@ -37,6 +38,8 @@ from drawloom.components.ports.memory import MEMORY_KINDS, MemoryKind, MemoryUse
 from drawloom.components.ports.model import (
     LOSS,
     BatchContext,
+    Dispatched,
+    Dispatcher,
     ExpertKernels,
     Finish,
     Head,
@@ -110,12 +113,13 @@ from drawloom.components.ports.run import (
     check_cadence,
     due,
 )
-from drawloom.components.ports.slices import ModelParameter, SlicedTensor, TensorSlice
+from drawloom.components.ports.slices import ModelParameter, RankSlice, SlicedTensor, TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 
 __all__ = [
     "DATA",
+    "EXPERT_REPLICAS",
     "FILES",
     "IGNORE_INDEX",
     "LOSS",
@@ -137,6 +141,8 @@ __all__ = [
     "Convert",
     "Corpus",
     "Device",
+    "Dispatched",
+    "Dispatcher",
     "Durable",
     "Event",
     "EventKind",
@@ -183,6 +189,7 @@ __all__ = [
     "Program",
     "Randomness",
     "RankProgram",
+    "RankSlice",
     "ReadsFiles",
     "Reduce",
     "Referenced",

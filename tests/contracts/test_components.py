@@ -49,6 +49,17 @@ LORA: dict[str, Any] = {
     "stages": {"adapters": ["@lora"]},
 }
 
+SPARSE: dict[str, Any] = {
+    "model": {
+        **TINY["model"],
+        "use": "model.qwen3.moe",
+        "tokenizer": "@tokenizer",
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+    },
+}
+
 LETTERS = "the quick brown fox jumps over the lazy dog\n" * 20
 
 
@@ -72,6 +83,11 @@ def tokenizer_file(folder: Path) -> Mapping[str, Any]:
 def of_family(use: str, **settings: Any) -> Mapping[str, Any]:
     """A small model of a family."""
     return {"model": {**TINY["model"], "use": use, "vocab_size": 257, **settings}}
+
+
+def dispatching(use: str) -> Mapping[str, Any]:
+    """A small model with experts, and what brings tokens to them."""
+    return {**SPARSE, "dispatcher": {"use": use}, "stages": {"dispatcher": "@dispatcher"}}
 
 
 def config_file(folder: Path) -> Path:
@@ -196,16 +212,9 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "model": {**TINY["model"], "use": "model.mistral", "vocab_size": 257, "sliding_window": 4}
     },
     "model.qwen2": lambda folder: {"model": {**TINY["model"], "use": "model.qwen2", "vocab_size": 257}},
-    "model.qwen3.moe": lambda folder: {
-        "model": {
-            **TINY["model"],
-            "use": "model.qwen3.moe",
-            "tokenizer": "@tokenizer",
-            "num_experts": 3,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 8,
-        }
-    },
+    "model.qwen3.moe": lambda folder: SPARSE,
+    "experts.local": lambda folder: dispatching("experts.local"),
+    "experts.all_to_all": lambda folder: dispatching("experts.all_to_all"),
     "adapters.full_tuning": lambda folder: {
         "adapter": {"use": "adapters.full_tuning", "targets": ["norm"]},
         "stages": {"adapters": ["@adapter"]},

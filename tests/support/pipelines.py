@@ -16,10 +16,12 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.sum_over_shards import SumOverParameters
+from drawloom.components.experts.all_to_all import AllToAllExperts
 from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.loss.dft import Dft
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.stages import MaterializedStages
@@ -138,6 +140,15 @@ of a loss.
 """
 
 
+EXPERTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "mlp_only_layers": [1],
+    "router_aux_loss_coef": 0.5,
+    "initializer_range": 0.2,  # or all experts would give next to nothing
+}
+
 FLOAT64 = {"parameter": "float64"}  # sums stay in float64
 MIXED = {"parameter": "float32", "compute": "bfloat16"}
 
@@ -150,10 +161,12 @@ def steps(
     taken: int = 1,
     layers: int = 8,
     lengths: tuple[int, int] = (4, 1),
+    experts: int = 0,
 ) -> list[dict[str, Any]]:
     """
     What steps of each case leave on this rank, in all processes that were started together, or in this one; the model
-    has so many layers. `lengths` are the shortest of the rows, and how much longer others are.
+    has so many layers. `lengths` are the shortest of the rows, and how much longer others are. With `experts` layers
+    have so many, but for the second.
 
     `sizes` are those of the mesh; pipeline ranks take what is left. Each data-parallel rank has its part of the
     microbatches. `taken` steps are taken with AdamW, all but the last of which are followed by an update.
@@ -163,10 +176,10 @@ def steps(
     processes = TorchProcesses(device=device, timeout=30.0)
     processes.open()
     try:
-        rest = processes.world_size // math.prod(sizes.values())
+        rest = processes.world_size // math.prod(size for name, size in sizes.items() if name != "expert")
         mesh = RankMesh(processes=processes, **{"pipeline": rest, "data_replicate": 1, **sizes})
         mesh.open()
-        return [_steps(*case, mesh, device, DtypePolicy(**dtypes), taken, layers, lengths) for case in cases]
+        return [_steps(*case, mesh, device, DtypePolicy(**dtypes), taken, layers, lengths, experts) for case in cases]
     finally:
         processes.close()
 
@@ -183,6 +196,7 @@ def _steps(
     taken: int,
     layers: int,
     lengths: tuple[int, int],
+    experts: int,
 ) -> dict[str, Any]:
     """
     Gradients by name, as the optimizer gets them in the last step, and the weights before it; which slices these are;
@@ -197,8 +211,13 @@ def _steps(
         "head_dim": 8,
         "intermediate_size": 24,
     }
+    kernels = cpu_kernels()
+    if experts:
+        sizes |= EXPERTS | {"num_experts": experts}
+    model = (Qwen3Moe if experts else Qwen3Dense)(kernels=kernels, tie_word_embeddings=tied, **sizes)
     stages = MaterializedStages(
-        model=Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=tied, **sizes),
+        model=model,
+        dispatcher=AllToAllExperts(kernels=kernels, mesh=mesh),
         loss=LOSSES[kind](),
         schedule=schedule(name),
         mesh=mesh,

@@ -3,9 +3,17 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from drawloom.components.model.decoder.experts import inject_aux_loss_grad
+from drawloom.components.distributed.row_sums import RowSums
+from drawloom.components.model.decoder.experts import aux_loss_grad, inject_grad
 from support.seeding import seeds
+
+
+def injected(probabilities: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Probabilities (rows, length, experts), as a block with all tokens has them in its graph."""
+    counts = RowSums().row_counts(chosen, torch.empty(chosen.shape[:2]), probabilities.shape[2])
+    return inject_grad(probabilities, aux_loss_grad(counts, weights, chosen.shape[1]).unsqueeze(1))
 
 
 @given(seeds, st.integers(0, 3), st.integers(0, 7), st.integers(1, 6), st.data())
@@ -16,7 +24,7 @@ def test_gradient_is_that_of_the_loss(_seed: object, rows: int, length: int, exp
     chosen = probabilities.topk(choices).indices
     weights = torch.rand(rows, dtype=torch.float64)  # in float32 the reference would round its own products
     incoming = torch.randn_like(probabilities)
-    found = inject_aux_loss_grad(probabilities, chosen, weights)
+    found = injected(probabilities, chosen, weights)
     assert torch.equal(found, probabilities)
     loss = (probabilities * incoming).sum()
     for row in range(rows if length else 0):
@@ -36,7 +44,7 @@ def test_balances_experts() -> None:
         optimizer.zero_grad()
         probabilities = (noise + bias).softmax(-1)
         chosen = probabilities.detach().topk(2).indices
-        (inject_aux_loss_grad(probabilities, chosen, torch.ones(4)) * 0).sum().backward()  # type: ignore[no-untyped-call]
+        (injected(probabilities, chosen, torch.ones(4)) * 0).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         counts.append(chosen.flatten().bincount(minlength=5))
     assert counts[0].min() < 10 and counts[0].max() > 200

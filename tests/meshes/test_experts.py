@@ -1,0 +1,59 @@
+"""Steps of a model with experts on every kind of mesh, against the same steps in one process."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import attrs
+import pytest
+
+from support import pipelines
+from support.processes import run_ranks
+
+LAYERS, EXPERTS = 4, 8
+PLAIN: pipelines.Case = ("gpipe", 4, True, False, "plain")
+
+
+@attrs.frozen
+class Meshed:
+    """Cases on a mesh; pipeline ranks are what the other sizes leave of four."""
+
+    sizes: Mapping[str, int]
+    cases: list[pipelines.Case]
+    lengths: tuple[int, int] = (4, 1)
+
+
+def of_schedules(*names: str) -> list[pipelines.Case]:
+    """A case for each schedule."""
+    return [(name, 4, True, False, "plain") for name in names]
+
+
+MESHES = [
+    Meshed({"data_shard": 4, "expert": 2}, [PLAIN, ("gpipe", 4, False, True, "tempered")]),
+    Meshed({"data_shard": 4, "expert": 4}, [PLAIN]),
+    Meshed({"data_shard": 2, "tensor": 2, "expert": 2}, [PLAIN], (5, 1)),
+    Meshed({"data_shard": 2, "tensor": 2, "expert": 4}, [PLAIN], (5, 1)),
+    Meshed({"tensor": 4, "expert": 2}, [PLAIN], (5, 1)),
+    Meshed({"tensor": 2, "data_shard": 2}, [PLAIN], (5, 1)),
+    Meshed({"context": 2, "data_shard": 2, "expert": 2}, [PLAIN], (8, 4)),
+    Meshed({"context": 2, "tensor": 2, "expert": 4}, [PLAIN], (6, 4)),
+    Meshed({"data_shard": 2, "expert": 2}, of_schedules("one_f_one_b", "zero_bubble_v", "dual_pipe_v")),
+    Meshed({"data_replicate": 2, "data_shard": 2, "expert": 2}, [PLAIN]),
+    Meshed({"data_replicate": 2, "tensor": 2, "expert": 2}, [PLAIN], (5, 1)),
+]
+
+
+@cache
+def whole(case: pipelines.Case, lengths: tuple[int, int]) -> dict[str, Any]:
+    """Three steps of a case in one process; its schedule makes no difference there."""
+    [found] = pipelines.steps([("gpipe", *case[1:])], taken=3, layers=LAYERS, lengths=lengths, experts=EXPERTS)
+    return found
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: " ".join(f"{k}={v}" for k, v in mesh.sizes.items()))
+def test_three_steps_are_those_of_one_process(mesh: Meshed) -> None:
+    """Losses, norms, gradients and weights after updates equal those of one process in float64, to 1e-10."""
+    common = mesh.sizes, "cpu", pipelines.FLOAT64, 3, LAYERS, mesh.lengths, EXPERTS
+    ranks = run_ranks(pipelines.steps, 4, mesh.cases, *common, timeout=120)
+    for number, case in enumerate(mesh.cases):
+        pipelines.assert_same_steps([found[number] for found in ranks], whole(("gpipe", *case[1:]), mesh.lengths))
