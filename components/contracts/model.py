@@ -131,6 +131,17 @@ def rows_are_added_up_by_token(kernels: ExpertKernels) -> None:
     _expect_close(kernels.moe_unpermute(rows, routes, probabilities), x.double() * weights)
 
 
+def rows_without_a_choice_can_be_cut_off(kernels: ExpertKernels) -> None:
+    """With as many places in the routes as there are choices that are not dropped, as many rows are made and added."""
+    x, probabilities = _random(4, 8), _random(4, 2)
+    dest, source, ends = kernels.moe_routes(CHOICES, 3)
+    routes = dest, source[: ENDS[-1]], ends
+    rows, scale = kernels.moe_permute(x, probabilities, routes)
+    expect((len(rows), len(scale)) == (ENDS[-1], ENDS[-1]), f"of {ENDS[-1]} choices, {len(rows)} rows are made")
+    weights = ((CHOICES >= 0).double() * probabilities.double()).sum(1, keepdim=True)
+    _expect_close(kernels.moe_unpermute(rows * scale[:, None], routes), x.double() * weights)
+
+
 def tokens_get_to_their_experts_and_back(dispatcher: Dispatcher) -> None:
     """
     The rows of an expert are the tokens that chose it, each with its probability; what experts make of them is added up

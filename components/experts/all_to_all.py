@@ -1,8 +1,9 @@
 """
 The component `experts.all_to_all`.
 
-Ranks exchange how many tokens they have for each other's experts, then the tokens themselves; there is no capacity, so
-that none is dropped and the result is that of one rank. The backward pass exchanges gradients the other way round.
+A token travels once to each rank that has some of its experts, with its probabilities; there its rows are made, and
+what its experts give is added up before it travels back. No capacity limits how many tokens an expert gets, so that
+none is dropped and the result is that of one rank. The backward pass exchanges gradients the other way round.
 """
 
 from functools import partial
@@ -10,7 +11,6 @@ from typing import Any, ClassVar
 
 import attrs
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -19,6 +19,8 @@ from drawloom.components.experts.local import LocalExperts
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.model import Dispatched, ExpertKernels
 from drawloom.graph import component
+
+Routes = tuple[Tensor, Tensor, Tensor]
 
 
 @component(impact="safe")
@@ -40,52 +42,78 @@ class AllToAllExperts:
         choices).
         """
         group = self.mesh.group("expert")
-        here = LocalExperts(kernels=self.kernels)
-        sorted_rows = here.dispatch(hidden, chosen, probabilities, num_experts)
-        if group.size == 1:
-            return sorted_rows
         mine = num_experts // group.size
-        if hidden.is_meta:  # shapes are right with any number of rows
-            return sorted_rows._replace(ends=sorted_rows.ends[:mine])
-        route = _route(sorted_rows.ends, group)
-        rows, scale = _send(sorted_rows.rows, sorted_rows.scale, route)
-        # From each rank rows come sorted by expert; here they are sorted again, as tokens with one choice.
-        received = here.dispatch(rows, route.experts.unsqueeze(1), scale.unsqueeze(1), mine)
-        return received._replace(combine=partial(_combine, received, sorted_rows, route))
+        if group.size == 1 or hidden.is_meta:  # without values there is nothing to send
+            return LocalExperts(kernels=self.kernels).dispatch(hidden, chosen, probabilities, mine)
+        journey = self._journey(chosen, mine, group)
+        tokens, weights = self._sent(hidden, probabilities, journey)
+        here = self._at_experts(chosen, mine, journey)
+        rows, scale = self.kernels.moe_permute(tokens, weights, here)
+        return Dispatched(rows, scale, here[2], partial(self._combine, journey, here))
+
+    def _journey(self, chosen: Tensor, mine: int, group: Group) -> "Journey":
+        """Where tokens go, by what they have chosen, int64 (tokens, choices), of ranks with `mine` experts each."""
+        rank = chosen.div(mine, rounding_mode="floor")  # of a dropped choice -1
+        outward = self.kernels.moe_routes(_once(rank, group.size), group.size)
+        tokens = outward[2].diff(prepend=outward[2].new_zeros(1))
+        counts = torch.stack([tokens.to(torch.int64), _count(rank, group.size)], 1)
+        theirs = group.all_to_all(counts, [1] * group.size, [1] * group.size)
+        sent, received, rows = torch.cat([counts[:, 0], theirs[:, 0], theirs[:, 1]]).view(3, -1).tolist()
+        return Journey(group, sent, received, sum(rows), _cut(outward, sum(sent)))
+
+    def _sent(self, hidden: Tensor, probabilities: Tensor, journey: "Journey") -> tuple[Tensor, Tensor]:
+        """The tokens (tokens, width) that are here after the journey, and their probabilities (tokens, choices)."""
+        unused = probabilities.new_zeros(journey.outward[0].shape)
+        both = (self.kernels.moe_permute(each, unused, journey.outward)[0] for each in (hidden, probabilities))
+        exchanged: tuple[Tensor, Tensor] = _Exchange.apply(journey.group, journey.sent, journey.received, *both)  # type: ignore[no-untyped-call]
+        return exchanged
+
+    def _at_experts(self, chosen: Tensor, mine: int, journey: "Journey") -> Routes:
+        """The routes to the experts of this rank from the tokens that are here; other choices of theirs are dropped."""
+        dest, source, _ = journey.outward
+        theirs = chosen[source // max(dest.shape[1], 1)].to(torch.int32)
+        local = journey.group.all_to_all(theirs, journey.sent, journey.received) - journey.group.rank * mine
+        return _cut(self.kernels.moe_routes(local.where((local >= 0) & (local < mine), -1), mine), journey.rows)
+
+    def _combine(self, journey: "Journey", here: Routes, results: Tensor) -> Tensor:
+        """What experts gave for rows, (rows, width), summed by token at the tokens' ranks: (tokens, width)."""
+        summed = self.kernels.moe_unpermute(results, here)
+        (back,) = _Exchange.apply(journey.group, journey.received, journey.sent, summed)  # type: ignore[no-untyped-call]
+        return self.kernels.moe_unpermute(back, journey.outward)
 
 
 @attrs.frozen(eq=False)
-class Route:
-    """How many rows go to each rank of a group and come from it, and the expert here of each that comes, int64."""
+class Journey:
+    """
+    How many tokens go to each rank of a group and come from it, how many rows these make here, and the routes of this
+    rank's tokens to ranks.
+    """
 
+    group: Group
     sent: list[int]
     received: list[int]
-    experts: Tensor
-    group: Group
+    rows: int
+    outward: Routes
 
 
-def _route(ends: Tensor, group: Group) -> Route:
-    """The route of rows that are sorted by expert, where each expert's end at `ends`, int32 (experts of all ranks,)."""
-    counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)
-    theirs = group.all_to_all(counts, [1] * group.size, [1] * group.size)
-    sent, received = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
-    experts = torch.arange(theirs.shape[1], device=ends.device).repeat(group.size)
-    return Route(sent, received, experts.repeat_interleave(theirs.flatten(), output_size=sum(received)), group)
+def _once(rank: Tensor, ranks: int) -> Tensor:
+    """The ranks (tokens, choices) of a token, each once: (tokens, at most as many), -1 behind them."""
+    reached = torch.zeros(len(rank), ranks + 1, dtype=torch.int32, device=rank.device)
+    reached.scatter_(1, rank + 1, 1)
+    found, place = reached[:, 1:].topk(min(rank.shape[1], ranks))
+    return place.where(found > 0, -1)
 
 
-def _send(rows: Tensor, scale: Tensor, route: Route) -> tuple[Tensor, Tensor]:
-    """Rows (rows, width) and the scale (rows,) of each, from all ranks."""
-    total = sum(route.sent)  # those after it are of dropped choices
-    sent, received = route.sent, route.received
-    exchanged: tuple[Tensor, Tensor] = _Exchange.apply(route.group, sent, received, rows[:total], scale[:total])  # type: ignore[no-untyped-call]
-    return exchanged
+def _count(rank: Tensor, ranks: int) -> Tensor:
+    """How many choices (tokens, choices) fell on each rank, int64 (ranks,)."""
+    flat = rank.flatten() + 1
+    return flat.new_zeros(ranks + 1).scatter_add_(0, flat, torch.ones_like(flat))[1:]
 
 
-def _combine(received: Dispatched, sorted_rows: Dispatched, route: Route, results: Tensor) -> Tensor:
-    """What experts gave for `received`, (rows, width), back at the ranks of the tokens and summed: (tokens, width)."""
-    sent, back = route.received, route.sent
-    (rows,) = _Exchange.apply(route.group, sent, back, received.combine(results))  # type: ignore[no-untyped-call]
-    return sorted_rows.combine(F.pad(rows, (0, 0, 0, len(sorted_rows.rows) - len(rows))))
+def _cut(routes: Routes, rows: int) -> Routes:
+    """Routes without the places of dropped choices, of which there are many."""
+    dest, source, ends = routes
+    return dest, source[:rows], ends
 
 
 class _Exchange(Function):

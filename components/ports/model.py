@@ -271,7 +271,8 @@ class ExpertKernels(Kernels, Protocol):
 
     Rows are copies of tokens, one for each choice of an expert, sorted by expert. `routes` are three tensors: the row
     of each choice, int32 (tokens, top_k); the choice of each row, int32 (tokens * top_k,); and where each expert's
-    rows end, int32 (experts,). Dropped choices have no row, and rows past the last offset may hold anything.
+    rows end, int32 (experts,). Dropped choices have no row, and rows past the last offset may hold anything; the second
+    tensor may be cut off behind it, and as many rows are made as it is long.
     """
 
     def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
