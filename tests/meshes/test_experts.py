@@ -1,5 +1,6 @@
 """Steps of a model with experts on every kind of mesh, against the same steps in one process."""
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -50,10 +51,31 @@ def whole(case: pipelines.Case, lengths: tuple[int, int]) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def meshed() -> list[list[list[dict[str, Any]]]]:
+    """What four ranks find on each mesh; in the same processes, since to start these takes longer than the steps."""
+    meshes = [(mesh.cases, mesh.sizes, mesh.lengths) for mesh in MESHES]
+    return run_ranks(pipelines.steps_on_meshes, 4, meshes, "cpu", pipelines.FLOAT64, 3, LAYERS, EXPERTS, timeout=240)
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: " ".join(f"{k}={v}" for k, v in mesh.sizes.items()))
-def test_three_steps_are_those_of_one_process(mesh: Meshed) -> None:
+def test_three_steps_are_those_of_one_process(mesh: Meshed, meshed: list[list[list[dict[str, Any]]]]) -> None:
     """Losses, norms, gradients and weights after updates equal those of one process in float64, to 1e-10."""
-    common = mesh.sizes, "cpu", pipelines.FLOAT64, 3, LAYERS, mesh.lengths, EXPERTS
-    ranks = run_ranks(pipelines.steps, 4, mesh.cases, *common, timeout=120)
+    ranks = [found[MESHES.index(mesh)] for found in meshed]
     for number, case in enumerate(mesh.cases):
         pipelines.assert_same_steps([found[number] for found in ranks], whole(("gpipe", *case[1:]), mesh.lengths))
+
+
+def test_each_rank_holds_its_experts_alone(meshed: list[list[list[dict[str, Any]]]]) -> None:
+    """A rank has its part of each layer's experts; ranks that have the same ones, if anything is sharded, slices."""
+    for place, mesh in enumerate(MESHES):
+        if "expert" not in mesh.sizes:
+            continue
+        among = math.prod(size for name, size in mesh.sizes.items() if name in ("data_shard", "context", "tensor"))
+        shards = mesh.sizes.keys() & {"data_shard", "context"}
+        for found, *_ in (rank[place] for rank in meshed):
+            of_experts = {name: part for name, part in found["weights"].items() if ".experts." in name}
+            assert of_experts
+            for name, part in of_experts.items():
+                whole = found["slices"][name].shape
+                assert math.prod(whole) == part.numel() * (among if shards else mesh.sizes["expert"]), (mesh, name)

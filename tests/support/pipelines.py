@@ -163,23 +163,39 @@ def steps(
     lengths: tuple[int, int] = (4, 1),
     experts: int = 0,
 ) -> list[dict[str, Any]]:
-    """
-    What steps of each case leave on this rank, in all processes that were started together, or in this one; the model
-    has so many layers. `lengths` are the shortest of the rows, and how much longer others are. With `experts` layers
-    have so many, but for the second.
+    """What steps of each case leave on this rank of a mesh."""
+    return steps_on_meshes([(cases, sizes, lengths)], kind, dtypes, taken, layers, experts)[0]
 
-    `sizes` are those of the mesh; pipeline ranks take what is left. Each data-parallel rank has its part of the
-    microbatches. `taken` steps are taken with AdamW, all but the last of which are followed by an update.
+
+def steps_on_meshes(
+    meshes: list[tuple[list[Case], Mapping[str, int], tuple[int, int]]],
+    kind: Literal["cpu", "cuda"] = "cpu",
+    dtypes: Mapping[str, Any] = FLOAT64,
+    taken: int = 1,
+    layers: int = 8,
+    experts: int = 0,
+) -> list[list[dict[str, Any]]]:
+    """
+    What steps of each case leave on this rank, in all processes that were started together, or in this one.
+
+    A mesh has cases, sizes, and lengths of rows: the shortest, and how much longer others are. Pipeline ranks take what
+    is left by the sizes. Each data-parallel rank has its part of the microbatches. `taken` steps are taken with AdamW,
+    all but the last of which are followed by an update. The model has so many layers, of which with `experts` all but
+    the second have so many.
     """
     device = ComputeDevice(kind=kind)
     device.open()
     processes = TorchProcesses(device=device, timeout=30.0)
     processes.open()
     try:
-        rest = processes.world_size // math.prod(size for name, size in sizes.items() if name != "expert")
-        mesh = RankMesh(processes=processes, **{"pipeline": rest, "data_replicate": 1, **sizes})
-        mesh.open()
-        return [_steps(*case, mesh, device, DtypePolicy(**dtypes), taken, layers, lengths, experts) for case in cases]
+        found = []
+        for cases, sizes, lengths in meshes:
+            rest = processes.world_size // math.prod(size for name, size in sizes.items() if name != "expert")
+            mesh = RankMesh(processes=processes, **{"pipeline": rest, "data_replicate": 1, **sizes})
+            mesh.open()
+            common: Any = mesh, device, DtypePolicy(**dtypes), taken, layers, lengths, experts
+            found.append([_steps(*case, *common) for case in cases])
+        return found
     finally:
         processes.close()
 
