@@ -24,7 +24,8 @@ settings.register_profile("thorough", max_examples=400, deadline=None)
 settings.load_profile("plain")
 
 
-FIRST = ("runs", "soak", "plugins", "components/pipeline", "components/checkpoint", "components/distributed")
+LONG_COMPONENTS = ("components/pipeline", "components/checkpoint", "components/distributed")
+FIRST = ("docs", "meshes", "recipes", "runs", "soak", "plugins", *LONG_COMPONENTS)
 """Folders whose files take longest: workers of xdist take files in order, and short ones fill the gaps at the end."""
 
 

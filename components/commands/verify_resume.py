@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -50,10 +50,10 @@ def main(options: argparse.Namespace, project: Project) -> int:
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check()
     graph = recipe.graph
-    with _signals_raise():
+    with _signals_noted() as noted:
         place = Path(tempfile.mkdtemp(prefix="verify-resume-"))
         try:
-            runs = Runs(place, _command(options, graph), options.steps)
+            runs = Runs(place, _command(options, graph), options.steps, noted)
             runs.straight()
             killed = runs.killed_and_resumed()
         except BaseException:
@@ -75,18 +75,23 @@ def main(options: argparse.Namespace, project: Project) -> int:
 
 
 @contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Signals to end raise SystemExit, so that the run, which gets none in its session, is killed and removed."""
+def _signals_noted() -> Iterator[list[int]]:
+    """
+    The signals to end that arrive, in order. The run, in a session of its own, gets none and has to be killed.
 
-    def end(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+    A handler that raised could do so between the start of the run and the lines that kill it.
+    """
+    noted: list[int] = []
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    def note(number: int, _frame: FrameType | None) -> None:
+        noted.append(number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     handled = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in handled:
-        signal.signal(number, end)
+        signal.signal(number, note)
     try:
-        yield
+        yield noted
     finally:
         for number, handler in handled.items():
             signal.signal(number, handler)
@@ -94,11 +99,16 @@ def _signals_raise() -> Iterator[None]:
 
 @attrs.frozen
 class Runs:
-    """Two runs of a command, in the subfolders `straight` and `resumed` of `place`."""
+    """
+    Two runs of a command, in the subfolders `straight` and `resumed` of `place`.
+
+    Raises SystemExit, after killing the run, when there is a signal in `noted`.
+    """
 
     place: Path
     command: list[str]
     steps: int
+    noted: Sequence[int] = ()
 
     def straight(self) -> None:
         """Run without interruption."""
@@ -117,32 +127,32 @@ class Runs:
     def _kill(self) -> int:
         """Start the run, and kill all of its processes when half of the steps are committed."""
         checkpoints = self.place / "resumed" / "checkpoints"
-        with self._start("resumed") as process:
-            try:
-                while not (checkpoints / f"step-{self.steps // 2}").exists() and process.poll() is None:
-                    time.sleep(0.001)  # short, since a step may take a few milliseconds
-            finally:
-                _kill_all(process.pid)
-        if not (checkpoints / f"step-{self.steps // 2}").exists():
+        half = checkpoints / f"step-{self.steps // 2}"
+        self._run("resumed", until=half.exists)
+        if not half.exists():
             raise self._failed("resumed")
         if (checkpoints / f"step-{self.steps}").exists():
             return self.steps
         return max((row["step"] for row in _rows(self.place / "resumed" / "metrics.jsonl")), default=self.steps // 2)
 
     def _finish(self, name: str) -> None:
-        with self._start(name) as process:
-            try:
-                code = process.wait()
-            except BaseException:
-                _kill_all(process.pid)
-                raise
-        if code:
+        if self._run(name):
             raise self._failed(name)
 
-    def _start(self, name: str) -> "subprocess.Popen[bytes]":
-        with open(self.place / f"{name}.txt", "wb") as out:
-            command = [*self.command, f"run.folder={self.place / name}"]
-            return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    def _run(self, name: str, until: Callable[[], bool] = lambda: False) -> int:
+        """Run the command to its end, and kill all of its processes as soon as `until()`; the exit code."""
+        command = [*self.command, f"run.folder={self.place / name}"]
+        with (
+            open(self.place / f"{name}.txt", "wb") as out,
+            subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True) as process,
+        ):
+            while process.poll() is None and not self.noted and not until():
+                time.sleep(0.001)  # short, since a step may take a few milliseconds
+            if self.noted or until():
+                _kill_all(process.pid)
+        if self.noted:
+            raise SystemExit(128 + self.noted[0])
+        return process.returncode
 
     def _failed(self, name: str) -> UserError:
         lines = (self.place / f"{name}.txt").read_text("utf-8", "replace").splitlines()

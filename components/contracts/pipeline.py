@@ -125,7 +125,7 @@ def _computed(loss: Loss, hidden: Tensor, head: _Head, batch: Batch) -> tuple[Te
     """What a loss makes of a batch, which has a reference if the loss compares with one: other hidden states."""
     if isinstance(loss, Referenced):
         with torch.no_grad():
-            batch = attrs.evolve(batch, reference=loss.reference(hidden.flip(2), head, batch))
+            batch = attrs.evolve(batch, reference=loss.token_logps(hidden.flip(2), head, batch))
     return loss.loss(hidden, head, batch)
 
 

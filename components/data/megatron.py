@@ -99,6 +99,9 @@ class MegatronDocuments:
     def weights(self, document: int, first: int, last: int) -> None:
         """None: each token weighs 1."""
 
+    def reference(self, document: int) -> None:
+        """None: such files have no answers to compare."""
+
     def source(self, document: int) -> str:
         """The file, and the document's number."""
         return f"{self.path}.bin:{document}"

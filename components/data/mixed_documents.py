@@ -48,6 +48,11 @@ class MixedDocuments:
         source, number = self._place(document)
         return source.documents.weights(number, first, last)
 
+    def reference(self, document: int) -> float | None:
+        """What the document's source has."""
+        source, number = self._place(document)
+        return source.documents.reference(number)
+
     def source(self, document: int) -> str:
         """The name of the source, and where the document comes from there."""
         source, number = self._place(document)

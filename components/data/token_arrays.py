@@ -19,13 +19,15 @@ class TokenArrays:
     Documents laid end to end.
 
     ids: (tokens,), uint16 or uint32; ends: (documents,), int64, where each document ends; own_weights: (tokens,),
-    float32, or None. They are tensors because torch passes tensors to other processes through shared memory, without a
+    float32, or None; references: (documents,), float64, the log-probability by another model of the trained tokens of
+    each, or None. They are tensors because torch passes tensors to other processes through shared memory, without a
     copy.
     """
 
     ids: Tensor
     ends: Tensor
     own_weights: Tensor | None = None
+    references: Tensor | None = None
     name: str = "document"
 
     @classmethod
@@ -34,14 +36,16 @@ class TokenArrays:
         documents: Iterable[np.ndarray],
         dtype: type[np.generic],
         weights: Sequence[np.ndarray] | None = None,
+        references: Sequence[float] | None = None,
         name: str = "document",
     ) -> "TokenArrays":
-        """Documents, each with its end token, and the weights of their tokens; `name` is for messages."""
+        """Documents, each with its end token, the weights of their tokens, references; `name` is for messages."""
         held = [document.astype(dtype) for document in documents]
         ends = np.cumsum([len(document) for document in held], dtype=np.int64)
         joined = None if weights is None else torch.from_numpy(np.concatenate([np.empty(0, np.float32), *weights]))
         ids = torch.from_numpy(np.concatenate([np.empty(0, dtype), *held]))
-        return cls(ids, torch.from_numpy(ends), joined, name)
+        compared = None if references is None else torch.tensor(references, dtype=torch.float64)
+        return cls(ids, torch.from_numpy(ends), joined, compared, name)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -52,7 +56,7 @@ class TokenArrays:
     def fingerprint(self) -> str:
         """A SHA-256 of all arrays."""
         digest = hashlib.sha256()
-        for tensor in (self.ids, self.ends, self.own_weights):
+        for tensor in (self.ids, self.ends, self.own_weights, self.references):
             if tensor is not None:
                 digest.update(f"{tensor.dtype} {len(tensor)}\n".encode())
                 digest.update(tensor.numpy().data)
@@ -69,6 +73,10 @@ class TokenArrays:
             return None
         begin, end = self._span(document)
         return self.own_weights.numpy()[begin + first : min(begin + last, end)]
+
+    def reference(self, document: int) -> float | None:
+        """A document's reference, or None."""
+        return None if self.references is None else float(self.references[document])
 
     def source(self, document: int) -> str:
         """The document's number."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.distributed.process_group import SingleProcess
@@ -15,11 +16,15 @@ class RowSums(TensorParallel):
     A module that computes something of whole rows of tokens.
 
     `context` ranks have other tokens of the same rows. Several tensor `ranks` split those of this context part, so that
-    what belongs to tokens comes as (tokens, ...), padded, and otherwise as (rows, length, ...). Weights of tokens,
-    float32 (rows, length), are those of the context part. Without `share_rows` and `split` all tokens are here.
+    what belongs to tokens comes as (tokens, ...), padded at the end, and otherwise as (rows, length, ...). Weights of
+    tokens, float32 (rows, length), are those of the context part. Without `share_rows` and `split` all tokens are here.
     """
 
     context: Group = SingleProcess()
+
+    def row_length(self, weights: Tensor) -> int:
+        """The length of whole rows, of which this rank has weights (rows, length)."""
+        return weights.shape[1] * self.context.size
 
     def row_weights(self, weights: Tensor) -> Tensor:
         """The sum of the weights (rows, length) over each whole row, float64 (rows,)."""
@@ -29,32 +34,42 @@ class RowSums(TensorParallel):
         """
         How many choices of a whole row's tokens fell on each expert, float32 (rows, experts).
 
-        chosen: int64 (..., choices); only the shape of the weights (rows, length) is used.
+        chosen: int64 (tokens, choices) or (rows, length, choices); of the weights (rows, length) the shape is used.
         """
-        rows, length = weights.shape
-        row = self._row_of_tokens(rows, length, chosen.device)
-        slots = (row.unsqueeze(-1) * experts + chosen.flatten(0, -2)).flatten()
-        found = torch.zeros((rows + 1) * experts, device=chosen.device)
-        found.scatter_add_(0, slots, found.new_ones(()).expand_as(slots))
-        return _total(found.view(rows + 1, experts)[:rows], [self.context, self.ranks.group])
+        slots = self.own_tokens(chosen, weights) + experts * self._own_rows(weights).unsqueeze(1)
+        found = torch.zeros(len(weights) * experts, device=chosen.device)
+        found.scatter_add_(0, slots.flatten(), found.new_ones(()).expand(slots.numel()))
+        return _total(found.view(-1, experts), [self.context, self.ranks.group])
 
     def of_tokens(self, values: Tensor, weights: Tensor) -> Tensor:
         """Values of rows (rows, ...) for each of this rank's tokens: (tokens, ...), 0 for padded, or (rows, 1, ...)."""
+        return values.unsqueeze(1) if self.ranks.size == 1 else self._padded(values[self._own_rows(weights)], weights)
+
+    def token_weights(self, weights: Tensor) -> Tensor:
+        """The weights (rows, length) of this rank's tokens: (tokens,), 0 for padded, or (rows, length)."""
         if self.ranks.size == 1:
-            return values.unsqueeze(1)
-        padded = torch.cat([values, torch.zeros_like(values[:1])])
-        rows, length = weights.shape
-        return padded[self._row_of_tokens(rows, length, values.device)]
+            return weights
+        own = self._own(weights)
+        return self._padded(weights.flatten()[own.start : own.stop], weights)
 
-    def row_length(self, weights: Tensor) -> int:
-        """The length of whole rows, of which this rank has weights (rows, length)."""
-        return weights.shape[1] * self.context.size
+    def own_tokens(self, values: Tensor, weights: Tensor) -> Tensor:
+        """Values (tokens, n) or (rows, length, n) without what was padded: (tokens, n)."""
+        return values.flatten(0, -2)[: len(self._own(weights))]
 
-    def _row_of_tokens(self, rows: int, length: int, device: torch.device) -> Tensor:
-        """The row of each of this rank's tokens, int64 (tokens,); for those that are padded, `rows`."""
-        each = -(-rows * length // self.ranks.size)
+    def _own(self, weights: Tensor) -> range:
+        """The numbers of this rank's tokens among those of its context part."""
+        each = -(-weights.numel() // self.ranks.size)
         first = self.ranks.group.rank * each
-        return (torch.arange(first, first + each, device=device) // max(length, 1)).clamp_max(rows)
+        return range(min(first, weights.numel()), min(first + each, weights.numel()))
+
+    def _own_rows(self, weights: Tensor) -> Tensor:
+        """The row of each of this rank's tokens, int64 (tokens,)."""
+        own = self._own(weights)
+        return torch.arange(own.start, own.stop, device=weights.device) // max(weights.shape[1], 1)
+
+    def _padded(self, values: Tensor, weights: Tensor) -> Tensor:
+        missing = -(-weights.numel() // self.ranks.size) - len(values)
+        return F.pad(values, (0, 0) * (values.ndim - 1) + (0, missing))
 
 
 def share_rows(module: nn.Module, context: Group) -> None:

@@ -3,10 +3,10 @@ Direct Preference Optimization: the preferred of two answers is made likelier th
 
 Rafailov et al. 2023, "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", arXiv
 2305.18290, equation 7. The reward of an answer is beta times the logarithm of how much likelier it is than by the
-reference, which is the model without its adapters.
+reference: the model without its adapters, or one whose log-probabilities the data have.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Head
-from drawloom.graph import above, component, setting
+from drawloom.graph import UserError, above, component, setting
 
 
 @component
@@ -29,22 +29,31 @@ class Dpo:
 
     pairs: ClassVar[bool] = True
 
+    reference: Literal["adapters", "data"] = setting(
+        default="adapters", doc="the model without adapters, or one of which the data have ref_chosen_logps"
+    )
     beta: float = setting(default=0.1, check=above(0), doc="how close to the reference the model is kept; more: closer")
 
     def inputs(self, batch: Batch) -> tuple[Tensor, BatchContext]:
         """Token ids, int64 (rows, length), for the first stage; positions, documents and weights for all."""
         return batch.tokens, BatchContext(batch.positions, batch.document_ids, batch.weights)
 
-    def reference(self, hidden: Tensor, head: Head, batch: Batch) -> Tensor:
+    def token_logps(self, hidden: Tensor, head: Head, batch: Batch) -> Tensor:
         """The log-probabilities of the targets that have a weight, at least float32 (rows, length), 0 elsewhere."""
         return -head.token_losses(hidden, batch.targets, (batch.weights > 0).float())[0]
 
     def loss(self, hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The sum of the pairs' losses, of their weights, and named sums; hidden is (rows, length, hidden_size)."""
         if batch.reference is None:
-            raise ValueError("the batch has no log-probabilities of a reference")
-        ratios = self.reference(hidden, head, batch) - batch.reference
-        rewards = self.beta * _by_pair(ratios, batch.document_ids)
+            raise UserError(
+                'loss.reference = "data", but not every line has ref_chosen_logps and ref_rejected_logps; write them '
+                "with `drawloom reference-logps`"
+            )
+        # By document and not by token: the data have sums.
+        ratios = [
+            _by_pair(each, batch.document_ids) for each in (self.token_logps(hidden, head, batch), batch.reference)
+        ]
+        rewards = self.beta * (ratios[0] - ratios[1])
         weights = _by_pair(batch.weights, batch.document_ids).sum(-1)
         chosen, rejected = rewards.unbind(-1)
         margin = chosen - rejected

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from drawloom.components.model.decoder.builder import NEW_TOKENS_ARE_WHOLE, DecoderBuilder
 from drawloom.components.model.decoder.config import tensor_faults
 from drawloom.components.model.decoder.hugging_face import config_path, read_config, read_json
+from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.llama import Llama
 from drawloom.components.model.mistral import Mistral
 from drawloom.components.model.qwen2 import Qwen2
@@ -27,7 +28,7 @@ from drawloom.components.weights.load import fitting_folder
 from drawloom.graph import Problem, UserError, at_least, component, setting
 
 FAMILIES: dict[str, type[DecoderBuilder]] = {
-    kind.family.model_type: kind for kind in (Llama, Mistral, Qwen2, Qwen3Dense, Qwen3Moe)
+    kind.family.model_type: kind for kind in (Dots1, Llama, Mistral, Qwen2, Qwen3Dense, Qwen3Moe)
 }
 """The components of all families, by `model_type`."""
 

@@ -23,7 +23,7 @@ from drawloom.components.ports.pipeline import Loss, Losses, Referenced, Schedul
 from drawloom.components.ports.program import Program, RankProgram, flat
 from drawloom.components.storage.pytree import transform
 from drawloom.components.weights.adapted import without_adapters
-from drawloom.graph import Problem, component
+from drawloom.graph import Problem, UserError, component
 from drawloom.graph.build.node import NodeView
 
 
@@ -101,6 +101,16 @@ class Executor:
         self.infer_each([(tokens, shared)], found.__setitem__, _kept)
         return found.get(0)
 
+    def token_logps(self, batch: Batch) -> Tensor | None:
+        """
+        The log-probabilities of a batch's targets (rows, length), by the model without adapters.
+
+        They are on the last stage's rank; None on others. Raises UserError for a loss that compares nothing.
+        """
+        if not isinstance(self.objective, Referenced):
+            raise UserError("the recipe's loss compares the model with no other; take a recipe with loss.dpo", 2)
+        return self._token_logps(self.objective, [self._inputs(batch)]).get(0)
+
     def infer_each(
         self,
         microbatches: Sequence[tuple[Tensor, BatchContext]],
@@ -126,14 +136,18 @@ class Executor:
     def _with_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
         """The inputs of microbatches; with the loss's reference, on the last stage's rank, if it has one."""
         inputs = [self._inputs(batch) for batch in microbatches]
-        if not isinstance(self.objective, Referenced):
+        if not isinstance(self.objective, Referenced) or self.objective.reference == "data":
             return inputs
+        references = self._token_logps(self.objective, inputs)
+        return [each.with_reference(references.get(number)) for number, each in enumerate(inputs)]
+
+    def _token_logps(self, objective: Referenced, inputs: Sequence[MicrobatchInputs]) -> dict[int, Tensor]:
+        """By microbatch, what the loss makes of the model without adapters, on the last stage's rank."""
         found: dict[int, Tensor] = {}
         with without_adapters(stage.module for stage in self.stages.local):
-            self._finish_each([_for_reference(self.objective, each) for each in inputs], found.__setitem__)
+            self._finish_each([_for_reference(objective, each) for each in inputs], found.__setitem__)
         # A tensor of inference mode can't be part of a graph, and its clone can.
-        references = [found[number].clone() if number in found else None for number in range(len(inputs))]
-        return [each.with_reference(reference) for each, reference in zip(inputs, references, strict=True)]
+        return {number: each.clone() for number, each in found.items()}
 
     def _runner(self, inputs: Sequence[MicrobatchInputs], split: Set[int] = frozenset()) -> ProgramRunner:
         # A state has at least one microbatch; an evaluation on a rank without data has none.
@@ -190,7 +204,7 @@ def _for_reference(objective: Referenced, inputs: MicrobatchInputs) -> Microbatc
         return inputs
 
     def finish(hidden: Tensor, head: Head) -> Tensor:
-        return objective.reference(hidden, head, batch)
+        return objective.token_logps(hidden, head, batch)
 
     # Without weights there are no losses inside of the model, such as a router's.
     return MicrobatchInputs(inputs.tokens, attrs.evolve(inputs.shared, weights=None), finish=finish)
@@ -198,12 +212,12 @@ def _for_reference(objective: Referenced, inputs: MicrobatchInputs) -> Microbatc
 
 def misfits_of_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
     """Losses that compare with the model without adapters, where it has none, or some that change the model itself."""
-    if not hasattr(loss.component, "reference"):
+    if loss.settings.get("reference") != "adapters":
         return
     adapters = stages.neighbours("adapters")
     if not adapters:
         text = f"[{loss.name}] compares the model with itself without adapters, and [{stages.name}] has no adapters"
-        yield loss.problem("use", text, f'write adapters = ["@lora"] in [{stages.name}]')
+        yield loss.problem("use", text, f'write adapters = ["@lora"] in [{stages.name}], or reference = "data"')
     for adapter in adapters:
         if getattr(adapter.component, "thaws", False):
             text = f"[{loss.name}] compares the model with itself without adapters, which [{adapter.name}] changes"

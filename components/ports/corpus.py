@@ -109,7 +109,7 @@ class TokenDocuments(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all ids and weights in their order; it differs if any of them does."""
+        """A digest of all ids, weights and references in their order; it differs if any of them does."""
         ...
 
     def tokens(self, document: int, first: int, last: int) -> np.ndarray:
@@ -118,6 +118,10 @@ class TokenDocuments(Protocol):
 
     def weights(self, document: int, first: int, last: int) -> np.ndarray | None:
         """What each of these tokens weighs as a target, float32 of 0 and more (last - first,); None: 1 each."""
+        ...
+
+    def reference(self, document: int) -> float | None:
+        """The log-probability of a document's trained tokens by another model, where the data have it."""
         ...
 
     def source(self, document: int) -> str:

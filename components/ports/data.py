@@ -25,8 +25,8 @@ class Batch:
     that it does not depend on how a batch is cut into microbatches, or a row into parts.
 
     Rows of pairs have the preferred document of each pair at an even number in `document_ids`, the other one at the
-    next; the weights of a pair's tokens add up to that of the pair. `reference`, float32, is for a loss that compares
-    the model with another: the other's log-probabilities of the targets, of which the sum over a document counts.
+    next; the weights of a pair's tokens add up to that of the pair. `reference`, float32 or float64, is for a loss that
+    compares the model with another: the other's log-probabilities of the targets, which count as a sum by document.
     """
 
     tokens: Tensor

@@ -1,7 +1,7 @@
 """Models that build their modules, the heads and kernels that these compute with, and stages of a pipeline."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -339,6 +339,32 @@ class Dispatcher(Protocol):
         ...
 
 
+ObserveRouting = Callable[[Tensor, Tensor], None]
+"""Takes how many of a microbatch's choices each expert has, int64 (experts,), and the scores by token, which add up to
+1: at least float32 (tokens, experts), without a graph."""
+
+
+@runtime_checkable
+class ExpertRouter(Protocol):
+    """
+    What sends tokens to experts: a module of a stage that has these members.
+
+    `e_score_correction_bias`, a persistent buffer, float32 (num_experts,), is added to the scores of experts where they
+    are chosen; None if the model has none.
+    """
+
+    num_experts: int
+    e_score_correction_bias: Tensor | None
+
+    def observe(self, observer: ObserveRouting) -> None:
+        """Call `observer` in each forward pass of training from now on, once for a microbatch."""
+        ...
+
+    def ignore(self, observer: ObserveRouting) -> None:
+        """Call it no more."""
+        ...
+
+
 LOSS = "loss"
 """The name under which the last stage's module holds the module of the loss, if the loss has one."""
 
@@ -409,6 +435,14 @@ class Stage:
             if not name.startswith(f"{LOSS}.")
         }
 
+    def model_buffers(self) -> dict[str, ModelParameter]:
+        """The model's persistent buffers by name, which are whole on each rank, without the loss's."""
+        saved = self.module.state_dict(keep_vars=True)
+        named = ((name, buffer) for name, buffer in self.module.named_buffers() if name in saved)
+        return {
+            name: ModelParameter(buffer, is_buffer=True) for name, buffer in named if not name.startswith(f"{LOSS}.")
+        }
+
 
 @port
 class Stages(Protocol):
@@ -418,6 +452,12 @@ class Stages(Protocol):
     def local(self) -> list[Stage]:
         """This rank's stages, in order."""
         ...
+
+
+def routers_of(stages: Stages) -> dict[str, ExpertRouter]:
+    """The routers of this rank's stages, by name."""
+    named = (each for stage in stages.local for each in stage.module.named_modules())
+    return {name: module for name, module in named if isinstance(module, ExpertRouter)}
 
 
 @port

@@ -1,7 +1,7 @@
 """Schedules, programs, their executor, and the state of a step: whole, or by microbatch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 from torch import Tensor
@@ -111,11 +111,17 @@ class Loss(Protocol):
 
 @runtime_checkable
 class Referenced(Protocol):
-    """A loss that compares the model with itself without adapters, which comes to it as `batch.reference`."""
+    """
+    A loss that compares the model with another, whose log-probabilities come to it as `batch.reference`.
 
-    def reference(self, hidden: Tensor, head: Head, batch: Batch) -> Tensor:
+    `reference` says which: "adapters", the model without them, or "data", the one that the data have numbers of.
+    """
+
+    reference: Literal["adapters", "data"]
+
+    def token_logps(self, hidden: Tensor, head: Head, batch: Batch) -> Tensor:
         """
-        The `batch.reference` (rows, length) that the loss needs, of the last hidden states without adapters.
+        The log-probability of each target (rows, length), of the last hidden states of the model without adapters.
 
         hidden: (rows, length, hidden_size); it is called without gradients, and `batch` has no reference.
         """

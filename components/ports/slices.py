@@ -73,11 +73,13 @@ class ModelParameter:
     """
     A parameter of the model, of which ranks may have slices.
 
-    `tensor` is this rank's: a DTensor where FSDP shards it, and of its slice where it is `split`, too.
+    `tensor` is this rank's: a DTensor where FSDP shards it, and of its slice where it is `split`, too. Persistent
+    buffers, which are whole on each rank, are written like parameters.
     """
 
     tensor: Tensor
     split: RankSlice | None = None
+    is_buffer: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -49,17 +49,6 @@ LORA: dict[str, Any] = {
     "stages": {"adapters": ["@lora"]},
 }
 
-SPARSE: dict[str, Any] = {
-    "model": {
-        **TINY["model"],
-        "use": "model.qwen3.moe",
-        "tokenizer": "@tokenizer",
-        "num_experts": 3,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 8,
-    },
-}
-
 LETTERS = "the quick brown fox jumps over the lazy dog\n" * 20
 
 
@@ -85,9 +74,15 @@ def of_family(use: str, **settings: Any) -> Mapping[str, Any]:
     return {"model": {**TINY["model"], "use": use, "vocab_size": 257, **settings}}
 
 
+def with_experts(use: str) -> Mapping[str, Any]:
+    """A small model with experts."""
+    sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    return {"model": {**TINY["model"], "use": use, "tokenizer": "@tokenizer", **sizes}}
+
+
 def dispatching(use: str) -> Mapping[str, Any]:
     """A small model with experts, and what brings tokens to them."""
-    return {**SPARSE, "dispatcher": {"use": use}, "stages": {"dispatcher": "@dispatcher"}}
+    return {**with_experts("model.qwen3.moe"), "dispatcher": {"use": use}, "stages": {"dispatcher": "@dispatcher"}}
 
 
 def config_file(folder: Path) -> Path:
@@ -212,7 +207,17 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "model": {**TINY["model"], "use": "model.mistral", "vocab_size": 257, "sliding_window": 4}
     },
     "model.qwen2": lambda folder: {"model": {**TINY["model"], "use": "model.qwen2", "vocab_size": 257}},
-    "model.qwen3.moe": lambda folder: SPARSE,
+    "model.qwen3.moe": lambda folder: with_experts("model.qwen3.moe"),
+    "model.dots1": lambda folder: with_experts("model.dots1"),
+    "metrics.expert_load": lambda folder: {
+        **with_experts("model.qwen3.moe"),
+        "metrics": {"experts": {"use": "metrics.expert_load"}},
+    },
+    "phases.router_bias": lambda folder: {
+        **with_experts("model.dots1"),
+        "router_bias": {"use": "phases.router_bias"},
+        "edit": {"trainer": {"phases": {"after": {"@optimizer": "@router_bias"}}}},
+    },
     "experts.local": lambda folder: dispatching("experts.local"),
     "experts.all_to_all": lambda folder: dispatching("experts.all_to_all"),
     "adapters.full_tuning": lambda folder: {

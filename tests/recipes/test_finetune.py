@@ -84,6 +84,26 @@ def test_dpo_prefers_the_chosen_answers(chat_base: Path, tmp_path: Path) -> None
     assert re.search(r"loss \d+\.\d+ over \d+ tokens, perplexity .* bits per byte$", text.strip()), text
 
 
+def test_dpo_of_all_weights_has_a_stored_reference(chat_base: Path, tmp_path: Path) -> None:
+    """
+    `reference-logps` adds what the base makes of both answers, by which full tuning begins at log(2), as with adapters.
+    """
+    full = ("stages.adapters=[]", "trainer.on_finish=[]", "optimizer.lr=1e-3", "trainer.steps=3")
+    words = (f"vars.base={chat_base}", *full, "loss.reference=data", "tokens.validation_fraction=0.0")
+    [outcome] = drawloom(tmp_path, "run", "dpo", *words, f'tokens.paths=["{DATA}"]')
+    assert outcome.code == 1 and "drawloom reference-logps" in outcome.text, outcome.text
+    command = ("reference-logps", "dpo", *words, f'tokens.paths=["{DATA}"]', "--to", "pairs.jsonl")
+    [outcome] = drawloom(tmp_path, *command, "--pairs", "5")
+    assert outcome.code == 0 and "wrote pairs.jsonl, 14 lines" in outcome.text, outcome.text
+    lines = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text("utf-8").splitlines()]
+    without = [{key: each for key, each in line.items() if not key.startswith("ref_")} for line in lines]
+    assert without == [json.loads(line) for line in DATA.read_text("utf-8").splitlines()]
+    [outcome] = drawloom(tmp_path, "run", "dpo", *words, "run.name=full", 'tokens.paths=["pairs.jsonl"]')
+    assert outcome.code == 0, outcome.text
+    [first, *_, last] = series(tmp_path / "runs/full", "loss", "reward_margin")
+    assert first == pytest.approx((math.log(2), 0.0), abs=1e-5) and last[0] < first[0]
+
+
 def test_dpo_needs_adapters_that_can_be_left_out(chat_base: Path, tmp_path: Path) -> None:
     """Without adapters, or with some that train the model's own weights, there is no reference."""
 

@@ -39,7 +39,13 @@ def assert_same(run: Path, other: Path) -> None:
         assert [value or 0 for value in mine] == pytest.approx([value or 0 for value in yours], rel=1e-6)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+QUICK = ("gpipe", "zero_bubble_1p", "dual_pipe_v")  # test_executor.py compares steps of all of them
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(name, marks=[] if name.endswith(QUICK) else [pytest.mark.soak]) for name in SCHEDULES],
+)
 def test_every_schedule_has_the_losses_of_one_process(place: Path, schedule: str) -> None:
     """Two ranks, with a tied embedding on both, train as one, for every schedule; export and sample too."""
     name = schedule.rpartition(".")[2]

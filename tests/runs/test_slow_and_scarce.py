@@ -52,6 +52,7 @@ def test_a_slow_disk_changes_nothing(place: Path) -> None:
     assert found[0] == found[1] and len(found[0]) == 10
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(FAKETIME is None, reason="libfaketime is not installed (Debian: libfaketime)")
 def test_a_clock_that_jumps_changes_nothing(place: Path) -> None:
     """Half of a run three years ahead, at a hundred times the speed, the rest three years ago: as if none were."""

@@ -45,7 +45,7 @@ def _terminated(folder: Path) -> Outcome:
 
     def end() -> None:
         while not list(folder.glob("verify-resume-*/straight.txt")):
-            time.sleep(0.005)
+            time.sleep(0.0002)  # so short that the run's process is being started
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end, daemon=True).start()
@@ -58,7 +58,7 @@ def test_a_signal_kills_the_run_and_removes_its_folder(tmp_path: Path) -> None:
     [outcome] = run_ranks(_terminated, 1, tmp_path, timeout=60, variables=False)
     assert outcome.code == 143 and "Traceback" not in outcome.text
     assert not list(tmp_path.glob("verify-resume-*"))
-    end = time.monotonic() + 10  # of a busy machine, on which a killed process is there for a moment
+    end = time.monotonic() + 10  # a killed process takes a moment to end
     while (left := _trains_in(tmp_path)) and time.monotonic() < end:
         time.sleep(0.1)
     assert not left

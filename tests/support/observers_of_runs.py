@@ -113,6 +113,11 @@ def adapted_by(use: str, values: Values, place: Path) -> Any:
         return [(name, tuple(parameter.shape)) for name, parameter in named], logits.detach().tolist()
 
 
+def problems_of_loss(use: str, values: Values, place: Path) -> Any:
+    """What is wrong with a loss in a recipe without adapters."""
+    return [str(problem) for problem in _recipe(place, loss={"use": use, **values}).graph.problems]
+
+
 def exported_adapter(use: str, values: Values, place: Path) -> Any:
     """The configuration of an exported adapter."""
     tables = {"lora": LORA, "stages": {"adapters": ["@lora"]}, "adapter": {"use": use, **values}}

@@ -146,6 +146,7 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 6,
     "mlp_only_layers": [1],
     "router_aux_loss_coef": 0.5,
+    "router_z_loss_coef": 0.1,
     "initializer_range": 0.2,  # or all experts would give next to nothing
 }
 

@@ -104,6 +104,21 @@ EXPERTS = {
     "decoder_sparse_step": 2,
     "mlp_only_layers": [1],
     "router_aux_loss_coef": 0.5,
+    "router_z_loss_coef": 0.5,
+}
+SHARED_EXPERTS = {
+    key: change for key, change in EXPERTS.items() if key not in ("decoder_sparse_step", "mlp_only_layers")
+}
+SHARED_EXPERTS |= {
+    "intermediate_size": Change(48, {"first_k_dense_replace": 1}),
+    "config": Change("other_dots1.json", NO_SIZES | {"config": "one_dots1.json"}),
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": Change(3, {"num_experts": 6}),
+    "topk_group": Change(2, {"num_experts": 6, "n_group": 3}),
+    "sliding_window": Change(3, {"max_window_layers": 1}),
+    "max_window_layers": Change(1, {"sliding_window": 3}),
 }
 TRITON = (
     "rms_norm",
@@ -281,13 +296,14 @@ ROWS: dict[str, Row] = {
     "listeners.logging": Row(runs.levels_of_logging, {}, {"level": "error"}),
     "listeners.profiler": Row(runs.events_of_run, {"steps": [1]}, {"steps": [2]}),
     "listeners.timeouts": Row(runs.events_of_run, {}, {"first_step": 7.0, "step": 7.0, "saving": 7.0}),
-    "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5}),
+    "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True}),
     "metrics.auroc": Row(parts.counted_by, {"bins": 4}, {"bins": 6, "of": "other"}),
     "metrics.bits_per_byte": Row(parts.bits_measured_by, {}, {"of": "accuracy"}),
     "metrics.classification": Row(
         parts.counted_by, {"classes": 2}, {"classes": 3, "of": "other", "averages": ["macro", "weighted"]}
     ),
+    "metrics.expert_load": Row(parts.routed_by, {}, {"by_expert": True}),
     "metrics.group": Row(parts.measured_by, {}, {"prefix": "train/"}),
     "metrics.mean": Row(parts.measured_by, {"of": "loss"}, {"of": "accuracy", "per": "microbatch", "name": "other"}),
     "metrics.memory": Row(parts.names_measured_by, {}, {"by_kind": True}),
@@ -306,6 +322,7 @@ ROWS: dict[str, Row] = {
             "weights": Change(True, {"path": "exported"}, parts.initial_weights_of),
         },
     ),
+    "model.dots1": Row(parts.model_of, SPARSE_SIZES, MODEL | SHARED_EXPERTS),
     "model.llama": Row(
         parts.model_of, SIZES, MODEL | {"config": config("llama")} | {"attention_bias": True, "mlp_bias": True}
     ),
@@ -328,6 +345,7 @@ ROWS: dict[str, Row] = {
     "optim.stochastic_adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | {"state_dtype": "float32"}),
     "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY),
     "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY),
+    "phases.router_bias": Row(parts.routed_by, {}, {"update_rate": 0.5}),
     "phases.report": Row(runs.steps_of_phase, {}, EVERY),
     "pipeline.from_csv": Row(parts.program, {"path": "one.csv"}, {"path": "other.csv"}),
     "pipeline.schedules.circular": STAGES_PER_RANK,

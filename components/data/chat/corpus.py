@@ -2,7 +2,7 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,20 +55,24 @@ class ChatCorpus:
 
     def open(self) -> None:
         """Render and tokenize all lines. Raises UserError with the file and the line of a bad one."""
-        # Lines of plain texts need no template, and so no process that renders it.
-        template = ChatTemplate(self._template(), self.tokenizer.template_tokens, self.date)
-        try:
-            rows: dict[Split, list[Encoded]] = {"train": [], "validation": []}
-            for line in lines_of(self.paths):
-                kept = [row for row in self._rows(line, template) if row.weights[1:].any()]
-                self._untrained += not kept
-                rows[split_of(line.key, self.validation_fraction)] += kept
-        finally:
-            template.close()
+        rows: dict[Split, list[Encoded]] = {"train": [], "validation": []}
+        for line, kept in self.lines():
+            self._untrained += not kept
+            rows[split_of(line.key, self.validation_fraction)] += kept
         if not any(rows.values()):
             raise UserError(f"paths: {self.nothing_trained()}")
         self._splits = {split: self._arrays(each, split) for split, each in rows.items()}
         self._report(sum(map(len, rows.values())))
+
+    def lines(self) -> Iterator[tuple[Line, list[Encoded]]]:
+        """All lines, and of each the documents that have a trained token."""
+        # Lines of plain texts need no template, and so no process that renders it.
+        template = ChatTemplate(self._template(), self.tokenizer.template_tokens, self.date)
+        try:
+            for line in lines_of(self.paths):
+                yield line, [row for row in self._rows(line, template) if row.weights[1:].any()]
+        finally:
+            template.close()
 
     def close(self) -> None:
         """Free the tokens."""
@@ -112,7 +116,13 @@ class ChatCorpus:
     def _arrays(self, rows: Sequence[Encoded], split: Split) -> TokenArrays:
         dtype = id_dtype(self.vocab_size)
         weights = [row.weights for row in rows]
-        return TokenArrays.of((row.ids for row in rows), dtype, weights, name=f"{split} {self.kind}")
+        references = [row.reference for row in rows if row.reference is not None]
+        if len(references) not in (0, len(rows)):
+            raise UserError(
+                f"paths: {len(references)} of {len(rows)} {self.kind}s have a reference; give all of them one, or none"
+            )
+        name = f"{split} {self.kind}"
+        return TokenArrays.of((row.ids for row in rows), dtype, weights, references or None, name=name)
 
     def _report(self, rows: int) -> None:
         parts = self._splits.values()

@@ -19,11 +19,13 @@ class Encoded:
     ids: int32 (tokens,); weights: float32 (tokens,), of each as a target.
 
     `straddles` says whether the text encoded at once has other ids: a token would then belong to two parts.
+    `reference` is the log-probability of the trained tokens by another model, if the data have it.
     """
 
     ids: np.ndarray
     weights: np.ndarray
     straddles: bool = False
+    reference: float | None = None
 
 
 def encode_rendered(tokenizer: ChatTokenizer, rendered: Rendered, messages: Sequence[Message], tools: Any) -> Encoded:

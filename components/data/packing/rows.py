@@ -80,6 +80,8 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[Piece]], length:
     """
     The rows that these pieces make, one after another from the left, filled up with `pad`.
 
+    A reference of a document is at its first token, and there are none unless each document has one.
+
     A piece has its own positions and document id, and so has the padding. The target of a piece's last token is the
     next of its document, if there is one.
     """
@@ -87,6 +89,8 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[Piece]], length:
     targets = np.full((len(rows), length), IGNORE_INDEX, np.int64)
     weights = np.zeros((len(rows), length), np.float32)
     starts = np.zeros((len(rows), length), np.int64)  # 1 where a piece or the padding begins
+    compared = np.zeros((len(rows), length), np.float64)
+    every = any(rows)
     for row, pieces in enumerate(rows):
         begin = 0
         for document, first, last in pieces:
@@ -97,12 +101,15 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[Piece]], length:
             targets[row, begin:targeted] = ids[1:]
             weights[row, begin:targeted] = 1.0 if own is None else own[1:]
             starts[row, begin] = 1
+            reference = documents.reference(document)
+            every = every and reference is not None
+            compared[row, begin] = reference or 0
             begin = end
         starts[row, begin : begin + 1] = 1
     here = np.arange(length)
     positions = here - np.maximum.accumulate(np.where(starts > 0, here, 0), axis=1)
     arrays = (tokens, targets, positions, np.cumsum(starts, axis=1) - 1, weights)
-    return Batch(*map(torch.from_numpy, arrays))
+    return Batch(*map(torch.from_numpy, (*arrays, compared) if every else arrays))
 
 
 def _read(documents: TokenDocuments, document: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray | None]:

@@ -38,6 +38,10 @@ class ChosenDocuments:
         """The weights of these tokens."""
         return self.documents.weights(int(self.chosen[document]), first, last)
 
+    def reference(self, document: int) -> float | None:
+        """The document's reference."""
+        return self.documents.reference(int(self.chosen[document]))
+
     def source(self, document: int) -> str:
         """Where the document comes from."""
         return self.documents.source(int(self.chosen[document]))

@@ -83,6 +83,9 @@ class Store:
         shard, begin, end = self._span(document)
         return shard.weights[begin + first : min(begin + last, end)] if shard.weighted else None
 
+    def reference(self, document: int) -> None:
+        """None: a store has no answers to compare."""
+
     def source(self, document: int) -> str:
         """The file that a document is from, and its offset there."""
         shard, number = self._shard(document)

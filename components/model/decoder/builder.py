@@ -23,6 +23,7 @@ from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import Kernels, LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
+from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import sequential
 from drawloom.graph import Problem, UserError, above, at_least, between, inherited, setting
 
@@ -215,7 +216,7 @@ class DecoderBuilder:
         # Only names are needed, so nothing is allocated.
         with torch.device("meta"):
             whole = self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
-        names = [name for name, _ in whole.named_parameters()]
+        names = [*persistent_tensors(whole)]
         joined = Mapper(()) if self.split is None else join_mapper(names, self.split)
         kept = [name for name in names if not name.endswith(f".{NEW}")]
         return sequential(joined, mapper_of(kept, getattr(self.architecture, "num_experts", 0)))

@@ -1,58 +1,18 @@
-"""Mixture of experts: the router, its load-balancing auxiliary loss, and the experts."""
+"""Mixture of experts: a router, and the experts that it sends tokens to."""
 
-from collections.abc import Mapping
-from typing import Any
-
+import attrs
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from drawloom.components.distributed.expert_parallel import ExpertParallel
-from drawloom.components.distributed.row_sums import RowSums
 from drawloom.components.experts.local import LocalExperts
 from drawloom.components.model.decoder.config import MoeConfig
-from drawloom.components.model.layers import Linear
+from drawloom.components.model.decoder.layer import SwiGLU
+from drawloom.components.model.decoder.router import Router
 from drawloom.components.ports.model import ExpertKernels
 
 
-def aux_loss_grad(counts: Tensor, weights: Tensor, length: int) -> Tensor:
-    """
-    The gradient of each row's load-balancing loss with respect to the probabilities of a token, (rows, experts).
-
-    `counts`: how many tokens of a row were sent to each expert, (rows, experts); `weights`: the weight of each row's
-    loss, (rows,). The loss of a row of `length` tokens is experts * sum over experts of (share of tokens sent to it) *
-    (mean probability) (Fedus et al. 2021, "Switch Transformers", arXiv 2101.03961, equation 4), of which only the
-    probability has a gradient.
-    """
-    return counts * (weights * (counts.shape[1] / max(length, 1) ** 2)).unsqueeze(1)
-
-
-def inject_grad(probabilities: Tensor, grad: Tensor) -> Tensor:
-    """Probabilities of any shape unchanged; the backward pass adds a gradient that broadcasts to their shape."""
-    return _InjectGrad.apply(probabilities, grad.to(probabilities.dtype))  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _InjectGrad(Function):
-    @staticmethod
-    def forward(ctx: Any, probabilities: Tensor, added: Tensor) -> Tensor:
-        ctx.save_for_backward(added)
-        return probabilities.view_as(probabilities)  # a Function must not return its input itself
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (added,) = ctx.saved_tensors
-        return grad + added, None
-
-
-class Router(Linear):
-    """The scores of the experts for each token. It is no `Linear` to adapters: PEFT has none for routers."""
-
-    def split_dims(self) -> Mapping[str, tuple[int, int]]:
-        """None: each rank scores all experts for its own tokens."""
-        return {}
-
-
-class SparseMoeBlock(RowSums):
+class SparseMoeBlock(nn.Module):
     """
     The sum over a token's experts of probability * down(silu(gate(x)) * up(x)); each rank routes its own tokens.
 
@@ -61,35 +21,42 @@ class SparseMoeBlock(RowSums):
 
     def __init__(self, architecture: MoeConfig, kernels: ExpertKernels) -> None:
         super().__init__()
-        self.gate = Router(architecture.hidden_size, architecture.num_experts, kernels)
+        self.gate = Router(
+            architecture.hidden_size,
+            architecture.num_experts,
+            architecture.num_experts_per_tok,
+            architecture.routing,
+            kernels,
+            architecture.router_aux_loss_coef / architecture.moe_layers,
+            architecture.router_z_loss_coef / architecture.moe_layers,
+        )
         self.experts = Experts(architecture, kernels)
-        self.architecture = architecture
 
     def forward(self, hidden: Tensor, weights: Tensor | None = None) -> Tensor:
         """
         Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out; split tokens with `ranks`.
 
-        With weights of tokens, float32 (rows, length), the backward pass adds gradients of the load-balancing loss.
+        With weights of tokens, float32 (rows, length), the backward pass adds gradients of the router's losses.
         """
-        chosen, probabilities = self._choose(hidden, weights)
+        chosen, probabilities = self.gate(hidden, weights)
         return self.experts(hidden, chosen, probabilities)  # type: ignore[no-any-return]
 
-    def _choose(self, hidden: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The experts of each token, int64, and their probabilities, at least float32; (..., choices) both."""
-        logits = self.gate(hidden)
-        all_probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        # Which experts are the best has no gradient; only their probabilities do.
-        chosen = all_probabilities.detach().topk(self.architecture.num_experts_per_tok).indices
-        if weights is not None and self.architecture.router_aux_loss_coef:
-            coefficient = self.architecture.router_aux_loss_coef / self.architecture.moe_layers
-            counts = self.row_counts(chosen, weights, self.architecture.num_experts)
-            # Gradients are divided by the sum of all tokens' weights in the end, so a row counts by its part of that.
-            grad = aux_loss_grad(counts, self.row_weights(weights) * coefficient, self.row_length(weights))
-            all_probabilities = inject_grad(all_probabilities, self.of_tokens(grad, weights))
-        probabilities = all_probabilities.gather(-1, chosen)
-        if self.architecture.norm_topk_prob:
-            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
-        return chosen, probabilities
+
+class SharedExpertsMoeBlock(SparseMoeBlock):
+    """
+    The same, and a feed-forward network that all tokens visit (Dai et al. 2024, DeepSeekMoE, arXiv 2401.06066).
+
+    It is as wide as `n_shared_experts` experts, which are `shared_experts` in transformers.
+    """
+
+    def __init__(self, architecture: MoeConfig, n_shared_experts: int, kernels: ExpertKernels) -> None:
+        super().__init__(architecture, kernels)
+        width = n_shared_experts * architecture.moe_intermediate_size
+        self.shared_experts = SwiGLU(attrs.evolve(architecture, intermediate_size=width), kernels)
+
+    def forward(self, hidden: Tensor, weights: Tensor | None = None) -> Tensor:
+        """As of the experts alone."""
+        return super().forward(hidden, weights) + self.shared_experts(hidden)  # type: ignore[no-any-return]
 
 
 class Experts(ExpertParallel):

@@ -51,6 +51,7 @@ def test_a_power_cut_at_any_call_loses_no_committed_step(tmp_path: Path) -> None
     assert {each.restored for each in found} == {2, 3, 4}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("mutation", ["no_rename", "expire_before_commit"])
 def test_the_kill_test_finds_wrong_orders(tmp_path: Path, mutation: str) -> None:
     """Writing in place and expiring before the commit are found: the test above can fail."""
@@ -58,6 +59,7 @@ def test_the_kill_test_finds_wrong_orders(tmp_path: Path, mutation: str) -> None
     assert _bad(found)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "mutation", ["no_fsync", "no_fsync_of_folders", "manifest_first", "expire_before_commit", "no_rename"]
 )
@@ -67,6 +69,7 @@ def test_the_power_cut_test_finds_missing_fsyncs(tmp_path: Path, mutation: str) 
     assert _bad(found)
 
 
+@pytest.mark.soak
 def test_the_kill_test_does_not_find_missing_fsyncs(tmp_path: Path) -> None:
     """The page cache survives a kill: only power cuts test fsync."""
     [found] = run_ranks(kill_everywhere, 1, tmp_path, False, "no_fsync")

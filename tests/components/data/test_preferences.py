@@ -9,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from drawloom.components.data.packing.rows import Piece, batch_of
 from drawloom.components.data.preferences import Preferences
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.graph import UserError
@@ -107,3 +108,41 @@ def test_a_line_of_another_form_is_told_with_its_place(tmp_path: Path) -> None:
     """File, line, and the forms."""
     with pytest.raises(UserError, match=r'rows.jsonl:2: it has prompt, answer; write {"prompt": ..., "chosen"'):
         corpus(tmp_path, {"prompt": ASK, **ANSWERS}, {"prompt": "a", "answer": "b"})
+
+
+REFERENCE = {"ref_chosen_logps": -1.5, "ref_rejected_logps": -2}
+
+
+def test_a_reference_belongs_to_its_document(tmp_path: Path) -> None:
+    """Each document has its own, also in a batch, where the sum over the document's tokens is it."""
+    made = corpus(tmp_path, {"prompt": ASK, **ANSWERS, **REFERENCE})
+    documents = made.documents("train")
+    assert [documents.reference(number) for number in (0, 1)] == [-1.5, -2.0]
+    pieces = [Piece(number, 0, int(length)) for number, length in enumerate(documents.lengths)]
+    batch = batch_of(documents, [pieces], 128, 0)
+    assert batch.reference is not None
+    assert [float(batch.reference[batch.document_ids == number].sum()) for number in (0, 1)] == [-1.5, -2.0]
+    without = corpus(tmp_path, {"prompt": ASK, **ANSWERS}).documents("train")
+    assert batch_of(without, [pieces], 128, 0).reference is None
+    assert documents.fingerprint != without.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"ref_chosen_logps": 0.5}, "ref_chosen_logps is 0.5; write the logarithm of a probability"),
+        ({"ref_rejected_logps": "-1"}, "ref_rejected_logps is '-1'"),
+        ({"ref_chosen_logps": float("nan")}, "ref_chosen_logps is nan"),
+        ({"ref_rejected_logps": None}, "only one of ref_chosen_logps and ref_rejected_logps"),
+    ],
+)
+def test_references_that_can_not_be_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    """With the file and the line."""
+    with pytest.raises(UserError, match=rf"rows.jsonl:1: .*{message}"):
+        corpus(tmp_path, {"prompt": ASK, **ANSWERS, **REFERENCE, **changed})
+
+
+def test_references_of_some_lines_are_refused(tmp_path: Path) -> None:
+    """The loss of the others would be another one."""
+    with pytest.raises(UserError, match="2 of 4 answers have a reference; give all of them one, or none"):
+        corpus(tmp_path, {"prompt": ASK, **ANSWERS, **REFERENCE}, {"prompt": say("b"), **ANSWERS})

@@ -45,7 +45,9 @@ def test_what_all_ranks_have_adds_up_to_whole_rows(contexts: int, tensors: int) 
             counts += module.row_counts(tokens if tensors > 1 else chosen[:, part], own, EXPERTS)
             sums += module.row_weights(own) / tensors
             assert module.row_length(own) == LENGTH and len(peers.given) == 2
-            spread = module.of_tokens(values, own)
+            spread, of_each = module.of_tokens(values, own), module.token_weights(own).flatten()
+            assert torch.equal(of_each[:real], own.flatten()[rank * each : rank * each + real])
+            assert not of_each[real:].any() and len(module.own_tokens(tokens, own)) == real
             expected = values.repeat_interleave(own.shape[1], 0)[rank * each : rank * each + real]
             if tensors > 1:
                 assert torch.equal(spread[:real], expected) and not spread[real:].any()

@@ -12,6 +12,7 @@ from torch import Tensor
 from drawloom.components.loss.dpo import Dpo
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
 from drawloom.components.ports.model import Head
+from drawloom.graph import UserError
 from support.losses import sample
 
 BETA = 0.3
@@ -98,5 +99,5 @@ def test_long_answers_are_summed_without_rounding() -> None:
 def test_a_batch_without_a_reference_is_refused() -> None:
     """Compared with nothing, the loss would be another one."""
     case = sample()
-    with pytest.raises(ValueError, match="the batch has no log-probabilities of a reference"):
+    with pytest.raises(UserError, match="not every line has ref_chosen_logps"):
         Dpo().loss(case.hidden, case.head(), case.batch)

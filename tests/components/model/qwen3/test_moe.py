@@ -248,6 +248,7 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
     assert 1e-4 < ours < 1.2 * others
 
 
+@pytest.mark.soak  # a minute; tests/kernels compiles each operation
 @pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
 def test_compiles_without_breaks(choices: dict[str, Any]) -> None:

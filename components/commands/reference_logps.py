@@ -1,0 +1,80 @@
+"""write the log-probabilities of preferences by the model that a recipe starts from, as the reference of DPO"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drawloom.components.data.chat.encode import Encoded
+from drawloom.components.data.packing.rows import Piece, batch_of
+from drawloom.components.data.preferences import REFERENCES, Preferences
+from drawloom.components.data.store.shard import id_dtype
+from drawloom.components.data.token_arrays import TokenArrays
+from drawloom.components.pipeline.executor import Executor
+from drawloom.components.storage.atomic_write import replace_file
+from drawloom.graph import UserError
+from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project, Recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe, with loss.dpo")
+    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
+    parser.add_argument("--to", type=Path, metavar="FILE", required=True, help="the JSON-lines file to write")
+    parser.add_argument(
+        "--pairs", type=int, default=8, metavar="N", help="pairs that are computed together (default 8)"
+    )
+    parser.epilog = "Single values are set by node.key=value."
+
+
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Write the lines of the recipe's data with `ref_chosen_logps` and `ref_rejected_logps`."""
+    if options.pairs < 1:
+        raise UserError(f"--pairs {options.pairs}: write at least 1", 2)
+    if options.to.exists():
+        raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
+    recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
+    names = [_only(recipe, port) for port in (Executor, Preferences)]
+    with recipe.open(names) as run:
+        found = _with_references(run.get(Preferences), run.get(Executor), options.pairs)
+        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in found]
+    replace_file(options.to, "".join(f"{line}\n" for line in lines).encode())
+    words = f"tokens.paths='[\"{options.to}\"]' loss.reference=data"
+    print_text(f"wrote {options.to}, {len(lines)} lines; train with {words}")
+    return 0
+
+
+def _only(recipe: Recipe, kind: type) -> str:
+    graph = recipe.graph.or_error()
+    names = [name for name, node in graph.nodes.items() if issubclass(node.spec.cls, kind)]
+    if len(names) != 1:
+        raise UserError(f"the recipe has {len(names)} nodes that are a {kind.__name__}; one is required", 2)
+    return names[0]
+
+
+def _with_references(data: Preferences, executor: Executor, count: int) -> Iterator[dict[str, Any]]:
+    """All lines in order, those that have a pair with its references; `count` of them are computed together."""
+    lines = data.lines()
+    while some := [*islice(lines, count)]:
+        pairs = [pair for _, pair in some if pair]
+        sums = iter(_sums(data, executor, pairs).tolist() if pairs else [])
+        for line, pair in some:
+            yield line.row | (dict(zip(REFERENCES, next(sums), strict=True)) if pair else {})
+
+
+def _sums(data: Preferences, executor: Executor, pairs: Sequence[Sequence[Encoded]]) -> Tensor:
+    """The log-probabilities of both answers of each pair, float64 (pairs, 2)."""
+    answers = [answer for pair in pairs for answer in pair]
+    ids, weights = [answer.ids for answer in answers], [answer.weights for answer in answers]
+    documents = TokenArrays.of(ids, id_dtype(data.vocab_size), weights)
+    rows = [[Piece(number, 0, len(each))] for number, each in enumerate(ids)]
+    batch = batch_of(documents, rows, max(map(len, ids)), data.eos_id)
+    if (found := executor.token_logps(batch)) is None:
+        raise UserError("the last pipeline stage is on another rank; write mesh.pipeline=1", 2)
+    return found.sum(1, dtype=torch.float64).view(-1, 2).cpu()
