@@ -53,7 +53,9 @@ class ShardedModule:
         from torch.distributed.fsdp import fully_shard
 
         by_block = how["reshard_after_forward"]
-        inner = [[block, *(_experts(block) if expert_mesh is not None else [])] for block in blocks(module)]
+        inner: list[list[Any]] = [
+            [block, *(_experts(block) if expert_mesh is not None else [])] for block in blocks(module)
+        ]
         # A parameter belongs to the innermost unit around it, which must be sharded first.
         for unit in reversed([module, *chain(*inner)]):
             # What no block holds is used first and last, so that freeing it in between would save nothing.
@@ -68,6 +70,9 @@ class ShardedModule:
             # Else ranks on which different weights get no gradient would wait for each other (not in torch 2.11).
             if hasattr(sharded, "set_reduce_scatter_unused_params"):
                 sharded.set_reduce_scatter_unused_params(True)
+        for block, *experts in inner:
+            if experts:  # gathered while attention computes
+                block.set_modules_to_forward_prefetch(experts)
         return cls(module, inner, by_block)
 
     @property

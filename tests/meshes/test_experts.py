@@ -66,6 +66,21 @@ def test_three_steps_are_those_of_one_process(mesh: Meshed, meshed: list[list[li
         pipelines.assert_same_steps([found[number] for found in ranks], whole(("gpipe", *case[1:]), mesh.lengths))
 
 
+def test_mixed_precision_is_that_of_one_process() -> None:
+    """With bfloat16 compute, experts that FSDP shards, and casts of experts that it does not, have its gradients."""
+    sizes: list[dict[str, int]] = [{"data_shard": 4, "expert": 2}, {"data_shard": 4, "expert": 4}]
+    meshes: list[Any] = [([PLAIN], each, (4, 1)) for each in sizes]
+    [one] = pipelines.steps([PLAIN], {}, "cpu", pipelines.MIXED, 1, LAYERS, (4, 1), EXPERTS)
+    common = meshes, "cpu", pipelines.MIXED, 1, LAYERS, EXPERTS
+    meshed = run_ranks(pipelines.steps_on_meshes, 4, *common, timeout=120)
+    for number in range(len(sizes)):
+        ranks = [found[number][0] for found in meshed]
+        assert sum(each["loss"] for each in ranks) == pytest.approx(one["loss"], rel=1e-4)
+        for name, grad in pipelines.assembled(ranks, "grads").items():
+            assert grad is not None and grad.dtype == one["grads"][name].dtype
+            assert (grad - one["grads"][name]).norm() < 0.01 * one["grads"][name].norm(), name
+
+
 def test_each_rank_holds_its_experts_alone(meshed: list[list[list[dict[str, Any]]]]) -> None:
     """A rank has its part of each layer's experts; ranks that have the same ones, if anything is sharded, slices."""
     for place, mesh in enumerate(MESHES):

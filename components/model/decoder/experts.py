@@ -39,7 +39,9 @@ class SparseMoeBlock(nn.Module):
         With weights of tokens, float32 (rows, length), the backward pass adds gradients of the router's losses.
         """
         chosen, probabilities = self.gate(hidden, weights)
-        return self.experts(hidden, chosen, probabilities)  # type: ignore[no-any-return]
+        tokens, choices, scale = (each.flatten(0, -2) for each in (hidden, chosen, probabilities))
+        # A view of what experts give is taken here, since FSDP warns of modules that give views.
+        return self.experts(tokens, choices, scale).view_as(hidden)  # type: ignore[no-any-return]
 
 
 class SharedExpertsMoeBlock(SparseMoeBlock):
@@ -75,16 +77,15 @@ class Experts(ExpertParallel):
 
     def forward(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
         """
-        Hidden states (..., hidden_size) in and out, through the experts `chosen` for each token, int64 (..., choices),
-        each weighted by its probability, at least float32 of the same shape.
+        Hidden states (tokens, hidden_size) in and out, through the experts `chosen` for each token, int64 (tokens,
+        choices), each weighted by its probability, at least float32 of the same shape.
         """
         dispatcher = self.dispatcher or LocalExperts(kernels=self.kernels)
-        tokens, choices, weights = (tensor.flatten(0, -2) for tensor in (hidden, chosen, probabilities))
-        here = dispatcher.dispatch(tokens, choices, weights, self.num_experts)
+        here = dispatcher.dispatch(hidden, chosen, probabilities, self.num_experts)
         both = self.project("gate_up_proj", here.rows, here.ends)
         # `down_proj` is linear, so probabilities may be multiplied in before it, where that costs no pass over memory.
         mixed = self.kernels.swiglu_halves(both, here.scale)
-        return here.combine(self.project("down_proj", mixed, here.ends)).view_as(hidden)
+        return here.combine(self.project("down_proj", mixed, here.ends))
 
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Rows (rows, inputs), sorted by expert, times a parameter (experts, outputs, inputs): (rows, outputs)."""
