@@ -36,7 +36,7 @@ MESHES = [
     Meshed(
         "pipelines of shards, reduced by microbatch",
         {"data_shard": 2},
-        [(name, 8, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v")],
+        [(name, 4, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v")],
         settings={"sync_each_microbatch": True},
     ),
     Meshed(
@@ -76,7 +76,7 @@ def whole(case: pipelines.Case, lengths: tuple[int, int]) -> dict[str, Any]:
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: mesh.name)
 def test_three_steps_are_those_of_one_process(mesh: Meshed) -> None:
     """Losses, norms, gradients and weights after updates equal those of one process in float64, to 1e-10."""
-    common = mesh.sizes, "cpu", pipelines.FLOAT64, 3, 4, mesh.lengths, mesh.settings
+    common = mesh.sizes, "cpu", pipelines.FLOAT64, 3, 4, mesh.lengths, 0, ("none",), mesh.settings
     ranks = run_ranks(pipelines.steps, 4, mesh.cases, *common, timeout=120)
     for number, case in enumerate(mesh.cases):
         pipelines.assert_same_steps([found[number] for found in ranks], whole(("gpipe", *case[1:]), mesh.lengths))
