@@ -21,6 +21,7 @@ from drawloom.components.model.qwen2 import Qwen2
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.model import ExpertKernels, LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
@@ -124,6 +125,10 @@ class AutoModel:
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         """A function of seed, name and index alone, for parameters of any shape and slices of them."""
         self.builder.initialise(name, parameter, seed, part_of)
+
+    def forward_flops(self) -> ForwardFlops:
+        """Floating-point operations of matrix products, by parameter, and of attention."""
+        return self.builder.forward_flops()
 
     def hugging_face_config(self) -> dict[str, Any]:
         return self.builder.hugging_face_config()

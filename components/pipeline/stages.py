@@ -19,6 +19,7 @@ from drawloom.components.distributed.tensor_parallel import TensorRanks, split
 from drawloom.components.pipeline.initial_values import InitialValues
 from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype, is_dtensor
 from drawloom.components.pipeline.program.builders import stages_of
+from drawloom.components.pipeline.recompute import fault_of_policy, make_recomputable, notes_of_policy
 from drawloom.components.pipeline.replicated_store import ReplicatedStore
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
@@ -43,6 +44,7 @@ from drawloom.components.ports.model import (
     Dispatcher,
     LayerRange,
     Model,
+    Recompute,
     Stage,
     Transform,
     gradient_of,
@@ -102,6 +104,13 @@ class MaterializedStages:
         check=above(0),
         doc="bytes of gradients that replicas sum in one collective, while the backward pass computes others",
     )
+    recompute: Recompute = setting(
+        default="none",
+        impact="safe",
+        check=fault_of_policy,
+        doc="what the backward pass computes again instead of keeping it: 'none'; 'selective': norms, gates and "
+        "rotations of the kernels; 'blocks': every block; a number n: one of n blocks",
+    )
     weights: Path | None = setting(
         default=None, doc="a Hugging Face folder to start from; that of `model.auto`, or random weights, if left out"
     )
@@ -131,7 +140,8 @@ class MaterializedStages:
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """How the ranks of the mesh share the parameters."""
+        """How the ranks of the mesh share the parameters, and what is recomputed."""
+        yield from notes_of_policy(node.settings["recompute"])
         for mesh in node.neighbours("mesh"):
             yield from shares_of_parameters(node, mesh)
 
@@ -164,9 +174,12 @@ class MaterializedStages:
                 self._store.shards_of(module),
                 self.adapters,
                 self._splits,
+                self.recompute,
             )
             for index, module in modules.items()
         ]
+        for module in modules.values():
+            make_recomputable(self.model.blocks(module))
         self._fingerprint = self._values.origin(self._all().values())
         self._check_patterns()
         self._find_shared()

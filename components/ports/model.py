@@ -1,7 +1,7 @@
 """Models that build their modules, the heads and kernels that these compute with, and stages of a pipeline."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -369,6 +369,13 @@ LOSS = "loss"
 """The name under which the last stage's module holds the module of the loss, if the loss has one."""
 
 
+Recompute = int | Literal["none", "blocks", "selective"]
+"""
+What the backward pass computes again: nothing; every block; one of so many blocks; norms, gates and rotations, whose
+inputs are kept anyway.
+"""
+
+
 class Shards(Protocol):
     """
     A stage's parameters on several data-parallel ranks: gathered before they are used, if each has a slice; their
@@ -406,7 +413,7 @@ class Stage:
     The module computes with its own parameters. Where these are casts, `masters` holds what they are cast from; where
     they are gathered from the `shards` of several ranks, it holds this rank's slices. `adapters` have been injected
     into the module; without any, every parameter is trained unless a transform froze it. Of parameters in `splits`
-    the module has slices, and other ranks the others.
+    the module has slices, and other ranks the others. `recompute` says what the backward passes compute again.
     """
 
     index: int
@@ -417,6 +424,7 @@ class Stage:
     shards: Shards | None = None
     adapters: Sequence[Adapter] = ()
     splits: Mapping[str, RankSlice] = attrs.field(factory=dict)
+    recompute: Recompute = "none"
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What exports and, if it is trained, checkpoints save: each parameter's master, or itself if it has none."""

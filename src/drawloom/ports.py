@@ -34,6 +34,7 @@ from drawloom.components.ports.distributed import (
     Reduce,
     Timed,
 )
+from drawloom.components.ports.flops import CountsFlops, ForwardFlops, attended_pairs
 from drawloom.components.ports.memory import MEMORY_KINDS, MemoryKind, MemoryUser, memory_by_kind
 from drawloom.components.ports.model import (
     LOSS,
@@ -50,6 +51,7 @@ from drawloom.components.ports.model import (
     Model,
     ObserveRouting,
     Parameters,
+    Recompute,
     RowPart,
     Shards,
     SpreadParameters,
@@ -143,6 +145,7 @@ __all__ = [
     "Communicator",
     "Convert",
     "Corpus",
+    "CountsFlops",
     "Device",
     "Dispatched",
     "Dispatcher",
@@ -158,6 +161,7 @@ __all__ = [
     "Fill",
     "FinalTask",
     "Finish",
+    "ForwardFlops",
     "Group",
     "Head",
     "HiddenStates",
@@ -196,6 +200,7 @@ __all__ = [
     "RankProgram",
     "RankSlice",
     "ReadsFiles",
+    "Recompute",
     "Reduce",
     "Referenced",
     "Replicate",
@@ -236,6 +241,7 @@ __all__ = [
     "ValidationData",
     "Value",
     "VocabularyPart",
+    "attended_pairs",
     "check_cadence",
     "due",
     "flat",

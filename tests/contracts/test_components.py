@@ -254,7 +254,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "gradients.clip_group_norm": lambda folder: {"clip": {"use": "gradients.clip_group_norm", "max_norm": 1.0}},
     "gradients.clip_value": lambda folder: {"clip": {"use": "gradients.clip_value", "max_value": 1.0}},
     "trackers.aim": lambda folder: {"trackers": {"aim": {"use": "trackers.aim"}}},
-    "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler", "steps": [2]}}},
+    "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler"}}},
 }
 """How a recipe uses those that the first one does not; a schedule stands alone."""
 

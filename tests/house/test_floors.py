@@ -44,8 +44,11 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.model": (BELOW | {"kernels.rope_frequencies", "components.experts.local"}, {"attrs", "torch"}),
     # Adapters take the place of layers.
     "components.adapters": (BELOW | {"components.model"}, {"attrs", "torch"}),
-    # The mechanism by which operations put weight gradients off is shared with who goes backward in two passes.
-    "components.pipeline": (BELOW | {"kernels.deferred_grads"}, {"attrs", "numpy", "torch"}),
+    # What operations put off or compute again is decided where forward and backward passes run.
+    "components.pipeline": (
+        BELOW | {"kernels.deferred_grads", "kernels.recompute"},
+        {"attrs", "numpy", "torch"},
+    ),
     "components.checkpoint": (BELOW, {"attrs", "torch", "safetensors"}),
     "components.trackers": (BELOW, {"attrs", "aim"}),
     "components.data": (BELOW, {"attrs", "numpy", "torch", "tokenizers", "pyarrow", "fsspec", "jinja2"}),

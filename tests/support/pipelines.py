@@ -26,7 +26,7 @@ from drawloom.components.optim.adamw import AdamW
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
-from drawloom.components.ports.model import BatchContext, Head, HiddenStates
+from drawloom.components.ports.model import BatchContext, Head, HiddenStates, Recompute
 from drawloom.components.ports.run import Step
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
@@ -163,9 +163,10 @@ def steps(
     layers: int = 8,
     lengths: tuple[int, int] = (4, 1),
     experts: int = 0,
+    recompute: Sequence[Recompute] = ("none",),
 ) -> list[dict[str, Any]]:
     """What steps of each case leave on this rank of a mesh."""
-    return steps_on_meshes([(cases, sizes, lengths)], kind, dtypes, taken, layers, experts)[0]
+    return steps_on_meshes([(cases, sizes, lengths)], kind, dtypes, taken, layers, experts, recompute)[0]
 
 
 def steps_on_meshes(
@@ -175,6 +176,7 @@ def steps_on_meshes(
     taken: int = 1,
     layers: int = 8,
     experts: int = 0,
+    recompute: Sequence[Recompute] = ("none",),
 ) -> list[list[dict[str, Any]]]:
     """
     What steps of each case leave on this rank, in all processes that were started together, or in this one.
@@ -182,7 +184,7 @@ def steps_on_meshes(
     A mesh has cases, sizes, and lengths of rows: the shortest, and how much longer others are. Pipeline ranks take what
     is left by the sizes. Each data-parallel rank has its part of the microbatches. `taken` steps are taken with AdamW,
     all but the last of which are followed by an update. The model has so many layers, of which with `experts` all but
-    the second have so many.
+    the second have so many. There are those of all cases for each policy of recomputation.
     """
     device = ComputeDevice(kind=kind)
     device.open()
@@ -194,8 +196,14 @@ def steps_on_meshes(
             rest = processes.world_size // math.prod(size for name, size in sizes.items() if name != "expert")
             mesh = RankMesh(processes=processes, **{"pipeline": rest, "data_replicate": 1, **sizes})
             mesh.open()
-            common: Any = mesh, device, DtypePolicy(**dtypes), taken, layers, lengths, experts
-            found.append([_steps(*case, *common) for case in cases])
+            precision = DtypePolicy(**dtypes)
+            found.append(
+                [
+                    _steps(*case, mesh, device, precision, taken, layers, lengths, experts, policy)
+                    for policy in recompute
+                    for case in cases
+                ]
+            )
         return found
     finally:
         processes.close()
@@ -214,6 +222,7 @@ def _steps(
     layers: int,
     lengths: tuple[int, int],
     experts: int,
+    recompute: Recompute,
 ) -> dict[str, Any]:
     """
     Gradients by name, as the optimizer gets them in the last step, and the weights before it; which slices these are;
@@ -243,6 +252,7 @@ def _steps(
         job=Job(),
         transforms=[FreezeFirstLayer()] if frozen else [],
         bucket_bytes=1000,
+        recompute=recompute,
     )
     stages.open()
     executor = Executor(
