@@ -85,6 +85,14 @@ class AutoModel:
             path = node.settings["path"]
             yield from tensor_faults(attrs.asdict(read_config(_family(path).family, path), recurse=False), ranks)
 
+    @classmethod
+    def expert_count(cls, node: Any) -> int:
+        """The experts of a layer; 0 if the model has none."""
+        with suppress(UserError):  # a problem of its own
+            path = node.settings["path"]
+            return getattr(read_config(_family(path).family, path), "num_experts", 0)
+        return 0
+
     @cached_property
     def builder(self) -> DecoderBuilder:
         """The component of the folder's family. Computed on first use, because the tokenizer must be open."""

@@ -20,6 +20,7 @@ from drawloom.components.ports.data import (
 )
 from drawloom.components.ports.distributed import (
     DATA,
+    EXPERT_REPLICAS,
     SHARDS,
     Communicator,
     Device,
@@ -38,6 +39,8 @@ from drawloom.components.ports.memory import MEMORY_KINDS, MemoryKind, MemoryUse
 from drawloom.components.ports.model import (
     LOSS,
     BatchContext,
+    Dispatched,
+    Dispatcher,
     ExpertKernels,
     ExpertRouter,
     Finish,
@@ -115,12 +118,13 @@ from drawloom.components.ports.run import (
     check_cadence,
     due,
 )
-from drawloom.components.ports.slices import ModelParameter, SlicedTensor, TensorSlice
+from drawloom.components.ports.slices import ModelParameter, RankSlice, SlicedTensor, TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 
 __all__ = [
     "DATA",
+    "EXPERT_REPLICAS",
     "FILES",
     "IGNORE_INDEX",
     "LOSS",
@@ -143,6 +147,8 @@ __all__ = [
     "Corpus",
     "CountsFlops",
     "Device",
+    "Dispatched",
+    "Dispatcher",
     "Durable",
     "Event",
     "EventKind",
@@ -192,6 +198,7 @@ __all__ = [
     "Program",
     "Randomness",
     "RankProgram",
+    "RankSlice",
     "ReadsFiles",
     "Recompute",
     "Reduce",

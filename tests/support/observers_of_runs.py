@@ -21,6 +21,7 @@ from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.ports.data import Batch, ValidationData
@@ -85,6 +86,15 @@ def recomputed_by(use: str, values: Values, place: Path) -> Any:
         tokens = torch.arange(6).unsqueeze(0)
         executor.train([Batch(tokens, tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))])
     return runs
+
+
+def compiled_in(use: str, values: Values, place: Path) -> Any:
+    """How many functions torch is asked to compile when stages open."""
+    with (
+        mock.patch.object(torch, "compile", side_effect=lambda forward: forward) as asked,
+        _recipe(place, stages=dict(values)).open(only="stages"),
+    ):
+        return asked.call_count
 
 
 @attrs.define
@@ -153,7 +163,7 @@ def sizes_of_mesh(use: str, values: Values, _place: Path) -> Any:
     world = {"rank": 0, "world_size": 4, "group": lambda name, sets: SingleProcess()}
     mesh = build(use, processes=fake(Processes, **world), **values)
     mesh.open()
-    return {name: mesh.size(name) for name in ("pipeline", "data_replicate", "data_shard", "context", "tensor")}
+    return {name: mesh.size(name) for name in (*DIMENSIONS, "expert")}
 
 
 def device_of(use: str, values: Values, _place: Path) -> Any:

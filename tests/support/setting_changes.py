@@ -38,7 +38,6 @@ class Row:
     changes: dict[str, Any]
 
 
-MESH = ("data_replicate", "expert")
 INVALID_BYTES = Change("refuse", {"paths": ["latin.txt"], "invalid_bytes": "replace"}, refused=True)
 STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
@@ -252,8 +251,8 @@ ROWS: dict[str, Row] = {
     "distributed.mesh": Row(
         runs.sizes_of_mesh,
         {},
-        # Two replicas are not four ranks, and expert parallelism is not built yet.
-        {"pipeline": 2, "data_shard": 2, "context": 2, "tensor": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
+        {"pipeline": 2, "data_shard": 2, "context": 2, "tensor": 2, "expert": Change(2, {"data_shard": 4})}
+        | {"data_replicate": Change(2, refused=True)},  # two replicas are not four ranks
     ),
     "distributed.precision": Row(
         runs.stages_of,
@@ -384,6 +383,7 @@ ROWS: dict[str, Row] = {
             "weights": "exported",
             "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
             "recompute": Change("blocks", observer=runs.recomputed_by),
+            "compile": Change(True, observer=runs.compiled_in),
         },
     ),
     "run.batch": Row(

@@ -148,6 +148,16 @@ class DecoderBuilder:
             yield from tensor_faults(sizes, ranks)
 
     @classmethod
+    def expert_count(cls, node: Any) -> int:
+        """The experts of a layer; 0 if the model has none."""
+        config = node.settings["config"]
+        if (given := node.settings.get("num_experts")) or config is None:
+            return given or 0
+        with suppress(UserError):  # a problem of its own
+            return getattr(read_config(cls.family, config), "num_experts", 0)
+        return 0
+
+    @classmethod
     def resume_impact(cls, node: Any, key: str) -> str | None:
         """max_position_embeddings is only exported, unless dynamic positions depend on it."""
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
