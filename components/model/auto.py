@@ -21,6 +21,7 @@ from drawloom.components.model.qwen2 import Qwen2
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.model import ExpertKernels, LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
@@ -84,6 +85,14 @@ class AutoModel:
             path = node.settings["path"]
             yield from tensor_faults(attrs.asdict(read_config(_family(path).family, path), recurse=False), ranks)
 
+    @classmethod
+    def expert_count(cls, node: Any) -> int:
+        """The experts of a layer; 0 if the model has none."""
+        with suppress(UserError):  # a problem of its own
+            path = node.settings["path"]
+            return getattr(read_config(_family(path).family, path), "num_experts", 0)
+        return 0
+
     @cached_property
     def builder(self) -> DecoderBuilder:
         """The component of the folder's family. Computed on first use, because the tokenizer must be open."""
@@ -116,6 +125,10 @@ class AutoModel:
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         """A function of seed, name and index alone, for parameters of any shape and slices of them."""
         self.builder.initialise(name, parameter, seed, part_of)
+
+    def forward_flops(self) -> ForwardFlops:
+        """Floating-point operations of matrix products, by parameter, and of attention."""
+        return self.builder.forward_flops()
 
     def hugging_face_config(self) -> dict[str, Any]:
         return self.builder.hugging_face_config()

@@ -229,7 +229,6 @@ def misfits_of_context(mesh: NodeView, model: NodeView, losses: Sequence[NodeVie
         return
     rope = model.settings.get("rope_parameters") or model.settings.get("rope_scaling")
     needs = {
-        "a router's loss is computed from whole rows": "num_experts" in model.settings,
         "documents are compared as wholes": any(has_pairs(loss.component) for loss in losses),
         "dynamic positions depend on the length of whole rows": getattr(rope, "rope_type", "") == "dynamic",
     }

@@ -25,7 +25,8 @@ class InitialValues:
     """
     Gives the modules of a rank memory and values: those of a folder, or random ones that follow from seed and name.
 
-    `splits` are the slices that tensor ranks have of parameters; of a sharded one a rank fills its slice only.
+    `splits` are the slices that tensor and expert ranks have of parameters; of a sharded one a rank fills its slice
+    only.
     """
 
     model: Model

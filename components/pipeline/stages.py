@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.buckets import BUCKET_BYTES, sum_in_buckets
+from drawloom.components.distributed.expert_parallel import share_experts
 from drawloom.components.distributed.rank_errors import run_on_all
+from drawloom.components.distributed.row_sums import share_rows
 from drawloom.components.distributed.tensor_parallel import TensorRanks, split
 from drawloom.components.pipeline.compilation import compile_blocks, idle_policies, undivided_backwards
 from drawloom.components.pipeline.initial_values import InitialValues
@@ -24,19 +26,23 @@ from drawloom.components.pipeline.runtime.layer_partition import partition_layer
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
 from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, local_part, shard
 from drawloom.components.pipeline.stage_checks import (
+    NO_DISPATCHER,
+    WRITE_DISPATCHER,
     gathers_by_block,
     losses_that_are_modules,
+    misfits_of_experts,
     misfits_of_shards,
     misfits_of_tensor,
     roundings,
     shares_of_parameters,
 )
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.distributed import DATA, SHARDS, Device, Mesh, Precision
+from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, SHARDS, Device, Mesh, Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import (
     LOSS,
     BatchContext,
+    Dispatcher,
     LayerRange,
     Model,
     Recompute,
@@ -46,7 +52,7 @@ from drawloom.components.ports.model import (
 )
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.components.weights.adapted import adapted_model, inject
 from drawloom.components.weights.load import persistent_tensors
 from drawloom.graph import Problem, UserError, above, at_least, component, setting
@@ -74,6 +80,7 @@ class MaterializedStages:
     job: RunInfo
     adapters: list[Adapter] = attrs.field(factory=list)
     transforms: list[Transform] = attrs.field(factory=list)
+    dispatcher: Dispatcher | None = None
     embedding_layer_cost: int = setting(
         default=0,
         check=at_least(0),
@@ -118,8 +125,9 @@ class MaterializedStages:
     _boundaries: ActivationSpecs = attrs.field(init=False, default=None)
     _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
     _on_earlier_ranks: set[str] = attrs.field(init=False, factory=set)
-    # the slices that tensor ranks have of parameters, which data ranks may slice again
-    _splits: dict[str, TensorSlice] = attrs.field(init=False, factory=dict)
+    # the slices that tensor and expert ranks have of parameters, which data ranks may slice again
+    _splits: dict[str, RankSlice] = attrs.field(init=False, factory=dict)
+    _of_experts: set[str] = attrs.field(init=False, factory=set)  # those of them that expert ranks have
     _fingerprint: str = attrs.field(init=False, default="")
 
     @classmethod
@@ -131,6 +139,7 @@ class MaterializedStages:
             yield from roundings(node, model, precision)
         for mesh, model in zip(node.neighbours("mesh"), node.neighbours("model"), strict=True):
             yield from misfits_of_tensor(mesh, model)
+            yield from misfits_of_experts(node, mesh, model)
         for loss in node.neighbours("loss"):
             yield from losses_that_are_modules(node, loss)
         for schedule, mesh in zip(node.neighbours("schedule"), node.neighbours("mesh"), strict=True):
@@ -146,6 +155,8 @@ class MaterializedStages:
 
     def open(self) -> None:
         """Build this rank's modules, and initialise or load them."""
+        if self.mesh.size("expert") > 1 and not getattr(self.dispatcher, "between_ranks", False):
+            raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
         owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
         spans = self._split(len(owners))
         mine = stages_of(self.mesh.index("pipeline"), owners)
@@ -154,7 +165,8 @@ class MaterializedStages:
             adapted_model(self.model, self.adapters)  # a pattern may match nothing on this rank, but somewhere
         modules = {index: self._build(spans[index]) for index in mine}
         sharded = self._shard(modules.values())
-        self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, self._splits)
+        places = {name: each.place for name, each in self._splits.items()}
+        self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, places)
         run_on_all(self.mesh.world, lambda: self._values.fill(modules.values()))
         if self.adapters:
             self._values.fill_adapters(modules.values(), sharded)
@@ -170,7 +182,6 @@ class MaterializedStages:
                 self._store.shards_of(module),
                 self.adapters,
                 self._splits,
-                self.mesh.group("tensor"),
                 self.recompute,
             )
             for index, module in modules.items()
@@ -203,10 +214,14 @@ class MaterializedStages:
     def counted(self) -> list[tuple[str, nn.Parameter]]:
         """Those of `named` that no earlier rank holds, of those that are no replicas of this one."""
         other = set(self._on_earlier_ranks)
+        mine = {name for name, _ in self.named()}
+        whole = mine - self._store.slices.keys()
         if self.mesh.group(*SHARDS).rank:
-            other |= {name for name, _ in self.named()} - self._store.slices.keys()
+            other |= whole - self._of_experts
         if self.mesh.index("tensor"):
-            other |= {name for name, _ in self.named()} - self._splits.keys()
+            other |= mine - self._splits.keys()
+        if self._of_experts and self.mesh.index("expert_shard"):
+            other |= whole & self._of_experts
         return [(name, part) for name, part in self.named() if name not in other]
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
@@ -238,8 +253,12 @@ class MaterializedStages:
         # Of parameters that are whole on tensor ranks, such as norms', each has the gradient of its own tokens.
         partial = [part for name, part in mine.items() if name not in self._splits and not _is_of_loss(name)]
         sum_in_buckets([gradient_of(part) for part in partial], self.mesh.group("tensor"), wide, self.bucket_bytes)
-        left = [gradient_of(part) for name, part in mine.items() if name not in self._store.summed]
-        sum_in_buckets(left, self.mesh.group(*DATA), wide, self.bucket_bytes)
+        left = {name: gradient_of(part) for name, part in mine.items() if name not in self._store.summed}
+        dense = [grad for name, grad in left.items() if name not in self._of_experts]
+        sum_in_buckets(dense, self.mesh.group(*DATA), wide, self.bucket_bytes)
+        if self._of_experts:
+            of_experts = [grad for name, grad in left.items() if name in self._of_experts]
+            sum_in_buckets(of_experts, self.mesh.group(*EXPERT_REPLICAS), wide, self.bucket_bytes)
         # A collective of the whole group: ranks without a parameter take part with zeros.
         like: Any = {"dtype": self.precision.gradient, "device": self.device.device}
         shared = [
@@ -276,7 +295,8 @@ class MaterializedStages:
         if sharded:
             return ShardedStore.of(sharded, self.precision)
         if (replicas := self.mesh.group(*DATA)).size > 1:
-            how = self.model.blocks, self.precision, replicas, self.bucket_bytes
+            apart = self._of_experts if self._shards_of_experts > 1 else frozenset[str]()
+            how = self.model.blocks, self.precision, replicas, self.bucket_bytes, apart
             return ReplicatedStore.replicated(modules, *how)
         return ParameterStore.of(modules, self.precision)
 
@@ -291,7 +311,10 @@ class MaterializedStages:
 
     def _slice(self, name: str) -> TensorSlice | None:
         """The slice that this rank has of a parameter; None for a whole one."""
-        return TensorSlice.nested(self._splits.get(name), self._store.slices.get(name))
+        return TensorSlice.nested(self._split_place(name), self._store.slices.get(name))
+
+    def _split_place(self, name: str) -> TensorSlice | None:
+        return self._splits[name].place if name in self._splits else None
 
     def _all(self) -> dict[str, nn.Parameter]:
         return {name: parameter for stage in self._local for name, parameter in stage.named_parameters()}
@@ -328,7 +351,10 @@ class MaterializedStages:
             module.add_module(LOSS, of_loss)
         for transform in self.transforms:
             module = transform.transform(module)
-        self._splits |= split(module, TensorRanks(self.mesh.group("tensor")))
+        of_experts = share_experts(module, self.mesh.group("expert"), self.dispatcher)
+        self._of_experts |= of_experts.keys()
+        share_rows(module, self.mesh.group("context"))
+        self._splits |= split(module, TensorRanks(self.mesh.group("tensor"))) | of_experts
         for parameter in module.parameters():  # buffers, such as frequencies, keep the dtype that their module chose
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(self.precision.parameter)
@@ -349,7 +375,15 @@ class MaterializedStages:
         by_block = gathers_by_block(self.reshard_after_forward, self.mesh.size("pipeline"))
         replicas = [("data_replicate",)] if self.mesh.size("data_replicate") > 1 else []
         mesh = self.mesh.torch_mesh(*replicas, SHARDS)
-        return shard(modules, self.model.blocks, mesh, self.precision, by_block)
+        of_experts = None
+        if self._of_experts and self._shards_of_experts > 1:
+            of_experts = self.mesh.torch_mesh(*replicas, ("expert_shard",))
+        return shard(modules, self.model.blocks, mesh, self.precision, by_block, self._of_experts, of_experts)
+
+    @property
+    def _shards_of_experts(self) -> int:
+        """How many ranks have the same experts, other than replicas."""
+        return self.mesh.size("expert_shard") if self.mesh.size("expert") > 1 else 1
 
 
 def _changes(tensor: Tensor) -> bool:

@@ -20,6 +20,7 @@ from drawloom.components.ports.data import (
 )
 from drawloom.components.ports.distributed import (
     DATA,
+    EXPERT_REPLICAS,
     SHARDS,
     Communicator,
     Device,
@@ -33,10 +34,13 @@ from drawloom.components.ports.distributed import (
     Reduce,
     Timed,
 )
+from drawloom.components.ports.flops import CountsFlops, ForwardFlops, attended_pairs
 from drawloom.components.ports.memory import MEMORY_KINDS, MemoryKind, MemoryUser, memory_by_kind
 from drawloom.components.ports.model import (
     LOSS,
     BatchContext,
+    Dispatched,
+    Dispatcher,
     ExpertKernels,
     ExpertRouter,
     Finish,
@@ -114,12 +118,13 @@ from drawloom.components.ports.run import (
     check_cadence,
     due,
 )
-from drawloom.components.ports.slices import ModelParameter, SlicedTensor, TensorSlice
+from drawloom.components.ports.slices import ModelParameter, RankSlice, SlicedTensor, TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 
 __all__ = [
     "DATA",
+    "EXPERT_REPLICAS",
     "FILES",
     "IGNORE_INDEX",
     "LOSS",
@@ -140,7 +145,10 @@ __all__ = [
     "Communicator",
     "Convert",
     "Corpus",
+    "CountsFlops",
     "Device",
+    "Dispatched",
+    "Dispatcher",
     "Durable",
     "Event",
     "EventKind",
@@ -153,6 +161,7 @@ __all__ = [
     "Fill",
     "FinalTask",
     "Finish",
+    "ForwardFlops",
     "Group",
     "Head",
     "HiddenStates",
@@ -189,6 +198,7 @@ __all__ = [
     "Program",
     "Randomness",
     "RankProgram",
+    "RankSlice",
     "ReadsFiles",
     "Recompute",
     "Reduce",
@@ -231,6 +241,7 @@ __all__ = [
     "ValidationData",
     "Value",
     "VocabularyPart",
+    "attended_pairs",
     "check_cadence",
     "due",
     "flat",

@@ -80,6 +80,11 @@ def with_experts(use: str) -> Mapping[str, Any]:
     return {"model": {**TINY["model"], "use": use, "tokenizer": "@tokenizer", **sizes}}
 
 
+def dispatching(use: str) -> Mapping[str, Any]:
+    """A small model with experts, and what brings tokens to them."""
+    return {**with_experts("model.qwen3.moe"), "dispatcher": {"use": use}, "stages": {"dispatcher": "@dispatcher"}}
+
+
 def config_file(folder: Path) -> Path:
     """The config.json of a small model."""
     model = Qwen3Dense(kernels=cpu_kernels(), vocab_size=257, **TINY["model"])
@@ -213,6 +218,8 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "router_bias": {"use": "phases.router_bias"},
         "edit": {"trainer": {"phases": {"after": {"@optimizer": "@router_bias"}}}},
     },
+    "experts.local": lambda folder: dispatching("experts.local"),
+    "experts.all_to_all": lambda folder: dispatching("experts.all_to_all"),
     "adapters.full_tuning": lambda folder: {
         "adapter": {"use": "adapters.full_tuning", "targets": ["norm"]},
         "stages": {"adapters": ["@adapter"]},
@@ -247,7 +254,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "gradients.clip_group_norm": lambda folder: {"clip": {"use": "gradients.clip_group_norm", "max_norm": 1.0}},
     "gradients.clip_value": lambda folder: {"clip": {"use": "gradients.clip_value", "max_value": 1.0}},
     "trackers.aim": lambda folder: {"trackers": {"aim": {"use": "trackers.aim"}}},
-    "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler", "steps": [2]}}},
+    "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler"}}},
 }
 """How a recipe uses those that the first one does not; a schedule stands alone."""
 

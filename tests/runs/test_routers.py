@@ -1,13 +1,12 @@
 """Routers in runs: on one process and on several, and after a kill."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import Tensor
 
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
-from support.runs import drawloom, rows, take_back, write_corpus
+from support.runs import drawloom, learned, take_back, write_corpus
 
 RECIPE = """
 extends = "./tiny.toml"
@@ -54,7 +53,6 @@ every = 3
 [trainer]
 steps = 6
 """
-OF_TIME = {"tokens_per_second", "memory"}
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "replicas": (2, ()),
     "shards": (2, ("mesh.data_replicate=1", "mesh.data_shard=2")),
@@ -74,11 +72,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def measured(run: Path) -> list[dict[str, Any]]:
-    """The metrics of each step but those of time."""
-    return [{key: value for key, value in row.items() if key not in OF_TIME} for row in rows(run)]
-
-
 def biases(run: Path) -> dict[str, Tensor]:
     """The biases of all routers in the export."""
     source = open_safetensors_folder(run / "export")
@@ -95,14 +88,14 @@ def test_every_layout_has_the_biases_of_one_process(layout: str, place: Path) ->
     ours, theirs = biases(place / "runs" / name), biases(place / "runs/one")
     assert ours.keys() == theirs.keys() == {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in (1, 2)}
     assert all(ours[name].equal(bias) and len(set(bias.tolist())) > 2 for name, bias in theirs.items())
-    for one, other in zip(measured(place / "runs/one"), measured(place / "runs" / name), strict=True):
+    for one, other in zip(learned(place / "runs/one"), learned(place / "runs" / name), strict=True):
         assert other == pytest.approx(one, rel=1e-9)
 
 
 def test_no_token_is_dropped(place: Path) -> None:
     """In each step and layer, the tokens of experts add up to two choices of each token of the step."""
     before = 0
-    for row in measured(place / "runs/one"):
+    for row in learned(place / "runs/one"):
         for layer in (1, 2):
             sent = [value for name, value in row.items() if name.startswith(f"expert_tokens/{layer}/")]
             assert len(sent) == 8 and sum(sent) == 2 * (row["tokens"] - before)
@@ -116,6 +109,6 @@ def test_a_resumed_run_has_the_same_bits(place: Path) -> None:
         assert drawloom(place, "run", "routers.toml", "run.name=resumed")[0].code == 0
         if steps == 3:
             take_back(place / "runs/resumed", 3)
-    assert measured(place / "runs/resumed") == measured(place / "runs/one")
+    assert learned(place / "runs/resumed") == learned(place / "runs/one")
     ours, theirs = biases(place / "runs/resumed"), biases(place / "runs/one")
     assert ours and all(ours[name].equal(bias) for name, bias in theirs.items())

@@ -134,7 +134,7 @@ def calls() -> dict[str, Callable[[int], object]]:
         "moe_routes": lambda size: moe_routes._routes(torch.zeros(size, 8, dtype=torch.int64), 16),
         "moe_permute": lambda size: moe_permute._spread(
             torch.empty(size, 64), None, torch.empty(size, 8), torch.zeros(size, 8, dtype=torch.int32),
-            torch.zeros(16, dtype=torch.int32), False,
+            torch.zeros(16, dtype=torch.int32), 7 * size, False,
         ),
         "grouped_gemm": lambda size: grouped_gemm._rows(
             torch.empty(size, 64), torch.empty(4, 64, 32), torch.zeros(4, dtype=torch.int32)

@@ -1,6 +1,7 @@
 """What components of a run do with their settings, as a value to compare; beside `observers`."""
 
 import gc
+import gzip
 import logging
 import os
 import signal
@@ -19,6 +20,8 @@ from torch import Tensor
 from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import processes as joining
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.ports.data import Batch, ValidationData
@@ -27,7 +30,7 @@ from drawloom.components.ports.model import BatchContext
 from drawloom.components.ports.pipeline import Executor, Losses, Predictor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
 from drawloom.components.trackers import aim
-from drawloom.graph import UserError
+from drawloom.graph import Every, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import build, fake
 from support.checkpoints import SingleRankMesh, StateNode, checkpointer
@@ -160,7 +163,7 @@ def sizes_of_mesh(use: str, values: Values, _place: Path) -> Any:
     world = {"rank": 0, "world_size": 4, "group": lambda name, sets: SingleProcess()}
     mesh = build(use, processes=fake(Processes, **world), **values)
     mesh.open()
-    return {name: mesh.size(name) for name in ("pipeline", "data_replicate", "data_shard", "context", "tensor")}
+    return {name: mesh.size(name) for name in (*DIMENSIONS, "expert")}
 
 
 def device_of(use: str, values: Values, _place: Path) -> Any:
@@ -330,17 +333,28 @@ def levels_of_logging(use: str, values: Values, place: Path) -> Any:
 
 
 def events_of_run(use: str, values: Values, place: Path) -> Any:
-    """The calls of timeouts in a run of two steps, and the files that are written."""
+    """The calls of timeouts in a run of two steps."""
     timed = fake(Timed)
-    edges = {"processes": timed} if use == "listeners.timeouts" else {}
-    node = build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), **edges, **values)
+    node = build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), processes=timed, **values)
     node.on_event(Event("run_started"))
     for index in (1, 2):
         step = Step(index, 2)
         for kind in ("step_started", "saving_started", "saving_ended", "step_ended"):
             node.on_event(Event(kind, step))
     node.on_event(Event("run_ended"))
-    return [call.arguments for call in timed.calls], sorted(path.name for path in place.rglob("*.gz"))
+    return [call.arguments for call in timed.calls]
+
+
+def traces_of_run(use: str, values: Values, place: Path) -> Any:
+    """The traces of a run of six steps, and whether memory is drawn in them."""
+    edges: Values = {"device": ComputeDevice(kind="cpu"), "stages": Every()}
+    node = build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), **edges, **values)
+    for index in range(1, 7):
+        for kind in ("step_started", "step_ended"):
+            node.on_event(Event(kind, Step(index, 6)))
+            torch.ones(1)
+    node.close()
+    return {path.name: "memory of the CPU" in gzip.open(path, "rt").read() for path in sorted(place.rglob("*.gz"))}
 
 
 def asked_of_aim(use: str, values: Values, place: Path) -> Any:

@@ -38,7 +38,6 @@ class Row:
     changes: dict[str, Any]
 
 
-MESH = ("data_replicate", "expert")
 INVALID_BYTES = Change("refuse", {"paths": ["latin.txt"], "invalid_bytes": "replace"}, refused=True)
 STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
@@ -251,8 +250,8 @@ ROWS: dict[str, Row] = {
     "distributed.mesh": Row(
         runs.sizes_of_mesh,
         {},
-        # Two replicas are not four ranks, and expert parallelism is not built yet.
-        {"pipeline": 2, "data_shard": 2, "context": 2, "tensor": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
+        {"pipeline": 2, "data_shard": 2, "context": 2, "tensor": 2, "expert": Change(2, {"data_shard": 4})}
+        | {"data_replicate": Change(2, refused=True)},  # two replicas are not four ranks
     ),
     "distributed.precision": Row(
         runs.stages_of,
@@ -295,7 +294,11 @@ ROWS: dict[str, Row] = {
         },
     ),
     "listeners.logging": Row(runs.levels_of_logging, {}, {"level": "error"}),
-    "listeners.profiler": Row(runs.events_of_run, {"steps": [1]}, {"steps": [2]}),
+    "listeners.profiler": Row(
+        runs.traces_of_run,
+        {"wait": 1, "warmup": 1, "active": 1},
+        {"wait": 2, "warmup": 2, "active": 2, "repeat": 2, "memory": True},
+    ),
     "listeners.timeouts": Row(runs.events_of_run, {}, {"first_step": 7.0, "step": 7.0, "saving": 7.0}),
     "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True}),
@@ -314,6 +317,7 @@ ROWS: dict[str, Row] = {
         {"quantiles": [0.5], "bins": 10},
         {"of": "accuracy", "quantiles": [0.9], "low": 1.0, "high": 10.0, "bins": 7},
     ),
+    "metrics.utilization": Row(parts.utilization_of, {"peak_tflops": 1.0}, {"peak_tflops": 2.0}),
     "model.auto": Row(
         parts.model_of,
         {"path": "one.json", "weights": False},

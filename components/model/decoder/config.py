@@ -145,8 +145,6 @@ def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSet
 
 def tensor_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
     """Why ranks along `tensor` can't share a model with these sizes, as far as they are known."""
-    if sizes.get("num_experts"):
-        yield "experts are not shared out over them"
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         if (size := sizes.get(key)) and size % ranks:
             yield f"{key} = {size} does not divide by {ranks}"

@@ -4,6 +4,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.distributed.expert_parallel import ExpertParallel
+from drawloom.components.experts.local import LocalExperts
 from drawloom.components.model.decoder.config import MoeConfig
 from drawloom.components.model.decoder.layer import SwiGLU
 from drawloom.components.model.decoder.router import Router
@@ -12,7 +14,7 @@ from drawloom.components.ports.model import ExpertKernels
 
 class SparseMoeBlock(nn.Module):
     """
-    The sum over a token's experts of probability * down(silu(gate(x)) * up(x)).
+    The sum over a token's experts of probability * down(silu(gate(x)) * up(x)); each rank routes its own tokens.
 
     Modules and parameters carry the names of transformers 5's Qwen3MoeSparseMoeBlock: the router is `gate`.
     """
@@ -32,12 +34,14 @@ class SparseMoeBlock(nn.Module):
 
     def forward(self, hidden: Tensor, weights: Tensor | None = None) -> Tensor:
         """
-        Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out.
+        Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out; split tokens with `ranks`.
 
         With weights of tokens, float32 (rows, length), the backward pass adds gradients of the router's losses.
         """
         chosen, probabilities = self.gate(hidden, weights)
-        return self.experts(hidden, chosen, probabilities)  # type: ignore[no-any-return]
+        tokens, choices, scale = (each.flatten(0, -2) for each in (hidden, chosen, probabilities))
+        # A view of what experts give is taken here, since FSDP warns of modules that give views.
+        return self.experts(tokens, choices, scale).view_as(hidden)  # type: ignore[no-any-return]
 
 
 class SharedExpertsMoeBlock(SparseMoeBlock):
@@ -57,10 +61,10 @@ class SharedExpertsMoeBlock(SparseMoeBlock):
         return super().forward(hidden, weights) + self.shared_experts(hidden)  # type: ignore[no-any-return]
 
 
-class Experts(nn.Module):
+class Experts(ExpertParallel):
     """
     All experts of a layer: `gate_up_proj`, (num_experts, 2 * moe_intermediate_size, hidden_size), whose first half is
-    the gate's, and `down_proj`, (num_experts, hidden_size, moe_intermediate_size).
+    the gate's, and `down_proj`, (num_experts, hidden_size, moe_intermediate_size). Ranks can share them out.
     """
 
     def __init__(self, architecture: MoeConfig, kernels: ExpertKernels) -> None:
@@ -68,21 +72,20 @@ class Experts(nn.Module):
         experts, width, inner = architecture.num_experts, architecture.hidden_size, architecture.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, width))
         self.down_proj = nn.Parameter(torch.empty(experts, width, inner))
+        self.num_experts = experts
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
         """
-        Hidden states (rows, length, hidden_size) in and out, through the experts `chosen` for each token, int64
-        (rows, length, choices), each weighted by its probability, at least float32 of the same shape.
+        Hidden states (tokens, hidden_size) in and out, through the experts `chosen` for each token, int64 (tokens,
+        choices), each weighted by its probability, at least float32 of the same shape.
         """
-        routes = self.kernels.moe_routes(chosen.flatten(0, -2), len(self.down_proj))
-        rows, scale = self.kernels.moe_permute(hidden.flatten(0, -2), probabilities.flatten(0, -2), routes)
-        _, _, ends = routes
-        both = self.project("gate_up_proj", rows, ends)
+        dispatcher = self.dispatcher or LocalExperts(kernels=self.kernels)
+        here = dispatcher.dispatch(hidden, chosen, probabilities, self.num_experts)
+        both = self.project("gate_up_proj", here.rows, here.ends)
         # `down_proj` is linear, so probabilities may be multiplied in before it, where that costs no pass over memory.
-        mixed = self.kernels.swiglu_halves(both, scale)
-        down = self.project("down_proj", mixed, ends)
-        return self.kernels.moe_unpermute(down, routes).view_as(hidden)
+        mixed = self.kernels.swiglu_halves(both, here.scale)
+        return here.combine(self.project("down_proj", mixed, here.ends))
 
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Rows (rows, inputs), sorted by expert, times a parameter (experts, outputs, inputs): (rows, outputs)."""

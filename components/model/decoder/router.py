@@ -1,5 +1,6 @@
 """The router of a layer with experts: which experts each token is sent to, and the losses that keep it in balance."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
@@ -7,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from drawloom.components.distributed.row_sums import RowSums
 from drawloom.components.model.layers import Linear
 from drawloom.components.ports.model import ExpertKernels, ObserveRouting
+from drawloom.kernels.recompute import is_recomputing
 
 
 @attrs.frozen(kw_only=True)
@@ -52,13 +55,6 @@ class _AttachLoss(Function):
         return grad, torch.ones_like(loss)
 
 
-def row_counts(chosen: Tensor, experts: int) -> Tensor:
-    """How many choices, int64 (rows, length, choices), of a row fell on each expert: float32 (rows, experts)."""
-    flat = chosen.flatten(1)
-    found = torch.zeros(len(chosen), experts, device=chosen.device)
-    return found.scatter_add_(1, flat, found.new_ones(()).expand_as(flat))
-
-
 def aux_loss_grad(counts: Tensor, weights: Tensor, length: int) -> Tensor:
     """
     The gradient of each row's load-balancing loss with respect to the probabilities of a token, (rows, experts).
@@ -76,15 +72,16 @@ def router_z_loss(logits: Tensor, weights: Tensor) -> Tensor:
     """
     The sum over tokens of weight * log(sum over experts of exp(logit)) ** 2, which keeps logits small.
 
-    `logits`: (rows, length, experts); `weights`: (rows, length). Zoph et al. 2022, "ST-MoE", arXiv 2202.08906, equation
+    `logits`: (..., experts); `weights`: (...). Zoph et al. 2022, "ST-MoE", arXiv 2202.08906, equation
     5.
     """
     return (logits.logsumexp(-1).square() * weights.to(logits.dtype)).sum()
 
 
-class Router(Linear):
+class Router(Linear, RowSums):
     """
     Scores the experts for each token and chooses some. It is no `Linear` to adapters: PEFT has none for routers.
+    Each of several ranks has all of the router, and routes its own tokens.
 
     `e_score_correction_bias`, float32 (experts,), is the bias of `routing`; it has no gradient, since what it decides,
     the choice, has none. `aux_loss_coef` and `z_loss_coef` are those of this layer's losses.
@@ -118,6 +115,10 @@ class Router(Linear):
         else:
             nn.init.zeros_(bias)
 
+    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+        """None."""
+        return {}
+
     def observe(self, observer: ObserveRouting) -> None:
         """Call `observer` in each forward pass of training from now on, once for a microbatch."""
         self._observers.append(observer)
@@ -130,22 +131,22 @@ class Router(Linear):
         """
         The experts of each token, int64, and their weights, at least float32; both (rows, length, choices).
 
-        hidden: (rows, length, hidden_size). With weights of tokens, float32 (rows, length), the backward pass adds the
-        gradients of the router's losses. Gradients are divided by the sum of all tokens' weights in the end, so that
-        each loss is a mean by token.
+        hidden: (rows, length, hidden_size), or with several `ranks` split tokens (tokens, hidden_size). With weights of
+        tokens, float32 (rows, length), the backward pass adds the gradients of the router's losses. Gradients are
+        divided by the sum of all tokens' weights in the end, so that each loss is a mean by token.
         """
         logits = super().forward(hidden)
         wide = torch.promote_types(logits.dtype, torch.float32)
         if weights is not None and self.z_loss_coef:
             logits = logits.to(wide)
-            logits = attach_loss(logits, router_z_loss(logits, weights * self.z_loss_coef))
+            logits = attach_loss(logits, router_z_loss(logits, self.token_weights(weights) * self.z_loss_coef))
         scores = logits.softmax(-1, wide) if self.routing.scoring_func == "softmax" else logits.to(wide).sigmoid()
         # Which experts are the best has no gradient; only their scores do.
         chosen = self._choose(scores.detach())
         if weights is not None and self.aux_loss_coef:
             scores = attach_loss(scores, self._aux_loss(scores, chosen, weights))
         if weights is not None and self._observers:
-            self._tell(chosen, scores)
+            self._tell(self.own_tokens(chosen, weights), self.own_tokens(scores, weights))
         best = scores.gather(-1, chosen)
         if self.routing.norm_topk_prob:
             best = self._normalised(best)
@@ -154,12 +155,12 @@ class Router(Linear):
 
     def _aux_loss(self, scores: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """A loss () with the gradient of the rows' load-balancing losses: that is linear in the probabilities."""
-        row_weights = weights.sum(1, dtype=torch.float64) * self.aux_loss_coef
-        grad = aux_loss_grad(row_counts(chosen, self.num_experts), row_weights, weights.shape[1])
-        return (grad.to(scores.dtype).unsqueeze(1) * self._probabilities(scores)).sum()
+        counts = self.row_counts(chosen, weights, self.num_experts)
+        grad = aux_loss_grad(counts, self.row_weights(weights) * self.aux_loss_coef, self.row_length(weights))
+        return (self.of_tokens(grad.to(scores.dtype), weights) * self._probabilities(scores)).sum()
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """The best experts by scores (rows, length, experts) and bias: int64 (rows, length, choices)."""
+        """The best experts by scores (..., experts) and bias: int64 (..., choices)."""
         if self.e_score_correction_bias is not None:
             scores = scores + self.e_score_correction_bias
         if (groups := self.routing.n_group) > 1:
@@ -178,8 +179,8 @@ class Router(Linear):
         return scores / (total if self.routing.scoring_func == "softmax" else total + 1e-20)  # sigmoids may all be 0
 
     def _tell(self, chosen: Tensor, scores: Tensor) -> None:
-        # Evaluations have no gradients; inside of a backward pass, activations are computed again.
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        # Evaluations have no gradients; what is computed again was counted before.
+        if torch.is_grad_enabled() and not is_recomputing():
             flat = chosen.flatten()
             tokens = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
             for observer in self._observers:

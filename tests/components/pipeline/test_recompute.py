@@ -65,7 +65,7 @@ MORE_MESHES: dict[str, tuple[int, dict[str, int]]] = {
 def check_mesh(ranks: int, sizes: dict[str, int], dtypes: Mapping[str, Any]) -> None:
     """Two steps under each policy have the same bits on all ranks."""
     lengths = (4, 4) if {"context", "tensor"} & sizes.keys() else (4, 1)
-    common = sizes, "cpu", dtypes, 2, 4, lengths, POLICIES
+    common = sizes, "cpu", dtypes, 2, 4, lengths, 0, POLICIES
     for found in run_ranks(pipelines.steps, ranks, TOGETHER, *common, timeout=120):
         assert_same_bits(found, TOGETHER)
 

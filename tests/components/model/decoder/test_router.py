@@ -9,16 +9,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from drawloom.components.distributed.row_sums import RowSums
 from drawloom.components.model.decoder.router import (
     Router,
     Routing,
     attach_loss,
     aux_loss_grad,
     router_z_loss,
-    row_counts,
 )
+from drawloom.kernels.recompute import held_by, rerun
 from support.qwen3 import cpu_kernels
 from support.seeding import seeds
+
+
+def row_counts(chosen: Tensor, experts: int) -> Tensor:
+    """Those of rows whose tokens are all here: chosen (rows, length, choices)."""
+    return RowSums().row_counts(chosen, torch.empty(chosen.shape[:2]), experts)
 
 
 @given(seeds, st.integers(0, 3), st.integers(0, 7), st.integers(1, 6), st.data())
@@ -158,7 +164,7 @@ def test_losses_are_added_in_the_backward_pass_alone(kind: str) -> None:
 
 def test_observers_learn_of_each_microbatch_once() -> None:
     """Of training alone: not of evaluations, and not again where activations are computed again."""
-    made, hidden = router(ROUTINGS["sigmoid"]), torch.randn(2, 9, 5, dtype=torch.float64)
+    made, hidden = router(ROUTINGS["softmax over the chosen"]), torch.randn(2, 9, 5, dtype=torch.float64)
     seen: list[Any] = []
 
     def observer(tokens: Tensor, scores: Tensor) -> None:
@@ -175,11 +181,16 @@ def test_observers_learn_of_each_microbatch_once() -> None:
     assert len(seen) == 1
     tokens, scores = seen[0]
     assert torch.equal(tokens, chosen.flatten().bincount(minlength=6)) and int(tokens.sum()) == 2 * 9 * 2
-    torch.testing.assert_close(scores.sum(-1), torch.ones(2, 9, dtype=torch.float64))
+    torch.testing.assert_close(scores.sum(-1), torch.ones(18, dtype=torch.float64))
     assert not scores.requires_grad
+    _, best = rerun(made, hidden, weights)
+    saved: Any = held_by(best.grad_fn._raw_saved_other)
+    saved.value()  # as where the gradients of weights are computed, outside of torch's backward pass
+    best.sum().backward()
+    assert len(seen) == 2
     made.ignore(observer)
     made(hidden, weights)
-    assert len(seen) == 1
+    assert len(seen) == 2
 
 
 def test_sigmoids_of_nothing_are_finite() -> None:
