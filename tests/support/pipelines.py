@@ -166,7 +166,7 @@ def steps(
     recompute: Sequence[Recompute] = ("none",),
     settings: Mapping[str, Any] = {},
 ) -> list[dict[str, Any]]:
-    """What steps of each case leave on this rank of a mesh, for each policy of recomputation."""
+    """What steps of each case leave on this rank of a mesh."""
     return steps_on_meshes([(cases, sizes, lengths)], kind, dtypes, taken, layers, experts, recompute, settings)[0]
 
 
@@ -186,7 +186,7 @@ def steps_on_meshes(
     A mesh has cases, sizes, and lengths of rows: the shortest, and how much longer others are. Pipeline ranks take what
     is left by the sizes. Each data-parallel rank has its part of the microbatches. `taken` steps are taken with AdamW,
     all but the last of which are followed by an update. The model has so many layers, of which with `experts` all but
-    the second have so many. There are the steps of all cases for each policy of recomputation. The stages have these
+    the second have so many. There are those of all cases for each policy of recomputation. The stages have these
     `settings`.
     """
     device = ComputeDevice(kind=kind)
@@ -199,9 +199,14 @@ def steps_on_meshes(
             rest = processes.world_size // math.prod(size for name, size in sizes.items() if name != "expert")
             mesh = RankMesh(processes=processes, **{"pipeline": rest, "data_replicate": 1, **sizes})
             mesh.open()
-            common: tuple[Any, ...] = mesh, device, DtypePolicy(**dtypes), taken, layers, lengths
-            every = [(*case, *common, policy, experts, settings) for policy in recompute for case in cases]
-            found.append([_steps(*arguments) for arguments in every])
+            precision = DtypePolicy(**dtypes)
+            found.append(
+                [
+                    _steps(*case, mesh, device, precision, taken, layers, lengths, experts, policy, settings)
+                    for policy in recompute
+                    for case in cases
+                ]
+            )
         return found
     finally:
         processes.close()
@@ -219,8 +224,8 @@ def _steps(
     taken: int,
     layers: int,
     lengths: tuple[int, int],
-    recompute: Recompute,
     experts: int,
+    recompute: Recompute,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """

@@ -53,6 +53,7 @@ TOGETHER: list[pipelines.Case] = [
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "pipeline": (2, {}),
     "data_shard": (2, {"data_shard": 2}),
+    "expert": (2, {"data_shard": 2, "expert": 2}),
 }
 MORE_MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "data_replicate": (2, {"data_replicate": 2}),
@@ -65,14 +66,14 @@ MORE_MESHES: dict[str, tuple[int, dict[str, int]]] = {
 def check_mesh(ranks: int, sizes: dict[str, int], dtypes: Mapping[str, Any]) -> None:
     """Two steps under each policy have the same bits on all ranks."""
     lengths = (4, 4) if {"context", "tensor"} & sizes.keys() else (4, 1)
-    common = sizes, "cpu", dtypes, 2, 4, lengths, 0, POLICIES
+    common = sizes, "cpu", dtypes, 2, 4, lengths, 8 if "expert" in sizes else 0, POLICIES
     for found in run_ranks(pipelines.steps, ranks, TOGETHER, *common, timeout=120):
         assert_same_bits(found, TOGETHER)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_has_the_same_bits(mesh: str) -> None:
-    """On two ranks that share out stages, or slices of parameters, which are gathered by block; in mixed precision."""
+    """On two ranks that share out stages, slices of parameters, gathered by block, or experts; in mixed precision."""
     check_mesh(*MESHES[mesh], pipelines.MIXED)
 
 
