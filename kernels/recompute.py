@@ -142,6 +142,14 @@ def rerun(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named)
 
 
+_repeating: ContextVar[bool] = ContextVar("repeating", default=False)
+
+
+def is_recomputing() -> bool:
+    """Whether a call is repeated in this thread, or torch's engine goes backward, where checkpoints repeat theirs."""
+    return _repeating.get() or torch._C._current_graph_task_id() != -1
+
+
 class _Rerun(_Repeatable):
     """A call of a function, whose saved tensors are its parts."""
 
@@ -178,12 +186,14 @@ class _Rerun(_Repeatable):
         named = {name: _restored(each) for name, each in self._named.items()}
         now = _RandomState(self._random.device)
         self._random.restore()
+        before = _repeating.set(True)
         try:
             with saved_tensors_hooks(take, _same), self._autocast.context(), torch.enable_grad():
                 self._function(*arguments, **named)
         except _Enough:
             return
         finally:
+            _repeating.reset(before)
             now.restore()
         raise RuntimeError(
             f"the forward pass saved {len(self.parts)} tensors, and its recomputation {number + 1}: what is recomputed "

@@ -98,12 +98,9 @@ class AutoKernels:
 
     @cached_property
     def _functions(self) -> dict[str, Any]:
-        return {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}
-
-    @cached_property
-    def _norm_of_sum(self) -> Any:
-        """The norm alone, with the bits of that with an addition."""
-        return load("rms_norm", self.chosen("add_rms_norm").name)
+        found = {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}
+        # Of the sum that the norm with an addition has made: its bits are those of the same implementation.
+        return found | {"norm_of_sum": load("rms_norm", self.chosen("add_rms_norm").name)}
 
     @cached_property
     def _loss_of_part(self) -> Any:
@@ -132,7 +129,7 @@ class AutoKernels:
         """RMSNorm of x + residual, both (..., hidden_size), and the sum."""
         normed, summed = self._functions["add_rms_norm"](x, residual, weight, eps)
         # The sum is kept, and its terms are not.
-        note(normed, self._norm_of_sum, summed, weight, eps)
+        note(normed, self._functions["norm_of_sum"], summed, weight, eps)
         return normed, summed
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from drawloom.components.distributed.expert_parallel import share_experts
 from drawloom.components.distributed.rank_errors import run_on_all
 from drawloom.components.distributed.row_sums import share_rows
 from drawloom.components.distributed.tensor_parallel import TensorRanks, split
+from drawloom.components.pipeline.compilation import compile_blocks, idle_policies, undivided_backwards
 from drawloom.components.pipeline.initial_values import InitialValues
 from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype, is_dtensor
 from drawloom.components.pipeline.program.builders import stages_of
@@ -111,6 +112,10 @@ class MaterializedStages:
         doc="what the backward pass computes again instead of keeping it: 'none'; 'selective': norms, gates and "
         "rotations of the kernels; 'blocks': every block; a number n: one of n blocks",
     )
+    compile: bool = setting(
+        default=False,
+        doc="whether each block is compiled by torch.compile; its weights' gradients can't be put off then",
+    )
     weights: Path | None = setting(
         default=None, doc="a Hugging Face folder to start from; that of `model.auto`, or random weights, if left out"
     )
@@ -127,7 +132,7 @@ class MaterializedStages:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """The module of a loss belongs to the stages, so the loss itself can't be one; and dtypes fit shards."""
+        """What does not fit together: see stage_checks.py and compilation.py."""
         for mesh, precision in zip(node.neighbours("mesh"), node.neighbours("precision"), strict=True):
             yield from misfits_of_shards(mesh, precision)
         for model, precision in product(node.neighbours("model"), node.neighbours("precision")):
@@ -137,6 +142,9 @@ class MaterializedStages:
             yield from misfits_of_experts(node, mesh, model)
         for loss in node.neighbours("loss"):
             yield from losses_that_are_modules(node, loss)
+        for schedule, mesh in zip(node.neighbours("schedule"), node.neighbours("mesh"), strict=True):
+            yield from undivided_backwards(node, schedule, mesh)
+        yield from idle_policies(node)
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
@@ -179,6 +187,8 @@ class MaterializedStages:
             for index, module in modules.items()
         ]
         for module in modules.values():
+            if self.compile:
+                compile_blocks(self.model.blocks(module))
             make_recomputable(self.model.blocks(module))
         self._fingerprint = self._values.origin(self._all().values())
         self._check_patterns()

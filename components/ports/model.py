@@ -537,7 +537,13 @@ class SpreadParameters(Parameters, Protocol):
 
 @port
 class Transform(Protocol):
-    """Changes a stage's module while it is on the meta device: sharding, recomputation, compilation."""
+    """
+    Changes a stage's module while it is on the meta device.
+
+    A class whose modules compute weight gradients with those of inputs, as torch.utils.checkpoint and torch.compile do,
+    has an attribute `splits_backward = False`, and so has such a model: `check` warns of it with a schedule that puts
+    weight gradients off.
+    """
 
     def transform(self, module: nn.Module) -> nn.Module:
         """The module to use instead."""

@@ -41,7 +41,10 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
     # Angles of rotary positions come from one formula, of which there is no choice to make. Without a dispatcher,
     # experts are on the rank of their tokens.
-    "components.model": (BELOW | {"kernels.rope_frequencies", "components.experts.local"}, {"attrs", "torch"}),
+    "components.model": (
+        BELOW | {"kernels.recompute", "kernels.rope_frequencies", "components.experts.local"},
+        {"attrs", "torch"},
+    ),
     # Adapters take the place of layers.
     "components.adapters": (BELOW | {"components.model"}, {"attrs", "torch"}),
     # What operations put off or compute again is decided where forward and backward passes run.

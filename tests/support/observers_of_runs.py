@@ -88,6 +88,15 @@ def recomputed_by(use: str, values: Values, place: Path) -> Any:
     return runs
 
 
+def compiled_in(use: str, values: Values, place: Path) -> Any:
+    """How many functions torch is asked to compile when stages open."""
+    with (
+        mock.patch.object(torch, "compile", side_effect=lambda forward: forward) as asked,
+        _recipe(place, stages=dict(values)).open(only="stages"),
+    ):
+        return asked.call_count
+
+
 @attrs.define
 class _Recorder(SingleProcess):
     """A group of two ranks that records what is summed."""

@@ -372,6 +372,7 @@ ROWS: dict[str, Row] = {
             "weights": "exported",
             "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
             "recompute": Change("blocks", observer=runs.recomputed_by),
+            "compile": Change(True, observer=runs.compiled_in),
         },
     ),
     "run.batch": Row(

@@ -11,6 +11,7 @@ from torch.autograd import Function
 from drawloom.components.distributed.row_sums import RowSums
 from drawloom.components.model.layers import Linear
 from drawloom.components.ports.model import ExpertKernels, ObserveRouting
+from drawloom.kernels.recompute import is_recomputing
 
 
 @attrs.frozen(kw_only=True)
@@ -178,8 +179,8 @@ class Router(Linear, RowSums):
         return scores / (total if self.routing.scoring_func == "softmax" else total + 1e-20)  # sigmoids may all be 0
 
     def _tell(self, chosen: Tensor, scores: Tensor) -> None:
-        # Evaluations have no gradients; inside of a backward pass, activations are computed again.
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        # Evaluations have no gradients; what is computed again was counted before.
+        if torch.is_grad_enabled() and not is_recomputing():
             flat = chosen.flatten()
             tokens = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
             for observer in self._observers:

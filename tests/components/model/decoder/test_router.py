@@ -17,6 +17,7 @@ from drawloom.components.model.decoder.router import (
     aux_loss_grad,
     router_z_loss,
 )
+from drawloom.kernels.recompute import held_by, rerun
 from support.qwen3 import cpu_kernels
 from support.seeding import seeds
 
@@ -163,7 +164,7 @@ def test_losses_are_added_in_the_backward_pass_alone(kind: str) -> None:
 
 def test_observers_learn_of_each_microbatch_once() -> None:
     """Of training alone: not of evaluations, and not again where activations are computed again."""
-    made, hidden = router(ROUTINGS["sigmoid"]), torch.randn(2, 9, 5, dtype=torch.float64)
+    made, hidden = router(ROUTINGS["softmax over the chosen"]), torch.randn(2, 9, 5, dtype=torch.float64)
     seen: list[Any] = []
 
     def observer(tokens: Tensor, scores: Tensor) -> None:
@@ -182,9 +183,14 @@ def test_observers_learn_of_each_microbatch_once() -> None:
     assert torch.equal(tokens, chosen.flatten().bincount(minlength=6)) and int(tokens.sum()) == 2 * 9 * 2
     torch.testing.assert_close(scores.sum(-1), torch.ones(18, dtype=torch.float64))
     assert not scores.requires_grad
+    _, best = rerun(made, hidden, weights)
+    saved: Any = held_by(best.grad_fn._raw_saved_other)
+    saved.value()  # as where the gradients of weights are computed, outside of torch's backward pass
+    best.sum().backward()
+    assert len(seen) == 2
     made.ignore(observer)
     made(hidden, weights)
-    assert len(seen) == 1
+    assert len(seen) == 2
 
 
 def test_sigmoids_of_nothing_are_finite() -> None:
