@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2
 
 TILE = 4096
@@ -192,6 +193,7 @@ def _settings(dest_row: Tensor, width: int, a_warp: int) -> dict[str, Any]:
 
 
 # fmt: off
+@lean
 @triton.jit(do_not_specialize=["tokens", "count", "num_experts"])
 def _spread_kernel(
     x, others, probabilities, dest_row, offsets, rows, of_rows, products, tokens, count, num_experts, width, x_stride,
@@ -255,6 +257,7 @@ def _fill_rows(rows, of_rows, first, count, step, width, BLOCK: tl.constexpr):
 
 
 # fmt: off
+@lean
 @triton.jit
 def _gather_kernel(
     rows, probabilities, of_rows, dest_row, summed, gathered, width, rows_stride,
