@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
+from drawloom.components.distributed.expert_parallel import ExpertParallel
 from drawloom.components.pipeline.runtime.layer_partition import build_schedule
 from drawloom.components.ports.program import flat
 from drawloom.graph import Problem, UserError
@@ -14,6 +15,10 @@ from drawloom.graph.build.node import NodeView
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     """Compile the forward of each block when it first runs; blocks of one kind share the result."""
     for block in blocks:
+        for part in block.modules():
+            # How many tokens other ranks send is known at run time only.
+            if isinstance(part, ExpertParallel) and part.dispatcher is not None:
+                part.forward = torch.compiler.disable(part.forward)  # type: ignore[no-untyped-call]
         # Not the call: hooks, such as those that gather parameters, are no part of what is compiled.
         block.forward = torch.compile(block.forward)
 

@@ -11,7 +11,7 @@ from drawloom.components.pipeline.compilation import compile_blocks
 from drawloom.components.pipeline.recompute import make_recomputable, recomputing
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.model import BatchContext, Head, LayerRange, Recompute
-from support.qwen3 import cpu_kernels, dense
+from support.qwen3 import cpu_kernels, dense, sparse
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer
 
@@ -28,6 +28,16 @@ def built(compiled: bool) -> Any:
         compile_blocks(model.blocks(module))
     make_recomputable(model.blocks(module))
     return module
+
+
+def test_tokens_that_travel_are_not_compiled() -> None:
+    """How many a rank gets is known at run time only: experts of several ranks are left to Python, others are not."""
+    for dispatcher in (None, object()):
+        model: Any = sparse()
+        block: Any = model.blocks(model.build(LayerRange(0, 1, embedding=True, head=False)))[0]
+        block.mlp.experts.dispatcher = dispatcher
+        compile_blocks([block])
+        assert hasattr(block.mlp.experts.forward, "_torchdynamo_disable") == (dispatcher is not None)
 
 
 def loss_of(module: Any, policy: Recompute) -> Any:
