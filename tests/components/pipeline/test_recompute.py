@@ -59,13 +59,15 @@ MORE_MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "tensor": (2, {"tensor": 2}),
     "context": (2, {"context": 2}),
     "pipelines of shards": (4, {"data_shard": 2}),
+    "expert": (2, {"data_shard": 2, "expert": 2}),
+    "pipelines of experts": (4, {"data_shard": 2, "expert": 2}),
 }
 
 
 def check_mesh(ranks: int, sizes: dict[str, int], dtypes: Mapping[str, Any]) -> None:
     """Two steps under each policy have the same bits on all ranks."""
     lengths = (4, 4) if {"context", "tensor"} & sizes.keys() else (4, 1)
-    common = sizes, "cpu", dtypes, 2, 4, lengths, 0, POLICIES
+    common = sizes, "cpu", dtypes, 2, 4, lengths, 8 if "expert" in sizes else 0, POLICIES
     for found in run_ranks(pipelines.steps, ranks, TOGETHER, *common, timeout=120):
         assert_same_bits(found, TOGETHER)
 
@@ -79,7 +81,7 @@ def test_every_mesh_has_the_same_bits(mesh: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", MORE_MESHES)
 def test_more_meshes_have_the_same_bits(mesh: str) -> None:
-    """On ranks that share out rows, products, tokens, or stages and slices of parameters; in float32."""
+    """On ranks that share out rows, products, tokens, experts, or stages and slices of parameters; in float32."""
     check_mesh(*MORE_MESHES[mesh], FLOAT32)
 
 
