@@ -75,13 +75,13 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check()
     graph = recipe.graph
-    name = _only(graph, Schedule)
-    ranks = graph.nodes[_only(graph, Mesh)].settings.get("pipeline", 1)
+    name = only(graph, Schedule)
+    ranks = graph.nodes[only(graph, Mesh)].settings.get("pipeline", 1)
     with recipe.open(name) as opened:
         schedule = opened.get(Schedule)
     _check_stages(options, name, schedule)
     use = graph.nodes[name].spec.use.removeprefix(FOLDER)
-    return _simulated(options, use, schedule, ranks, options.microbatches or _microbatches(graph))
+    return _simulated(options, use, schedule, ranks, options.microbatches or microbatches_of(graph))
 
 
 def _comparison(options: argparse.Namespace, project: Project) -> str:
@@ -146,16 +146,17 @@ def _simulated(options: argparse.Namespace, name: str, schedule: Schedule, ranks
         raise UserError(f"{name} can't be executed: {deadlock}") from deadlock
 
 
-def _only(graph: Graph, port: type) -> str:
+def only(graph: Graph, port: type) -> str:
+    """The name of the node that implements a port; UserError if there is not exactly one."""
     names = graph.implementers(port)
     if len(names) != 1:
         raise UserError(f"the recipe has {len(names)} nodes that are a {port.__name__}; one is required", 2)
     return names[0]
 
 
-def _microbatches(graph: Graph) -> int:
+def microbatches_of(graph: Graph) -> int:
     """Microbatches per step and replica; a mesh dimension of "auto" size counts as one replica."""
-    mesh = graph.nodes[_only(graph, Mesh)].settings
+    mesh = graph.nodes[only(graph, Mesh)].settings
     replicas = math.prod(size for key in ("data_replicate", "data_shard") if isinstance(size := mesh.get(key), int))
     for node in graph.nodes.values():
         if {"global_size", "micro_size"} <= node.settings.keys():

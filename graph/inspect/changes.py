@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -9,6 +10,7 @@ import attrs
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.build.node import Node
 from drawloom.graph.component import Impact
+from drawloom.graph.drawing.draw import draw
 from drawloom.graph.inspect.serialize import (
     Plain,
     flatten,
@@ -35,6 +37,7 @@ def resolve(graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
         lambda: recipe_hash(serialize_graph(graph)),
         accept_changes,
         lambda older: changes_since(older, graph),
+        lambda step: draw(graph, Path(graph.recipe.source).stem, graph.root, "svg", step=step),
     )
 
 

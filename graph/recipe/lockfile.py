@@ -45,6 +45,10 @@ def _no_changes(_older: str) -> list[RecipeChange]:
     return []
 
 
+def _no_picture(_step: bool) -> str:
+    return ""
+
+
 @attrs.frozen(eq=False)
 class ResolvedRecipe:
     """
@@ -52,13 +56,15 @@ class ResolvedRecipe:
 
     Text and hash may be given as functions, which are called at the first use: to write a recipe takes as long as to
     read it, and most commands do not need it. `accept_changes` says that the user wants to resume whatever has changed.
-    `changes` lists what differs from an older resolved recipe, given as text, to this one.
+    `changes` lists what differs from an older resolved recipe, given as text, to this one. `draw` gives the graph, or
+    with true the dataflow of one step, as an SVG document.
     """
 
     _text: str | Callable[[], str]
     _hash: str | Callable[[], str]
     accept_changes: bool = False
     changes: Callable[[str], list[RecipeChange]] = _no_changes
+    draw: Callable[[bool], str] = _no_picture
 
     @cached_property
     def text(self) -> str:

@@ -198,6 +198,11 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.tokenized": store,
     "data.record": lambda folder: {"record": {"use": "data.record"}},
     "data.standard_library": lambda folder: {},
+    "learning_rate.constant": lambda folder: {"lr": {"use": "learning_rate.constant", "warmup_steps": 2}},
+    "learning_rate.cosine": lambda folder: {"lr": {"use": "learning_rate.cosine"}},
+    "learning_rate.inverse_sqrt": lambda folder: {"lr": {"use": "learning_rate.inverse_sqrt"}},
+    "learning_rate.linear": lambda folder: {"lr": {"use": "learning_rate.linear"}},
+    "learning_rate.wsd": lambda folder: {"lr": {"use": "learning_rate.wsd", "decay_percent": 20.0}},
     "loss.dft": lambda folder: {"loss": {"use": "loss.dft"}},
     "model.auto": lambda folder: {"model": {"use": "model.auto", "path": str(config_file(folder)), "weights": False}},
     "model.llama": lambda folder: {

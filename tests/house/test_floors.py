@@ -53,13 +53,18 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         {"attrs", "numpy", "torch"},
     ),
     "components.checkpoint": (BELOW, {"attrs", "torch", "safetensors"}),
+    # A report puts together what several subjects have left in a run folder, and draws the schedule.
+    "components.report": (
+        BELOW | {"components.checkpoint.manifest", "components.pipeline.program", "components.pipeline.simulation"},
+        {"attrs", "numpy"},
+    ),
     "components.trackers": (BELOW, {"attrs", "aim"}),
     "components.data": (BELOW, {"attrs", "numpy", "torch", "tokenizers", "pyarrow", "fsspec", "jinja2"}),
     "components.run": (BELOW, {"attrs", "numpy", "torch"}),
     "components.listeners": (BELOW, {"attrs", "torch", "rich"}),
     # Commands are no components: each puts the work of several subjects at a person's disposal.
     "components.commands": (
-        BELOW | {f"components.{name}" for name in ("checkpoint", "data", "export", "pipeline", "sampling")},
+        BELOW | {f"components.{name}" for name in ("checkpoint", "data", "export", "pipeline", "report", "sampling")},
         {"attrs", "lm_eval", "numpy", "rich", "tomli", "torch"},
     ),
 }

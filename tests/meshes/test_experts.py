@@ -13,6 +13,7 @@ from support.processes import run_ranks
 
 LAYERS, EXPERTS = 4, 8
 PLAIN: pipelines.Case = ("gpipe", 4, True, False, "plain")
+EIGHT: pipelines.Case = ("gpipe", 8, True, False, "plain")
 
 
 @attrs.frozen
@@ -33,14 +34,20 @@ MESHES = [
     Meshed({"data_shard": 4, "expert": 2}, [PLAIN, ("gpipe", 4, False, True, "tempered")]),
     Meshed({"data_shard": 4, "expert": 4}, [PLAIN]),
     Meshed({"data_shard": 2, "tensor": 2, "expert": 2}, [PLAIN], (5, 1)),
-    Meshed({"data_shard": 2, "tensor": 2, "expert": 4}, [PLAIN], (5, 1)),
     Meshed({"tensor": 4, "expert": 2}, [PLAIN], (5, 1)),
     Meshed({"tensor": 2, "data_shard": 2}, [PLAIN], (5, 1)),
     Meshed({"context": 2, "data_shard": 2, "expert": 2}, [PLAIN], (8, 4)),
     Meshed({"context": 2, "tensor": 2, "expert": 4}, [PLAIN], (6, 4)),
     Meshed({"data_shard": 2, "expert": 2}, of_schedules("one_f_one_b", "zero_bubble_v", "dual_pipe_v")),
     Meshed({"data_replicate": 2, "data_shard": 2, "expert": 2}, [PLAIN]),
-    Meshed({"data_replicate": 2, "tensor": 2, "expert": 2}, [PLAIN], (5, 1)),
+]
+
+OF_EIGHT = [
+    Meshed({"data_shard": 4, "tensor": 2, "expert": 4}, [EIGHT], (5, 1)),
+    Meshed({"data_replicate": 2, "tensor": 2, "context": 2, "expert": 2}, [EIGHT], (6, 4)),
+    Meshed({"data_replicate": 2, "tensor": 4, "expert": 2}, [EIGHT], (5, 1)),
+    Meshed({"data_replicate": 2, "data_shard": 4, "expert": 2}, [EIGHT]),
+    Meshed({"data_shard": 4, "expert": 2}, [("dual_pipe_v", *EIGHT[1:])]),
 ]
 
 
@@ -58,12 +65,29 @@ def meshed() -> list[list[list[dict[str, Any]]]]:
     return run_ranks(pipelines.steps_on_meshes, 4, meshes, "cpu", pipelines.FLOAT64, 3, LAYERS, EXPERTS, timeout=240)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: " ".join(f"{k}={v}" for k, v in mesh.sizes.items()))
-def test_three_steps_are_those_of_one_process(mesh: Meshed, meshed: list[list[list[dict[str, Any]]]]) -> None:
-    """Losses, norms, gradients and weights after updates equal those of one process in float64, to 1e-10."""
-    ranks = [found[MESHES.index(mesh)] for found in meshed]
+def named(mesh: Meshed) -> str:
+    """What a test calls it."""
+    return " ".join(f"{name}={size}" for name, size in mesh.sizes.items())
+
+
+def assert_same_steps(mesh: Meshed, ranks: list[list[dict[str, Any]]]) -> None:
+    """The steps of each case are those of one process, to 1e-10."""
     for number, case in enumerate(mesh.cases):
         pipelines.assert_same_steps([found[number] for found in ranks], whole(("gpipe", *case[1:]), mesh.lengths))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=named)
+def test_three_steps_are_those_of_one_process(mesh: Meshed, meshed: list[list[list[dict[str, Any]]]]) -> None:
+    """Losses, norms, gradients and weights after updates equal those of one process in float64, to 1e-10."""
+    assert_same_steps(mesh, [found[MESHES.index(mesh)] for found in meshed])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", OF_EIGHT, ids=named)
+def test_eight_processes_have_the_steps_of_one(mesh: Meshed) -> None:
+    """With replicas of shards of experts, and tensor ranks that have the same: steps are one process's, to 1e-10."""
+    common = mesh.sizes, "cpu", pipelines.FLOAT64, 3, LAYERS, mesh.lengths, EXPERTS
+    assert_same_steps(mesh, run_ranks(pipelines.steps, 8, mesh.cases, *common, timeout=300))
 
 
 def test_mixed_precision_is_that_of_one_process() -> None:

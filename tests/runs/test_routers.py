@@ -17,9 +17,10 @@ tokenizer = "@tokenizer"
 num_hidden_layers = 3
 hidden_size = 16
 num_attention_heads = 2
-num_key_value_heads = 1
+num_key_value_heads = 2
 head_dim = 8
 intermediate_size = 32
+vocabulary_multiple = 2
 tie_word_embeddings = true
 num_experts = 8
 num_experts_per_tok = 2
@@ -56,7 +57,27 @@ steps = 6
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "replicas": (2, ()),
     "shards": (2, ("mesh.data_replicate=1", "mesh.data_shard=2")),
-    "stages": (2, ("mesh.pipeline=2", "schedule.use=pipeline.schedules.zero_bubble_1p", "schedule.stages_per_rank=1")),
+    "stages that recompute": (
+        2,
+        (
+            "mesh.pipeline=2",
+            "schedule.use=pipeline.schedules.zero_bubble_1p",
+            "schedule.stages_per_rank=1",
+            "stages.recompute=blocks",
+        ),
+    ),
+    "contexts": (2, ("mesh.data_replicate=1", "mesh.context=2")),
+    "tensors": (2, ("mesh.data_replicate=1", "mesh.tensor=2")),
+    "experts": (
+        2,
+        (
+            "mesh.data_replicate=1",
+            "mesh.data_shard=2",
+            "mesh.expert=2",
+            "dispatcher.use=experts.all_to_all",
+            "stages.dispatcher=@dispatcher",
+        ),
+    ),
     "single rows": (1, ("batch.micro_size=1",)),
 }
 

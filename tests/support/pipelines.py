@@ -165,7 +165,7 @@ def steps(
     experts: int = 0,
     recompute: Sequence[Recompute] = ("none",),
 ) -> list[dict[str, Any]]:
-    """What steps of each case leave on this rank of a mesh, for each policy of recomputation."""
+    """What steps of each case leave on this rank of a mesh."""
     return steps_on_meshes([(cases, sizes, lengths)], kind, dtypes, taken, layers, experts, recompute)[0]
 
 
@@ -184,7 +184,7 @@ def steps_on_meshes(
     A mesh has cases, sizes, and lengths of rows: the shortest, and how much longer others are. Pipeline ranks take what
     is left by the sizes. Each data-parallel rank has its part of the microbatches. `taken` steps are taken with AdamW,
     all but the last of which are followed by an update. The model has so many layers, of which with `experts` all but
-    the second have so many. There are the steps of all cases for each policy of recomputation.
+    the second have so many. There are those of all cases for each policy of recomputation.
     """
     device = ComputeDevice(kind=kind)
     device.open()
@@ -196,9 +196,14 @@ def steps_on_meshes(
             rest = processes.world_size // math.prod(size for name, size in sizes.items() if name != "expert")
             mesh = RankMesh(processes=processes, **{"pipeline": rest, "data_replicate": 1, **sizes})
             mesh.open()
-            common: tuple[Any, ...] = mesh, device, DtypePolicy(**dtypes), taken, layers, lengths
-            every = [(*case, *common, policy, experts) for policy in recompute for case in cases]
-            found.append([_steps(*arguments) for arguments in every])
+            precision = DtypePolicy(**dtypes)
+            found.append(
+                [
+                    _steps(*case, mesh, device, precision, taken, layers, lengths, experts, policy)
+                    for policy in recompute
+                    for case in cases
+                ]
+            )
         return found
     finally:
         processes.close()
@@ -216,8 +221,8 @@ def _steps(
     taken: int,
     layers: int,
     lengths: tuple[int, int],
-    recompute: Recompute,
     experts: int,
+    recompute: Recompute,
 ) -> dict[str, Any]:
     """
     Gradients by name, as the optimizer gets them in the last step, and the weights before it; which slices these are;

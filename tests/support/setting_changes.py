@@ -120,6 +120,7 @@ SHARED_EXPERTS |= {
     "sliding_window": Change(3, {"max_window_layers": 1}),
     "max_window_layers": Change(1, {"sliding_window": 3}),
 }
+WARMUP = {"start": 0.5, "warmup_steps": 3, "warmup_percent": Change(50.0, {"warmup_steps": None})}
 TRITON = (
     "rms_norm",
     "add_rms_norm",
@@ -279,6 +280,16 @@ ROWS: dict[str, Row] = {
         dict.fromkeys(TRITON, "triton")
         | {"attention": "flex"}
         | {"filter_eps": Change(0.5, {"linear_cross_entropy": "cut"}, parts.filter_of)},
+    ),
+    "learning_rate.constant": Row(parts.lr_factors, {"warmup_steps": 2}, WARMUP),
+    "learning_rate.cosine": Row(parts.lr_factors, {"warmup_steps": 2}, WARMUP | {"end": 0.5}),
+    "learning_rate.inverse_sqrt": Row(parts.lr_factors, {"warmup_steps": 2}, WARMUP | {"timescale": 7}),
+    "learning_rate.linear": Row(parts.lr_factors, {"warmup_steps": 2}, WARMUP | {"end": 0.5}),
+    "learning_rate.wsd": Row(
+        parts.lr_factors,
+        {"warmup_steps": 2, "decay_steps": 4},
+        WARMUP
+        | {"end": 0.5, "curve": "cosine", "decay_steps": 6, "decay_percent": Change(60.0, {"decay_steps": None})},
     ),
     "learning_rate.piecewise": Row(
         parts.lr_factors,

@@ -148,6 +148,10 @@ def tensor_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         if (size := sizes.get(key)) and size % ranks:
             yield f"{key} = {size} does not divide by {ranks}"
+    if "n_shared_experts" in sizes and (inner := sizes.get("moe_intermediate_size")):
+        experts = sizes["n_shared_experts"] or 1
+        if experts * inner % ranks:
+            yield f"n_shared_experts × moe_intermediate_size = {experts * inner} does not divide by {ranks}"
 
 
 def missing_size(given: Mapping[str, Any], dense: Sequence[int]) -> Iterator[InvalidSetting]:

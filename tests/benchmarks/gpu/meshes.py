@@ -225,7 +225,9 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     ]
     optimizer.open()
     size = config["vocab_size"], case.rows, case.length
-    batches = [_batch(number, device, *size) for number in range(case.microbatches)]
+    # Ranks along `context` cut rows before they are copied to the GPU.
+    place = ComputeDevice(kind="cpu") if "context" in case.sizes else device
+    batches = [_batch(number, place, *size) for number in range(case.microbatches)]
 
     def step() -> None:
         state = Step(1, 1)

@@ -53,6 +53,7 @@ TOGETHER: list[pipelines.Case] = [
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "pipeline": (2, {}),
     "data_shard": (2, {"data_shard": 2}),
+    "expert": (2, {"data_shard": 2, "expert": 2}),
 }
 MORE_MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "data_replicate": (2, {"data_replicate": 2}),
@@ -74,7 +75,7 @@ def check_mesh(ranks: int, sizes: dict[str, int], dtypes: Mapping[str, Any]) -> 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_has_the_same_bits(mesh: str) -> None:
-    """On two ranks that share out stages, or slices of parameters, which are gathered by block; in mixed precision."""
+    """On two ranks that share out stages, slices of parameters, gathered by block, or experts; in mixed precision."""
     check_mesh(*MESHES[mesh], pipelines.MIXED)
 
 

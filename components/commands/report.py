@@ -1,0 +1,62 @@
+"""write a report of runs as one HTML file: curves, events, checkpoints, samples and drawings"""
+
+import argparse
+from pathlib import Path
+
+from drawloom.components.commands.schedule import microbatches_of, only
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.pipeline import Schedule
+from drawloom.components.report.drawings import draw_schedule
+from drawloom.components.report.page import page
+from drawloom.components.report.run_record import REPORT, Drawings, names_of, read_run
+from drawloom.components.storage.atomic_write import replace_file
+from drawloom.graph import RecipeError, UserError
+from drawloom.graph.cli.exit_codes import format_problems
+from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project, Recipe
+from drawloom.graph.recipe.lockfile import LOCK
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("run_folders", metavar="RUN_FOLDER", nargs="+", type=Path, help="such as runs/first_run")
+    help = f"the file to write; by default {REPORT} in the run folder, or of several runs in the current folder"
+    parser.add_argument("--to", metavar="FILE", type=Path, help=help)
+
+
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Write the report, and print where it is."""
+    folders: list[Path] = list(dict.fromkeys(options.run_folders))
+    runs = [
+        read_run(folder, name, _drawings(project, folder))
+        for folder, name in zip(folders, names_of(folders), strict=True)
+    ]
+    target = options.to or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
+    content = page(runs).encode()
+    try:
+        replace_file(target, content)
+    except OSError as error:
+        raise UserError(f"{target} can't be written: {error.strerror}; write another file with --to", 2) from error
+    print_text(f"report of {len(content) / 1e6:.2f} MB in {target}")
+    return 0
+
+
+def _drawings(project: Project, folder: Path) -> Drawings:
+    """What the run's recipe looks like to this version of drawloom, which may not know its components any more."""
+    if not (folder / LOCK).is_file():
+        return Drawings()
+    try:
+        recipe = Recipe.load(folder, project=project)
+        return Drawings(recipe.draw("svg"), recipe.draw("svg", step=True), _schedule(recipe))
+    except RecipeError as error:
+        return Drawings(missing=format_problems(error.problems))
+    except UserError as error:
+        return Drawings(missing=str(error))
+
+
+def _schedule(recipe: Recipe) -> str:
+    graph = recipe.graph
+    ranks = graph.nodes[only(graph, Mesh)].settings.get("pipeline", 1)
+    name = only(graph, Schedule)
+    with recipe.open(name) as opened:
+        return draw_schedule(graph.nodes[name].spec.use, opened.get(Schedule), ranks, microbatches_of(graph))

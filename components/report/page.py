@@ -1,0 +1,204 @@
+"""
+The page: one HTML file that fetches nothing, with its curves as data that its script draws.
+
+Names, samples and recipes may come from a stranger. They are escaped; and the page's Content-Security-Policy lets only
+the script and the style run whose hashes it names, so that even markup that got through could not do anything.
+"""
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from drawloom.components.report.events import LogEvent
+from drawloom.components.report.run_record import RunRecord, differences
+
+HERE = Path(__file__).parent
+COLOURS = 8  # classes c0 to c7 of the style
+MARKS = ("resumed", "killed", "stopped", "skipped")
+LONGEST_VALUE = 300  # letters of a recipe's value in the table of differences
+CURVES = {
+    "loss": "loss",
+    "validation_loss": "validation loss",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens per second",
+    "memory": "memory in bytes",
+}
+"""The curves that come first, with their titles."""
+
+
+def page(runs: Sequence[RunRecord], heading: str = "") -> str:
+    """A report of these runs; `heading` is a comment's text on the first line, after the doctype."""
+    script, style = ((HERE / name).read_text("utf-8") for name in ("page.js", "page.css"))
+    allowed = f"script-src {_hash(script)}; style-src {_hash(style)}"
+    policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; {allowed}"
+    title = ", ".join(run.name for run in runs)
+    parts = [
+        f"<!doctype html>{f'<!-- {heading} -->' if heading else ''}",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="color-scheme" content="light dark">',
+        f"<title>{text(title)}</title><style>{style}</style></head><body>",
+        f"<header><h1>{text(title)}</h1></header><main>",
+        *_overview(runs),
+        *_differences(runs),
+        *CONTROLS,
+        *(part for number, run in enumerate(runs) for part in _run(run, number)),
+        "</main>",
+        f'<script type="application/json" id="data">{_json(runs)}</script>',
+        f"<script>{script}</script></body></html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+CONTROLS = (
+    '<section id="curves" hidden><h2>Curves</h2><div id="controls">',
+    '<label>over <select id="axis"></select></label>',
+    '<label><input type="checkbox" id="log"> logarithmic</label>',
+    '<label>smoothing <input type="range" id="smoothing" min="0" max="0.98" step="0.02" value="0"></label>',
+    '<label><input type="checkbox" id="marks" checked> kills, resumes, skipped steps</label>',
+    '</div><div id="legend"></div><div id="charts"></div>',
+    '<details id="more" hidden><summary></summary><div></div></details></section>',
+    "<noscript><p>The curves are drawn by the page's script; all else is below.</p></noscript>",
+)
+
+
+def text(words: str) -> str:
+    """Text escaped for HTML; what is not printable, such as a mark that turns the direction of text, is U+FFFD."""
+    return html.escape(_printable(words))
+
+
+def _printable(words: str) -> str:
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in words)
+
+
+def _hash(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+def _json(runs: Sequence[RunRecord]) -> str:
+    """The curves as JSON, in which nothing can end the element that holds it."""
+    data = {"titles": CURVES, "runs": [_data(run) for run in runs]}
+    encoded = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII, so that no surrogate is left
+    return encoded.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _data(run: RunRecord) -> dict[str, object]:
+    curves = {
+        _printable(name): {"x": curve.x, "y": curve.y, **({"low": curve.low, "high": curve.high} if curve.low else {})}
+        for name, curve in run.metrics.curves().items()
+    }
+    marks = [[event.step, event.kind] for event in run.log.events if event.kind in MARKS]
+    return {"name": _printable(run.name), "axes": run.metrics.axes(), "curves": curves, "marks": marks}
+
+
+def _overview(runs: Sequence[RunRecord]) -> Iterator[str]:
+    """A table: what was planned and what was measured, a column for each run."""
+    columns = [dict(_figures(run)) for run in runs]
+    labels = dict.fromkeys(label for column in columns for label in column)
+    rows = [[label, *(column.get(label, "") for column in columns)] for label in labels]
+    yield '<section id="overview">'
+    yield from _table(["", *(run.name for run in runs)], rows, coloured=True)
+    yield "</section>"
+
+
+def _figures(run: RunRecord) -> Iterator[tuple[str, str]]:
+    metrics, log = run.metrics, run.log
+    yield from ((label, words) for label, words in log.header.items() if label in ("model", "data", "device"))
+    if metrics.steps:
+        total = f" of {log.total:,}" if log.total else ""
+        yield "steps", f"{metrics.steps[-1]:,}{total}"
+        if metrics.tokens[-1]:
+            yield "tokens", f"{metrics.tokens[-1]:,.0f}"
+        if (seconds := metrics.seconds[-1]) > 0:
+            yield "time in steps", str(timedelta(seconds=round(min(seconds, 1e9))))
+            yield "mean speed", f"{metrics.tokens[-1] / seconds:,.0f} tokens/s"
+    if (loss := metrics.last("loss")) is not None:
+        yield "last loss", f"{loss:.4f}"
+    if (best := metrics.least("validation_loss")) is not None:
+        yield "best validation loss", f"{best[0]:.4f} after step {best[1]:,}"
+    if "memory" in log.header:
+        yield "memory, planned", log.header["memory"]
+    if (memory := metrics.most("memory")) is not None:
+        yield "memory, measured", f"{memory / 1e6:,.1f} MB at most"
+    if log.skipped:
+        yield "skipped steps", f"{log.skipped:,}"
+    if log.starts > 1:
+        yield "processes", f"{log.starts}, one after another"
+
+
+def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
+    if len(runs) < 2:
+        return
+    rows = differences([run.recipe for run in runs])
+    yield '<section id="differences"><h2>Recipes</h2>'
+    if rows:
+        short = [[key, *(value[:LONGEST_VALUE] for value in values)] for key, values in rows]
+        yield from _table(["differs in", *(run.name for run in runs)], short, coloured=True)
+    else:
+        yield "<p>The recipes do not differ.</p>"
+    yield "</section>"
+
+
+def _run(run: RunRecord, number: int) -> Iterator[str]:
+    yield f'<section class="run"><h2 class="c{number % COLOURS}">{text(run.name)}</h2>'
+    yield from _events(run)
+    yield from _checkpoints(run)
+    if run.sample:
+        yield f"<h3>Sample</h3><pre>{text(run.sample)}</pre>"
+    if run.drawings.missing:
+        yield f"<p>The graph is not drawn: {text(run.drawings.missing)}</p>"
+    # the drawings are documents of drawloom's own, which have escaped what they name
+    for title, drawing, shown in (
+        ("One step", run.drawings.step, True),
+        ("The schedule of a step, simulated", run.drawings.schedule, True),
+        ("The graph", run.drawings.graph, False),
+    ):
+        if drawing:
+            open_ = " open" if shown else ""
+            yield f'<details{open_}><summary>{title}</summary><div class="drawing">{drawing}</div></details>'
+    if run.recipe:
+        yield f"<details><summary>The resolved recipe</summary><pre>{text(run.recipe)}</pre></details>"
+    yield "</section>"
+
+
+def _events(run: RunRecord) -> Iterator[str]:
+    if not run.log.events:
+        return
+    omitted = f" ({run.log.omitted:,} in the middle are left out)" if run.log.omitted else ""
+    yield f"<h3>Events{omitted}</h3>"
+    yield from _table(["time", "after step", "", ""], [_event_row(event) for event in run.log.events])
+
+
+def _event_row(event: LogEvent) -> list[str]:
+    return [event.time, f"{event.step:,}", event.kind, event.text]
+
+
+def _checkpoints(run: RunRecord) -> Iterator[str]:
+    if not run.checkpoints:
+        return
+    yield "<h3>Checkpoints</h3>"
+    rows = []
+    for step, manifest in run.checkpoints:
+        if manifest is None:
+            rows.append([f"{step:,}", "not as it was committed", "", "", ""])
+            continue
+        losses = [manifest.values.get(name) for name in ("loss", "validation_loss")]
+        shown = ["" if loss is None else f"{loss:.4f}" for loss in losses]
+        rows.append([f"{step:,}", *shown, f"{manifest.bytes / 1e6:,.1f} MB", f"{manifest.world_size}"])
+    yield from _table(["step", "loss", "validation loss", "size", "ranks"], rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, coloured: bool = False) -> Iterator[str]:
+    """A table whose first column names its rows; with `coloured`, the other columns are runs in their colours."""
+    classes = [f' class="c{number % COLOURS}"' if coloured else "" for number in range(len(head) - 1)]
+    cells = "".join(f"<th{each}>{text(cell)}</th>" for each, cell in zip(classes, head[1:], strict=True))
+    yield f'<div class="table"><table><thead><tr><th>{text(head[0])}</th>{cells}</tr></thead><tbody>'
+    for row in rows:
+        yield f"<tr><th>{text(row[0])}</th>{''.join(f'<td>{text(cell)}</td>' for cell in row[1:])}</tr>"
+    yield "</tbody></table></div>"

@@ -1,0 +1,44 @@
+"""The report at the end of a run; `tests/runs/test_report.py` writes it in one."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from drawloom.components.report.html import HtmlReport
+from drawloom.graph import Every, ResolvedRecipe
+
+
+@attrs.frozen
+class Folder:
+    """A run folder."""
+
+    folder: Path
+
+
+def report(folder: Path, mesh: Any, draw: Any = lambda step: "<svg></svg>") -> HtmlReport:
+    """A report of a run without a schedule."""
+    recipe = ResolvedRecipe("format = 1\n", "hash", draw=draw)
+    return HtmlReport(folder=Folder(folder), mesh=mesh, recipe=recipe, schedules=Every(), batching=Every())
+
+
+def test_a_report_is_finished_for_its_step_alone(tmp_path: Path, one_rank: Any) -> None:
+    """A run that is continued to more steps writes it again."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n', "utf-8")
+    task = report(tmp_path, one_rank)
+    assert not task.is_finished(3)
+    task.finish(3)
+    assert task.is_finished(3) and not task.is_finished(4) and not task.is_finished(30)
+    assert "<svg></svg>" in (tmp_path / "report.html").read_text("utf-8")
+
+
+def test_a_report_that_fails_is_a_warning(tmp_path: Path, one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever is wrong with the folder or the drawing, the run is not ended by it."""
+    with caplog.at_level(logging.WARNING, "drawloom.run"):
+        report(tmp_path, one_rank).finish(3)
+        (tmp_path / "metrics.jsonl").symlink_to("/etc/passwd")
+        report(tmp_path, one_rank).finish(3)
+        report(tmp_path, one_rank, draw=lambda step: 1 / 0).finish(3)
+    assert len(caplog.records) == 3 and not report(tmp_path, one_rank).is_finished(3)

@@ -1,0 +1,115 @@
+"""The page: one file without a network, in which nothing from a run is markup."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from drawloom.components.report.page import HERE, page
+from drawloom.components.report.run_record import Drawings, RunRecord, read_run
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\u202e\ud800"
+
+
+class Elements(HTMLParser):
+    """The elements of a page with their attributes, and the text in each kind of element."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._open = ""
+        self.feed(content)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        self._open = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open = ""
+
+    def handle_data(self, data: str) -> None:
+        self.texts.setdefault(self._open, []).append(data)
+
+
+def run_in(folder: Path, name: str = "mine", steps: int = 240, drawings: Drawings | None = None) -> RunRecord:
+    """A run of some steps."""
+    rows = [
+        {"step": step, "loss": 1 / step, "tokens": 8 * step, "tokens_per_second": 4.0} for step in range(1, steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return read_run(folder, name, drawings or Drawings())
+
+
+def data_of(content: str) -> dict[str, Any]:
+    """The curves of a page."""
+    [found] = re.findall(r'<script type="application/json" id="data">(.*)</script>', content)
+    data: dict[str, Any] = json.loads(found)
+    return data
+
+
+def test_curves_are_numbers_in_the_page(tmp_path: Path) -> None:
+    """The page's script finds every step of a short run, with its tokens and seconds."""
+    content = page([run_in(tmp_path)])
+    [run] = data_of(content)["runs"]
+    assert run["curves"]["loss"]["x"] == run["axes"]["step"] == list(range(1, 241))
+    assert run["curves"]["loss"]["y"][3] == 0.25
+    assert run["axes"]["seconds"][3] == 8 and run["axes"]["tokens"][3] == 32
+    assert len(content) < 100_000
+
+
+def page_saying(words: str, folder: Path) -> str:
+    """A page of a run in which all that a run can say is these words."""
+    (folder / "log").mkdir(exist_ok=True)
+    line = f"2026-01-01 00:00:00,000 WARNING drawloom.run: {words}\n"
+    (folder / "log/rank-0.log").write_bytes(line.encode("utf-8", "replace"))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, words: 2.0}), "utf-8")
+    run = read_run(folder, words, Drawings(missing=words))
+    runs = [attrs.evolve(run, recipe=f'[run]\nname = "{each}"\n# {words}', sample=words) for each in "ab"]
+    return page(runs)
+
+
+def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
+    """Names, metrics, log lines, samples and recipes that hold markup add no element, attribute or script."""
+    hostile, tame = page_saying(EVIL, tmp_path), page_saying("tame", tmp_path)
+    shapes = [[(tag, list(attrs)) for tag, attrs in Elements(content).found] for content in (hostile, tame)]
+    assert shapes[0] == shapes[1]
+    assert "\u202e" not in hostile  # it would turn the direction of what follows
+    hostile.encode()  # a lone surrogate, as in a file name, would have no encoding
+    assert data_of(hostile)["runs"][0]["curves"].keys() == {"loss", f"{EVIL[:-2]}\ufffd\ufffd"}
+
+
+def test_the_policy_lets_this_script_and_style_alone(tmp_path: Path) -> None:
+    """The hashes of the policy are those of what the page holds, and no attribute needs more than it allows."""
+    elements = Elements(page([run_in(tmp_path)]))
+    [policy] = [found["content"] for tag, found in elements.found if "http-equiv" in found]
+    [style] = elements.texts["style"]
+    script = "".join(elements.texts["script"][1:])  # after the data
+    for kind, content in (("script", script), ("style", style)):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in str(policy)
+    assert str(policy).startswith("default-src 'none'; base-uri 'none'")
+    assert not [found for _, found in elements.found if found.keys() & {"style", "src", "href"}]
+    assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|innerHTML", style + script)
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    """Each run has a column, and what their recipes differ in is beside it."""
+    run = run_in(tmp_path)
+    runs = [attrs.evolve(run, name=name, recipe=f'[lr]\nuse = "x"\nto = {name}\n') for name in ("1.0", "2.0")]
+    content = page(runs)
+    assert "<tr><th>lr.to</th><td>1.0</td><td>2.0</td></tr>" in content
+    assert [each["name"] for each in data_of(content)["runs"]] == ["1.0", "2.0"]
+    assert "differs in" not in page([run])
+
+
+@pytest.mark.parametrize("name", ["page.js", "page.css"])
+def test_the_page_can_hold_its_parts(name: str) -> None:
+    """Neither script nor style ends its own element."""
+    assert "</" not in (HERE / name).read_text("utf-8")

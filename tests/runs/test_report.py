@@ -1,0 +1,32 @@
+"""Reports of runs, at their end and by `drawloom report`."""
+
+import json
+import re
+from pathlib import Path
+
+from support.runs import drawloom, killed, rows, write_corpus
+
+
+def test_a_report_tells_what_happened(tmp_path: Path) -> None:
+    """A run that was killed and resumed has a report of both processes; the command writes one of several runs."""
+    write_corpus(tmp_path)
+    longer = ("run", "tiny.toml", "trainer.steps=60", "checkpoint.every=10")
+    assert killed(tmp_path, "one", *longer, after=25)
+    [outcome] = drawloom(tmp_path, *longer, "run.name=one")
+    run = tmp_path / "runs/one"
+    content = (run / "report.html").read_text("utf-8")
+    assert outcome.code == 0 and "report in runs/one/report.html" in outcome.text and len(content) < 1_000_000
+    kinds = re.findall(r"<td>(started|killed|resumed|ended)</td>", content)
+    assert kinds == ["started", "killed", "resumed"]  # it is written before the run has ended
+    [found] = json.loads(re.findall(r'id="data">(.*)</script>', content)[0])["runs"]
+    assert found["axes"]["step"] == [row["step"] for row in rows(run)]
+    assert found["curves"]["loss"]["y"] == [float(f"{row['loss']:.6g}") for row in rows(run)]
+    assert "[trainer] phases" in content and "checkpoint.checkpointer" in content and "# after step 60" in content
+
+    assert drawloom(tmp_path, "run", "tiny.toml", "run.name=two", "optimizer.lr=1e-3")[0].code == 0
+    [outcome] = drawloom(tmp_path, "report", "runs/one", "runs/two", "--to", "both.html")
+    both = (tmp_path / "both.html").read_text("utf-8")
+    assert outcome.code == 0 and "in both.html" in outcome.text
+    assert "<tr><th>optimizer.lr</th><td>0.004</td><td>0.001</td></tr>" in both and "<td>ended</td>" in both
+    [outcome] = drawloom(tmp_path, "report", "corpus")
+    assert outcome.code == 2 and "corpus is not a run folder" in outcome.text
