@@ -60,6 +60,8 @@ MORE_MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "tensor": (2, {"tensor": 2}),
     "context": (2, {"context": 2}),
     "pipelines of shards": (4, {"data_shard": 2}),
+    "expert": (2, {"data_shard": 2, "expert": 2}),
+    "pipelines of experts": (4, {"data_shard": 2, "expert": 2}),
 }
 
 
@@ -80,7 +82,7 @@ def test_every_mesh_has_the_same_bits(mesh: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", MORE_MESHES)
 def test_more_meshes_have_the_same_bits(mesh: str) -> None:
-    """On ranks that share out rows, products, tokens, or stages and slices of parameters; in float32."""
+    """On ranks that share out rows, products, tokens, experts, or stages and slices of parameters; in float32."""
     check_mesh(*MORE_MESHES[mesh], FLOAT32)
 
 
