@@ -25,7 +25,7 @@ from drawloom.components.ports.distributed import Device, Pending, Processes, Ti
 from drawloom.components.ports.model import BatchContext
 from drawloom.components.ports.pipeline import Executor, Losses, Predictor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
-from drawloom.components.trackers import aim
+from drawloom.components.trackers import aim, tensorboard
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import build, fake
@@ -318,6 +318,14 @@ def events_of_run(use: str, values: Values, place: Path) -> Any:
             node.on_event(Event(kind, step))
     node.on_event(Event("run_ended"))
     return [call.arguments for call in timed.calls], sorted(path.name for path in place.rglob("*.gz"))
+
+
+def asked_of_tensorboard(use: str, values: Values, place: Path) -> Any:
+    """The queue that is made, and for how long its end is waited for."""
+    with mock.patch.object(tensorboard, "Background") as made:
+        with opened(build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), **values)):
+            pass
+        return made.call_args.args[1], made.return_value.close.call_args.args[0]
 
 
 def asked_of_aim(use: str, values: Values, place: Path) -> Any:
