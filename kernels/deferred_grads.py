@@ -19,8 +19,7 @@ which on an accelerator runs in autograd's threads, reads it from `ctx`; a recom
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import partial
@@ -193,18 +192,10 @@ class Deferral:
         """A context manager: operations that run within it record to this deferral."""
         return _Recording(self)
 
-    @contextmanager
-    def defer(self, except_for: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Within this context, backward passes defer gradients of recorded weights (any shape) but those excepted."""
+    def defer(self, except_for: Iterable[Tensor] = ()) -> "_Deferring":
+        """A context manager: backward passes defer gradients of recorded weights (any shape) but those excepted."""
         ids = set(map(id, except_for))
-        deferred = [each for key, each in self._grads.items() if key not in ids]
-        for each in deferred:
-            each.active = True
-        try:
-            yield
-        finally:
-            for each in deferred:
-                each.active = False
+        return _Deferring([each for key, each in self._grads.items() if key not in ids])
 
     def grad_for(self, weight: Tensor) -> DeferredGrad:
         """The deferrable gradient of a weight (any shape)."""
@@ -216,6 +207,23 @@ class Deferral:
         """Remove and return the gradients that have something queued."""
         deferred, self._grads = self._grads, {}
         return [each for each in deferred.values() if each]
+
+
+class _Deferring:
+    """The context of `defer`."""
+
+    __slots__ = ("_deferred",)
+
+    def __init__(self, deferred: Sequence[DeferredGrad]) -> None:
+        self._deferred = deferred
+
+    def __enter__(self) -> None:
+        for each in self._deferred:
+            each.active = True
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._deferred:
+            each.active = False
 
 
 class _Accumulation:

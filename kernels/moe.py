@@ -19,7 +19,8 @@ class Routes(NamedTuple):
 
     `dest_row` (tokens, top_k): the row of each choice, or -1. `source_choice` (tokens * top_k,): the choice of each
     row, as token * top_k + its place in the token's choices, or -1. `offsets` (experts,): where each expert's rows
-    end; those of the first begin at 0.
+    end; those of the first begin at 0. Where the number of rows is known to the host, the rest of `source_choice` may
+    be cut off: as many rows are made as it has places.
     """
 
     dest_row: Tensor
@@ -49,8 +50,8 @@ def moe_permute_eager(x: Tensor, probabilities: Tensor, routes: Routes) -> tuple
     """
     Copy tokens to the rows of their choices: x (tokens, hidden_size), probabilities (tokens, top_k).
 
-    Returns the rows (tokens * top_k, hidden_size) in the dtype of x and the probability of each row (tokens * top_k,).
-    Unused rows, as many as choices are dropped, come last and are zero.
+    Returns the rows (tokens * top_k, hidden_size) in the dtype of x and the probability of each row (tokens * top_k,),
+    or as many as `routes.source_choice` has places. Unused rows come last and are zero.
     """
     both: tuple[Tensor, Tensor] = _Permute.apply(x, probabilities, *routes)  # type: ignore[no-untyped-call]
     return both
@@ -83,9 +84,8 @@ class _Permute(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_probabilities: Tensor) -> tuple[Tensor | None, ...]:
         (dest_row,) = ctx.saved_tensors
-        known = dest_row >= 0
         summed = _gathered(grad, dest_row).sum(1).to(grad.dtype)
-        of_probabilities = grad_probabilities[dest_row.where(known, 0).to(torch.int64)].where(known, 0)
+        of_probabilities = _gathered(grad_probabilities.unsqueeze(1), dest_row).squeeze(2).to(grad_probabilities.dtype)
         return summed, of_probabilities, None, None, None
 
 
@@ -116,6 +116,8 @@ class _Unpermute(Function):
 def _gathered(rows: Tensor, dest_row: Tensor) -> Tensor:
     """The row of each choice (tokens, top_k, hidden_size) in at least float32, zero for dropped choices."""
     known = dest_row >= 0
+    if not len(rows):
+        return _upcast(rows.new_zeros(*dest_row.shape, *rows.shape[1:]))
     return _upcast(rows[dest_row.where(known, 0).to(torch.int64)]).where(known.unsqueeze(-1), 0)
 
 

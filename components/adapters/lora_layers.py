@@ -217,7 +217,7 @@ class LoraExperts(Experts, AdaptedLayer):
 
     def __init__(self, base: Experts, form: LoraForm, adapted: Sequence[str]) -> None:
         nn.Module.__init__(self)
-        self.kernels = base.kernels
+        self.num_experts, self.kernels = base.num_experts, base.kernels
         self.form = form
         self.adapted = [name for name in FUSED if name in adapted]
         for name in FUSED:

@@ -1,12 +1,12 @@
 """The checkpointer: snapshot, stage, write in the background, commit, remove what has expired; and restore."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -15,7 +15,7 @@ from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.io_errors import check_space, described
 from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpoint, committed, step_of
 from drawloom.components.checkpoint.reader import no_valid_checkpoint
-from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, read_states
+from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, read_states, verify_rest
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, slices_of
 from drawloom.components.checkpoint.threads import run_now, submit
@@ -243,8 +243,8 @@ class Checkpointer:
         world, corrupt = self.mesh.world, dict[Path, str]()
         for step in reversed(run_on_rank0(world, lambda: [step_of(path) for path in committed(self._checkpoints)])):
             checkpoint = self._checkpoints / f"step-{step}"
-            found, faults = run_on_all(world, lambda: self._read(checkpoint), share=_fault)  # noqa: B023
-            if isinstance(found, LoadedCheckpoint) and not any(faults):
+            found, faults = self._read(checkpoint)
+            if found is not None:
                 self._retention.mark_valid(checkpoint, found.manifest.values)
                 return found
             corrupt[checkpoint] = "; ".join(filter(None, dict.fromkeys(faults)))
@@ -254,13 +254,16 @@ class Checkpointer:
             raise no_valid_checkpoint(self._checkpoints, corrupt)
         return None
 
-    def _read(self, checkpoint: Path) -> LoadedCheckpoint | CorruptCheckpoint:
-        """The states that this rank needs of a checkpoint, or the error, which the ranks then exchange."""
+    def _read(self, checkpoint: Path) -> tuple[LoadedCheckpoint | None, list[str]]:
+        """The states that this rank needs of a checkpoint that is valid on all ranks; or None, and their faults."""
         world = self.mesh.world
-        try:
-            return read_states(checkpoint, self.states, world.rank, world.size)
-        except CorruptCheckpoint as error:
-            return error
+        found, told = run_on_all(world, lambda: _found(checkpoint, self.states, world.rank), share=_told)
+        faults = [each["fault"] for each in told]
+        if isinstance(found, LoadedCheckpoint) and not any(faults):
+            verified = [each["verified"] for each in told]
+            rest = partial(verify_rest, checkpoint, found.manifest, verified, world.rank, world.size)
+            _, faults = run_on_all(world, rest, share=str)
+        return (found if isinstance(found, LoadedCheckpoint) and not any(faults) else None), faults
 
     def _load(self, found: LoadedCheckpoint) -> None:
         world = self.mesh.world
@@ -285,5 +288,16 @@ class Checkpointer:
         check_space(self.mesh.world, self._checkpoints, now.bytes, max(likely, last // self.mesh.world.size))
 
 
-def _fault(found: LoadedCheckpoint | CorruptCheckpoint) -> str:
-    return str(found) if isinstance(found, CorruptCheckpoint) else ""
+def _found(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> LoadedCheckpoint | CorruptCheckpoint:
+    """The states that a rank needs, or the error, which the ranks then exchange."""
+    try:
+        return read_states(checkpoint, states, rank)
+    except CorruptCheckpoint as error:
+        return error
+
+
+def _told(found: LoadedCheckpoint | CorruptCheckpoint) -> dict[str, Any]:
+    """What other ranks learn of a rank's reading."""
+    if isinstance(found, CorruptCheckpoint):
+        return {"fault": str(found), "verified": {}}
+    return {"fault": "", "verified": found.verified}

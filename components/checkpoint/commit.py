@@ -78,7 +78,7 @@ class CommitProtocol:
             world_size=self.group.size,
             replicated=self.plan.replicated,
             local=self.plan.local,
-            spread=list(self.plan.sharded),  # the manifest's older name
+            sharded=list(self.plan.sharded),
             values=snapshot.values,
             files=files,
         )
@@ -100,20 +100,22 @@ def begin(temp: Path) -> None:
 
 def write_rank(temp: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, Content]:
     """
-    Write the part of a rank; the size and hash of each file, by name.
+    Write the part of a rank; size and hashes of each file, by name.
 
     tensors: any shape, dtype and device, unchanged until this returns. A tensor is copied only if it is not contiguous
     or not on the CPU, one at a time in each of the WRITERS threads.
     """
-    name = tree_file(rank)
-    contents = {name: durable_files.write_file(temp / name, json.dumps(tree, allow_nan=False).encode())}
     shards = {tensors_file(rank, number): shard for number, shard in enumerate(split(tensors))}
+    # Readers learn which file has a tensor without opening all of them.
+    text = json.dumps({"tensors": {name: [*shard] for name, shard in shards.items()}, "state": tree}, allow_nan=False)
+    name = tree_file(rank)
+    contents = {name: durable_files.write_file(temp / name, text.encode())}
     works = [partial(write_tensors, temp / name, shard) for name, shard in shards.items()]
     return contents | dict(zip(shards, map_parallel("writer", works, WRITERS), strict=True))
 
 
 def tree_file(rank: int) -> str:
-    """The name of the file with a rank's tree."""
+    """The name of the file with a rank's tree, and with the names of the tensors in its other files."""
     return f"rank-{rank}.json"
 
 

@@ -1,14 +1,14 @@
 """
 The checkpoint manifest: written last, verified first.
 
-It lists every file of a checkpoint with size and SHA-256, and contains its own checksum.
+It lists every file of a checkpoint with its size and the SHA-256 of each of its blocks, and contains its own checksum.
 """
 
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,18 @@ import attrs
 
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.storage.durable_files import names
-from drawloom.components.storage.regular_file import hash_file, read_file
-from drawloom.components.storage.sha256_stream import Content
+from drawloom.components.storage.regular_file import read_file
+from drawloom.components.storage.sha256_stream import Content, count_blocks
 from drawloom.components.storage.strict_json import checksum, parse
+from drawloom.components.storage.verified_file import OtherContent, verified_file
 from drawloom.graph import UserError
 
 FOLDER = "checkpoints"
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
-LARGEST = 2**24  # bytes of a manifest; a larger file is not read into memory
-READERS = 4  # files hashed in parallel
+LARGEST = 2**26  # bytes of a manifest, which is that of 3 TB; a larger file is not read into memory
+READERS = 4  # files read in parallel
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,255}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -43,7 +44,7 @@ class Manifest:
     The step of a checkpoint, the hash of its recipe, the number of ranks, and every file.
 
     `replicated` names the nodes whose state is equal on all ranks and saved by rank 0, `local` those with a separate
-    state on each rank, and `spread` those whose entries are sharded over ranks. `values` are the step's metrics, such
+    state on each rank, and `sharded` those whose entries are sharded over ranks. `values` are the step's metrics, such
     as its loss, by which retention chooses the best; None for one that is not finite.
     """
 
@@ -53,7 +54,7 @@ class Manifest:
     replicated: list[str]
     local: list[str]
     files: dict[str, Content]
-    spread: list[str] = attrs.field(factory=list)
+    sharded: list[str] = attrs.field(factory=list)
     values: dict[str, float | None] = attrs.field(factory=dict)
 
     def write(self) -> bytes:
@@ -81,26 +82,35 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     The manifest of a checkpoint.
 
-    Raises CorruptCheckpoint if it is invalid, UserError if a newer version of drawloom wrote it.
+    Raises CorruptCheckpoint if it is invalid, UserError if another version of drawloom wrote it.
     """
     content = _read(checkpoint)
     version = content.pop("format")
-    if version not in range(1, FORMAT + 1):
+    if version != FORMAT:
         raise UserError(
-            f"{checkpoint} has format {version}, and this version of drawloom reads up to {FORMAT}; use a newer version"
+            f"{checkpoint} has format {version}, and this version of drawloom reads format {FORMAT}; use the version "
+            "that wrote it"
         )
-    manifest = _structure(_upgrade(content, version))
+    manifest = _structure(content)
     if checkpoint.name != f"step-{manifest.step}":
         raise CorruptCheckpoint(f"{MANIFEST} is of step {manifest.step}")
     return manifest
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """Hash every file of a checkpoint; its manifest. Raises CorruptCheckpoint with every file that differs."""
+    """Read every file of a checkpoint; its manifest. Raises CorruptCheckpoint with every file that differs."""
     manifest = read_manifest(checkpoint)
-    if faults := [*faults_of_folder(checkpoint, manifest), *faults_of_files(checkpoint, manifest.files)]:
+    if faults := [
+        *faults_of_folder(checkpoint, manifest),
+        *faults_of_files(checkpoint, manifest, all_blocks(manifest)),
+    ]:
         raise CorruptCheckpoint("; ".join(faults))
     return manifest
+
+
+def all_blocks(manifest: Manifest) -> dict[str, list[int]]:
+    """The blocks of every file."""
+    return {name: [*range(len(content.blocks))] for name, content in manifest.files.items()}
 
 
 def faults_of_folder(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
@@ -110,25 +120,22 @@ def faults_of_folder(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
     yield from (f"{name} is not in the manifest" for name in sorted(found - listed))
 
 
-def faults_of_files(checkpoint: Path, committed: Mapping[str, Content]) -> Iterator[str]:
-    """Which of these files differ from what was committed; READERS files are hashed in parallel."""
+def faults_of_files(checkpoint: Path, manifest: Manifest, blocks: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """In which of these blocks files differ from what was committed; READERS files are read in parallel."""
 
     def fault(name: str) -> str:
         try:
-            return difference(name, hash_file(checkpoint / name), committed[name])
+            with verified_file(checkpoint / name, manifest.files[name]) as file:
+                file.verify(blocks[name])
         except FileNotFoundError:
             return ""  # faults_of_folder reports it
         except OSError as error:
             return f"{name} can't be read ({error.strerror})"
+        except OtherContent as error:
+            return f"{name} {error}"
+        return ""
 
-    yield from filter(None, map_parallel("verifier", [partial(fault, name) for name in committed], READERS))
-
-
-def difference(name: str, found: Content, committed: Content) -> str:
-    """How a file differs from what was committed; empty if it does not."""
-    if found.size != committed.size:
-        return f"{name} has {found.size} bytes instead of {committed.size}"
-    return "" if found == committed else f"{name} has a checksum mismatch"
+    yield from filter(None, map_parallel("verifier", [partial(fault, name) for name in blocks], READERS))
 
 
 def quick_check(checkpoint: Path) -> Manifest | None:
@@ -146,7 +153,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         raise CorruptCheckpoint("it is a symbolic link, or not a folder")
     try:
-        text, _ = read_file(checkpoint / MANIFEST, LARGEST)
+        text = read_file(checkpoint / MANIFEST, LARGEST)
         content: dict[str, Any] = parse(text, most=len(text))
         digest = content.pop("digest")
         version = content["format"]
@@ -158,13 +165,6 @@ def _read(checkpoint: Path) -> dict[str, Any]:
         raise CorruptCheckpoint(f"{MANIFEST} has a checksum mismatch")
     if type(version) is not int:
         raise CorruptCheckpoint(f"{MANIFEST} has a format that is not a number")
-    return content
-
-
-def _upgrade(content: dict[str, Any], version: int) -> dict[str, Any]:
-    """The content in the newest format."""
-    if version == 1:
-        return {**content, "spread": [], "values": {}}
     return content
 
 
@@ -192,9 +192,13 @@ def _are_files(value: Any) -> bool:
 
 
 def _is_content(value: Any) -> bool:
-    if not isinstance(value, dict) or value.keys() != {"size", "sha256"} or not _is_count(value["size"]):
+    if not isinstance(value, dict) or value.keys() != {"size", "blocks"} or not _is_count(value["size"]):
         return False
-    return isinstance(value["sha256"], str) and SHA256.fullmatch(value["sha256"]) is not None
+    return (
+        _are_names(value["blocks"])
+        and len(value["blocks"]) == count_blocks(value["size"])
+        and all(map(SHA256.fullmatch, value["blocks"]))
+    )
 
 
 def _are_values(value: Any) -> bool:
@@ -211,7 +215,7 @@ ENTRIES: Mapping[str, Callable[[Any], bool]] = {
     "world_size": lambda value: _is_count(value) and value > 0,
     "replicated": _are_names,
     "local": _are_names,
-    "spread": _are_names,
+    "sharded": _are_names,
     "files": _are_files,
     "values": _are_values,
 }

@@ -1,16 +1,16 @@
 """Reads checkpoints: the newest valid one of a run, and the states in it."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 import attrs
 from torch import Tensor
 
-from drawloom.components.checkpoint.commit import tensors_file, tree_file
+from drawloom.components.checkpoint.commit import tree_file
 from drawloom.components.checkpoint.manifest import (
     FOLDER,
     MANIFEST,
@@ -18,19 +18,17 @@ from drawloom.components.checkpoint.manifest import (
     CorruptCheckpoint,
     Manifest,
     committed,
-    difference,
     read_manifest,
     verify,
 )
-from drawloom.components.checkpoint.slices import assemble, is_needed
+from drawloom.components.checkpoint.slices import assemble, is_needed, needed_rows
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.storage.regular_file import hash_file, read_file, regular_file
 from drawloom.components.storage.safetensors.header import BadHeader
 from drawloom.components.storage.safetensors.reader import read_header, read_tensor
-from drawloom.components.storage.sha256_stream import Content
-from drawloom.components.storage.state_tree import Tree, entries, named, places, unpack
+from drawloom.components.storage.state_tree import Tree, entries, leaves, narrowed, unpack
 from drawloom.components.storage.strict_json import parse
+from drawloom.components.storage.verified_file import OtherContent, VerifiedFile, verified_file
 from drawloom.graph import UserError
 
 LARGEST_TREE = 2**28  # bytes
@@ -40,6 +38,12 @@ Slices = Mapping[str, TensorSlice | None]
 
 Pick = Callable[[int, str], Slices | bool]
 """Given the rank that wrote a state, and its node: the entries to read, or whether to read all."""
+
+Uses = dict[str, list[tuple[TensorSlice | None, TensorSlice | None]]]
+"""Of saved tensors: the slices that they are, each with the slice that is wanted; None for the whole."""
+
+Parts = dict[str, tuple[Tensor, TensorSlice | None]]
+"""Tensors that were read, each with the part that it is of the saved one; None for all of it."""
 
 log = logging.getLogger("drawloom.checkpoint")
 
@@ -81,37 +85,40 @@ def load_node(checkpoint: Path, node: str) -> dict[str, Any]:
     try:
         manifest = read_manifest(checkpoint)
         reader = Reader(checkpoint, manifest)
-        ranks = range(manifest.world_size if node in manifest.spread else 1)
+        ranks = range(manifest.world_size if node in manifest.sharded else 1)
         state = reader.joined(ranks, lambda _rank, name: name == node).get(node, {})
     except CorruptCheckpoint as error:
         raise UserError(f"{checkpoint} is corrupt: {error}") from error
-    if node not in (there := [*manifest.replicated, *manifest.spread, *manifest.local]):
+    if node not in (there := [*manifest.replicated, *manifest.sharded, *manifest.local]):
         raise UserError(f"{checkpoint} has no state of [{node}]; it has {', '.join(there) or 'none'}")
     return state
 
 
 @attrs.define
 class Reader:
-    """Reads the files of a checkpoint. `verified` are those that were hashed to the end and are as committed."""
+    """Reads the files of a checkpoint. `verified` are the blocks of each file that were read, and are as committed."""
 
     checkpoint: Path
     manifest: Manifest
-    verified: set[str] = attrs.field(factory=set)
+    verified: dict[str, set[int]] = attrs.field(factory=dict)
     _trees: dict[int, dict[str, Tree]] = attrs.field(init=False, factory=dict)
+    _files: dict[int, dict[str, list[str]]] = attrs.field(init=False, factory=dict)
 
     def tree(self, rank: int) -> dict[str, Tree]:
         """The trees that one rank wrote, by node. Raises CorruptCheckpoint."""
         if rank not in self._trees:
             name = tree_file(rank)
+            with self._file(name) as file:
+                if file.size > LARGEST_TREE:
+                    raise OSError(0, f"it has {file.size} bytes, and more than {LARGEST_TREE} are not read")
+                text = file.read(0, file.size)
             try:
-                text, found = read_file(self.checkpoint / name, LARGEST_TREE)
-                self._verify(name, found)
-                self._trees[rank] = entries(parse(text, most=len(text)))
+                content = parse(text, most=len(text))
+                self._files[rank] = _names_by_file(content["tensors"])
+                self._trees[rank] = entries(content["state"])
                 for part in self._trees[rank].values():
                     entries(part)  # the state of each node is a dict
-            except OSError as error:
-                raise CorruptCheckpoint(f"{name} can't be read ({error.strerror})") from error
-            except ValueError as error:
+            except (ValueError, KeyError, TypeError) as error:
                 raise CorruptCheckpoint(f"{name} can't be read: {error}") from error
         return self._trees[rank]
 
@@ -125,7 +132,7 @@ class Reader:
                     found.setdefault(entry, []).append(piece)
         try:
             return {
-                node: {entry: assemble(found, _place(pick, node, entry)) for entry, found in state.items()}
+                node: {entry: assemble(found, _place(pick, 0, node, entry)) for entry, found in state.items()}
                 for node, state in pieces.items()
             }
         except ValueError as error:
@@ -135,51 +142,66 @@ class Reader:
         """
         The picked states that one rank wrote, by node. Raises CorruptCheckpoint.
 
-        Every file that is read is hashed to the end, and verified before any of it is returned.
+        Of tensors that are cut for the picked entries, or may be, only the rows that are needed are read.
         """
         tree = self.tree(rank)
         try:
-            picked = {node: _picked(part, pick(rank, node)) for node, part in tree.items()}
-            whole: Tree = {"dict": {node: part for node, part in picked.items() if part is not None}}
-            wanted = named(whole)
-            states: dict[str, dict[str, Any]] = unpack(whole, self._tensors(rank, wanted) if wanted else {})
+            picked: dict[str, Tree] = {}
+            uses: Uses = {}
+            for node, part in tree.items():
+                if (found := _picked(part, pick(rank, node))) is not None:
+                    picked[node] = found
+                    for entry, each in entries(found).items():
+                        for name, saved in leaves(each):
+                            uses.setdefault(name, []).append((saved, _place(pick, rank, node, entry)))
+            read = self._tensors(rank, uses)
+            cut = narrowed({"dict": picked}, {name: part for name, (_, part) in read.items() if part is not None})
+            states: dict[str, dict[str, Any]] = unpack(cut, {name: tensor for name, (tensor, _) in read.items()})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptCheckpoint(f"{tree_file(rank)} does not match its tensors: {error}") from error
         return states
 
-    def _tensors(self, rank: int, wanted: Collection[str]) -> dict[str, Tensor]:
-        """The wanted tensors of a rank; its files are read in parallel, each once and sequentially."""
-        names = list(takewhile(self.manifest.files.__contains__, map(partial(tensors_file, rank), count())))
-        if not names:
-            raise CorruptCheckpoint(f"{MANIFEST} does not list {tensors_file(rank)}")
-        works = [partial(self._tensors_of, name, wanted) for name in names]
-        return dict(item for tensors in map_parallel("reader", works, READERS) for item in tensors.items())
+    def _tensors(self, rank: int, uses: Uses) -> Parts:
+        """The tensors in use of a rank; its files are read in parallel."""
+        files = {file: names for file, each in self._files[rank].items() if (names := uses.keys() & set(each))}
+        works = [partial(self._tensors_of, file, names, uses) for file, names in files.items()]
+        return {name: part for parts in map_parallel("reader", works, READERS) for name, part in parts.items()}
 
-    def _tensors_of(self, name: str, wanted: Collection[str]) -> dict[str, Tensor]:
-        """The wanted tensors of a file; if it has none of them, only its header is read."""
-        try:
-            with regular_file(self.checkpoint / name, hashed=True) as file:
-                begin, found = read_header(file)
-                # in file order, so that one sequential pass reads and hashes
-                in_order = sorted(found.keys() & wanted, key=lambda each: (found[each].start, found[each].end))
-                tensors = {each: read_tensor(file, begin, found[each]) for each in in_order}
-                if tensors:
-                    self._verify(name, file.content())
-                return tensors
-        except OSError as error:
-            raise CorruptCheckpoint(f"{name} can't be read ({error.strerror})") from error
-        except BadHeader as error:
-            self._verify(
-                name, hash_file(self.checkpoint / name)
-            )  # corruption is likelier than a format that is not supported
-            raise CorruptCheckpoint(f"{name} can't be read: {error}") from error
+    def _tensors_of(self, file_name: str, names: set[str], uses: Uses) -> Parts:
+        parts: Parts = {}
+        with self._file(file_name) as file:
+            begin, found = read_header(file)
+            # In file order, so that a block with parts of two tensors is read once.
+            for name in sorted(names, key=lambda each: (found[each].start, found[each].end)):
+                part = needed_rows(found[name].spec.shape, uses[name])
+                rows = None if part is None else range(part.offsets[0], part.offsets[0] + part.size[0])
+                parts[name] = read_tensor(file, begin, found[name], rows), part
+        return parts
 
-    def _verify(self, name: str, found: Content) -> None:
+    @contextmanager
+    def _file(self, name: str) -> Iterator[VerifiedFile]:
+        """A file of the checkpoint; what is wrong with it is raised as CorruptCheckpoint."""
         if name not in self.manifest.files:
             raise CorruptCheckpoint(f"{MANIFEST} does not list {name}")
-        if fault := difference(name, found, self.manifest.files[name]):
-            raise CorruptCheckpoint(fault)
-        self.verified.add(name)
+        try:
+            with verified_file(self.checkpoint / name, self.manifest.files[name]) as file:
+                yield file
+                self.verified.setdefault(name, set()).update(file.verified)
+        except OSError as error:
+            raise CorruptCheckpoint(f"{name} can't be read ({error.strerror})") from error
+        except OtherContent as error:
+            raise CorruptCheckpoint(f"{name} {error}") from error
+        except BadHeader as error:
+            raise CorruptCheckpoint(f"{name} can't be read: {error}") from error
+
+
+def _names_by_file(content: Any) -> dict[str, list[str]]:
+    """The names of the tensors in each file; ValueError if it is something else."""
+    if not isinstance(content, dict) or not all(
+        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in content.values()
+    ):
+        raise ValueError("it does not say which tensors are in which file")
+    return content
 
 
 def _picked(tree: Tree, wanted: Slices | bool) -> Tree | None:
@@ -187,10 +209,14 @@ def _picked(tree: Tree, wanted: Slices | bool) -> Tree | None:
     if isinstance(wanted, bool):
         return tree if wanted else None
     found = {name: part for name, part in entries(tree).items() if name in wanted}
-    return {"dict": {name: part for name, part in found.items() if is_needed(places(part), wanted[name])}}
+    return {"dict": {name: part for name, part in found.items() if is_needed(_places(part), wanted[name])}}
 
 
-def _place(pick: Pick, node: str, entry: str) -> TensorSlice | None:
+def _places(tree: Tree) -> list[TensorSlice]:
+    return [place for _, place in leaves(tree) if place is not None]
+
+
+def _place(pick: Pick, rank: int, node: str, entry: str) -> TensorSlice | None:
     """The wanted slice of an entry; None for the whole."""
-    wanted = pick(0, node)
+    wanted = pick(rank, node)
     return None if isinstance(wanted, bool) else wanted.get(entry)

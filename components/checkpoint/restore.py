@@ -11,6 +11,7 @@ from torch import Tensor
 from drawloom.components.checkpoint.manifest import (
     CorruptCheckpoint,
     Manifest,
+    all_blocks,
     faults_of_files,
     faults_of_folder,
     read_manifest,
@@ -26,20 +27,21 @@ log = logging.getLogger("drawloom.checkpoint")
 
 @attrs.frozen
 class LoadedCheckpoint:
-    """The states that a rank has read, by node, and the names of all saved entries of each sharded node."""
+    """
+    The states that a rank has read, by node, and the names of all saved entries of each sharded node.
+
+    `verified` are the blocks of each file that it has read.
+    """
 
     checkpoint: Path
     manifest: Manifest
     states: dict[str, dict[str, Any]]
     names: dict[str, set[str]]
+    verified: dict[str, list[int]]
 
 
-def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int, size: int) -> LoadedCheckpoint:
-    """
-    Read the states that a rank needs, and verify its part of the other files.
-
-    Raises CorruptCheckpoint; if no rank does, every file of the checkpoint is as committed.
-    """
+def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> LoadedCheckpoint:
+    """The states that a rank needs, of which it reads and verifies no more. Raises CorruptCheckpoint."""
     manifest = read_manifest(checkpoint)
     if faults := list(faults_of_folder(checkpoint, manifest)):
         raise CorruptCheckpoint("; ".join(faults))
@@ -52,10 +54,29 @@ def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int, siz
         return found if (found := wanted.get(name, {})) is not None else True
 
     found = reader.joined(_ranks(manifest, rank), pick)
-    share = [name for name in sorted(manifest.files)[rank::size] if name not in reader.verified]
-    if faults := list(faults_of_files(checkpoint, {name: manifest.files[name] for name in share})):
-        raise CorruptCheckpoint("; ".join(faults))
-    return LoadedCheckpoint(checkpoint, manifest, found, _names(reader))
+    verified = {name: sorted(blocks) for name, blocks in reader.verified.items()}
+    return LoadedCheckpoint(checkpoint, manifest, found, _names(reader), verified)
+
+
+def verify_rest(
+    checkpoint: Path, manifest: Manifest, verified: Iterable[Mapping[str, Sequence[int]]], rank: int, size: int
+) -> str:
+    """
+    Verify a rank's share of the blocks that no rank has read (`verified`, by rank); the faults that it finds.
+
+    If no rank finds one, every file of the checkpoint is as committed.
+    """
+    known = {(name, block) for by_file in verified for name, blocks in by_file.items() for block in blocks}
+    left = [
+        each
+        for name, blocks in all_blocks(manifest).items()
+        for block in blocks
+        if (each := (name, block)) not in known
+    ]
+    share: dict[str, list[int]] = {}
+    for name, block in left[len(left) * rank // size : len(left) * (rank + 1) // size]:
+        share.setdefault(name, []).append(block)
+    return "; ".join(faults_of_files(checkpoint, manifest, share))
 
 
 def compare(
@@ -71,7 +92,7 @@ def compare(
     add or remove; or if a sharded node has other entries than the ranks hold in total (`held`, by rank).
     """
     manifest = found.manifest
-    saved = dict.fromkeys([*manifest.replicated, *manifest.spread], False) | dict.fromkeys(manifest.local, True)
+    saved = dict.fromkeys([*manifest.replicated, *manifest.sharded], False) | dict.fromkeys(manifest.local, True)
     here = {name: is_local(node) for name, node in states.items()}
     missing = [name for name in here if saved.get(name) != here[name]]
     extra = [name for name in saved if saved[name] != here.get(name)]
@@ -94,11 +115,11 @@ def load(found: LoadedCheckpoint, states: Mapping[str, Stateful]) -> None:
 
 def _ranks(manifest: Manifest, rank: int) -> Iterable[int]:
     """The ranks whose files this rank reads."""
-    return range(manifest.world_size) if manifest.spread else sorted({0, rank} & {*range(manifest.world_size)})
+    return range(manifest.world_size) if manifest.sharded else sorted({0, rank} & {*range(manifest.world_size)})
 
 
 def _names(reader: Reader) -> dict[str, set[str]]:
-    names: dict[str, set[str]] = {name: set() for name in reader.manifest.spread}
+    names: dict[str, set[str]] = {name: set() for name in reader.manifest.sharded}
     for file in range(reader.manifest.world_size) if names else ():
         tree = reader.tree(file)
         for name in names.keys() & tree.keys():

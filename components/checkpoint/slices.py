@@ -1,6 +1,6 @@
 """States whose tensors are slices: cut for saving, and put together from those of any layout of ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,29 @@ def is_needed(saved: Sequence[TensorSlice], place: TensorSlice | None) -> bool:
     if not saved or place is None or not place.numel:
         return True
     return any(each.shape != place.shape or each.overlap(place) for each in saved)
+
+
+def needed_rows(
+    shape: tuple[int, ...], uses: Iterable[tuple[TensorSlice | None, TensorSlice | None]]
+) -> TensorSlice | None:
+    """
+    Which rows of a saved tensor of this shape are needed, as a slice of it; None if all are.
+
+    Each use is the slice of a tensor that was saved, None for a whole one, and the slice that is wanted of it. Rows are
+    those of the first dimension, which are in one piece in the file.
+    """
+    spans: list[tuple[int, int]] = []
+    for saved, wanted in uses:
+        place = saved or TensorSlice.whole(shape)
+        if wanted is None or not shape or place.size != shape or place.shape != wanted.shape:
+            return None
+        if common := place.overlap(wanted):
+            first = common.offsets[0] - place.offsets[0]
+            spans.append((first, first + common.size[0]))
+    start, end = min((first for first, _ in spans), default=0), max((last for _, last in spans), default=0)
+    if end - start == shape[0]:
+        return None
+    return TensorSlice(shape, (start, *[0] * (len(shape) - 1)), (end - start, *shape[1:]))
 
 
 def _is_sliced(leaf: Any, place: TensorSlice) -> bool:

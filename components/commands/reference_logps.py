@@ -54,7 +54,8 @@ def _only(recipe: Recipe, kind: type) -> str:
     graph = recipe.graph.or_error()
     names = [name for name, node in graph.nodes.items() if issubclass(node.spec.cls, kind)]
     if len(names) != 1:
-        raise UserError(f"the recipe has {len(names)} nodes that are a {kind.__name__}; one is required", 2)
+        what = f"the recipe has {len(names)} nodes that are a {kind.__name__}, and one is required"
+        raise UserError(f"{what}; take a recipe like `dpo`, with data.preferences and loss.dpo", 2)
     return names[0]
 
 

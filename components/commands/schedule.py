@@ -19,6 +19,7 @@ from drawloom.graph import UserError
 from drawloom.graph.build.graph import Graph
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project, Recipe
+from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.overrides import read_overrides
 from drawloom.graph.registry.spec import Spec
 
@@ -64,7 +65,7 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
     """The simulation of the schedule of a recipe, or of a schedule by name."""
     if not options.recipe:
         raise UserError("schedule takes a recipe, or the name of a schedule and --ranks, or --compare", 2)
-    if options.ranks and options.recipe.endswith(".toml"):
+    if options.ranks and (options.recipe.endswith(".toml") or RecipeFolder(project.recipes).find(options.recipe)):
         hint = "leave --ranks out, and write mesh.pipeline=N, or name a schedule instead of the recipe"
         raise UserError(f"--ranks: a recipe has its own number of ranks; {hint}", 2)
     if options.ranks:

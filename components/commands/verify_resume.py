@@ -29,7 +29,8 @@ from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project, Recipe
 
 DIGESTS = "digests_of_verify_resume"
-MACHINE_METRICS = {"tokens_per_second", "memory"}  # metrics of the machine, not of the training
+# metrics of the machine, not of the training: themselves, or what is before a slash
+MACHINE_METRICS = {"tokens_per_second", "device_tokens_per_second", "tflops", "mfu", "memory", "seconds"}
 TORCHRUN_LOG = re.compile(r"[WE]\d{4} \S+ \d+ torch/")  # its log lines; after its first error only its report follows
 TRIES = 3  # a short run may be over before it can be killed
 
@@ -190,7 +191,7 @@ def differences(one: Path, other: Path, own: Collection[str] = ()) -> Iterator[D
 
 
 def _numbers(step: int, mine: Mapping[str, Any], yours: Mapping[str, Any]) -> Iterator[Difference]:
-    for name in (key for key in {**mine, **yours} if key not in MACHINE_METRICS):
+    for name in (key for key in {**mine, **yours} if key.partition("/")[0] not in MACHINE_METRICS):
         if mine.get(name, "missing") != yours.get(name, "missing"):
             values = f"{mine.get(name, 'missing')} uninterrupted, {yours.get(name, 'missing')} resumed"
             yield Difference(step, f"{name} is {values}")

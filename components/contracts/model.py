@@ -1,5 +1,7 @@
 """Contracts of the ports of models, their kernels and their parameters."""
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 
@@ -7,6 +9,7 @@ from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import (
     BatchContext,
+    Dispatcher,
     ExpertKernels,
     Head,
     Kernels,
@@ -126,6 +129,47 @@ def rows_are_added_up_by_token(kernels: ExpertKernels) -> None:
     _expect_close(kernels.moe_unpermute(rows, routes), x.double() * chosen.sum(1, keepdim=True))
     weights = (chosen * probabilities.double()).sum(1, keepdim=True)
     _expect_close(kernels.moe_unpermute(rows, routes, probabilities), x.double() * weights)
+
+
+def rows_without_a_choice_can_be_cut_off(kernels: ExpertKernels) -> None:
+    """With as many places in the routes as there are choices that are not dropped, as many rows are made and added."""
+    x, probabilities = _random(4, 8), _random(4, 2)
+    dest, source, ends = kernels.moe_routes(CHOICES, 3)
+    routes = dest, source[: ENDS[-1]], ends
+    rows, scale = kernels.moe_permute(x, probabilities, routes)
+    expect((len(rows), len(scale)) == (ENDS[-1], ENDS[-1]), f"of {ENDS[-1]} choices, {len(rows)} rows are made")
+    weights = ((CHOICES >= 0).double() * probabilities.double()).sum(1, keepdim=True)
+    _expect_close(kernels.moe_unpermute(rows * scale[:, None], routes), x.double() * weights)
+
+
+def tokens_get_to_their_experts_and_back(dispatcher: Dispatcher) -> None:
+    """
+    The rows of an expert are the tokens that chose it, each with its probability; what experts make of them is added up
+    by token, and both ways have gradients.
+    """
+    hidden, probabilities = _random(4, 8).requires_grad_(), _random(4, 2).requires_grad_()
+    here = dispatcher.dispatch(hidden, CHOICES, probabilities, 3)
+    expect(here.ends.tolist() == ENDS, f"the rows of experts end at {here.ends.tolist()}, not at {ENDS}")
+    for expert, (first, last) in enumerate(pairwise([0, *ENDS])):
+        wanted = hidden[CHOICES.eq(expert).any(1)]
+        order = [int(torch.cdist(row[None], wanted).argmin()) for row in here.rows[first:last]]
+        expect(sorted(order) == [*range(len(wanted))], f"the rows of expert {expert} are not the tokens that chose it")
+        _expect_close(here.rows[first:last], wanted[order].double())
+    chosen = (CHOICES >= 0).double() * probabilities.double()
+    wanted = hidden.double() * chosen.sum(1, keepdim=True)
+    found = here.combine(here.rows * here.scale[:, None])
+    _expect_close(found, wanted)
+    grads = torch.autograd.grad(found.sum(), (hidden, probabilities))
+    for grad, other in zip(grads, torch.autograd.grad(wanted.sum(), (hidden, probabilities)), strict=True):
+        _expect_close(grad, other.double())
+
+
+def no_tokens_are_no_rows(dispatcher: Dispatcher) -> None:
+    """Without a token no expert has a row, and nothing is given back."""
+    here = dispatcher.dispatch(torch.zeros(0, 8), CHOICES[:0], torch.zeros(0, 2), 3)
+    expect(here.ends.tolist() == [0, 0, 0], f"without tokens, the rows of experts end at {here.ends.tolist()}")
+    found = here.combine(here.rows)
+    expect(found.shape == (0, 8), f"without tokens, {tuple(found.shape)} are given back")
 
 
 def grouped_gemm(kernels: ExpertKernels) -> None:

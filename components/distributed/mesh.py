@@ -1,16 +1,15 @@
 """The device mesh: the ranks of a run, laid out in named dimensions."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
 import torch
 
-from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, resolve_shape
+from drawloom.components.distributed.mesh_layout import DIMENSIONS, Layout, expert_fault, resolve_shape
 from drawloom.components.distributed.p2p_links import Edge, p2p_links
-from drawloom.components.ports.distributed import DATA, SHARDS, Group, P2PChannel, Processes
-from drawloom.graph import UserError, at_least, component, setting
+from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, SHARDS, Group, P2PChannel, Processes
+from drawloom.graph import at_least, component, setting
 from drawloom.graph.build.node import NodeView
 from drawloom.graph.problems import Problem
 
@@ -31,7 +30,11 @@ class RankMesh:
     data_shard: int = setting(default=1, check=at_least(1), doc="FSDP: ranks that each hold a shard of every parameter")
     context: int = setting(default=1, check=at_least(1), doc="context parallel: ranks that split each sequence")
     tensor: int = setting(default=1, check=at_least(1), doc="tensor parallel: ranks that share every matrix product")
-    expert: int = setting(default=1, check=at_least(1), doc="expert parallel: divides the ranks of a stage")
+    expert: int = setting(
+        default=1,
+        check=at_least(1),
+        doc="expert parallel: of data_shard × context × tensor consecutive ranks, so many share the experts of a layer",
+    )
 
     _layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
     _groups: dict[tuple[str, ...], Group] = attrs.field(init=False, factory=dict)
@@ -39,23 +42,17 @@ class RankMesh:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Problems that do not depend on the number of processes."""
-        if node.settings["expert"] > 1:
-            yield node.problem("expert", f"{node.settings['expert']} ranks along 'expert' are not built yet", "write 1")
-        stage = [node.settings[name] for name in DIMENSIONS if name != "pipeline"]
-        expert = node.settings["expert"]
-        if "auto" not in stage and math.prod(stage) % expert:
-            text = f"{expert} does not divide data_replicate × data_shard × context × tensor = {math.prod(stage)}"
-            yield node.problem("expert", text)
+        if fault := expert_fault(node.settings, node.settings["expert"]):
+            yield node.problem("expert", *fault)
 
     def open(self) -> None:
         """Make the groups of all dimensions; a UserError, before any communication, if the world size does not fit."""
         settings = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
         expert = settings.pop("expert")
-        if expert > 1:
-            raise UserError(f"the mesh has {expert} ranks along 'expert', which is not built yet; write expert = 1", 2)
         self._layout = resolve_shape(settings, expert, self.processes.world_size)
         # every rank makes the same groups in the same order, as torch.distributed demands
-        for names in (DIMENSIONS, *((name,) for name in (*DIMENSIONS, "expert")), SHARDS, DATA):
+        of_experts = (("expert",), ("expert_shard",), EXPERT_REPLICAS) if expert > 1 else ()
+        for names in (DIMENSIONS, *((name,) for name in DIMENSIONS), SHARDS, DATA, *of_experts):
             self.group(*names)
 
     @property

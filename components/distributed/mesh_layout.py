@@ -1,7 +1,13 @@
-"""The numbering of ranks in a mesh: row-major in (pipeline, data_replicate, data_shard, context, tensor)."""
+"""
+The numbering of ranks in a mesh: row-major in (pipeline, data_replicate, data_shard, context, tensor).
+
+Expert parallelism has no ranks of its own: it sees those of a replica of a pipeline stage, which are consecutive, as
+(expert_shard, expert) instead of (data_shard, context, tensor).
+"""
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import attrs
 import numpy as np
@@ -9,11 +15,12 @@ import numpy as np
 from drawloom.graph import UserError
 
 DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
+EXPERT_DIVIDES = DIMENSIONS[2:]
 
 
 @attrs.frozen
 class Layout:
-    """Sizes by dimension, in order. `expert` divides the ranks of a pipeline stage again, consecutive ranks first."""
+    """Sizes by dimension, in order, and how many consecutive ranks share the experts."""
 
     sizes: Mapping[str, int]
     expert: int = 1
@@ -25,16 +32,22 @@ class Layout:
 
     def sets(self, *dimensions: str) -> list[list[int]]:
         """The sets of ranks that differ only in their indices along these dimensions, each in ascending order."""
-        grid = np.arange(self.world_size).reshape([*self.sizes.values()])
-        if dimensions == ("expert",):
-            return list(grid.reshape(-1, self.expert).tolist())
-        axes = [axis for axis, name in enumerate(self.sizes) if name in dimensions]
+        sizes = self.sizes if self.sizes.keys() >= set(dimensions) else self.expert_sizes
+        grid = np.arange(self.world_size).reshape([*sizes.values()])
+        axes = [axis for axis, name in enumerate(sizes) if name in dimensions]
         moved = np.moveaxis(grid, axes, range(-len(axes), 0))
-        return list(moved.reshape(-1, math.prod(self.sizes[name] for name in dimensions)).tolist())
+        return list(moved.reshape(-1, math.prod(sizes[name] for name in dimensions)).tolist())
+
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """The sizes of the same ranks as experts are laid out over them; `expert_shard` is what `expert` leaves."""
+        divided = math.prod(self.sizes[name] for name in EXPERT_DIVIDES)
+        others = {name: size for name, size in self.sizes.items() if name not in EXPERT_DIVIDES}
+        return others | {"expert_shard": divided // self.expert, "expert": self.expert}
 
     def size(self, dimension: str) -> int:
         """The number of ranks along a dimension."""
-        return self.expert if dimension == "expert" else self.sizes[dimension]
+        return (self.expert_sizes | {**self.sizes})[dimension]
 
     def index(self, dimension: str, rank: int) -> int:
         """The index of a rank along a dimension."""
@@ -62,19 +75,19 @@ def resolve_shape(sizes: Mapping[str, int | str], expert: int, world_size: int) 
             exit_code=2,
         )
     layout = Layout({name: size if isinstance(size, int) else world_size // product for name, size in sizes.items()})
-    return with_expert(layout, expert)
-
-
-def with_expert(layout: Layout, expert: int) -> Layout:
-    """The layout with expert parallelism; a UserError if `expert` does not divide the ranks of a pipeline stage."""
-    ranks = layout.world_size // layout.sizes["pipeline"]
-    if ranks % expert:
-        raise UserError(
-            f"expert = {expert} does not divide data_replicate × data_shard × context × tensor = {ranks}; "
-            f"write one of {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}",
-            exit_code=2,
-        )
+    if fault := expert_fault(layout.sizes, expert):
+        raise UserError("; ".join(fault), exit_code=2)
     return attrs.evolve(layout, expert=expert)
+
+
+def expert_fault(sizes: Mapping[str, Any], expert: int) -> tuple[str, str] | None:
+    """Why so many ranks of a mesh of these sizes can't share experts, and what to write instead; None if they can."""
+    ranks = math.prod(sizes[name] for name in EXPERT_DIVIDES)
+    if ranks % expert == 0:
+        return None
+    divisors = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
+    what = f"expert = {expert} does not divide {' × '.join(EXPERT_DIVIDES)} = {ranks}"
+    return what, f"write {'one of ' if ranks > 1 else ''}{', '.join(divisors)}"
 
 
 def command(world_size: int) -> str:

@@ -58,6 +58,10 @@ class SingleProcess:
         """The only part (...) of parts (1, ...)."""
         return parts[0]
 
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """The rows (rows, ...) themselves."""
+        return rows.detach()
+
 
 class TorchGroup:
     """
@@ -126,6 +130,14 @@ class TorchGroup:
         with self._peer_errors("a reduce-scatter"):
             REDUCE_SCATTER(found.view(-1), moved.view(-1), group=self._handle)
         return found.to(parts.device)
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Rows (sum(sent), ...), of which sent[i] are for rank i, to those of all for this: (sum(received), ...)."""
+        moved = rows.detach().to(self.device).contiguous()
+        found = moved.new_empty(sum(received), *moved.shape[1:])
+        with self._peer_errors("an all-to-all"):
+            dist.all_to_all_single(found, moved, list(received), list(sent), group=self._handle)
+        return found.to(rows.device)
 
     @property
     def handle(self) -> Any:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from drawloom.components.distributed.parameter_split import split_parameter
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import VocabularyPart
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.graph import UserError
+from drawloom.components.ports.slices import RankSlice
 
 Collective = Callable[[Tensor, Group], Tensor]
 
@@ -120,35 +120,20 @@ class TensorParallel(nn.Module):
         return {}
 
 
-def split(module: nn.Module, ranks: TensorRanks) -> dict[str, TensorSlice]:
+def split(module: nn.Module, ranks: TensorRanks) -> dict[str, RankSlice]:
     """
     Split the modules of a model on the meta device over ranks; gives the slices of what is split, by name.
 
     Raises UserError for a parameter that can't be split evenly.
     """
-    slices: dict[str, TensorSlice] = {}
+    splits: dict[str, RankSlice] = {}
     for path, part in module.named_modules():
-        if ranks.size == 1 or not isinstance(part, TensorParallel):
-            continue
-        part.ranks = ranks
-        for leaf, (dim, unit) in part.split_dims().items():
-            name = f"{path}.{leaf}" if path else leaf
-            whole = getattr(part, leaf)
-            slices[name] = place = _slice(name, tuple(whole.shape), dim, unit, ranks)
-            local = torch.empty(place.size, dtype=whole.dtype, device=whole.device)
-            setattr(part, leaf, nn.Parameter(local, whole.requires_grad))
-    return slices
-
-
-def _slice(name: str, shape: tuple[int, ...], dim: int, unit: int, ranks: TensorRanks) -> TensorSlice:
-    units = shape[dim] // unit
-    if units % ranks.size:
-        what = f"{units} heads of {unit} channels" if unit > 1 else f"dimension {dim} of size {units}"
-        raise UserError(f"mesh.tensor = {ranks.size} ranks can't share {what} of {name} evenly", exit_code=2)
-    size = shape[dim] // ranks.size
-    offsets = [0] * len(shape)
-    offsets[dim] = ranks.group.rank * size
-    return TensorSlice(shape, tuple(offsets), (*shape[:dim], size, *shape[dim + 1 :]))
+        if ranks.size > 1 and isinstance(part, TensorParallel):
+            part.ranks = ranks
+            for leaf, (dim, unit) in part.split_dims().items():
+                name = f"{path}.{leaf}" if path else leaf
+                splits[name] = split_parameter(module, name, ranks.group, "tensor", dim, unit)
+    return splits
 
 
 def _unpadded(tokens: Tensor, shape: Sequence[int]) -> Tensor:

@@ -84,6 +84,8 @@ def _log_merge_error(mine: MergeError, group: Group) -> None:
 
 
 def _write_config(folder: Path, config: dict[str, Any], files: list[PlannedFile]) -> None:
-    dtypes = {str(spec.dtype).removeprefix("torch.") for file in files for spec in file.specs.values()}
+    # Vectors may be wider, such as a router's bias.
+    specs = [spec for file in files for spec in file.specs.values() if len(spec.shape) > 1]
+    dtypes = {str(spec.dtype).removeprefix("torch.") for spec in specs}
     config = config | ({"torch_dtype": dtypes.pop()} if len(dtypes) == 1 else {})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

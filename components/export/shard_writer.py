@@ -37,6 +37,11 @@ def held(stages: Stages) -> dict[str, ModelParameter]:
     return {name: each for stage in stages.local for name, each in stage.model_parameters().items()}
 
 
+def buffers(stages: Stages) -> dict[str, ModelParameter]:
+    """The model's persistent buffers on this rank, by name."""
+    return {name: each for stage in stages.local for name, each in stage.model_buffers().items()}
+
+
 def holding(parameters: Mapping[str, ModelParameter]) -> dict[str, Any]:
     """Shape and dtype of parameters, by name, as JSON."""
     return {"tensors": {name: [list(each.shape), str(each.dtype)] for name, each in parameters.items()}}
@@ -121,9 +126,11 @@ def share(
     groups = [g for n, g in enumerate(mapper.groups) if n in mine or not shared.isdisjoint(g.inputs)]
     writes = frozenset(name for number in mine for name in mapper.groups[number].outputs)
     chosen = Mapper(tuple(groups))
-    # Cast last: a small change that an adapter makes would be lost in a narrow weight.
-    cast = parallel(*(to_dtype(name, dtype) for name in chosen.outputs)) if dtype else Mapper(())
-    return Share(Gathered(parameters), sequential(chosen, cast), writes)
+    # Cast last: a small change that an adapter makes would be lost in a narrow weight. Buffers keep their dtype: what a
+    # router's bias changes by is less than the spacing of bfloat16.
+    cast = [name for g in groups if not any(parameters[n].is_buffer for n in g.inputs) for name in g.outputs]
+    casts = parallel(*(to_dtype(name, dtype) for name in cast)) if dtype else Mapper(())
+    return Share(Gathered(parameters), sequential(chosen, casts), writes)
 
 
 def write_stages(
@@ -145,6 +152,7 @@ def write_stages(
     """
     wanted = set(mapper.inputs)
     parameters = {name: each for name, each in held(stages).items() if not only_inputs or name in wanted}
+    parameters |= {name: each for name, each in buffers(stages).items() if name in wanted}
     with get_configs_parallel(holding(parameters), range(group.size), group, workspace) as holdings:
         owners = run_on_rank0(group, lambda: choose_owners(mapper, holdings))
     mine = share(parameters, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)

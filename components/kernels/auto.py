@@ -18,6 +18,7 @@ from drawloom.graph.problems import Problem
 from drawloom.kernels.attention import attention_eager, causal_mask
 from drawloom.kernels.cut_cross_entropy import Cut, cut_cross_entropy_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
+from drawloom.kernels.recompute import cheap, note
 
 Choice = Literal["auto", "eager", "triton"]
 Routes = tuple[Tensor, Tensor, Tensor]
@@ -97,7 +98,9 @@ class AutoKernels:
 
     @cached_property
     def _functions(self) -> dict[str, Any]:
-        return {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}
+        found = {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}
+        # Of the sum that the norm with an addition has made: its bits are those of the same implementation.
+        return found | {"norm_of_sum": load("rms_norm", self.chosen("add_rms_norm").name)}
 
     @cached_property
     def _loss_of_part(self) -> Any:
@@ -120,25 +123,29 @@ class AutoKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm of x (..., hidden_size), weight (hidden_size,)."""
-        return self._functions["rms_norm"](x, weight, eps)  # type: ignore[no-any-return]
+        return cheap(self._functions["rms_norm"], x, weight, eps)  # type: ignore[no-any-return]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """RMSNorm of x + residual, both (..., hidden_size), and the sum."""
-        return self._functions["add_rms_norm"](x, residual, weight, eps)  # type: ignore[no-any-return]
+        normed, summed = self._functions["add_rms_norm"](x, residual, weight, eps)
+        # The sum is kept, and its terms are not.
+        note(normed, self._functions["norm_of_sum"], summed, weight, eps)
+        return normed, summed
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
         """silu(gate) * up (..., width), times scale (...,) if given."""
-        return self._functions["swiglu"](gate, up, scale)  # type: ignore[no-any-return]
+        return cheap(self._functions["swiglu"], gate, up, scale)  # type: ignore[no-any-return]
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x (rows, length, heads, head_dim) by cos and sin (rows, length, head_dim // 2)."""
+        # Not a cheap one: it needs no queries for its backward pass, so that to keep these would spare nothing.
         return self._functions["rope"](x, cos, sin)  # type: ignore[no-any-return]
 
     def qk_norm_rope(
         self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         """RMSNorm by head, then `rope`: q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim)."""
-        return self._functions["qk_norm_rope"](q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
+        return cheap(self._functions["qk_norm_rope"], q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
     def attention_mask(
         self,
@@ -190,7 +197,7 @@ class AutoKernels:
 
     def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
         """`swiglu` of the halves of both (..., 2 * width): (..., width)."""
-        return self._functions["swiglu_halves"](both, scale)  # type: ignore[no-any-return]
+        return cheap(self._functions["swiglu_halves"], both, scale)  # type: ignore[no-any-return]
 
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
         """Routing tables of expert_indices (tokens, top_k), -1 for dropped choices."""
@@ -198,7 +205,7 @@ class AutoKernels:
 
     def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
         """Rows (tokens * top_k, hidden_size) of x (tokens, hidden_size), and their probabilities (tokens * top_k,)."""
-        return self._functions["moe_permute"](x, probabilities, routes)  # type: ignore[no-any-return]
+        return cheap(self._functions["moe_permute"], x, probabilities, routes)  # type: ignore[no-any-return]
 
     def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
         """The sum (tokens, hidden_size) by token of rows (tokens * top_k, hidden_size), weighted if probabilities."""

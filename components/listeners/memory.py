@@ -8,6 +8,7 @@ import torch
 
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.memory import MemoryUser, memory_by_kind
+from drawloom.components.ports.model import Stages
 from drawloom.components.ports.run import Batching, Event
 from drawloom.graph import Every, UserError, component
 
@@ -32,6 +33,7 @@ class MemoryReport:
     batching: Every[Batching]
     precision: Every[Precision]
     mesh: Every[Mesh]
+    stages: Every[Stages]
 
     def preview(self) -> str:
         """One line with the sum first, then each kind."""
@@ -59,6 +61,9 @@ class MemoryReport:
         for node, batching in self.batching.items():
             if batching.micro_size > 1:
                 yield f"{node}.micro_size = {batching.micro_size}: with fewer rows, activations take less"
+        for node, stages in self.stages.items():
+            if any(stage.recompute == "none" for stage in stages.local):
+                yield f'{node}.recompute = "none": with "selective" or "blocks", fewer activations are kept'
         for node, precision in self.precision.items():
             if precision.compute.itemsize > 2:
                 yield f'{node}.compute = "{_dtype(precision.compute)}": with "bfloat16", activations take half'

@@ -1,72 +1,202 @@
-"""torch.profiler traces of chosen steps."""
+"""torch.profiler traces of some steps, with a range for each step, phase, action of the pipeline, and layer."""
 
+import gzip
+import json
 import logging
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch import nn
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
-from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.distributed import Device, Mesh
+from drawloom.components.ports.model import Stages
 from drawloom.components.ports.run import Event, RunFolder, Step
 from drawloom.components.storage.regular_file import make_folder
-from drawloom.graph import component, setting
+from drawloom.graph import Every, at_least, component, setting
 
 log = logging.getLogger("drawloom.run")
 
-
-def _are_steps(steps: list[int]) -> str | None:
-    low = [step for step in steps if step < 1]
-    return f"there is no step {low[0]}; the first is 1" if low else None
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
+RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+MEMORY_EVENTS = 200_000
+"""Allocations that a snapshot goes back to at most, each with its stack; about as many megabytes as thousands."""
 
 
 @component(impact="safe")
 class Profiler:
     """
-    `traces/step-N-rank-R.json.gz` in the run folder, for chrome://tracing or ui.perfetto.dev.
+    `traces/steps-A-B-rank-R.json.gz` in the run folder, for ui.perfetto.dev or chrome://tracing.
+
+    Steps of the process pass in cycles: `wait` of them are left alone, `warmup` are profiled and thrown away, for the
+    first ones are slower, and `active` are traced into one file. With `memory` the trace has allocations and a graph of
+    what is allocated, and on a GPU there is `traces/steps-A-B-rank-R.pickle` for docs.pytorch.org/memory_viz, too.
 
     A profiler that fails is turned off, with one warning.
     """
 
     folder: RunFolder
     mesh: Mesh
-    steps: list[int] = setting(check=_are_steps, doc="the steps to trace, from 1")
+    device: Device
+    stages: Every[Stages]
+    wait: int = setting(default=3, check=at_least(0), doc="steps of a cycle before it, with nothing of the profiler")
+    warmup: int = setting(default=1, check=at_least(1), doc="steps that are profiled and not kept")
+    active: int = setting(default=2, check=at_least(1), doc="steps in one trace")
+    repeat: int = setting(default=1, check=at_least(0), doc="traces of a process; 0 is one after the other to the end")
+    memory: bool = setting(default=False, doc="whether to trace allocations, which makes steps slower")
 
     _running: profile | None = attrs.field(init=False, default=None)
+    _first: int = attrs.field(init=False, default=0)
+    _step: int = attrs.field(init=False, default=0)
+    _written: int = attrs.field(init=False, default=0)
     _off: bool = attrs.field(init=False, default=False)
+    _ranges: list[Any] = attrs.field(init=False, factory=list)
+    _hooks: list[Any] = attrs.field(init=False, factory=list)
+    _failure: Exception | None = attrs.field(init=False, default=None)
 
     def close(self) -> None:
         """Discard an unfinished trace."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.stop()
+        self._off = True
+        self._end()
 
     def on_event(self, event: Event) -> None:
-        """Start and stop the profiler with a chosen step."""
-        if event.step is None or event.step.index not in self.steps or self._off:
+        """Begin and end ranges, and go on by a step."""
+        if self._off or event.step is None:
             return
         try:
-            self._trace(event.kind, event.step)
+            self._follow(event, event.step)
         except Exception as error:
             self._off = True
+            self._end()
             log.warning("no more traces: the profiler failed at step %d: %s", event.step.index, error)
 
-    def _trace(self, kind: str, step: Step) -> None:
-        if kind == "step_started":
-            # without acc_events, torch 2.11 warns that it drops the events of earlier cycles
-            running = profile(activities=_activities(), acc_events=True)
-            running.start()
-            self._running = running
-        elif kind == "step_ended" and self._running is not None:
-            running, self._running = self._running, None
-            running.stop()
-            self._write(running, step)
+    def _follow(self, event: Event, step: Step) -> None:
+        if event.kind == "step_started":
+            self._begin_step(step)
+        elif event.kind == "phase_started" and self._recording:
+            self._enter(event.phase)
+        elif event.kind == "phase_ended" and self._recording:
+            self._leave()
+        elif event.kind == "step_ended" and self._running is not None:
+            self._end_step(self._running)
 
-    def _write(self, done: profile, step: Step) -> None:
-        path = make_folder(self.folder.folder / "traces") / f"step-{step.index}-rank-{self.mesh.world.rank}.json.gz"
+    @property
+    def _recording(self) -> bool:
+        return self._running is not None and self._running.current_action in RECORDING
+
+    def _begin_step(self, step: Step) -> None:
+        if self._running is None:
+            self._start()
+        self._step = step.index
+        if self._recording:
+            if not self._hooks:
+                self._first = step.index
+                self._hooks = [*self._observe_layers()]
+            self._enter(f"step {step.index}")
+
+    def _end_step(self, running: profile) -> None:
+        if self._recording:
+            self._leave()
+        running.step()  # writes a trace that is complete
+        if self._failure is not None:
+            raise self._failure
+        if not self._recording:
+            self._unhook()
+        if self.repeat and self._written == self.repeat:
+            self._off = True
+            self._end()
+
+    def _start(self) -> None:
+        gpu = self.device.device.type == "cuda"
+        if self.memory and gpu:
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        self._running = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])],
+            schedule=schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat),
+            on_trace_ready=self._on_trace_ready,
+            profile_memory=self.memory,
+            # without acc_events, torch 2.11 warns that it drops the events of earlier cycles
+            acc_events=True,
+        )
+        self._running.start()
+
+    def _end(self) -> None:
+        running, self._running = self._running, None
+        self._unhook()
+        while self._ranges:
+            self._leave()
+        if running is not None:
+            running.stop()
+            if self.memory and self.device.device.type == "cuda":
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _enter(self, name: str) -> None:
+        self._ranges.append(record_function(name))
+        self._ranges[-1].__enter__()
+
+    def _leave(self) -> None:
+        if self._ranges:
+            self._ranges.pop().__exit__(None, None, None)
+
+    def _observe_layers(self) -> Iterator[Any]:
+        for stages in self.stages.values():
+            for stage in stages.local:
+                for name, module in stage.module.named_modules():
+                    if found := LAYER.search(name):
+                        yield from self._observe(module, f"layer {found[1]}")
+
+    def _observe(self, module: nn.Module, name: str) -> Iterator[Any]:
+        def enter(_module: nn.Module, _inputs: Any) -> None:
+            self._enter(name)
+
+        def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+            self._leave()
+
+        yield module.register_forward_pre_hook(enter)
+        yield module.register_forward_hook(leave)
+
+    def _unhook(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _on_trace_ready(self, done: profile) -> None:
+        if self._off:
+            return  # it was cut off
+        # An error that passes through torch 2.13's profiler leaves it in a state in which its end kills the process.
+        try:
+            self._write(done)
+        except Exception as error:
+            self._failure = error
+
+    def _write(self, done: profile) -> None:
+        self._written += 1
+        name = f"steps-{self._first}-{self._step}-rank-{self.mesh.world.rank}"
+        path = make_folder(self.folder.folder / "traces") / f"{name}.json.gz"
         path.unlink(missing_ok=True)  # torch would write through a link
         done.export_chrome_trace(str(path))
+        if self.memory:
+            add_memory_counters(path)
+            if self.device.device.type == "cuda":
+                snapshot = path.with_name(f"{name}.pickle")
+                snapshot.unlink(missing_ok=True)
+                torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
 
 
-def _activities() -> list[ProfilerActivity]:
-    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    return [ProfilerActivity.CPU, *gpu]
+def add_memory_counters(path: Path) -> None:
+    """Add to a trace a graph of each device's memory, which Perfetto draws; torch writes single allocations alone."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        trace: dict[str, Any] = json.load(file)
+    trace["traceEvents"] += [_counter(event) for event in trace["traceEvents"] if event.get("name") == "[memory]"]
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        json.dump(trace, file)
+
+
+def _counter(event: Mapping[str, Any]) -> dict[str, Any]:
+    given = event["args"]
+    device = "CPU" if given["Device Id"] < 0 else f"GPU {given['Device Id']}"
+    args = {key: given[key] for key in ("Total Allocated", "Total Reserved") if key in given}
+    return {"ph": "C", "name": f"memory of the {device}", "pid": event["pid"], "ts": event["ts"], "args": args}

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from drawloom.components.model.decoder.builder import NEW_TOKENS_ARE_WHOLE, DecoderBuilder
 from drawloom.components.model.decoder.config import tensor_faults
 from drawloom.components.model.decoder.hugging_face import config_path, read_config, read_json
+from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.llama import Llama
 from drawloom.components.model.mistral import Mistral
 from drawloom.components.model.qwen2 import Qwen2
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.model import ExpertKernels, LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
@@ -27,7 +29,7 @@ from drawloom.components.weights.load import fitting_folder
 from drawloom.graph import Problem, UserError, at_least, component, setting
 
 FAMILIES: dict[str, type[DecoderBuilder]] = {
-    kind.family.model_type: kind for kind in (Llama, Mistral, Qwen2, Qwen3Dense, Qwen3Moe)
+    kind.family.model_type: kind for kind in (Dots1, Llama, Mistral, Qwen2, Qwen3Dense, Qwen3Moe)
 }
 """The components of all families, by `model_type`."""
 
@@ -83,6 +85,14 @@ class AutoModel:
             path = node.settings["path"]
             yield from tensor_faults(attrs.asdict(read_config(_family(path).family, path), recurse=False), ranks)
 
+    @classmethod
+    def expert_count(cls, node: Any) -> int:
+        """The experts of a layer; 0 if the model has none."""
+        with suppress(UserError):  # a problem of its own
+            path = node.settings["path"]
+            return getattr(read_config(_family(path).family, path), "num_experts", 0)
+        return 0
+
     @cached_property
     def builder(self) -> DecoderBuilder:
         """The component of the folder's family. Computed on first use, because the tokenizer must be open."""
@@ -115,6 +125,10 @@ class AutoModel:
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         """A function of seed, name and index alone, for parameters of any shape and slices of them."""
         self.builder.initialise(name, parameter, seed, part_of)
+
+    def forward_flops(self) -> ForwardFlops:
+        """Floating-point operations of matrix products, by parameter, and of attention."""
+        return self.builder.forward_flops()
 
     def hugging_face_config(self) -> dict[str, Any]:
         return self.builder.hugging_face_config()

@@ -32,6 +32,7 @@ class ForwardBackward:
     def run_phase(self, step: Step) -> None:
         """Load the step's microbatches, and run the pipeline program on them."""
         microbatches = self.data.next_step()
+        step.on_data_loaded()
         step.tokens = sum(batch.tokens.numel() for batch in microbatches)
         step.outputs["batches"] = microbatches
         step.outputs["losses"] = self.executor.train(microbatches)

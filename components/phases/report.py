@@ -105,7 +105,8 @@ class Report:
 def step_line(step: Step, values: Mapping[str, Value]) -> str:
     """`step 12/300  loss 2.3456  grad_norm 0.83 ...`, with the parts that have a value."""
     parts = [part(number) for name, part in PARTS.items() if (number := values.get(name)) is not None]
-    return "  ".join([f"step {step.index}/{step.total}", *parts])
+    times = [f"{label} {_short(number)}" for name, label in TIMES.items() if (number := values.get(name)) is not None]
+    return "  ".join([f"step {step.index}/{step.total}", *parts, *times]) + (" s" if times else "")
 
 
 def _short(number: float) -> str:
@@ -118,5 +119,16 @@ PARTS: Mapping[str, Callable[[float], str]] = {
     "grad_norm": lambda number: f"grad_norm {_short(number)}",
     "lr": lambda number: f"lr {number:#.2g}",
     "tokens_per_second": lambda number: f"{number:,.0f} tokens/s",
+    "device_tokens_per_second": lambda number: f"{number:,.0f} each",
+    "tflops": lambda number: f"{number:,.3g} TFLOP/s",
+    "mfu": lambda number: f"{100 * number:.1f} % MFU",
     "memory": lambda number: f"{number / 1e6:,.0f} MB",
 }
+
+TIMES: Mapping[str, str] = {
+    "seconds/data": "data",
+    "seconds/forward_backward": "fwd-bwd",
+    "seconds/sync": "sync",
+    "seconds/update": "update",
+}
+"""The labels of times in the step line, by their metrics."""

@@ -1,6 +1,7 @@
 """Runs the schedule's program on this rank's stages; on one rank, that is the plain training loop."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -15,13 +16,13 @@ from drawloom.components.pipeline.runtime.layer_partition import constraint_prob
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
+from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch, has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel
 from drawloom.components.ports.model import BatchContext, Finish, Head, StageInputs, TrainableStages
 from drawloom.components.ports.pipeline import Loss, Losses, Referenced, Schedule, Stack
 from drawloom.components.ports.program import Program, RankProgram, flat
-from drawloom.components.storage.pytree import transform
 from drawloom.components.weights.adapted import without_adapters
 from drawloom.graph import Problem, UserError, component
 from drawloom.graph.build.node import NodeView
@@ -123,7 +124,7 @@ class Executor:
         `each_output` takes a microbatch's number and its logits (rows, length, vocab_size), or what `finish` makes.
         """
         self.stages.cast_weights(only_if_changed=True)
-        moved = [(self._moved(tokens), self._moved(shared)) for tokens, shared in microbatches]
+        moved = [(self._uploads.start(tokens), self._uploads.start(shared)) for tokens, shared in microbatches]
         self._finish_each([MicrobatchInputs(*each, finish=finish) for each in moved], each_output)
 
     def _finish_each(self, inputs: Sequence[MicrobatchInputs], each_output: Callable[[int, Any], None]) -> None:
@@ -161,22 +162,20 @@ class Executor:
     def _inputs(self, batch: Batch) -> MicrobatchInputs:
         group = self.mesh.group("context")
         if group.size == 1:
-            moved: Batch = self._moved(batch)
+            moved: Batch = self._uploads.start(batch)
             return MicrobatchInputs(*self.objective.inputs(moved), moved)
         length = batch.tokens.shape[1]
         if length not in self._parts:  # the same in every step; a copy to a GPU would wait for it
             part = ContextPart.of(length, group)
-            self._parts[length] = part, self._moved(part)
+            self._parts[length] = part, self._uploads.start(part)
         here, there = self._parts[length]
-        moved = self._moved(here.cut(batch))
+        moved = self._uploads.start(here.cut(batch))
         tokens, shared = self.objective.inputs(moved)
         return MicrobatchInputs(tokens, attrs.evolve(shared, part=there), moved)
 
-    def _moved(self, tree: Any) -> Any:
-        device = self.device.device
-        if device.type == "cpu":
-            return tree  # batches are made on the CPU
-        return transform(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, tree)
+    @cached_property
+    def _uploads(self) -> Uploads:
+        return Uploads(self.device.device)
 
     def _training_program(self, microbatches: int) -> RankProgram:
         # Programs of large pipelines take milliseconds to build and lower, and every step has the same one.
@@ -230,7 +229,6 @@ def misfits_of_context(mesh: NodeView, model: NodeView, losses: Sequence[NodeVie
         return
     rope = model.settings.get("rope_parameters") or model.settings.get("rope_scaling")
     needs = {
-        "a router's loss is computed from whole rows": "num_experts" in model.settings,
         "documents are compared as wholes": any(has_pairs(loss.component) for loss in losses),
         "dynamic positions depend on the length of whole rows": getattr(rope, "rope_type", "") == "dynamic",
     }

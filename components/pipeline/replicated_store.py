@@ -98,14 +98,21 @@ class ReplicatedStore(ParameterStore):
 
     @classmethod
     def replicated(
-        cls, modules: Sequence[nn.Module], blocks: Blocks, precision: Precision, group: Group, bucket_bytes: int
+        cls,
+        modules: Sequence[nn.Module],
+        blocks: Blocks,
+        precision: Precision,
+        group: Group,
+        bucket_bytes: int,
+        apart: Set[str] = frozenset(),
     ) -> "ReplicatedStore":
-        """Take over real parameters as `of` does; gradients are summed over the group."""
+        """Take over real parameters as `of` does; gradients are summed over the group, but for those named `apart`."""
         store = cls.of(modules, precision)
         times = Counter(name for module in modules for name, _ in module.named_parameters())
         for module in modules:
             # A parameter of two stages is done when both are.
-            own = {name: each for name, each in module.named_parameters() if each.requires_grad and times[name] == 1}
+            trained = ((name, each) for name, each in module.named_parameters() if each.requires_grad)
+            own = {name: each for name, each in trained if times[name] == 1 and name not in apart}
             store.modules[module] = ReplicatedModule(BucketedSums(group, precision.reduce, bucket_bytes))
             store.modules[module].add(own.values(), blocks(module))
             store.summed |= own.keys()

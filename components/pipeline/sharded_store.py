@@ -9,12 +9,14 @@ alone uses private names of torch (tried on 2.11 and 2.13).
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from itertools import chain
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.distributed.expert_parallel import ExpertParallel
 from drawloom.components.pipeline.parameter_store import Blocks, ParameterStore, compute_dtype, is_dtensor
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
@@ -26,29 +28,41 @@ from drawloom.components.weights.adapted import adapter_names
 @attrs.frozen(eq=False)
 class ShardedModule:
     """
-    A stage's module whose parameters are sharded; `units` are the module, for what no block holds, and its blocks.
+    A stage's module whose parameters are sharded.
 
+    Units of FSDP are the module, for what no block holds, and in each block the block and, where other ranks have their
+    slices than those of the rest, its experts.
     `by_block` gathers each block when it is used and frees it afterwards, in forward and backward. Otherwise the
     program gathers the whole stage before its first use in a step, and its gradients' reduction frees it.
     """
 
     root: Any
-    units: Sequence[Any]
+    blocks: Sequence[Sequence[Any]]
     by_block: bool
 
     @classmethod
-    def of(cls, module: nn.Module, blocks: Blocks, whole: set[nn.Parameter], **how: Any) -> "ShardedModule":
-        """Shard a module on the meta device, except for the parameters `whole`; `how` is for `fully_shard`."""
+    def of(
+        cls, module: nn.Module, blocks: Blocks, whole: set[nn.Parameter], expert_mesh: Any = None, **how: Any
+    ) -> "ShardedModule":
+        """
+        Shard a module on the meta device, except for the parameters `whole`; `how` is for `fully_shard`.
+
+        Experts are sharded over a mesh of their own if there is one.
+        """
         # Takes a second to import, which runs without shards do not pay.
         from torch.distributed.fsdp import fully_shard
 
         by_block = how["reshard_after_forward"]
-        # The parameters of a block belong to the innermost unit, which must be sharded first.
-        units = [module, *blocks(module)]
-        for unit in reversed(units):
+        inner: list[list[Any]] = [
+            [block, *(_experts(block) if expert_mesh is not None else [])] for block in blocks(module)
+        ]
+        # A parameter belongs to the innermost unit around it, which must be sharded first.
+        for unit in reversed([module, *chain(*inner)]):
             # What no block holds is used first and last, so that freeing it in between would save nothing.
-            keeps = {"reshard_after_forward": False} if unit is module else {}
-            fully_shard(unit, ignored_params=whole, **(how | keeps))
+            changed = {"reshard_after_forward": False} if unit is module else {}
+            if isinstance(unit, ExpertParallel):
+                changed["mesh"] = expert_mesh
+            fully_shard(unit, ignored_params=whole, **(how | changed))
             sharded: Any = unit
             # Sums, because a loss is divided by the weight of all tokens, once. gloo has no scaled sum.
             sharded.set_gradient_divide_factor(1.0)
@@ -56,7 +70,15 @@ class ShardedModule:
             # Else ranks on which different weights get no gradient would wait for each other (not in torch 2.11).
             if hasattr(sharded, "set_reduce_scatter_unused_params"):
                 sharded.set_reduce_scatter_unused_params(True)
-        return cls(module, units, by_block)
+        for block, *experts in inner:
+            if experts:  # gathered while attention computes
+                block.set_modules_to_forward_prefetch(experts)
+        return cls(module, inner, by_block)
+
+    @property
+    def units(self) -> list[Any]:
+        """Modules that torch gathers and reduces one by one, outer ones before inner ones."""
+        return [self.root, *chain(*self.blocks)]
 
     def open(self, gradient: torch.dtype) -> None:
         """Make what torch makes at the first use; microbatches are summed in dtype `gradient`."""
@@ -97,9 +119,8 @@ class ShardedModule:
 
     def gathered_bytes(self) -> int:
         """The most bytes that are gathered at one time; of blocks the one in use and the next."""
-        sizes: list[int] = [sum(part.unsharded_param.nbytes for part in _parts(unit)) for unit in self.units]
-        blocks: int = 2 * max(sizes[1:], default=0) if self.by_block else sum(sizes[1:])
-        return sizes[0] + blocks
+        of_blocks = [sum(map(_gathered_bytes, units)) for units in self.blocks]
+        return _gathered_bytes(self.root) + (2 * max(of_blocks, default=0) if self.by_block else sum(of_blocks))
 
     def sharded(self) -> Iterator[tuple[str, Any]]:
         """The sharded parameters (DTensors) by name, while they are not gathered."""
@@ -187,12 +208,19 @@ class ShardedStore:
 
 
 def shard(
-    modules: Iterable[nn.Module], blocks: Blocks, mesh: Any, precision: Precision, by_block: bool
+    modules: Iterable[nn.Module],
+    blocks: Blocks,
+    mesh: Any,
+    precision: Precision,
+    by_block: bool,
+    of_experts: Set[str] = frozenset(),
+    expert_mesh: Any = None,
 ) -> list[ShardedModule]:
     """
     Shard modules that are on the meta device over the ranks of a torch mesh.
 
-    A mesh of two dimensions has replicas along the first, over which slices of gradients are summed, too.
+    A mesh of two dimensions has replicas along the first, over which slices of gradients are summed, too. Of the
+    parameters `of_experts` expert ranks have slices: they are sharded over a mesh of their own, or not at all.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -204,18 +232,22 @@ def shard(
         cast_forward_inputs=False,
     )
     times = Counter(name for module in modules for name, _ in module.named_parameters())
-    shared = {name for name in times if times[name] > 1}
-    how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": by_block}
-    return [ShardedModule.of(module, blocks, _whole(module, precision, shared), **how) for module in modules]
+    apart = {name for name in times if times[name] > 1} | (of_experts if expert_mesh is None else set())
+    how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": by_block, "expert_mesh": expert_mesh}
+    return [ShardedModule.of(module, blocks, _whole(module, precision, apart), **how) for module in modules]
 
 
-def _whole(module: nn.Module, precision: Precision, shared: set[str]) -> set[nn.Parameter]:
-    """The parameters of a module that every rank keeps whole; those of adapters are small."""
+def _experts(block: nn.Module) -> list[nn.Module]:
+    return [part for part in block.modules() if isinstance(part, ExpertParallel)]
+
+
+def _whole(module: nn.Module, precision: Precision, apart: Set[str]) -> set[nn.Parameter]:
+    """The parameters of a module that are not sharded: those named, and others; adapters' are small."""
     adapters = adapter_names(module)
     return {
         parameter
         for name, parameter in module.named_parameters()
-        if name in shared
+        if name in apart
         or name in adapters
         or name.startswith(f"{LOSS}.")
         or not parameter.is_floating_point()
@@ -235,6 +267,11 @@ def _groups(unit: Any) -> list[Any]:
 def _parts(unit: Any) -> Iterator[Any]:
     for group in _groups(unit):
         yield from group.fsdp_params
+
+
+def _gathered_bytes(unit: Any) -> int:
+    sizes: list[int] = [part.unsharded_param.nbytes for part in _parts(unit)]
+    return sum(sizes)
 
 
 def local_part(tensor: Any) -> Tensor:

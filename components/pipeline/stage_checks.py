@@ -1,10 +1,12 @@
-"""What `check` says of stages with their neighbours: dtypes, weights and models that do not fit a mesh."""
+"""What `check` and `explain` say of stages with their neighbours: what does not fit a mesh, and what ranks share."""
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from drawloom.components.ports.distributed import SHARDS
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
@@ -34,6 +36,24 @@ def roundings(stages: NodeView, model: NodeView, precision: NodeView) -> Iterato
         yield precision.warning("parameter", text, f'write parameter = "{wider[0]}" to keep them')
 
 
+NO_DISPATCHER = "ranks along 'expert' share the experts out, and nothing brings tokens to the experts of other ranks"
+WRITE_DISPATCHER = 'write dispatcher = { use = "experts.all_to_all" } in [stages]'
+
+
+def misfits_of_experts(stages: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Problem]:
+    """Models that have no experts for the ranks along `expert`; a model counts them by a classmethod `expert_count`."""
+    ranks, count = mesh.settings.get("expert", 1), getattr(model.component, "expert_count", None)
+    if ranks == 1 or count is None:
+        return
+    if not (experts := count(model)):
+        yield mesh.problem("expert", f"{ranks} ranks along 'expert', and [{model.name}] has no experts", "write 1")
+    elif experts % ranks:
+        text = f"{ranks} ranks along 'expert' can't share the {experts} experts of [{model.name}] evenly"
+        yield mesh.problem("expert", text, "write another number, or 1")
+    elif not any(getattr(each.component, "between_ranks", False) for each in stages.neighbours("dispatcher")):
+        yield mesh.problem("expert", NO_DISPATCHER, WRITE_DISPATCHER.replace("[stages]", f"[{stages.name}]"))
+
+
 def misfits_of_tensor(mesh: NodeView, model: NodeView) -> Iterator[Problem]:
     """Models that ranks along `tensor` can't share evenly; a model says so by a classmethod `tensor_faults`."""
     ranks, faults = mesh.settings.get("tensor", 1), getattr(model.component, "tensor_faults", None)
@@ -41,3 +61,34 @@ def misfits_of_tensor(mesh: NodeView, model: NodeView) -> Iterator[Problem]:
         for fault in faults(model, ranks):
             text = f"{ranks} ranks along 'tensor' share every matrix product of [{model.name}], and {fault}"
             yield mesh.problem("tensor", text, "write another number, or 1")
+
+
+def losses_that_are_modules(stages: NodeView, loss: NodeView) -> Iterator[Problem]:
+    """A loss that is a module itself: its parameters belong to the stages."""
+    if issubclass(loss.component, nn.Module):
+        where = f"under [{loss.name}] and [{stages.name}]"
+        text = f"{loss.use!r} is an nn.Module, which a checkpoint would save {where}"
+        yield loss.problem("use", text, "let the component hold an nn.Module as its attribute `module`")
+
+
+def shares_of_parameters(stages: NodeView, mesh: NodeView) -> Iterator[str]:
+    """How the ranks of a mesh share the parameters, for `explain`."""
+    size = {name: mesh.settings.get(name, 1) for name in ("pipeline", *SHARDS, "tensor", "expert")}
+    if size["pipeline"] > 1:
+        yield f"layers: partitioned over {size['pipeline']} pipeline ranks"
+    if size["tensor"] > 1:
+        yield f"linear layers, embedding and head: split over {size['tensor']} ranks, and tokens in between"
+    if (ranks := math.prod(size[name] for name in SHARDS)) > 1:
+        by_block = gathers_by_block(stages.settings["reshard_after_forward"], size["pipeline"])
+        often = "by layer" if by_block else "once a step"
+        yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {often}"
+    if size["expert"] > 1:
+        rest = ranks * size["tensor"] // size["expert"]
+        further = f", and sharded over {rest}" if rest > 1 and ranks > 1 else ""
+        yield f"experts: shared out over {size['expert']} ranks{further}"
+
+
+def gathers_by_block(setting: bool | None, pipeline: int) -> bool:
+    """Whether each layer is gathered when it is used, with that many pipeline ranks."""
+    # Each microbatch of a pipeline would gather each block anew, so that a stage is gathered once a step there.
+    return pipeline == 1 if setting is None else setting

@@ -1,6 +1,5 @@
 """Builds the stages that this rank owns, and gives their parameters memory and values."""
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -13,27 +12,49 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.buckets import BUCKET_BYTES, sum_in_buckets
+from drawloom.components.distributed.expert_parallel import share_experts
 from drawloom.components.distributed.rank_errors import run_on_all
-from drawloom.components.distributed.rng import derive_seed, fill_normal
+from drawloom.components.distributed.row_sums import share_rows
 from drawloom.components.distributed.tensor_parallel import TensorRanks, split
-from drawloom.components.pipeline.module_buffers import fill_buffers, fill_parameters
+from drawloom.components.pipeline.compilation import compile_blocks, idle_policies, undivided_backwards
+from drawloom.components.pipeline.initial_values import InitialValues
 from drawloom.components.pipeline.parameter_store import ParameterStore, compute_dtype, is_dtensor
 from drawloom.components.pipeline.program.builders import stages_of
+from drawloom.components.pipeline.recompute import fault_of_policy, make_recomputable, notes_of_policy
 from drawloom.components.pipeline.replicated_store import ReplicatedStore
 from drawloom.components.pipeline.runtime.layer_partition import partition_layers
 from drawloom.components.pipeline.runtime.p2p import ActivationSpecs
-from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, local_part, shard, slice_of
-from drawloom.components.pipeline.stage_checks import misfits_of_shards, misfits_of_tensor, roundings
+from drawloom.components.pipeline.sharded_store import ShardedModule, ShardedStore, local_part, shard
+from drawloom.components.pipeline.stage_checks import (
+    NO_DISPATCHER,
+    WRITE_DISPATCHER,
+    gathers_by_block,
+    losses_that_are_modules,
+    misfits_of_experts,
+    misfits_of_shards,
+    misfits_of_tensor,
+    roundings,
+    shares_of_parameters,
+)
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.distributed import DATA, SHARDS, Device, Mesh, Precision
+from drawloom.components.ports.distributed import DATA, EXPERT_REPLICAS, SHARDS, Device, Mesh, Precision
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import LOSS, BatchContext, LayerRange, Model, Stage, Transform, gradient_of
+from drawloom.components.ports.model import (
+    LOSS,
+    BatchContext,
+    Dispatcher,
+    LayerRange,
+    Model,
+    Recompute,
+    Stage,
+    Transform,
+    gradient_of,
+)
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.weights.adapted import adapted_model, adapter_names, fill_adapters, inject
-from drawloom.components.weights.fingerprint import folder_fingerprint
-from drawloom.components.weights.load import load_folder, persistent_tensors
+from drawloom.components.ports.slices import RankSlice, TensorSlice
+from drawloom.components.weights.adapted import adapted_model, inject
+from drawloom.components.weights.load import persistent_tensors
 from drawloom.graph import Problem, UserError, above, at_least, component, setting
 from drawloom.graph.build.node import NodeView
 
@@ -59,6 +80,7 @@ class MaterializedStages:
     job: RunInfo
     adapters: list[Adapter] = attrs.field(factory=list)
     transforms: list[Transform] = attrs.field(factory=list)
+    dispatcher: Dispatcher | None = None
     embedding_layer_cost: int = setting(
         default=0,
         check=at_least(0),
@@ -83,49 +105,58 @@ class MaterializedStages:
         check=above(0),
         doc="bytes of gradients that replicas sum in one collective, while the backward pass computes others",
     )
+    recompute: Recompute = setting(
+        default="none",
+        impact="safe",
+        check=fault_of_policy,
+        doc="what the backward pass computes again instead of keeping it: 'none'; 'selective': norms, gates and "
+        "rotations of the kernels; 'blocks': every block; a number n: one of n blocks",
+    )
+    compile: bool = setting(
+        default=False,
+        doc="whether each block is compiled by torch.compile; its weights' gradients can't be put off then",
+    )
     weights: Path | None = setting(
         default=None, doc="a Hugging Face folder to start from; that of `model.auto`, or random weights, if left out"
     )
+    _values: InitialValues = attrs.field(init=False, default=None)
     _local: list[Stage] = attrs.field(init=False, factory=list)
     _store: ParameterStore | ShardedStore = attrs.field(init=False, default=None)
     _boundaries: ActivationSpecs = attrs.field(init=False, default=None)
     _shared: dict[str, list[int]] = attrs.field(init=False, factory=dict)
     _on_earlier_ranks: set[str] = attrs.field(init=False, factory=set)
-    # the slices that tensor ranks have of parameters, which data ranks may slice again
-    _splits: dict[str, TensorSlice] = attrs.field(init=False, factory=dict)
+    # the slices that tensor and expert ranks have of parameters, which data ranks may slice again
+    _splits: dict[str, RankSlice] = attrs.field(init=False, factory=dict)
+    _of_experts: set[str] = attrs.field(init=False, factory=set)  # those of them that expert ranks have
     _fingerprint: str = attrs.field(init=False, default="")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """The module of a loss belongs to the stages, so the loss itself can't be one; and dtypes fit shards."""
+        """What does not fit together: see stage_checks.py and compilation.py."""
         for mesh, precision in zip(node.neighbours("mesh"), node.neighbours("precision"), strict=True):
             yield from misfits_of_shards(mesh, precision)
         for model, precision in product(node.neighbours("model"), node.neighbours("precision")):
             yield from roundings(node, model, precision)
         for mesh, model in zip(node.neighbours("mesh"), node.neighbours("model"), strict=True):
             yield from misfits_of_tensor(mesh, model)
+            yield from misfits_of_experts(node, mesh, model)
         for loss in node.neighbours("loss"):
-            if issubclass(loss.component, nn.Module):
-                where = f"under [{loss.name}] and [{node.name}]"
-                text = f"{loss.use!r} is an nn.Module, which a checkpoint would save {where}"
-                yield loss.problem("use", text, "let the component hold an nn.Module as its attribute `module`")
+            yield from losses_that_are_modules(node, loss)
+        for schedule, mesh in zip(node.neighbours("schedule"), node.neighbours("mesh"), strict=True):
+            yield from undivided_backwards(node, schedule, mesh)
+        yield from idle_policies(node)
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """How the ranks of the mesh share the parameters."""
-        by_block = node.settings["reshard_after_forward"]
+        """How the ranks of the mesh share the parameters, and what is recomputed."""
+        yield from notes_of_policy(node.settings["recompute"])
         for mesh in node.neighbours("mesh"):
-            size = {name: mesh.settings.get(name, 1) for name in ("pipeline", *SHARDS, "tensor")}
-            if size["pipeline"] > 1:
-                yield f"layers: partitioned over {size['pipeline']} pipeline ranks"
-            if size["tensor"] > 1:
-                yield f"linear layers, embedding and head: split over {size['tensor']} ranks, and tokens in between"
-            if (ranks := math.prod(size[name] for name in SHARDS)) > 1:
-                often = "by layer" if _gathers_by_block(by_block, size["pipeline"]) else "once a step"
-                yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {often}"
+            yield from shares_of_parameters(node, mesh)
 
     def open(self) -> None:
         """Build this rank's modules, and initialise or load them."""
+        if self.mesh.size("expert") > 1 and not getattr(self.dispatcher, "between_ranks", False):
+            raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
         owners = self.schedule.stage_to_rank(self.mesh.size("pipeline"))
         spans = self._split(len(owners))
         mine = stages_of(self.mesh.index("pipeline"), owners)
@@ -134,17 +165,13 @@ class MaterializedStages:
             adapted_model(self.model, self.adapters)  # a pattern may match nothing on this rank, but somewhere
         modules = {index: self._build(spans[index]) for index in mine}
         sharded = self._shard(modules.values())
-        run_on_all(self.mesh.world, lambda: self._fill(modules.values()))
-        self._fill_adapters(modules.values(), sharded)
+        places = {name: each.place for name, each in self._splits.items()}
+        self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, places)
+        run_on_all(self.mesh.world, lambda: self._values.fill(modules.values()))
+        if self.adapters:
+            self._values.fill_adapters(modules.values(), sharded)
         tie(list(modules.values()))
-        if sharded:
-            self._store = ShardedStore.of(sharded, self.precision)
-        elif (replicas := self.mesh.group(*DATA)).size > 1:
-            every = [*modules.values()]
-            how = self.model.blocks, self.precision, replicas, self.bucket_bytes
-            self._store = ReplicatedStore.replicated(every, *how)
-        else:
-            self._store = ParameterStore.of(modules.values(), self.precision)
+        self._store = self._take_over([*modules.values()], sharded)
         self._local = [
             Stage(
                 index,
@@ -155,11 +182,15 @@ class MaterializedStages:
                 self._store.shards_of(module),
                 self.adapters,
                 self._splits,
-                self.mesh.group("tensor"),
+                self.recompute,
             )
             for index, module in modules.items()
         ]
-        self._fingerprint = self._origin_of_frozen()
+        for module in modules.values():
+            if self.compile:
+                compile_blocks(self.model.blocks(module))
+            make_recomputable(self.model.blocks(module))
+        self._fingerprint = self._values.origin(self._all().values())
         self._check_patterns()
         self._find_shared()
 
@@ -183,10 +214,14 @@ class MaterializedStages:
     def counted(self) -> list[tuple[str, nn.Parameter]]:
         """Those of `named` that no earlier rank holds, of those that are no replicas of this one."""
         other = set(self._on_earlier_ranks)
+        mine = {name for name, _ in self.named()}
+        whole = mine - self._store.slices.keys()
         if self.mesh.group(*SHARDS).rank:
-            other |= {name for name, _ in self.named()} - self._store.slices.keys()
+            other |= whole - self._of_experts
         if self.mesh.index("tensor"):
-            other |= {name for name, _ in self.named()} - self._splits.keys()
+            other |= mine - self._splits.keys()
+        if self._of_experts and self.mesh.index("expert_shard"):
+            other |= whole & self._of_experts
         return [(name, part) for name, part in self.named() if name not in other]
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
@@ -218,8 +253,12 @@ class MaterializedStages:
         # Of parameters that are whole on tensor ranks, such as norms', each has the gradient of its own tokens.
         partial = [part for name, part in mine.items() if name not in self._splits and not _is_of_loss(name)]
         sum_in_buckets([gradient_of(part) for part in partial], self.mesh.group("tensor"), wide, self.bucket_bytes)
-        left = [gradient_of(part) for name, part in mine.items() if name not in self._store.summed]
-        sum_in_buckets(left, self.mesh.group(*DATA), wide, self.bucket_bytes)
+        left = {name: gradient_of(part) for name, part in mine.items() if name not in self._store.summed}
+        dense = [grad for name, grad in left.items() if name not in self._of_experts]
+        sum_in_buckets(dense, self.mesh.group(*DATA), wide, self.bucket_bytes)
+        if self._of_experts:
+            of_experts = [grad for name, grad in left.items() if name in self._of_experts]
+            sum_in_buckets(of_experts, self.mesh.group(*EXPERT_REPLICAS), wide, self.bucket_bytes)
         # A collective of the whole group: ranks without a parameter take part with zeros.
         like: Any = {"dtype": self.precision.gradient, "device": self.device.device}
         shared = [
@@ -242,13 +281,24 @@ class MaterializedStages:
         if other := self.state_slices().keys() ^ state.keys():
             raise KeyError(f"parameters differ: {sorted(other)}")
         if state.get(FROZEN) != (self._fingerprint or None):
-            where = f"the weights in {self._folder}" if self._folder else "the random weights of this seed"
-            raise UserError(f"{where} are not those that the run started from; name those in stages.weights")
+            raise UserError(self._values.other_origin())
         with torch.no_grad():
             # By stage, because two stages of this rank may each hold a buffer of one name.
             for held in self._held():
                 for name, tensor in held.items():
                     tensor.copy_(state[name])
+
+    def _take_over(
+        self, modules: Sequence[nn.Module], sharded: Sequence[ShardedModule]
+    ) -> ParameterStore | ShardedStore:
+        """The store of the parameters of modules, which are real."""
+        if sharded:
+            return ShardedStore.of(sharded, self.precision)
+        if (replicas := self.mesh.group(*DATA)).size > 1:
+            apart = self._of_experts if self._shards_of_experts > 1 else frozenset[str]()
+            how = self.model.blocks, self.precision, replicas, self.bucket_bytes, apart
+            return ReplicatedStore.replicated(modules, *how)
+        return ParameterStore.of(modules, self.precision)
 
     def _find_shared(self) -> None:
         """Find the parameters that several pipeline ranks hold: a tied embedding is on the first and on the last."""
@@ -261,11 +311,10 @@ class MaterializedStages:
 
     def _slice(self, name: str) -> TensorSlice | None:
         """The slice that this rank has of a parameter; None for a whole one."""
-        return TensorSlice.nested(self._splits.get(name), self._store.slices.get(name))
+        return TensorSlice.nested(self._split_place(name), self._store.slices.get(name))
 
-    def _place(self, name: str, parameter: Tensor) -> TensorSlice | None:
-        """The same of a module's parameter, before there is a store."""
-        return TensorSlice.nested(self._splits.get(name), slice_of(parameter) if is_dtensor(parameter) else None)
+    def _split_place(self, name: str) -> TensorSlice | None:
+        return self._splits[name].place if name in self._splits else None
 
     def _all(self) -> dict[str, nn.Parameter]:
         return {name: parameter for stage in self._local for name, parameter in stage.named_parameters()}
@@ -274,17 +323,6 @@ class MaterializedStages:
         """What changes from step to step in each local stage."""
         every = [{**persistent_tensors(stage.module), **dict(stage.named_parameters())} for stage in self._local]
         return [{name: each for name, each in held.items() if _changes(each)} for held in every]
-
-    def _origin_of_frozen(self) -> str:
-        """What the values of frozen parameters follow from; empty if all are trained."""
-        if all(parameter.requires_grad for parameter in self._all().values()):
-            return ""
-        return f"seed {self.job.seed}" if self._folder is None else folder_fingerprint(self._folder)
-
-    @property
-    def _folder(self) -> Path | None:
-        """The folder of the weights to start from: the one that is named, or the model's own."""
-        return self.weights or getattr(self.model, "initial_weights", None)
 
     def _check_patterns(self) -> None:
         """UserError for a pattern of `precision.uncast` that is the name of no parameter on any rank."""
@@ -313,7 +351,10 @@ class MaterializedStages:
             module.add_module(LOSS, of_loss)
         for transform in self.transforms:
             module = transform.transform(module)
-        self._splits |= split(module, TensorRanks(self.mesh.group("tensor")))
+        of_experts = share_experts(module, self.mesh.group("expert"), self.dispatcher)
+        self._of_experts |= of_experts.keys()
+        share_rows(module, self.mesh.group("context"))
+        self._splits |= split(module, TensorRanks(self.mesh.group("tensor"))) | of_experts
         for parameter in module.parameters():  # buffers, such as frequencies, keep the dtype that their module chose
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(self.precision.parameter)
@@ -331,60 +372,18 @@ class MaterializedStages:
         """Shard the parameters over the ranks of the mesh that do so; nothing without such ranks."""
         if self.mesh.group(*SHARDS).size == 1:
             return []
-        by_block = _gathers_by_block(self.reshard_after_forward, self.mesh.size("pipeline"))
+        by_block = gathers_by_block(self.reshard_after_forward, self.mesh.size("pipeline"))
         replicas = [("data_replicate",)] if self.mesh.size("data_replicate") > 1 else []
         mesh = self.mesh.torch_mesh(*replicas, SHARDS)
-        return shard(modules, self.model.blocks, mesh, self.precision, by_block)
+        of_experts = None
+        if self._of_experts and self._shards_of_experts > 1:
+            of_experts = self.mesh.torch_mesh(*replicas, ("expert_shard",))
+        return shard(modules, self.model.blocks, mesh, self.precision, by_block, self._of_experts, of_experts)
 
-    def _fill(self, modules: Iterable[nn.Module]) -> None:
-        """Give parameters and buffers memory, and the values that the run starts from."""
-        device, seed = self.device.device, self.job.seed
-        for module in modules:
-            # Weights of a folder make parameters real one by one, without a second copy of the model.
-            if self._folder is None or any(map(is_dtensor, module.parameters())):
-                module.to_empty(device=device)
-            fill_buffers(module, device, seed)
-            if (of_loss := getattr(module, LOSS, None)) is not None:
-                fill_parameters(LOSS, of_loss, device, seed)
-            if self._folder is not None:
-                mapper = self.model.hugging_face_mapper().inverse()
-                try:
-                    load_folder(self._folder, module, mapper, device, adapter_names(module), self._splits)
-                except UserError as error:
-                    named = "weights: " if self.weights else ""  # otherwise the model has named them
-                    raise UserError(f"{named}{error}", error.exit_code) from error
-            else:
-                self._initialise(module)
-
-    def _initialise(self, module: nn.Module) -> None:
-        """Give the model's parameters their random values."""
-        others = adapter_names(module)
-        for name, parameter in module.named_parameters():
-            if not _is_of_loss(name) and name not in others:
-                mine = local_part(parameter) if is_dtensor(parameter) else parameter.data
-                self.model.initialise(name, mine, self.job.seed, self._place(name, parameter))
-
-    def _fill_adapters(self, modules: Iterable[nn.Module], sharded: Sequence[ShardedModule]) -> None:
-        """Fill what adapters have added; DoRA reads the weights that it adapts, so that these are gathered here."""
-        if not self.adapters:
-            return
-        for each in sharded:
-            each.unshard()
-        for module in modules:
-            fill_adapters(module, self.device.device, self._fill_normal)
-        for each in sharded:
-            each.reshard()
-
-    def _fill_normal(self, name: str, parameter: nn.Parameter, std: float) -> None:
-        """Fill a parameter with normal numbers that follow from seed and name."""
-        place = self._splits.get(name) or TensorSlice.whole(tuple(parameter.shape))
-        key = derive_seed(self.job.seed, "initial weights", name)
-        fill_normal(parameter.data, key, std, place.shape, place.offsets)
-
-
-def _gathers_by_block(setting: bool | None, pipeline: int) -> bool:
-    # Each microbatch of a pipeline would gather each block anew, so that a stage is gathered once a step there.
-    return pipeline == 1 if setting is None else setting
+    @property
+    def _shards_of_experts(self) -> int:
+        """How many ranks have the same experts, other than replicas."""
+        return self.mesh.size("expert_shard") if self.mesh.size("expert") > 1 else 1
 
 
 def _changes(tensor: Tensor) -> bool:

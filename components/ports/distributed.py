@@ -14,6 +14,9 @@ SHARDS = ("data_shard", "context")
 DATA = ("data_replicate", *SHARDS)
 """Mesh dimensions along which ranks see other tokens, so that losses and counts are summed over them."""
 
+EXPERT_REPLICAS = ("data_replicate", "expert_shard")
+"""Mesh dimensions along which ranks have the same experts and see other tokens, as `expert` divides the others."""
+
 
 class Group(Protocol):
     """A process group. In a group of one rank, collectives cost nothing."""
@@ -52,6 +55,14 @@ class Group(Protocol):
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
         """The sum (...) over the ranks of the part for this rank; parts (size, ...) has one for each rank."""
+        ...
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """
+        The rows (sum(received), ...) that all ranks have for this one, by rank.
+
+        rows: (sum(sent), ...), the first sent[0] of which are for rank 0; received[0] come from it. Numbers may be 0.
+        """
         ...
 
 

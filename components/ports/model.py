@@ -1,7 +1,7 @@
 """Models that build their modules, the heads and kernels that these compute with, and stages of a pipeline."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.slices import ModelParameter, TensorSlice
+from drawloom.components.ports.slices import ModelParameter, RankSlice, TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 
@@ -271,7 +271,8 @@ class ExpertKernels(Kernels, Protocol):
 
     Rows are copies of tokens, one for each choice of an expert, sorted by expert. `routes` are three tensors: the row
     of each choice, int32 (tokens, top_k); the choice of each row, int32 (tokens * top_k,); and where each expert's
-    rows end, int32 (experts,). Dropped choices have no row, and rows past the last offset may hold anything.
+    rows end, int32 (experts,). Dropped choices have no row, and rows past the last offset may hold anything; the second
+    tensor may be cut off behind it, and as many rows are made as it is long.
     """
 
     def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -299,8 +300,80 @@ class ExpertKernels(Kernels, Protocol):
         ...
 
 
+class Dispatched(NamedTuple):
+    """
+    Copies of tokens at the rank of their experts: `rows` (rows, width), sorted by expert, `scale` (rows,), the
+    probability of each, and `ends`, int32 (experts of this rank,), where each expert's rows end.
+
+    `combine` makes of what experts give for the rows, (rows, width), the sums (tokens, width) of this rank's tokens.
+    Rows past the last end may hold anything.
+    """
+
+    rows: Tensor
+    scale: Tensor
+    ends: Tensor
+    combine: Callable[[Tensor], Tensor]
+
+
+@port
+class Dispatcher(Protocol):
+    """
+    Brings tokens to the experts that they chose, and back. Both are differentiable.
+
+    A component says by `between_ranks`, of its class, whether the experts may be on several ranks.
+    """
+
+    @property
+    def between_ranks(self) -> bool:
+        """Whether tokens get to the experts of other ranks."""
+        ...
+
+    def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
+        """
+        A row for each choice of a token that fell on an expert of this rank.
+
+        hidden: (tokens, width); chosen: integers (tokens, choices) from 0 to num_experts - 1, or -1 for a dropped one;
+        probabilities: (tokens, choices), at least float32. Where several ranks share the experts, all call this and
+        `combine` in the same order, those without tokens, too.
+        """
+        ...
+
+
+ObserveRouting = Callable[[Tensor, Tensor], None]
+"""Takes how many of a microbatch's choices each expert has, int64 (experts,), and the scores by token, which add up to
+1: at least float32 (tokens, experts), without a graph."""
+
+
+@runtime_checkable
+class ExpertRouter(Protocol):
+    """
+    What sends tokens to experts: a module of a stage that has these members.
+
+    `e_score_correction_bias`, a persistent buffer, float32 (num_experts,), is added to the scores of experts where they
+    are chosen; None if the model has none.
+    """
+
+    num_experts: int
+    e_score_correction_bias: Tensor | None
+
+    def observe(self, observer: ObserveRouting) -> None:
+        """Call `observer` in each forward pass of training from now on, once for a microbatch."""
+        ...
+
+    def ignore(self, observer: ObserveRouting) -> None:
+        """Call it no more."""
+        ...
+
+
 LOSS = "loss"
 """The name under which the last stage's module holds the module of the loss, if the loss has one."""
+
+
+Recompute = int | Literal["none", "blocks", "selective"]
+"""
+What the backward pass computes again: nothing; every block; one of so many blocks; norms, gates and rotations, whose
+inputs are kept anyway.
+"""
 
 
 class Shards(Protocol):
@@ -340,7 +413,7 @@ class Stage:
     The module computes with its own parameters. Where these are casts, `masters` holds what they are cast from; where
     they are gathered from the `shards` of several ranks, it holds this rank's slices. `adapters` have been injected
     into the module; without any, every parameter is trained unless a transform froze it. Of parameters in `splits`
-    the module has slices, and the ranks of the group `tensor_ranks` the others.
+    the module has slices, and other ranks the others. `recompute` says what the backward passes compute again.
     """
 
     index: int
@@ -350,8 +423,8 @@ class Stage:
     masters: Mapping[str, nn.Parameter] = attrs.field(factory=dict)
     shards: Shards | None = None
     adapters: Sequence[Adapter] = ()
-    splits: Mapping[str, TensorSlice] = attrs.field(factory=dict)
-    tensor_ranks: Group | None = None
+    splits: Mapping[str, RankSlice] = attrs.field(factory=dict)
+    recompute: Recompute = "none"
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What exports and, if it is trained, checkpoints save: each parameter's master, or itself if it has none."""
@@ -365,9 +438,17 @@ class Stage:
             self.shards.reshard()  # what a forward has gathered may be in another dtype
             named = self.module.named_parameters()
         return {
-            name: ModelParameter(parameter, self.splits.get(name), self.tensor_ranks)
+            name: ModelParameter(parameter, self.splits.get(name))
             for name, parameter in named
             if not name.startswith(f"{LOSS}.")
+        }
+
+    def model_buffers(self) -> dict[str, ModelParameter]:
+        """The model's persistent buffers by name, which are whole on each rank, without the loss's."""
+        saved = self.module.state_dict(keep_vars=True)
+        named = ((name, buffer) for name, buffer in self.module.named_buffers() if name in saved)
+        return {
+            name: ModelParameter(buffer, is_buffer=True) for name, buffer in named if not name.startswith(f"{LOSS}.")
         }
 
 
@@ -379,6 +460,12 @@ class Stages(Protocol):
     def local(self) -> list[Stage]:
         """This rank's stages, in order."""
         ...
+
+
+def routers_of(stages: Stages) -> dict[str, ExpertRouter]:
+    """The routers of this rank's stages, by name."""
+    named = (each for stage in stages.local for each in stage.module.named_modules())
+    return {name: module for name, module in named if isinstance(module, ExpertRouter)}
 
 
 @port
@@ -450,7 +537,13 @@ class SpreadParameters(Parameters, Protocol):
 
 @port
 class Transform(Protocol):
-    """Changes a stage's module while it is on the meta device: sharding, recomputation, compilation."""
+    """
+    Changes a stage's module while it is on the meta device.
+
+    A class whose modules compute weight gradients with those of inputs, as torch.utils.checkpoint and torch.compile do,
+    has an attribute `splits_backward = False`, and so has such a model: `check` warns of it with a schedule that puts
+    weight gradients off.
+    """
 
     def transform(self, module: nn.Module) -> nn.Module:
         """The module to use instead."""

@@ -57,7 +57,8 @@ class Step:
 
     `outputs` holds the values that phases declare to write and read. `tokens` counts the tokens of this step on all
     ranks. `skip_reason` is why the update is skipped; empty if it is applied. `started` is the start on the monotonic
-    clock; `excluded_seconds` of the time since then were not spent on training (evaluation, saving).
+    clock; `excluded_seconds` of the time since then were not spent on training (evaluation, saving). `on_data_loaded`
+    is called when the step's data has been loaded.
 
     On a GPU the host issues the update before it knows whether to skip it. Then `found_inf`, a float32 () on the
     device, is 1 where it is to be skipped, `loss` and `grad_norm` of the outputs are float64 () there, and `late` waits
@@ -73,6 +74,7 @@ class Step:
     outputs: dict[str, Any] = attrs.field(factory=dict)
     found_inf: torch.Tensor | None = None
     late: Callable[[], LateValues] | None = None
+    on_data_loaded: Callable[[], object] = lambda: None
 
     @property
     def last(self) -> bool:

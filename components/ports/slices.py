@@ -55,22 +55,36 @@ class TensorSlice:
 
 
 @attrs.frozen(eq=False)
+class RankSlice:
+    """The slice of a parameter that this rank computes with, where the ranks of a group have the others."""
+
+    place: TensorSlice
+    ranks: Group
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is split; the first if there is one rank."""
+        sizes = zip(self.place.size, self.place.shape, strict=True)
+        return next((dim for dim, (part, length) in enumerate(sizes) if part < length), 0)
+
+
+@attrs.frozen(eq=False)
 class ModelParameter:
     """
     A parameter of the model, of which ranks may have slices.
 
-    `tensor` is this rank's: a DTensor where FSDP shards it, and the slice `split` where the ranks of the group
-    `tensor_ranks` share it, too.
+    `tensor` is this rank's: a DTensor where FSDP shards it, and of its slice where it is `split`, too. Persistent
+    buffers, which are whole on each rank, are written like parameters.
     """
 
     tensor: Tensor
-    split: TensorSlice | None = None
-    tensor_ranks: Group | None = None
+    split: RankSlice | None = None
+    is_buffer: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the whole parameter."""
-        return self.split.shape if self.split else tuple(self.tensor.shape)
+        return self.split.place.shape if self.split else tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,11 +100,7 @@ class ModelParameter:
         """The whole parameter, of any shape; a collective of the ranks that have slices of it."""
         tensor: Any = self.tensor.detach()
         mine: Tensor = tensor.full_tensor() if hasattr(tensor, "placements") else tensor
-        if self.split is None or self.tensor_ranks is None:
-            return mine
-        sizes = zip(self.split.size, self.split.shape, strict=True)
-        dim = next(dim for dim, (part, length) in enumerate(sizes) if part < length)
-        return torch.cat([*self.tensor_ranks.gather(mine)], dim)
+        return mine if self.split is None else torch.cat([*self.split.ranks.gather(mine)], self.split.dim)
 
 
 class SlicedTensor:

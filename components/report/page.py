@@ -26,6 +26,7 @@ CURVES = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens per second",
+    "mfu": "model FLOPs utilization",
     "memory": "memory in bytes",
 }
 """The curves that come first, with their titles."""

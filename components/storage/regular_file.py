@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.storage.sha256_stream import Content, Sha256Stream
+from drawloom.components.storage.sha256_stream import BLOCK, Content, count_blocks, hash_block
 from drawloom.graph import UserError
 
 CHUNK = 2**22  # bytes that are read or written at a time
@@ -17,17 +17,11 @@ CHUNK = 2**22  # bytes that are read or written at a time
 
 @attrs.define(eq=False)
 class RegularFile:
-    """
-    An open regular file; `identity` is its device, inode, size and time of modification.
-
-    With a `sha256` stream the file is read from start to end and every byte is hashed, also those that are skipped, so
-    that the bytes in use are those that were verified, and the disk is read once.
-    """
+    """An open regular file; `identity` is its device, inode, size and time of modification."""
 
     path: Path
     descriptor: int
     identity: tuple[int, int, int, int]
-    sha256: Sha256Stream | None = None
 
     @property
     def size(self) -> int:
@@ -41,59 +35,34 @@ class RegularFile:
         return bytes(buffer)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer, which must not change until the hash is finished; OSError if the file ends before."""
-        if self.sha256 is not None:
-            self._hash_up_to(offset)
+        """Fill a buffer with the bytes from an offset on; OSError if the file ends before."""
         while buffer:
-            count = self._read_piece(buffer[:CHUNK], offset)
+            try:
+                count = os.preadv(self.descriptor, [buffer[:CHUNK]], offset)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
+            if not count:
+                raise OSError(0, f"it ends after {offset} bytes", str(self.path))
             buffer, offset = buffer[count:], offset + count
-
-    def content(self) -> Content:
-        """Size and SHA-256 of the whole file, which is hashed to its end."""
-        if self.sha256 is None:
-            raise ValueError(f"{self.path} was opened without a hash")
-        self._hash_up_to(self.size)
-        return self.sha256.finish()
-
-    def _read_piece(self, piece: memoryview, offset: int) -> int:
-        try:
-            count = os.preadv(self.descriptor, [piece], offset)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
-        if not count:
-            raise OSError(0, f"it ends after {offset} bytes", str(self.path))
-        if self.sha256 is not None:
-            self.sha256.update(piece[:count])
-        return count
-
-    def _hash_up_to(self, offset: int) -> None:
-        while self.sha256 is not None and self.sha256.size < offset:
-            size = min(CHUNK, offset - self.sha256.size)
-            self._read_piece(memoryview(bytearray(size)), self.sha256.size)
 
 
 @contextmanager
-def regular_file(path: Path, *, hashed: bool = False) -> Iterator[RegularFile]:
+def regular_file(path: Path) -> Iterator[RegularFile]:
     """A file, open for reading; OSError if it is missing, a link, or not a regular file."""
     descriptor = open_descriptor(path, os.O_RDONLY)
-    sha256 = Sha256Stream() if hashed else None
     try:
         found = os.fstat(descriptor)
         identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-        yield RegularFile(path, descriptor, identity, sha256)
+        yield RegularFile(path, descriptor, identity)
     finally:
-        if sha256 is not None:
-            sha256.finish()
         os.close(descriptor)
 
 
 @contextmanager
-def open_regular_file(
-    path: Path, remedy: str = "copy the folder again", *, hashed: bool = False
-) -> Iterator[RegularFile]:
+def open_regular_file(path: Path, remedy: str = "copy the folder again") -> Iterator[RegularFile]:
     """An untrusted file; UserError with the remedy (and the OSError as its cause) if it can't be read."""
     try:
-        with regular_file(path, hashed=hashed) as file:
+        with regular_file(path) as file:
             yield file
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}); {remedy}") from error
@@ -141,18 +110,22 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def read_file(path: Path, limit: int) -> tuple[bytes, Content]:
-    """All bytes of a regular file, and their hash; OSError if it is larger than `limit` bytes."""
-    with regular_file(path, hashed=True) as file:
+def read_file(path: Path, limit: int) -> bytes:
+    """All bytes of a regular file; OSError if it is larger than `limit` bytes."""
+    with regular_file(path) as file:
         if file.size > limit:
             raise OSError(0, f"it has {file.size} bytes, and more than {limit} are not read", str(path))
-        return file.read(0, file.size), file.content()
+        return file.read(0, file.size)
 
 
 def hash_file(path: Path) -> Content:
     """Size and SHA-256 of a regular file."""
-    with regular_file(path, hashed=True) as file:
-        return file.content()
+    with regular_file(path) as file:
+        blocks = (
+            file.read(number * BLOCK, min(BLOCK, file.size - number * BLOCK))
+            for number in range(count_blocks(file.size))
+        )
+        return Content(file.size, (hash_block(block) for block in blocks))
 
 
 def _check_kind(path: Path, found: os.stat_result) -> None:

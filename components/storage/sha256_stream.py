@@ -1,21 +1,46 @@
-"""SHA-256 of a stream of bytes, computed in a thread while the stream is read or written."""
+"""
+SHA-256 of a stream of bytes, block by block, computed in a thread while the stream is written.
+
+A file has a digest for each of its blocks, and not one for all of it, so that a part can be read and verified alone.
+"""
 
 import hashlib
 import queue
 import threading
+from collections.abc import Iterable
 
 import attrs
 
+BLOCK = 2**22  # bytes; part of the format of checkpoints
 LARGE = 2**18  # bytes; hashing a smaller piece takes less time than starting a thread
 AHEAD = 4  # queued pieces; more would only hold memory, since hashing is about as fast as the disk
 
 
+def _as_tuple(digests: Iterable[str]) -> tuple[str, ...]:
+    return tuple(digests)
+
+
 @attrs.frozen
 class Content:
-    """Identifies what a file holds: its size in bytes and its SHA-256 in hexadecimal."""
+    """Identifies what a file holds: its size in bytes, and the SHA-256 of each of its blocks in hexadecimal."""
 
     size: int
-    sha256: str
+    blocks: tuple[str, ...] = attrs.field(converter=_as_tuple)
+
+    @property
+    def digest(self) -> str:
+        """One for the whole file: the SHA-256 of those of its blocks."""
+        return hashlib.sha256(b"".join(map(bytes.fromhex, self.blocks))).hexdigest()
+
+
+def count_blocks(size: int) -> int:
+    """How many blocks a file of so many bytes has; an empty one has an empty block."""
+    return max(1, -(-size // BLOCK))
+
+
+def hash_block(block: bytes | memoryview) -> str:
+    """The digest of a block."""
+    return hashlib.sha256(block).hexdigest()
 
 
 class Sha256Stream:
@@ -27,7 +52,8 @@ class Sha256Stream:
 
     def __init__(self) -> None:
         self.size = 0
-        self._hash = hashlib.sha256()
+        self._blocks: list[str] = []
+        self._hash, self._hashed = hashlib.sha256(), 0  # of the last block, and how many of its bytes
         self._pieces: queue.Queue[memoryview | None] = queue.Queue(AHEAD)
         self._thread: threading.Thread | None = None
 
@@ -38,18 +64,32 @@ class Sha256Stream:
             self._thread = threading.Thread(target=self._work, name="sha256", daemon=True)
             self._thread.start()
         if self._thread is None:
-            self._hash.update(piece)
+            self._append(piece)
         else:
             self._pieces.put(piece)
 
     def finish(self) -> Content:
-        """Size and hash of all pieces."""
+        """Size and hashes of all pieces."""
         if self._thread is not None:
             self._pieces.put(None)
             self._thread.join()
             self._thread = None
-        return Content(self.size, self._hash.hexdigest())
+        if self._hashed or not self._blocks:
+            self._end_block()
+        return Content(self.size, self._blocks)
 
     def _work(self) -> None:
         for piece in iter(self._pieces.get, None):
-            self._hash.update(piece)
+            self._append(piece)
+
+    def _append(self, piece: memoryview) -> None:
+        while piece:
+            part, piece = piece[: BLOCK - self._hashed], piece[BLOCK - self._hashed :]
+            self._hash.update(part)
+            self._hashed += len(part)
+            if self._hashed == BLOCK:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self._blocks.append(self._hash.hexdigest())
+        self._hash, self._hashed = hashlib.sha256(), 0

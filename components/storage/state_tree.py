@@ -57,19 +57,39 @@ def unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
 
 def named(tree: Tree) -> set[str]:
     """The names of all tensors of a tree."""
-    return set(_named(tree))
+    return {name for name, _ in leaves(tree)}
 
 
-def places(tree: Tree) -> list[TensorSlice]:
-    """The slices in a tree."""
+def leaves(tree: Tree) -> Iterator[tuple[str, TensorSlice | None]]:
+    """The names of the tensors in a tree, and of those that are slices their places."""
     if isinstance(tree, list):
-        return [place for part in tree for place in places(part)]
+        for part in tree:
+            yield from leaves(part)
+    elif isinstance(tree, dict):
+        [(kind, content)] = tree.items()
+        if kind == "tensor":
+            yield content, None
+        elif kind == "slice":
+            yield content["tensor"], _place(content)
+        else:
+            yield from leaves([*content.values()] if kind == "dict" else content)
+
+
+def narrowed(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
+    """The tree of a state of which only these parts of the tensors are held: their leaves become slices."""
+    if isinstance(tree, list):
+        return [narrowed(part, parts) for part in tree]
     if not isinstance(tree, dict):
-        return []
+        return tree
     [(kind, content)] = tree.items()
-    if kind == "slice":
-        return [_place(content)]
-    return places([*content.values()] if kind == "dict" else content)
+    if kind == "tensor" and content in parts:
+        return _slice(content, parts[content])
+    if kind == "slice" and content["tensor"] in parts:
+        name = content["tensor"]
+        return _slice(name, TensorSlice.nested(_place(content), parts[name]) or parts[name])
+    if kind == "dict":
+        return {kind: {key: narrowed(part, parts) for key, part in content.items()}}
+    return {kind: narrowed(content, parts)} if kind == "tuple" else tree
 
 
 def entries(tree: Tree) -> dict[str, Tree]:
@@ -91,8 +111,7 @@ class _Packer:
         if isinstance(value, Tensor):
             return {"tensor": self._name(value.detach(), path)}
         if isinstance(value, SlicedTensor):
-            name = self._name(value.tensor.detach(), path)
-            return {"slice": {"tensor": name, **{key: [*part] for key, part in attrs.asdict(value.place).items()}}}
+            return _slice(self._name(value.tensor.detach(), path), value.place)
         if isinstance(value, dict):
             # JSON would turn other keys into strings.
             if wrong := [key for key in value if type(key) is not str]:
@@ -121,6 +140,11 @@ class _Packer:
         return self._names[key]
 
 
+def _slice(name: str, place: TensorSlice) -> Tree:
+    """The leaf of a slice whose tensor has this name."""
+    return {"slice": {"tensor": name, **{key: [*part] for key, part in attrs.asdict(place).items()}}}
+
+
 def _place(content: Mapping[str, Any]) -> TensorSlice:
     """The slice of a tree's leaf; ValueError if it is not one."""
     shape, offsets, size = (content[key] for key in ("shape", "offsets", "size"))
@@ -134,18 +158,6 @@ def _place(content: Mapping[str, Any]) -> TensorSlice:
 
 def _text(path: tuple[Any, ...]) -> str:
     return "/".join(map(str, path)) or "it"
-
-
-def _named(tree: Tree) -> Iterator[str]:
-    if isinstance(tree, list):
-        for part in tree:
-            yield from _named(part)
-    elif isinstance(tree, dict):
-        [(kind, content)] = tree.items()
-        if kind in ("tensor", "slice"):
-            yield content if kind == "tensor" else content["tensor"]
-        else:
-            yield from _named([*content.values()] if kind == "dict" else content)
 
 
 def _unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:

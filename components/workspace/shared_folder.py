@@ -28,6 +28,7 @@ from drawloom.components.storage.sha256_stream import Content
 from drawloom.components.storage.state_tree import Packed
 from drawloom.components.storage.strict_json import checksum, dumps, parse
 from drawloom.components.storage.tensor_source import view
+from drawloom.components.storage.verified_file import OtherContent, verified_file
 from drawloom.graph import UserError
 
 FORMAT = 1
@@ -36,6 +37,7 @@ MAX_PARTS = 4_000_000  # of JSON: more than any configuration of a model, and le
 READ_TIMEOUT = 30.0  # seconds; NFS clients cache attributes for 3 to 60 s (acregmin, acdirmax)
 PAUSE = 0.05  # seconds between two tries
 REMEDY = "remove the folder, and begin again"
+GONE = (errno.ENOENT, errno.ESTALE)  # ESTALE: another client of NFS removed the file while it was open here
 
 
 class NotYet(UserError):
@@ -109,7 +111,7 @@ def _record(path: Path, rank: int) -> dict[str, Any] | None:
             raise ValueError("checksum mismatch")
         if (record["format"], record["rank"]) != (FORMAT, rank):
             raise ValueError(f"it is of format {record['format']} and rank {record['rank']}")
-        if not re.fullmatch("[0-9a-f]{16}", record["generation"]) or record["tensors"].keys() != {"size", "sha256"}:
+        if not re.fullmatch("[0-9a-f]{16}", record["generation"]) or record["tensors"].keys() != {"size", "blocks"}:
             raise ValueError("it names no tensors")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is corrupt: {error}; {REMEDY}") from error
@@ -118,22 +120,18 @@ def _record(path: Path, rank: int) -> dict[str, Any] | None:
 
 def _tensors(path: Path, expected: Content) -> dict[str, Tensor]:
     try:
-        with open_regular_file(path, REMEDY, hashed=True) as file:
-            if file.size != expected.size:
-                raise UserError(f"{path} has {file.size} bytes instead of {expected.size}; {REMEDY}")
+        with verified_file(path, expected) as file:
             memory = torch.empty(file.size, dtype=torch.uint8)
             file.read_into(view(memory), 0)
-            found = file.content()
-    except UserError as error:
-        if _is_gone(error):
-            raise NotYet(f"{path} is missing, though its rank wrote it; {REMEDY}") from error
-        raise
-    try:
-        if found != expected:
-            raise BadHeader("checksum mismatch")
         return tensors_in(memory)
+    except OtherContent as error:
+        raise UserError(f"{path} {error}; {REMEDY}") from error
     except BadHeader as error:
         raise UserError(f"{path} is corrupt: {error}; {REMEDY}") from error
+    except OSError as error:
+        if error.errno in GONE:
+            raise NotYet(f"{path} is missing, though its rank wrote it; {REMEDY}") from error
+        raise UserError(f"{path} can't be read ({error.strerror}); {REMEDY}") from error
 
 
 def _own(folder: Path, rank: int) -> Iterator[Path]:
@@ -154,5 +152,4 @@ def _tensors_name(rank: int, generation: str) -> str:
 
 def _is_gone(error: UserError) -> bool:
     cause = error.__cause__
-    # ESTALE: another client of NFS removed the file while it was open here.
-    return isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ESTALE)
+    return isinstance(cause, OSError) and cause.errno in GONE

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph.build.node import Node, dotted
-from drawloom.graph.problems import KeyPath, Place, Problem, did_you_mean
+from drawloom.graph.problems import KeyPath, Place, Problem, did_you_mean, nearest
 from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
 from drawloom.graph.registry.spec import Field
@@ -115,7 +115,13 @@ class SettingsResolver:
         """The value of a variable, written `$vars.name`; INVALID if there is none of that name."""
         leaf = self.vars.get(text.removeprefix(VARIABLE))
         if leaf is None:
-            hint = did_you_mean(text.removeprefix(VARIABLE), self.vars) or "write it into [vars]"
+            name = text.removeprefix(VARIABLE)
+            near = nearest(name, self.vars)
+            hint = (
+                f"did you mean {near!r}?"
+                if near
+                else f"write {name} = ... in [vars], or vars.{name}=... behind a command"
+            )
             node.add_problem("DL307", f"there is no variable {text!r}", hint, path)
             return INVALID
         return leaf.value

@@ -10,6 +10,8 @@ are few, come from the cache. Each program writes what is its own: nothing is lo
 import triton
 import triton.language as tl
 
+from drawloom.kernels.triton.launch import lean
+
 # fmt: off
 
 
@@ -50,6 +52,7 @@ def _product(
     return total
 
 
+@lean
 @triton.jit(do_not_specialize=["tokens"])
 def lse_kernel(
     logits, hidden, weight, targets, lse, target_logit, tokens, words, width,
@@ -76,6 +79,7 @@ def lse_kernel(
     tl.store(target_logit + token, own, mask=here)
 
 
+@lean
 @triton.jit(do_not_specialize=["tokens"])
 def grad_logits_kernel(
     hidden, weight, order, targets, lse, grad, grad_lse, grad_logits, active, tokens, words, width,
@@ -131,6 +135,7 @@ def grad_logits_kernel(
             tl.store(at, values.to(grad_logits.dtype.element_ty), mask=(token < tokens)[:, None])
 
 
+@lean
 @triton.jit(do_not_specialize=["tokens"])
 def grad_hidden_kernel(
     grad_logits, weight, order, tiles, counts, result, tokens, words, width,
@@ -154,6 +159,7 @@ def grad_hidden_kernel(
     tl.store(at, total.to(result.dtype.element_ty), mask=(token < tokens)[:, None] & (channel < width)[None, :])
 
 
+@lean
 @triton.jit(do_not_specialize=["tokens"])
 def grad_weight_kernel(
     grad_logits, hidden, order, tiles, counts, result, tokens, words, width, logits_stride, hidden_stride,

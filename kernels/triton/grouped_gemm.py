@@ -14,6 +14,7 @@ from drawloom.kernels.grouped_gemm import Implementation, grouped_gemm
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import grouped_gemm_blocks as blocks
 from drawloom.kernels.triton.grouped_gemm_blocks import MOST_ROWS, rows_of_tile
+from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import check_floats, input_precision, next_power_of_2
 
 ROWS = (16, 128)
@@ -116,6 +117,7 @@ def _rows_of_a_tile(rows: int, num_experts: int) -> int:
 
 
 # fmt: off
+@lean
 @triton.jit(do_not_specialize=["num_experts"])
 def _rows_kernel(
     x, weight, offsets, result, num_experts, inputs, outputs, x_row, x_channel, weight_expert, weight_row,
@@ -146,6 +148,7 @@ def _rows_kernel(
 
 
 # fmt: off
+@lean
 @triton.jit
 def _matrices_kernel(
     a, b, offsets, result, down, across, height, width, a_row, a_channel, b_row, b_channel,

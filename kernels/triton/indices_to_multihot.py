@@ -10,6 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import check_floats, next_power_of_2
 
 TILE = 4096
@@ -79,6 +80,7 @@ def _multihot(expert_indices: Tensor, probabilities: Tensor, num_experts: int) -
 
 
 # fmt: off
+@lean
 @triton.jit(do_not_specialize=["tokens"])
 def _kernel(
     expert_indices, probabilities, chosen, spread, tokens, num_experts,

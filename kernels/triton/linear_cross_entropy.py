@@ -26,6 +26,7 @@ from drawloom.kernels.deferred_grads import MatrixProduct, WeightGradient, defer
 from drawloom.kernels.linear_cross_entropy import skip_unused_grads, split_grads, weighted
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.cut_cross_entropy import TRITON
+from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import addmm_fp32, check_floats, next_power_of_2
 from drawloom.kernels.vocab_parallel import local_targets
 
@@ -336,6 +337,7 @@ def _cross_entropy(
 
 
 # fmt: off
+@lean
 @triton.jit(do_not_specialize=["ignore_index"])
 def _kernel(
     logits, targets, losses, lse, factors, words, stride, ignore_index,

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2
 
 TILE = 4096
@@ -59,7 +60,7 @@ class _Permute(Function):
         ctx: Any, x: Tensor, probabilities: Tensor, dest_row: Tensor, choices: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(dest_row)
-        rows, of_rows, _ = _spread(x, None, probabilities, dest_row, offsets, False)
+        rows, of_rows, _ = _spread(x, None, probabilities, dest_row, offsets, len(choices), False)
         return rows, of_rows
 
     @staticmethod
@@ -76,7 +77,7 @@ class _Unpermute(Function):
     def forward(
         ctx: Any, rows: Tensor, probabilities: Tensor | None, dest_row: Tensor, choices: Tensor, offsets: Tensor
     ) -> Tensor:
-        ctx.weighted = ctx.needs_input_grad[1]
+        ctx.weighted, ctx.count = ctx.needs_input_grad[1], len(choices)
         ctx.save_for_backward(rows if ctx.weighted else None, probabilities, dest_row, offsets)
         return _gather(rows, probabilities, None, dest_row)[0]  # type: ignore[no-any-return]
 
@@ -85,15 +86,20 @@ class _Unpermute(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, probabilities, dest_row, offsets = ctx.saved_tensors
         weighted = probabilities is not None
-        of_rows, _, products = _spread(grad, rows, probabilities, dest_row, offsets, weighted)
+        of_rows, _, products = _spread(grad, rows, probabilities, dest_row, offsets, ctx.count, weighted)
         return of_rows, products.to(probabilities.dtype) if ctx.weighted else None, None, None, None
 
 
 def _like_spread(
-    x: Tensor, others: Tensor | None, probabilities: Tensor | None, dest_row: Tensor, offsets: Tensor, weighted: bool
+    x: Tensor,
+    others: Tensor | None,
+    probabilities: Tensor | None,
+    dest_row: Tensor,
+    offsets: Tensor,
+    count: int,
+    weighted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows; the probability of each, empty if `weighted`; and for each choice its dot product with `others`."""
-    count = dest_row.numel()
+    """`count` rows; the probability of each, empty if `weighted`; and for each choice its product with `others`."""
     spread = probabilities is not None and not weighted
     of_rows = x.new_empty(count if spread else 0, dtype=x.dtype if probabilities is None else probabilities.dtype)
     products = x.new_empty(dest_row.shape if others is not None else 0, dtype=torch.float32)
@@ -101,15 +107,22 @@ def _like_spread(
 
 
 @register_kernel(
-    "moe_spread(Tensor x, Tensor? others, Tensor? probabilities, Tensor dest_row, Tensor offsets, bool weighted)"
+    "moe_spread(Tensor x, Tensor? others, Tensor? probabilities, Tensor dest_row, Tensor offsets, SymInt count,"
+    " bool weighted)"
     " -> (Tensor, Tensor, Tensor)",
     fake=_like_spread,
 )
 def _spread(
-    x: Tensor, others: Tensor | None, probabilities: Tensor | None, dest_row: Tensor, offsets: Tensor, weighted: bool
+    x: Tensor,
+    others: Tensor | None,
+    probabilities: Tensor | None,
+    dest_row: Tensor,
+    offsets: Tensor,
+    count: int,
+    weighted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Copy each token to the rows of its choices, times their probabilities if `weighted`; `others` are rows too."""
-    rows, of_rows, products = _like_spread(x, others, probabilities, dest_row, offsets, weighted)
+    rows, of_rows, products = _like_spread(x, others, probabilities, dest_row, offsets, count, weighted)
     if not dest_row.numel():
         return rows, of_rows, products
     if not len(offsets):
@@ -125,6 +138,7 @@ def _spread(
         of_rows if len(of_rows) else None,
         products if products.numel() else None,
         tokens,
+        count,
         len(offsets),
         x.shape[1],
         x.stride(0),
@@ -179,9 +193,10 @@ def _settings(dest_row: Tensor, width: int, a_warp: int) -> dict[str, Any]:
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["tokens", "num_experts"])
+@lean
+@triton.jit(do_not_specialize=["tokens", "count", "num_experts"])
 def _spread_kernel(
-    x, others, probabilities, dest_row, offsets, rows, of_rows, products, tokens, num_experts, width, x_stride,
+    x, others, probabilities, dest_row, offsets, rows, of_rows, products, tokens, count, num_experts, width, x_stride,
     others_stride, WEIGHTED: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
@@ -193,8 +208,7 @@ def _spread_kernel(
         )  # fmt: skip
     else:
         first = tl.load(offsets + num_experts - 1).to(tl.int64) + token - tokens
-        count = tokens.to(tl.int64) * CHOICES
-        _fill_rows(rows, of_rows, first, count, tl.num_programs(0) - tokens, width, BLOCK)
+        _fill_rows(rows, of_rows, first, count.to(tl.int64), tl.num_programs(0) - tokens, width, BLOCK)
 
 
 # fmt: off
@@ -243,6 +257,7 @@ def _fill_rows(rows, of_rows, first, count, step, width, BLOCK: tl.constexpr):
 
 
 # fmt: off
+@lean
 @triton.jit
 def _gather_kernel(
     rows, probabilities, of_rows, dest_row, summed, gathered, width, rows_stride,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from drawloom.kernels.moe import DROPPED, Routes
 from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import next_power_of_2
 
 ENTRIES, STEP = 256, 32
@@ -71,6 +72,7 @@ def _routes(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     return rows, choices, offsets
 
 
+@lean
 @triton.jit(do_not_specialize=["count"])
 def _count_kernel(expert_indices, counts, count, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
     part = tl.program_id(0).to(tl.int64)
@@ -79,6 +81,7 @@ def _count_kernel(expert_indices, counts, count, ENTRIES: tl.constexpr, WIDTH: t
     tl.store(counts + part * WIDTH + tl.arange(0, WIDTH), tl.histogram(expert, WIDTH, mask=expert >= 0))
 
 
+@lean
 @triton.jit(do_not_specialize=["parts"])
 def _add_up_kernel(counts, totals, parts, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr):
     """Replace each count by the sum of those of all earlier parts (an exclusive prefix sum); store the totals."""
@@ -94,6 +97,7 @@ def _add_up_kernel(counts, totals, parts, WIDTH: tl.constexpr, EXPERTS: tl.const
 
 
 # fmt: off
+@lean
 @triton.jit(do_not_specialize=["count"])
 def _place_kernel(
     expert_indices, earlier, totals, offsets, rows, choices, count, num_experts,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.stochastic_copy import ROUNDS as PHILOX_ROUNDS
+from drawloom.kernels.triton.launch import lean
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the Triton kernels take; they compute in float32."""
@@ -78,6 +79,7 @@ def reduce_partials(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
+@lean
 @triton.jit(do_not_specialize=["count"])
 def _kernel(parts, result, count, width, BLOCK: tl.constexpr, PARTS_PER_STEP: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.rope import rotate
 
 # fmt: off
@@ -51,6 +52,7 @@ def _norm_and_rotate(
     _store_pairs(result + vector * (2 * PAIRS), a, b, mask, pair, PAIRS)
 
 
+@lean
 @triton.jit(do_not_specialize=["q_programs", "q_tiles", "k_tiles", "length"])
 def forward_kernel(
     q, k, q_weight, k_weight, cos, sin, q_result, k_result, q_rstd, k_rstd, q_programs, q_tiles, k_tiles,
@@ -107,6 +109,7 @@ def _rotate_back_and_norm(
     _store_pairs(parts, tl.sum(total_a, 0), tl.sum(total_b, 0), pair < PAIRS, pair, PAIRS)
 
 
+@lean
 @triton.jit(do_not_specialize=["q_programs", "q_count", "k_count", "q_tiles", "k_tiles", "length"])
 def backward_kernel(
     q_grad, k_grad, q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin, q_result, k_result, parts, q_programs,

@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2, reduce_partials, sm_count
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 4096
@@ -190,6 +191,7 @@ def _warps(elements: int) -> int:
 
 
 # fmt: off
+@lean
 @triton.jit(do_not_specialize=["count"])
 def _forward_kernel(
     x, residual, weight, normed, summed, rstd, count, width, x_stride, residual_stride, eps,
@@ -215,6 +217,7 @@ def _forward_kernel(
 
 
 # fmt: off
+@lean
 @triton.jit(do_not_specialize=["count"])
 def _backward_kernel(
     grad, grad_summed, x, weight, rstd, grad_x, parts, count, width, grad_stride, grad_summed_stride, x_stride,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import (
     angle_tables,
     check_floats,
@@ -122,6 +123,7 @@ def rotate(a, b, cos, sin, REVERSE: tl.constexpr):
 
 
 # fmt: off
+@lean
 @triton.jit(do_not_specialize=["length", "tiles"])
 def _kernel(
     x, cos, sin, result, length, tiles, x_row, x_position, x_head, angle_row, angle_position, result_row,

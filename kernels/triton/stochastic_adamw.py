@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.stochastic_adamw import ParamState
+from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import halves, philox, round_stochastically
 
 PART = 2**14
@@ -133,6 +134,7 @@ def _pinned(scalars: Tensor, device: torch.device) -> Tensor:
 
 
 # fmt: off
+@lean
 @triton.jit
 def _kernel(
     table, parts, decays, scalars, counter, found_inf, weight_like, grad_like, exp_avg_like,

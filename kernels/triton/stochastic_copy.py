@@ -7,6 +7,7 @@ from torch import Tensor
 
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.stochastic_copy import PER_DRAW
+from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import halves, philox, round_stochastically
 
 BLOCK = 1024
@@ -43,6 +44,7 @@ def _copy(target: Tensor, source: Tensor, key: int, counter: int, first: int) ->
         target.copy_(held)
 
 
+@lean
 @triton.jit(do_not_specialize=["key", "counter", "first"])
 def _kernel(target, source, key, counter, first, count, BLOCK: tl.constexpr, PER_DRAW: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK

@@ -13,6 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2
 
 TILE = 2048
@@ -162,6 +163,7 @@ def _block(count: int, width: int) -> int:
     return TILE if count == 1 else min(TILE, next_power_of_2(width))
 
 
+@lean
 @triton.jit(do_not_specialize=["tiles"])
 def _forward_kernel(gate, up, result, scale, width, tiles, gate_stride, up_stride, result_stride, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // tiles).to(tl.int64)
@@ -176,6 +178,7 @@ def _forward_kernel(gate, up, result, scale, width, tiles, gate_stride, up_strid
 
 
 # fmt: off
+@lean
 @triton.jit(do_not_specialize=["tiles"])
 def _backward_kernel(
     grad, gate, up, grad_gate, grad_up, scale, grad_scale, width, tiles, grad_stride, gate_stride, up_stride,

@@ -20,6 +20,7 @@ from drawloom.components.ports.data import (
 )
 from drawloom.components.ports.distributed import (
     DATA,
+    EXPERT_REPLICAS,
     SHARDS,
     Communicator,
     Device,
@@ -33,18 +34,24 @@ from drawloom.components.ports.distributed import (
     Reduce,
     Timed,
 )
+from drawloom.components.ports.flops import CountsFlops, ForwardFlops, attended_pairs
 from drawloom.components.ports.memory import MEMORY_KINDS, MemoryKind, MemoryUser, memory_by_kind
 from drawloom.components.ports.model import (
     LOSS,
     BatchContext,
+    Dispatched,
+    Dispatcher,
     ExpertKernels,
+    ExpertRouter,
     Finish,
     Head,
     HiddenStates,
     Kernels,
     LayerRange,
     Model,
+    ObserveRouting,
     Parameters,
+    Recompute,
     RowPart,
     Shards,
     SpreadParameters,
@@ -55,6 +62,7 @@ from drawloom.components.ports.model import (
     Transform,
     VocabularyPart,
     gradient_of,
+    routers_of,
 )
 from drawloom.components.ports.pipeline import (
     Executor,
@@ -110,12 +118,13 @@ from drawloom.components.ports.run import (
     check_cadence,
     due,
 )
-from drawloom.components.ports.slices import ModelParameter, SlicedTensor, TensorSlice
+from drawloom.components.ports.slices import ModelParameter, RankSlice, SlicedTensor, TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 
 __all__ = [
     "DATA",
+    "EXPERT_REPLICAS",
     "FILES",
     "IGNORE_INDEX",
     "LOSS",
@@ -136,7 +145,10 @@ __all__ = [
     "Communicator",
     "Convert",
     "Corpus",
+    "CountsFlops",
     "Device",
+    "Dispatched",
+    "Dispatcher",
     "Durable",
     "Event",
     "EventKind",
@@ -145,9 +157,11 @@ __all__ = [
     "Examples",
     "Executor",
     "ExpertKernels",
+    "ExpertRouter",
     "Fill",
     "FinalTask",
     "Finish",
+    "ForwardFlops",
     "Group",
     "Head",
     "HiddenStates",
@@ -169,6 +183,7 @@ __all__ = [
     "Model",
     "ModelParameter",
     "Neighbours",
+    "ObserveRouting",
     "Op",
     "Overlap",
     "P2PChannel",
@@ -183,7 +198,9 @@ __all__ = [
     "Program",
     "Randomness",
     "RankProgram",
+    "RankSlice",
     "ReadsFiles",
+    "Recompute",
     "Reduce",
     "Referenced",
     "Replicate",
@@ -224,6 +241,7 @@ __all__ = [
     "ValidationData",
     "Value",
     "VocabularyPart",
+    "attended_pairs",
     "check_cadence",
     "due",
     "flat",
@@ -231,4 +249,5 @@ __all__ = [
     "group_overlaps",
     "has_pairs",
     "memory_by_kind",
+    "routers_of",
 ]

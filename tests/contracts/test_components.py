@@ -74,6 +74,17 @@ def of_family(use: str, **settings: Any) -> Mapping[str, Any]:
     return {"model": {**TINY["model"], "use": use, "vocab_size": 257, **settings}}
 
 
+def with_experts(use: str) -> Mapping[str, Any]:
+    """A small model with experts."""
+    sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    return {"model": {**TINY["model"], "use": use, "tokenizer": "@tokenizer", **sizes}}
+
+
+def dispatching(use: str) -> Mapping[str, Any]:
+    """A small model with experts, and what brings tokens to them."""
+    return {**with_experts("model.qwen3.moe"), "dispatcher": {"use": use}, "stages": {"dispatcher": "@dispatcher"}}
+
+
 def config_file(folder: Path) -> Path:
     """The config.json of a small model."""
     model = Qwen3Dense(kernels=cpu_kernels(), vocab_size=257, **TINY["model"])
@@ -187,6 +198,11 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.tokenized": store,
     "data.record": lambda folder: {"record": {"use": "data.record"}},
     "data.standard_library": lambda folder: {},
+    "learning_rate.constant": lambda folder: {"lr": {"use": "learning_rate.constant", "warmup_steps": 2}},
+    "learning_rate.cosine": lambda folder: {"lr": {"use": "learning_rate.cosine"}},
+    "learning_rate.inverse_sqrt": lambda folder: {"lr": {"use": "learning_rate.inverse_sqrt"}},
+    "learning_rate.linear": lambda folder: {"lr": {"use": "learning_rate.linear"}},
+    "learning_rate.wsd": lambda folder: {"lr": {"use": "learning_rate.wsd", "decay_percent": 20.0}},
     "loss.dft": lambda folder: {"loss": {"use": "loss.dft"}},
     "model.auto": lambda folder: {"model": {"use": "model.auto", "path": str(config_file(folder)), "weights": False}},
     "model.llama": lambda folder: {
@@ -196,16 +212,19 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "model": {**TINY["model"], "use": "model.mistral", "vocab_size": 257, "sliding_window": 4}
     },
     "model.qwen2": lambda folder: {"model": {**TINY["model"], "use": "model.qwen2", "vocab_size": 257}},
-    "model.qwen3.moe": lambda folder: {
-        "model": {
-            **TINY["model"],
-            "use": "model.qwen3.moe",
-            "tokenizer": "@tokenizer",
-            "num_experts": 3,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 8,
-        }
+    "model.qwen3.moe": lambda folder: with_experts("model.qwen3.moe"),
+    "model.dots1": lambda folder: with_experts("model.dots1"),
+    "metrics.expert_load": lambda folder: {
+        **with_experts("model.qwen3.moe"),
+        "metrics": {"experts": {"use": "metrics.expert_load"}},
     },
+    "phases.router_bias": lambda folder: {
+        **with_experts("model.dots1"),
+        "router_bias": {"use": "phases.router_bias"},
+        "edit": {"trainer": {"phases": {"after": {"@optimizer": "@router_bias"}}}},
+    },
+    "experts.local": lambda folder: dispatching("experts.local"),
+    "experts.all_to_all": lambda folder: dispatching("experts.all_to_all"),
     "adapters.full_tuning": lambda folder: {
         "adapter": {"use": "adapters.full_tuning", "targets": ["norm"]},
         "stages": {"adapters": ["@adapter"]},
@@ -241,7 +260,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "gradients.clip_value": lambda folder: {"clip": {"use": "gradients.clip_value", "max_value": 1.0}},
     "trackers.tensorboard": lambda folder: {"trackers": {"tensorboard": {"use": "trackers.tensorboard"}}},
     "trackers.aim": lambda folder: {"trackers": {"aim": {"use": "trackers.aim"}}},
-    "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler", "steps": [2]}}},
+    "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler"}}},
 }
 """How a recipe uses those that the first one does not; a schedule stands alone."""
 

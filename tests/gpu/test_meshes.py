@@ -70,6 +70,16 @@ def test_rows_that_gpus_share_out_have_the_gradients_of_one_process() -> None:
         pipelines.assert_same_steps([each[number] for each in meshed], found[number])
 
 
+@pytest.mark.parametrize("sizes", [{"data_shard": 2}, {"tensor": 2}, {"context": 2}], ids=str)
+def test_experts_that_gpus_share_out_have_the_gradients_of_one_process(sizes: Mapping[str, int]) -> None:
+    """Two GPUs with half of the experts each: losses, norms, gradients and weights of three steps are those of one."""
+    cases: list[pipelines.Case] = [("gpipe", 2, True, False, "plain")]
+    common = "cuda", pipelines.FLOAT64, 3, 4, (6, 4), 8
+    (found,) = run_ranks(pipelines.steps, 1, cases, {}, *common, timeout=120)
+    meshed = run_ranks(pipelines.steps, 2, cases, {**sizes, "expert": 2}, *common, timeout=120)
+    pipelines.assert_same_steps([each[0] for each in meshed], found[0])
+
+
 def test_mixed_precision_on_shards_is_that_of_one_process() -> None:
     """With float32 masters and bfloat16 compute, shards have the losses and gradients of one process to bfloat16."""
     cases: list[pipelines.Case] = [("gpipe", 4, True, False, "plain")]

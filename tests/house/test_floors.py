@@ -39,12 +39,19 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
-    # Angles of rotary positions come from one formula, of which there is no choice to make.
-    "components.model": (BELOW | {"kernels.rope_frequencies"}, {"attrs", "torch"}),
+    # Angles of rotary positions come from one formula, of which there is no choice to make. Without a dispatcher,
+    # experts are on the rank of their tokens.
+    "components.model": (
+        BELOW | {"kernels.recompute", "kernels.rope_frequencies", "components.experts.local"},
+        {"attrs", "torch"},
+    ),
     # Adapters take the place of layers.
     "components.adapters": (BELOW | {"components.model"}, {"attrs", "torch"}),
-    # The mechanism by which operations put weight gradients off is shared with who goes backward in two passes.
-    "components.pipeline": (BELOW | {"kernels.deferred_grads"}, {"attrs", "numpy", "torch"}),
+    # What operations put off or compute again is decided where forward and backward passes run.
+    "components.pipeline": (
+        BELOW | {"kernels.deferred_grads", "kernels.recompute"},
+        {"attrs", "numpy", "torch"},
+    ),
     "components.checkpoint": (BELOW, {"attrs", "torch", "safetensors"}),
     # A report puts together what several subjects have left in a run folder, and draws the schedule.
     "components.report": (

@@ -68,7 +68,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _write_tokenizer(folder / f"{name}_tokenizer.json", "the quick fox" if name == "one" else "thequick")
         schedule = build("pipeline.schedules.gpipe" if name == "one" else "pipeline.schedules.one_f_one_b")
         (folder / f"{name}.csv").write_text(write_csv(schedule.program(4, 8)))
-        families = [(SIZES, "qwen3.dense", ""), (SPARSE_SIZES, "qwen3.moe", "_moe")]
+        families = [(SIZES, "qwen3.dense", ""), (SPARSE_SIZES, "qwen3.moe", "_moe"), (SPARSE_SIZES, "dots1", "_dots1")]
         families += [(SIZES, family, f"_{family}") for family in ("llama", "mistral", "qwen2")]
         for sizes, use, suffix in families:
             config = parts.config_of(f"model.{use}", sizes | ({"hidden_size": 32} if name == "other" else {}), folder)

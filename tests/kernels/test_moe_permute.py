@@ -30,6 +30,23 @@ def test_each_choice_has_its_row() -> None:
     assert not rows[used:].any() and not of_rows[used:].any()
 
 
+@pytest.mark.parametrize("choice", [0, -1])
+def test_rows_that_no_choice_has_can_be_cut_off(choice: int) -> None:
+    """With routes as long as there are choices that are not dropped, even none, results and gradients are the same."""
+    found = []
+    for cut in (False, True):
+        x = torch.arange(8.0).view(4, 2).requires_grad_()
+        probabilities = torch.arange(8.0).view(4, 2).requires_grad_()
+        routes = moe_routes_eager(torch.tensor([[choice, -1], [-1, choice], [-1, -1], [-1, -1]]), 1)
+        if cut:
+            routes = routes._replace(source_choice=routes.source_choice[: int(routes.offsets[-1])])
+        rows, scale = moe_permute_eager(x, probabilities, routes)
+        assert len(rows) == len(scale) == len(routes.source_choice)
+        summed = moe_unpermute_eager(rows * scale.unsqueeze(1), routes)
+        found.append((summed, *torch.autograd.grad(summed.square().sum(), (x, probabilities))))
+    assert all(torch.equal(whole, cut) for whole, cut in zip(*found, strict=True))
+
+
 def test_adds_up_by_token() -> None:
     """A token is the sum of its choices' rows times their probabilities; zero if all its choices are dropped."""
     _, probabilities, routes = case()

@@ -12,8 +12,9 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.experts.all_to_all import AllToAllExperts
 from drawloom.components.loss.next_token import NextToken
-from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.model import gradient_of
@@ -25,7 +26,7 @@ from support.qwen3 import cpu_kernels
 
 MESHES: dict[int, list[Mapping[str, int]]] = {
     1: [{}],
-    2: [{"data_shard": 2}, {"pipeline": 2}, {"data_replicate": 2}, {"tensor": 2}],
+    2: [{"data_shard": 2}, {"pipeline": 2}, {"data_replicate": 2}, {"tensor": 2}, {"data_shard": 2, "expert": 2}],
     4: [
         {"data_shard": 4},
         {"data_shard": 2, "tensor": 2},
@@ -33,6 +34,9 @@ MESHES: dict[int, list[Mapping[str, int]]] = {
         {"data_replicate": 2, "data_shard": 2},
         {"pipeline": 2, "data_shard": 2},
         {"pipeline": 2, "data_replicate": 2},
+        {"data_shard": 4, "expert": 2},
+        {"data_replicate": 2, "data_shard": 2, "expert": 2},
+        {"pipeline": 2, "tensor": 2, "expert": 2},
     ],
 }
 ALL = [(ranks, mesh) for ranks, meshes in MESHES.items() for mesh in meshes]
@@ -40,7 +44,9 @@ ALL = [(ranks, mesh) for ranks, meshes in MESHES.items() for mesh in meshes]
 
 def _nodes(mesh: RankMesh, device: Any) -> dict[str, Any]:
     sizes: dict[str, Any] = {"hidden_size": 6, "num_attention_heads": 2, "head_dim": 4, "intermediate_size": 14}
-    model = Qwen3Dense(kernels=cpu_kernels(), num_hidden_layers=4, vocab_size=10, tie_word_embeddings=True, **sizes)
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "mlp_only_layers": [0, 3]}
+    kernels = cpu_kernels()
+    model = Qwen3Moe(kernels=kernels, num_hidden_layers=4, vocab_size=10, tie_word_embeddings=True, **sizes)
     stages = MaterializedStages(
         model=model,
         loss=NextToken(),
@@ -49,6 +55,7 @@ def _nodes(mesh: RankMesh, device: Any) -> dict[str, Any]:
         device=device,
         precision=DtypePolicy(),
         job=pipelines.Job(),
+        dispatcher=AllToAllExperts(kernels=kernels, mesh=mesh),
     )
     stages.open()
     optimizer = AdamW(parameters=stages, lr=1e-3)
@@ -94,7 +101,7 @@ def _saved_or_loaded(folders: list[tuple[Path, Mapping[str, int], bool]]) -> lis
 
 
 def test_weights_and_moments_are_bitwise_the_same_on_another_mesh(tmp_path: Path) -> None:
-    """Twelve random pairs of meshes: what is loaded is what was saved, to the bit, and each element is saved once."""
+    """Sixteen random pairs of meshes: what is loaded is what was saved, to the bit, and each element is saved once."""
     work: dict[int, list[tuple[Path, Mapping[str, int], bool]]] = {ranks: [] for ranks in MESHES}
     for number, (ranks, mesh) in enumerate(ALL):
         work[ranks].append((tmp_path / str(number), mesh, True))
@@ -103,7 +110,7 @@ def test_weights_and_moments_are_bitwise_the_same_on_another_mesh(tmp_path: Path
         parts = run_ranks(_saved_or_loaded, ranks, jobs, timeout=120)
         for place, (folder, _, _) in enumerate(jobs):
             saved[int(folder.name)] = [part[place] for part in parts]
-    pairs = random.Random(5).sample([(a, b) for a in range(len(ALL)) for b in range(len(ALL)) if a != b], 12)
+    pairs = random.Random(5).sample([(a, b) for a in range(len(ALL)) for b in range(len(ALL)) if a != b], 16)
     for ranks in MESHES:
         mine = [(a, b) for a, b in pairs if ALL[b][0] == ranks]
         jobs = [(tmp_path / str(a), ALL[b][1], False) for a, b in mine]

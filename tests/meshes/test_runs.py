@@ -80,6 +80,43 @@ def test_shared_matrix_products_have_the_losses_of_one_process(place: Path) -> N
     assert_same(place / "runs/heads", place / "runs/tensors")
 
 
+EXPERTS = """
+extends = "./tiny.toml"
+
+[model]
+use = "model.qwen3.moe"
+tokenizer = "@tokenizer"
+num_hidden_layers = 2
+hidden_size = 16
+num_attention_heads = 2
+num_key_value_heads = 2
+head_dim = 8
+num_experts = 4
+num_experts_per_tok = 2
+moe_intermediate_size = 16
+
+[stages]
+dispatcher = { use = "experts.all_to_all" }
+"""
+
+
+def test_experts_that_ranks_share_out_have_the_losses_of_one_process(place: Path) -> None:
+    """Two ranks with half of the experts each: losses, export and sample of one process, also if one goes on alone."""
+    (place / "experts.toml").write_text(EXPERTS, "utf-8")
+    common = ("run", "experts.toml", *COMMON[2:4])
+    for name, ranks in (("all", 1), ("halves", 2)):
+        words = (f"run.name={name}", f"mesh.data_shard={ranks}", f"mesh.expert={ranks}")
+        codes = drawloom(place, *common, *words, ranks=ranks)
+        assert {outcome.code for outcome in codes} == {0}, codes
+    one, run = place / "runs/all", place / "runs/halves"
+    assert_same(one, run)
+    assert (one / "sample.txt").read_text() == (run / "sample.txt").read_text()
+    take_back(run, 5)
+    codes = drawloom(place, *common, "run.name=halves", ranks=1)
+    assert {outcome.code for outcome in codes} == {0}, codes
+    assert_same(one, run)
+
+
 def test_explain_says_how_ranks_share_the_parameters() -> None:
     """For each dimension of the mesh that divides parameters there is a line, on any machine."""
     sizes = ("mesh.pipeline=2", "mesh.tensor=2", "mesh.data_shard=4", "batch.micro_size=4")
@@ -90,6 +127,9 @@ def test_explain_says_how_ranks_share_the_parameters() -> None:
         "sharded over 4 ranks; weights are gathered once a step",
     ):
         assert line in text
+    words = ("mesh.tensor=2", "mesh.data_shard=4", "mesh.expert=2", "batch.micro_size=4", "model.vocab_size=320")
+    text = api.Recipe.load("moe", *words, 'stages.dispatcher={use="experts.all_to_all"}').explain("stages")
+    assert "experts: shared out over 2 ranks, and sharded over 4" in text
     assert "ranks" not in api.Recipe.load("first_run").explain("stages").partition("used by")[0]
 
 

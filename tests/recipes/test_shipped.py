@@ -3,16 +3,25 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from drawloom.graph.project import Project
+from drawloom.components.ports.model import LayerRange
+from drawloom.graph.project import Project, Recipe
+from support.chat import tokenizer_folder
 
 ROOT = Path(__file__).parents[2]
 PROJECT = Project.of("drawloom")
 OVERLAYS = [path.stem for path in (ROOT / "recipes").glob("with_*.toml")]
 FROM_A_BASE = ["finetune", "finetune_lora", "chat", "dpo"]
-WHOLE = [
-    path.stem for path in (ROOT / "recipes").glob("*.toml") if path.stem not in (*OVERLAYS, *FROM_A_BASE, "pretrain")
-]
+PARAMETERS = {
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "llama3_8b": 8_030_261_248,
+}
+"""As their makers publish them."""
+PARTS = (*OVERLAYS, *FROM_A_BASE, *PARAMETERS, "pretrain", "pretrain_tokenized")
+WHOLE = [path.stem for path in (ROOT / "recipes").glob("*.toml") if path.stem not in PARTS]
 
 SWAPS = [
     ["clip.use=gradients.clip_value", "clip.max_value=0.1"],
@@ -33,6 +42,18 @@ def problems(recipe: str, *words: str, overlays: tuple[str, ...] = ()) -> list[s
 def test_shipped_recipes_have_no_problem(recipe: str) -> None:
     """Not even a warning."""
     assert problems(recipe) == []
+
+
+@pytest.mark.parametrize("recipe", PARAMETERS)
+def test_recipes_of_known_models_have_their_sizes(recipe: str, tmp_path: Path) -> None:
+    """With a store and a tokenizer there is no problem, and the model has the published number of parameters."""
+    words = (f"vars.data={tmp_path / 'store'}", f"vars.tokenizer={tokenizer_folder(tmp_path / 'tokenizer')}")
+    assert problems(recipe, *words) == []
+    assert len(problems(recipe)) == 2  # without them: both are named
+    with Recipe.load(recipe, *words).open(only="model") as objects, torch.device("meta"):
+        model = objects["model"]
+        module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
+    assert sum(parameter.numel() for parameter in module.parameters()) == PARAMETERS[recipe]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

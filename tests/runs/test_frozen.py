@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
 from drawloom.components.pipeline.stages import MaterializedStages
 from support.mutations import put
@@ -24,14 +26,14 @@ LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 
 def _frozen(folder: Path, arguments: Sequence[str], frozen: int) -> Outcome:
     """A process of a run in which all parameters of one pipeline rank are frozen."""
-    fill = MaterializedStages._fill
+    take_over = MaterializedStages._take_over
 
-    def freeze(stages: MaterializedStages, modules: Sequence[object]) -> None:
-        fill(stages, modules)  # type: ignore[arg-type]
+    def freeze(stages: MaterializedStages, modules: Sequence[nn.Module], sharded: Sequence[Any]) -> Any:
         for module in modules if stages.mesh.index("pipeline") == frozen else ():
-            module.requires_grad_(False)  # type: ignore[attr-defined]
+            module.requires_grad_(False)
+        return take_over(stages, modules, sharded)
 
-    put(MaterializedStages, "_fill", freeze)
+    put(MaterializedStages, "_take_over", freeze)
     return command(folder, arguments, None)
 
 

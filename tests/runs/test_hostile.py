@@ -135,7 +135,7 @@ def _digests(checkpoint: Path, **changes: Any) -> None:
         data = b""
         with contextlib.suppress(OSError):
             data = (checkpoint / name).read_bytes() if (checkpoint / name).is_file() else b""
-        content["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        content["files"][name] = {"size": len(data), "blocks": [hashlib.sha256(data).hexdigest()]}
     content |= changes
     del content["digest"]
     (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": checksum(content)}))
@@ -150,8 +150,9 @@ def _write(name: str, data: bytes) -> Callable[[Path], None]:
     return hostile
 
 
-def _tree(tree: Any) -> Callable[[Path], None]:
-    return _write("rank-0.json", json.dumps(tree).encode())
+def _tree(tree: Any, file: str = "rank-0.safetensors") -> Callable[[Path], None]:
+    tensors = {file: ["memory/weight", "../../../secret"]}
+    return _write("rank-0.json", json.dumps({"tensors": tensors, "state": tree}).encode())
 
 
 def _header(header: Any, body: bytes = b"") -> Callable[[Path], None]:
@@ -182,7 +183,7 @@ def _linked_folder(checkpoint: Path) -> None:
 
 
 def _outside(checkpoint: Path) -> None:
-    secret = {"size": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
+    secret = {"size": 6, "blocks": [hashlib.sha256(b"secret").hexdigest()]}
     _digests(checkpoint, files={"../../../secret": secret})
 
 
@@ -206,9 +207,13 @@ CHECKPOINTS: list[Callable[[Path], None]] = [
     _tree({"dict": {"memory": {"dict": {"weight": {"float": "__import__('os')"}}}}}),
     _tree({"dict": {"memory": []}}),
     _tree([]),
+    _tree({"dict": {"memory": {"dict": {"weight": {"tensor": "memory/weight"}}}}}, "../../../secret"),
+    _write("rank-0.json", b'{"tensors": {"rank-0.safetensors": "memory/weight"}, "state": {"dict": {}}}'),
+    _write("rank-0.json", b'{"tensors": [], "state": {"dict": {}}}'),
+    _write("rank-0.json", b"[]"),
     _write("rank-0.json", b"[" * 10**6),
-    _write("rank-0.json", b'{"dict": {"memory": {"dict": {}}, "memory": {"dict": {}}}}'),
-    _write("rank-0.json", b'{"dict": {"memory": {"dict": {"x": NaN}}}}'),
+    _write("rank-0.json", b'{"tensors": {}, "state": {"dict": {"memory": {"dict": {}}, "memory": {"dict": {}}}}}'),
+    _write("rank-0.json", b'{"tensors": {}, "state": {"dict": {"memory": {"dict": {"x": NaN}}}}}'),
     _header(b"", b""),
     _header({"memory/weight": _f32(2**40, 2**40)}, bytes(4)),
     _header({"memory/weight": _f32(1, start=0, end=2**60)}, bytes(4)),

@@ -35,6 +35,7 @@ def test_out_of_memory_ends_a_run_in_words(where: str, tmp_path: Path) -> None:
     assert "562,949.95 GB could not be allocated" in outcome.text
     assert "optimizer state " in outcome.text and "activations and workspace" in outcome.text
     assert "batch.micro_size = 4" in outcome.text and "mesh.data_shard = 1" in outcome.text
+    assert 'stages.recompute = "none"' in outcome.text
 
 
 def test_each_rank_of_a_pipeline_knows_its_memory(tmp_path: Path) -> None:

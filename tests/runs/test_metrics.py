@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.runs import drawloom, rows, write_corpus
+from support.runs import drawloom, learned, write_corpus
 
 RECIPE = """
 extends = "./tiny.toml"
@@ -54,7 +54,6 @@ phases = [
 [batch]
 micro_size = 2
 """
-OF_TIME = {"tokens_per_second", "memory"}
 
 
 def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
@@ -66,9 +65,7 @@ def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
     for name, (ranks, word) in layouts.items():
         outcomes = drawloom(tmp_path, "run", "metrics.toml", f"run.name={name}", word, ranks=ranks)
         assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
-        found[name] = [
-            {key: value for key, value in row.items() if key not in OF_TIME} for row in rows(tmp_path / "runs" / name)
-        ]
+        found[name] = learned(tmp_path / "runs" / name)
     names = {
         "z_loss",
         "train/accuracy",

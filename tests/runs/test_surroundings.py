@@ -97,7 +97,7 @@ def test_trackers_and_profilers_neither_stop_nor_change_a_run(place: Path) -> No
     """
     assert drawloom(place, *TINY, "run.name=straight")[0].code == 0
     aim = ("trackers.aim.use=trackers.aim", "trackers.aim.timeout=60")
-    words = (*TINY, *aim, "listeners.profiler.use=listeners.profiler", "listeners.profiler.steps=[2]")
+    words = (*TINY, *aim, "listeners.profiler.use=listeners.profiler", "listeners.profiler.wait=0")
     [outcome] = run_ranks(_beset, 1, place, words, variables=False)
     assert outcome.code == 0 and "Traceback" not in outcome.text
     warnings = [line for line in outcome.text.splitlines() if line.startswith("warning:")]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +119,12 @@ def failures() -> dict[str, str]:
     return found
 
 
-def varieties() -> dict[str, int]:
-    """How many varieties of each operation's kernels a hundred random sizes take."""
+def calls() -> dict[str, Callable[[int], object]]:
+    """Launches of operations at any size."""
     from drawloom.kernels.triton import grouped_gemm, moe_permute, moe_routes, rms_norm, rope, swiglu
 
-    compiler, found = Compiler(whole=False), {}
-    sizes = random.Random(0)
     weight, angles = torch.empty(2048), torch.empty(1, 400, 16)
-    calls: dict[str, Callable[[int], object]] = {
+    return {
         "swiglu of any size": lambda size: swiglu._forward(torch.empty(size), torch.empty(size), None),
         "swiglu backward": lambda size: swiglu._backward(*(torch.empty(size, 96) for _ in "123"), None),
         "rms_norm of any rows": lambda size: rms_norm._forward(torch.empty(size, 2048), None, weight, 1e-6, False),
@@ -135,13 +134,18 @@ def varieties() -> dict[str, int]:
         "moe_routes": lambda size: moe_routes._routes(torch.zeros(size, 8, dtype=torch.int64), 16),
         "moe_permute": lambda size: moe_permute._spread(
             torch.empty(size, 64), None, torch.empty(size, 8), torch.zeros(size, 8, dtype=torch.int32),
-            torch.zeros(16, dtype=torch.int32), False,
+            torch.zeros(16, dtype=torch.int32), 7 * size, False,
         ),
         "grouped_gemm": lambda size: grouped_gemm._rows(
             torch.empty(size, 64), torch.empty(4, 64, 32), torch.zeros(4, dtype=torch.int32)
         ),
     }  # fmt: skip
-    for name, call in calls.items():
+
+
+def varieties() -> dict[str, int]:
+    """How many varieties of each operation's kernels a hundred random sizes take."""
+    compiler, found, sizes = Compiler(whole=False), {}, random.Random(0)
+    for name, call in calls().items():
         for _ in range(100):
             call(sizes.randint(1, 400))
         found[name] = len(compiler.compiled)
@@ -149,5 +153,74 @@ def varieties() -> dict[str, int]:
     return found
 
 
+class Launched:
+    """In place of a compiled kernel: it writes down what it is launched with."""
+
+    packed_metadata = function = "of no GPU"
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.arguments: list[Any] = []
+
+    def run(self, *arguments: Any) -> None:
+        self.arguments.append(arguments)
+
+
+def _identity(argument: Any) -> Any:
+    """A value, or which tensor it is."""
+    return id(argument) if isinstance(argument, torch.Tensor) else argument
+
+
+def lean_launches() -> dict[str, Any]:
+    """How many launches went past the JIT, and those that differ from what the JIT would have launched."""
+    from drawloom.kernels.triton import rms_norm, swiglu
+    from drawloom.kernels.triton.launch import LeanKernel
+    from support.kernel_launches import launches
+
+    Compiler(whole=False)
+    launched: dict[int, Launched] = {}
+    by_jit, past_jit, compile_ = JITFunction.run, LeanKernel._launch, LeanKernel._compile
+    counts, wrong = {"lean": 0, "by the JIT": 0}, []
+
+    def run(kernel: Any, *arguments: Any, **settings: Any) -> Any:
+        source = by_jit(kernel, *arguments, **settings)
+        return launched.setdefault(id(source), Launched(source))
+
+    def compiled(self: Any, *arguments: Any) -> None:
+        counts["by the JIT"] += 1
+        compile_(self, *arguments)
+
+    def launch(self: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
+        past_jit(self, grid, *arguments, **constants)
+        hits = [each for each in launched.values() if each.arguments]
+        if not hits:
+            return
+        counts["lean"] += 1
+        (done,) = hits[0].arguments
+        hits[0].arguments.clear()
+        own = {name: value for name, value in constants.items() if name in self.jit.signature.parameters}
+        bound = self.jit.signature.bind(*arguments, **own)
+        bound.apply_defaults()
+        expected = [*grid, 1, 1][:3], [*bound.arguments.values()], self.jit[grid](*arguments, **constants)
+        same_arguments = [*map(_identity, done[9:])] == [*map(_identity, expected[1])]
+        if ([*done[:3]], same_arguments, hits[0]) != (expected[0], True, expected[2]):
+            wrong.append(self.jit.fn.__name__)
+
+    JITFunction.run, LeanKernel._launch, LeanKernel._compile = run, launch, compiled  # type: ignore[method-assign, assignment]
+    for _ in range(2):
+        for _, each in launches():
+            each()
+    sizes = random.Random(0)
+    for call in calls().values():
+        for _ in range(60):
+            call(sizes.randint(1, 400))
+    for _, first, dtype in product("12", (0, 1), (torch.bfloat16, torch.float32)):
+        x = torch.empty(64 * 64 + 8, dtype=dtype)[first : 64 * 64 + first].view(64, 64)
+        swiglu._forward(x, x, None)
+        rms_norm._forward(x, None, x[0], 1e-6, first == 0)
+    return {**counts, "wrong": wrong}
+
+
 if __name__ == "__main__":
-    print(json.dumps({"failures": failures, "varieties": varieties, "report": report}[sys.argv[1]]()))
+    found_out = {"failures": failures, "varieties": varieties, "report": report, "lean": lean_launches}
+    print(json.dumps(found_out[sys.argv[1]]()))

@@ -11,7 +11,7 @@ from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.weights.load import load_folder
+from drawloom.components.weights.load import load_folder, persistent_tensors
 from support.adapted import OneStage
 from support.qwen3 import SIZES, cpu_kernels, logits_of, losses_of, one_document, packed, twin, whole
 
@@ -27,7 +27,7 @@ def assert_equal_to_transformers(model: DecoderBuilder, length: int = 19) -> Non
     """Logits, losses of packed documents, and the gradient of every parameter are those of transformers."""
     torch.manual_seed(0)
     module = whole(model)
-    theirs = twin(model, dict(module.named_parameters()))
+    theirs = twin(model, persistent_tensors(module))
     tokens, targets = torch.randint(model.vocab_size, (2, 2, length))
     targets[0, 3] = IGNORE_INDEX
     logits = logits_of(module, tokens, one_document(2, length))
@@ -55,7 +55,7 @@ def assert_files_go_both_ways(model: DecoderBuilder, folder: Path) -> None:
     kinds: Any = AutoModelForCausalLM
     torch.manual_seed(0)
     module = whole(model)
-    theirs = twin(model, dict(module.named_parameters()))
+    theirs = twin(model, persistent_tensors(module))
     theirs.save_pretrained(folder / "theirs")
     read = type(model)(kernels=cpu_kernels(), config=folder / "theirs")
     assert read.architecture == model.architecture, json.loads((folder / "theirs/config.json").read_text())

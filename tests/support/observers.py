@@ -25,8 +25,8 @@ from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.components.ports.data import Batch, Examples, MeasuredRows, PackedDataset, RowSource
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.model import BatchContext, Head, LayerRange
+from drawloom.components.ports.distributed import Device, Mesh, Precision
+from drawloom.components.ports.model import BatchContext, Head, LayerRange, Stage, Stages
 from drawloom.components.ports.run import Batching, RunInfo, Step
 from drawloom.graph import Every, UserError
 from drawloom.graph.testing import build, fake
@@ -34,7 +34,7 @@ from support import chat
 from support.checkpoints import SingleRankMesh
 from support.losses import sample
 from support.metrics import measured, step_of
-from support.qwen3 import cpu_kernels
+from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
 
 Values = Mapping[str, Any]
 JOB = {"name": "test", "seed": 7, "path": Path("runs/test")}
@@ -220,6 +220,34 @@ def names_measured_by(use: str, values: Values, _place: Path) -> Any:
     """The names of a metric's values."""
     metric = build(use, device=ComputeDevice(kind="cpu"), users=Every(), **values)
     return sorted(measured(metric, Step(1, 1)))
+
+
+def routed_by(use: str, values: Values, _place: Path) -> Any:
+    """After a microbatch through a model with experts: the biases of its routers, and a metric's values."""
+    model = build("model.dots1", kernels=cpu_kernels(), **SPARSE_SIZES)
+    module = model.build(LayerRange(0, 2, True, True))
+    for name, parameter in module.named_parameters():
+        model.initialise(name, parameter.data, 1)
+    held = fake(Stages, local=[Stage(0, 1, LayerRange(0, 2, True, True), module)])
+    node = build(use, stages=held, mesh=SingleRankMesh(), device=ComputeDevice(kind="cpu"), **values)
+    node.open()
+    tokens = torch.arange(40).reshape(2, 20) % 29
+    shared = BatchContext(torch.arange(20).repeat(2, 1), torch.zeros_like(tokens), torch.ones(2, 20))
+    module(tokens, shared, lambda hidden, head: head.logits(hidden))
+    found = measured(node, Step(1, 1)) if use.startswith("metrics") else node.run_phase(Step(1, 1))
+    return found, [buffer.tolist() for buffer in module.buffers()]
+
+
+def utilization_of(use: str, values: Values, _place: Path) -> Any:
+    """The names and sizes of what is measured of a step of one second."""
+    model = build("model.qwen3.dense", kernels=cpu_kernels(), **SIZES)
+    edges: Values = {"mesh": SingleRankMesh(), "device": ComputeDevice(kind="cpu"), "models": Every({"model": model})}
+    node = build(use, precision=fake(Precision), stages=fake(Stages, local=[]), **edges, **values)
+    node.clock = lambda: 1.0
+    node.open()
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    batch = Batch(ids, ids, ids, ids, torch.ones(1, 3))
+    return measured(node, Step(1, 9, tokens=3, started=0.0, outputs={"batches": [batch]}))
 
 
 def documents(use: str, values: Values, _place: Path) -> Any:

@@ -1,10 +1,12 @@
 """What components of a run do with their settings, as a value to compare; beside `observers`."""
 
 import gc
+import gzip
 import logging
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,15 +20,17 @@ from torch import Tensor
 from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import processes as joining
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh_layout import DIMENSIONS
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
-from drawloom.components.ports.data import ValidationData
+from drawloom.components.ports.data import Batch, ValidationData
 from drawloom.components.ports.distributed import Device, Pending, Processes, Timed
 from drawloom.components.ports.model import BatchContext
 from drawloom.components.ports.pipeline import Executor, Losses, Predictor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
 from drawloom.components.trackers import aim, tensorboard
-from drawloom.graph import UserError
+from drawloom.graph import Every, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import build, fake
 from support.checkpoints import SingleRankMesh, StateNode, checkpointer
@@ -69,6 +73,28 @@ def stages_of(use: str, values: Values, place: Path) -> Any:
                 dtypes = kept.dtype, kept.grad_dtype, used[name].dtype, used[name].grad_dtype
                 found.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
         return found
+
+
+def recomputed_by(use: str, values: Values, place: Path) -> Any:
+    """How often the first norm of each layer runs in a step of one microbatch."""
+    runs = Counter[int]()
+    with _recipe(place, stages=dict(values)).open(only="executor") as objects:
+        executor = objects["executor"]
+        (stage,) = executor.stages.local
+        for number, block in enumerate(executor.stages.model.blocks(stage.module)):
+            block.input_layernorm.register_forward_hook(lambda *_, number=number: runs.update([number]))
+        tokens = torch.arange(6).unsqueeze(0)
+        executor.train([Batch(tokens, tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))])
+    return runs
+
+
+def compiled_in(use: str, values: Values, place: Path) -> Any:
+    """How many functions torch is asked to compile when stages open."""
+    with (
+        mock.patch.object(torch, "compile", side_effect=lambda forward: forward) as asked,
+        _recipe(place, stages=dict(values)).open(only="stages"),
+    ):
+        return asked.call_count
 
 
 @attrs.define
@@ -137,7 +163,7 @@ def sizes_of_mesh(use: str, values: Values, _place: Path) -> Any:
     world = {"rank": 0, "world_size": 4, "group": lambda name, sets: SingleProcess()}
     mesh = build(use, processes=fake(Processes, **world), **values)
     mesh.open()
-    return {name: mesh.size(name) for name in ("pipeline", "data_replicate", "data_shard", "context", "tensor")}
+    return {name: mesh.size(name) for name in (*DIMENSIONS, "expert")}
 
 
 def device_of(use: str, values: Values, _place: Path) -> Any:
@@ -307,17 +333,28 @@ def levels_of_logging(use: str, values: Values, place: Path) -> Any:
 
 
 def events_of_run(use: str, values: Values, place: Path) -> Any:
-    """The calls of timeouts in a run of two steps, and the files that are written."""
+    """The calls of timeouts in a run of two steps."""
     timed = fake(Timed)
-    edges = {"processes": timed} if use == "listeners.timeouts" else {}
-    node = build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), **edges, **values)
+    node = build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), processes=timed, **values)
     node.on_event(Event("run_started"))
     for index in (1, 2):
         step = Step(index, 2)
         for kind in ("step_started", "saving_started", "saving_ended", "step_ended"):
             node.on_event(Event(kind, step))
     node.on_event(Event("run_ended"))
-    return [call.arguments for call in timed.calls], sorted(path.name for path in place.rglob("*.gz"))
+    return [call.arguments for call in timed.calls]
+
+
+def traces_of_run(use: str, values: Values, place: Path) -> Any:
+    """The traces of a run of six steps, and whether memory is drawn in them."""
+    edges: Values = {"device": ComputeDevice(kind="cpu"), "stages": Every()}
+    node = build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), **edges, **values)
+    for index in range(1, 7):
+        for kind in ("step_started", "step_ended"):
+            node.on_event(Event(kind, Step(index, 6)))
+            torch.ones(1)
+    node.close()
+    return {path.name: "memory of the CPU" in gzip.open(path, "rt").read() for path in sorted(place.rglob("*.gz"))}
 
 
 def asked_of_tensorboard(use: str, values: Values, place: Path) -> Any:

@@ -16,15 +16,17 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.sum_over_shards import SumOverParameters
+from drawloom.components.experts.all_to_all import AllToAllExperts
 from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.loss.dft import Dft
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.pipeline.executor import Executor
 from drawloom.components.pipeline.stages import MaterializedStages
 from drawloom.components.ports.data import IGNORE_INDEX, Batch
-from drawloom.components.ports.model import BatchContext, Head, HiddenStates
+from drawloom.components.ports.model import BatchContext, Head, HiddenStates, Recompute
 from drawloom.components.ports.run import Step
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
@@ -138,6 +140,16 @@ of a loss.
 """
 
 
+EXPERTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "mlp_only_layers": [1],
+    "router_aux_loss_coef": 0.5,
+    "router_z_loss_coef": 0.1,
+    "initializer_range": 0.2,  # or all experts would give next to nothing
+}
+
 FLOAT64 = {"parameter": "float64"}  # sums stay in float64
 MIXED = {"parameter": "float32", "compute": "bfloat16"}
 
@@ -150,23 +162,49 @@ def steps(
     taken: int = 1,
     layers: int = 8,
     lengths: tuple[int, int] = (4, 1),
+    experts: int = 0,
+    recompute: Sequence[Recompute] = ("none",),
 ) -> list[dict[str, Any]]:
-    """
-    What steps of each case leave on this rank, in all processes that were started together, or in this one; the model
-    has so many layers. `lengths` are the shortest of the rows, and how much longer others are.
+    """What steps of each case leave on this rank of a mesh."""
+    return steps_on_meshes([(cases, sizes, lengths)], kind, dtypes, taken, layers, experts, recompute)[0]
 
-    `sizes` are those of the mesh; pipeline ranks take what is left. Each data-parallel rank has its part of the
-    microbatches. `taken` steps are taken with AdamW, all but the last of which are followed by an update.
+
+def steps_on_meshes(
+    meshes: list[tuple[list[Case], Mapping[str, int], tuple[int, int]]],
+    kind: Literal["cpu", "cuda"] = "cpu",
+    dtypes: Mapping[str, Any] = FLOAT64,
+    taken: int = 1,
+    layers: int = 8,
+    experts: int = 0,
+    recompute: Sequence[Recompute] = ("none",),
+) -> list[list[dict[str, Any]]]:
+    """
+    What steps of each case leave on this rank, in all processes that were started together, or in this one.
+
+    A mesh has cases, sizes, and lengths of rows: the shortest, and how much longer others are. Pipeline ranks take what
+    is left by the sizes. Each data-parallel rank has its part of the microbatches. `taken` steps are taken with AdamW,
+    all but the last of which are followed by an update. The model has so many layers, of which with `experts` all but
+    the second have so many. There are those of all cases for each policy of recomputation.
     """
     device = ComputeDevice(kind=kind)
     device.open()
     processes = TorchProcesses(device=device, timeout=30.0)
     processes.open()
     try:
-        rest = processes.world_size // math.prod(sizes.values())
-        mesh = RankMesh(processes=processes, **{"pipeline": rest, "data_replicate": 1, **sizes})
-        mesh.open()
-        return [_steps(*case, mesh, device, DtypePolicy(**dtypes), taken, layers, lengths) for case in cases]
+        found = []
+        for cases, sizes, lengths in meshes:
+            rest = processes.world_size // math.prod(size for name, size in sizes.items() if name != "expert")
+            mesh = RankMesh(processes=processes, **{"pipeline": rest, "data_replicate": 1, **sizes})
+            mesh.open()
+            precision = DtypePolicy(**dtypes)
+            found.append(
+                [
+                    _steps(*case, mesh, device, precision, taken, layers, lengths, experts, policy)
+                    for policy in recompute
+                    for case in cases
+                ]
+            )
+        return found
     finally:
         processes.close()
 
@@ -183,6 +221,8 @@ def _steps(
     taken: int,
     layers: int,
     lengths: tuple[int, int],
+    experts: int,
+    recompute: Recompute,
 ) -> dict[str, Any]:
     """
     Gradients by name, as the optimizer gets them in the last step, and the weights before it; which slices these are;
@@ -197,8 +237,13 @@ def _steps(
         "head_dim": 8,
         "intermediate_size": 24,
     }
+    kernels = cpu_kernels()
+    if experts:
+        sizes |= EXPERTS | {"num_experts": experts}
+    model = (Qwen3Moe if experts else Qwen3Dense)(kernels=kernels, tie_word_embeddings=tied, **sizes)
     stages = MaterializedStages(
-        model=Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=tied, **sizes),
+        model=model,
+        dispatcher=AllToAllExperts(kernels=kernels, mesh=mesh),
         loss=LOSSES[kind](),
         schedule=schedule(name),
         mesh=mesh,
@@ -207,6 +252,7 @@ def _steps(
         job=Job(),
         transforms=[FreezeFirstLayer()] if frozen else [],
         bucket_bytes=1000,
+        recompute=recompute,
     )
     stages.open()
     executor = Executor(

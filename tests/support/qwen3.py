@@ -14,6 +14,7 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import BatchContext, LayerRange
+from drawloom.components.weights.load import persistent_tensors
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -51,10 +52,10 @@ def sparse(**changes: Any) -> Qwen3Moe:
 
 
 def whole(model: DecoderBuilder) -> nn.Module:
-    """All of a model in one module, every parameter random: norms of weight 1 would hide that they are not used."""
+    """All of a model in one module, every tensor random: norms of weight 1 would hide that they are not used."""
     module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    for tensor in persistent_tensors(module).values():
+        nn.init.normal_(tensor, 1.0 if tensor.ndim == 1 else 0.0, 0.2)
     return module
 
 

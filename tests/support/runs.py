@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 
+from drawloom.components.commands.verify_resume import MACHINE_METRICS
 from drawloom.components.distributed.torchrun import rank_console
 from drawloom.graph.cli.main import main
 from support.processes import RanksFailed, run_ranks
@@ -157,6 +158,13 @@ def rows(run: Path) -> list[dict[str, Any]]:
 def series(run: Path, *names: str) -> list[tuple[Any, ...]]:
     """Some metrics of every step."""
     return [tuple(row.get(name) for name in names) for row in rows(run)]
+
+
+def learned(run: Path) -> list[dict[str, Any]]:
+    """The metrics of each step but those of the machine, such as times."""
+    kept = [{key: row[key] for key in row if key.partition("/")[0] not in MACHINE_METRICS} for row in rows(run)]
+    assert all("loss" in row for row in kept)
+    return kept
 
 
 def take_back(run: Path, step: int) -> None:

@@ -38,7 +38,6 @@ class Row:
     changes: dict[str, Any]
 
 
-MESH = ("data_replicate", "expert")
 INVALID_BYTES = Change("refuse", {"paths": ["latin.txt"], "invalid_bytes": "replace"}, refused=True)
 STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
@@ -105,7 +104,23 @@ EXPERTS = {
     "decoder_sparse_step": 2,
     "mlp_only_layers": [1],
     "router_aux_loss_coef": 0.5,
+    "router_z_loss_coef": 0.5,
 }
+SHARED_EXPERTS = {
+    key: change for key, change in EXPERTS.items() if key not in ("decoder_sparse_step", "mlp_only_layers")
+}
+SHARED_EXPERTS |= {
+    "intermediate_size": Change(48, {"first_k_dense_replace": 1}),
+    "config": Change("other_dots1.json", NO_SIZES | {"config": "one_dots1.json"}),
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": Change(3, {"num_experts": 6}),
+    "topk_group": Change(2, {"num_experts": 6, "n_group": 3}),
+    "sliding_window": Change(3, {"max_window_layers": 1}),
+    "max_window_layers": Change(1, {"sliding_window": 3}),
+}
+WARMUP = {"start": 0.5, "warmup_steps": 3, "warmup_percent": Change(50.0, {"warmup_steps": None})}
 TRITON = (
     "rms_norm",
     "add_rms_norm",
@@ -236,8 +251,8 @@ ROWS: dict[str, Row] = {
     "distributed.mesh": Row(
         runs.sizes_of_mesh,
         {},
-        # Two replicas are not four ranks, and expert parallelism is not built yet.
-        {"pipeline": 2, "data_shard": 2, "context": 2, "tensor": 2} | dict.fromkeys(MESH, Change(2, refused=True)),
+        {"pipeline": 2, "data_shard": 2, "context": 2, "tensor": 2, "expert": Change(2, {"data_shard": 4})}
+        | {"data_replicate": Change(2, refused=True)},  # two replicas are not four ranks
     ),
     "distributed.precision": Row(
         runs.stages_of,
@@ -266,6 +281,16 @@ ROWS: dict[str, Row] = {
         | {"attention": "flex"}
         | {"filter_eps": Change(0.5, {"linear_cross_entropy": "cut"}, parts.filter_of)},
     ),
+    "learning_rate.constant": Row(parts.lr_factors, {"warmup_steps": 2}, WARMUP),
+    "learning_rate.cosine": Row(parts.lr_factors, {"warmup_steps": 2}, WARMUP | {"end": 0.5}),
+    "learning_rate.inverse_sqrt": Row(parts.lr_factors, {"warmup_steps": 2}, WARMUP | {"timescale": 7}),
+    "learning_rate.linear": Row(parts.lr_factors, {"warmup_steps": 2}, WARMUP | {"end": 0.5}),
+    "learning_rate.wsd": Row(
+        parts.lr_factors,
+        {"warmup_steps": 2, "decay_steps": 4},
+        WARMUP
+        | {"end": 0.5, "curve": "cosine", "decay_steps": 6, "decay_percent": Change(60.0, {"decay_steps": None})},
+    ),
     "learning_rate.piecewise": Row(
         parts.lr_factors,
         {"phases": [{"to": 1.0}]},
@@ -280,7 +305,11 @@ ROWS: dict[str, Row] = {
         },
     ),
     "listeners.logging": Row(runs.levels_of_logging, {}, {"level": "error"}),
-    "listeners.profiler": Row(runs.events_of_run, {"steps": [1]}, {"steps": [2]}),
+    "listeners.profiler": Row(
+        runs.traces_of_run,
+        {"wait": 1, "warmup": 1, "active": 1},
+        {"wait": 2, "warmup": 2, "active": 2, "repeat": 2, "memory": True},
+    ),
     "listeners.timeouts": Row(runs.events_of_run, {}, {"first_step": 7.0, "step": 7.0, "saving": 7.0}),
     "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True}),
@@ -289,6 +318,7 @@ ROWS: dict[str, Row] = {
     "metrics.classification": Row(
         parts.counted_by, {"classes": 2}, {"classes": 3, "of": "other", "averages": ["macro", "weighted"]}
     ),
+    "metrics.expert_load": Row(parts.routed_by, {}, {"by_expert": True}),
     "metrics.group": Row(parts.measured_by, {}, {"prefix": "train/"}),
     "metrics.mean": Row(parts.measured_by, {"of": "loss"}, {"of": "accuracy", "per": "microbatch", "name": "other"}),
     "metrics.memory": Row(parts.names_measured_by, {}, {"by_kind": True}),
@@ -298,6 +328,7 @@ ROWS: dict[str, Row] = {
         {"quantiles": [0.5], "bins": 10},
         {"of": "accuracy", "quantiles": [0.9], "low": 1.0, "high": 10.0, "bins": 7},
     ),
+    "metrics.utilization": Row(parts.utilization_of, {"peak_tflops": 1.0}, {"peak_tflops": 2.0}),
     "model.auto": Row(
         parts.model_of,
         {"path": "one.json", "weights": False},
@@ -307,6 +338,7 @@ ROWS: dict[str, Row] = {
             "weights": Change(True, {"path": "exported"}, parts.initial_weights_of),
         },
     ),
+    "model.dots1": Row(parts.model_of, SPARSE_SIZES, MODEL | SHARED_EXPERTS),
     "model.llama": Row(
         parts.model_of, SIZES, MODEL | {"config": config("llama")} | {"attention_bias": True, "mlp_bias": True}
     ),
@@ -329,6 +361,7 @@ ROWS: dict[str, Row] = {
     "optim.stochastic_adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | {"state_dtype": "float32"}),
     "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY),
     "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY),
+    "phases.router_bias": Row(parts.routed_by, {}, {"update_rate": 0.5}),
     "phases.report": Row(runs.steps_of_phase, {}, EVERY),
     "pipeline.from_csv": Row(parts.program, {"path": "one.csv"}, {"path": "other.csv"}),
     "pipeline.schedules.circular": STAGES_PER_RANK,
@@ -349,6 +382,8 @@ ROWS: dict[str, Row] = {
             "head_layer_cost": 2,
             "weights": "exported",
             "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
+            "recompute": Change("blocks", observer=runs.recomputed_by),
+            "compile": Change(True, observer=runs.compiled_in),
         },
     ),
     "run.batch": Row(

@@ -1,6 +1,7 @@
 """Stages that are hard to take backward in two passes, each made of our linear layers or of torch's."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -11,6 +12,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from drawloom.kernels.linear import embedding_eager, linear_eager
+from drawloom.kernels.recompute import rerun
 from drawloom.kernels.rms_norm import rms_norm_eager
 
 WIDTH = 6
@@ -116,6 +118,27 @@ def _recomputed_twice(p: Parts) -> Stage:
         return torch.tanh(s.b(checkpoint(lambda x: torch.tanh(s.a(x)), x, use_reentrant=False)))
 
     return Stage(lambda s, x: checkpoint(inner, s, x, use_reentrant=False), a=p.linear(), b=p.linear())
+
+
+def _rerun(p: Parts) -> Stage:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.c(rerun(lambda x: torch.tanh(s.b(F.dropout(torch.tanh(s.a(x))))), x))  # type: ignore[no-any-return]
+
+    return Stage(forward, a=p.linear(), b=p.linear(), c=p.linear())
+
+
+def _rerun_block(p: Parts) -> Stage:
+    block = _block(p)
+    block._forward = partial(rerun, block._forward)
+    return block
+
+
+def _rerun_twice(p: Parts) -> Stage:
+    def inner(s: Any, x: Tensor) -> Tensor:
+        again = checkpoint(lambda x: torch.tanh(s.a(x)), x, use_reentrant=False)
+        return torch.tanh(s.b(rerun(lambda x: torch.tanh(s.a(x)), again)))
+
+    return Stage(lambda s, x: rerun(inner, s, x), a=p.linear(), b=p.linear())
 
 
 def _offloaded(p: Parts) -> Stage:
@@ -260,6 +283,9 @@ STAGES: dict[str, tuple[Make, Sequence[str | None]]] = {
     ),
     "recomputed": (lambda p: _recomputed(p, use_reentrant=False), [X]),
     "recomputed within what is recomputed": (_recomputed_twice, [X]),
+    "rerun": (_rerun, [X]),
+    "rerun, and recomputed within": (_rerun_twice, [X]),
+    "block that is rerun": (_rerun_block, [X]),
     "saved elsewhere": (_offloaded, [X]),
     "activations changed in place": (_changed_in_place, [X]),
     "complex numbers": (_spectrum, [X]),

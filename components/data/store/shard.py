@@ -12,7 +12,7 @@ import json
 from array import array
 from contextlib import ExitStack
 from functools import cached_property
-from hashlib import blake2b, file_digest
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from drawloom.components.storage.atomic_write import replace_file
 from drawloom.components.storage.durable_files import FileWriter, new_file
+from drawloom.components.storage.regular_file import hash_file
 from drawloom.graph import UserError
 
 U8, U4 = np.dtype("<u8"), np.dtype("<u4")
@@ -81,7 +82,7 @@ class ShardWriter:
         summary = {
             "documents": len(self._columns["ends"]),
             "tokens": self.tokens,
-            "sha256": {kind: writer.content().sha256 for kind, writer in written.items()},
+            "digests": {kind: writer.content().digest for kind, writer in written.items()},
             "sources": list(self._sources),
         }
         replace_file(self._files.path("json"), (json.dumps(summary, indent=1) + "\n").encode())
@@ -144,9 +145,9 @@ class Shard:
     def check_digests(self) -> None:
         """Read the shard and raise UserError that names a file whose content is not what was written."""
         self.check_sizes()
-        for kind, digest in self.summary["sha256"].items():
+        for kind, digest in self.summary["digests"].items():
             path = self.files.path(kind)
-            if _sha256(path) != digest:
+            if hash_file(path).digest != digest:
                 raise UserError(f"{path} has other content than was written: the shard is damaged; restore it")
 
     @property
@@ -197,8 +198,3 @@ def _append(file: FileWriter, values: np.ndarray) -> None:
     if values.nbytes:
         assert file.sha256 is not None
         file.put(memoryview(values.view(np.uint8).data), file.sha256.size)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return file_digest(stream, "sha256").hexdigest()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.config import DecoderConfig, tensor_faults
+from drawloom.components.model.decoder.flops import forward_flops
 from drawloom.components.model.decoder.hugging_face import Family, config_of, config_path, mapper_of, read_config
 from drawloom.components.model.decoder.layer import Block, SwiGLU
 from drawloom.components.model.decoder.model import CausalLM
@@ -20,9 +21,11 @@ from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.decoder.settings import choose_architecture, faults
 from drawloom.components.model.split_vocabulary import NEW, Split, join_mapper, part
 from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.model import Kernels, LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
+from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import sequential
 from drawloom.graph import Problem, UserError, above, at_least, between, inherited, setting
 
@@ -145,6 +148,16 @@ class DecoderBuilder:
             yield from tensor_faults(sizes, ranks)
 
     @classmethod
+    def expert_count(cls, node: Any) -> int:
+        """The experts of a layer; 0 if the model has none."""
+        config = node.settings["config"]
+        if (given := node.settings.get("num_experts")) or config is None:
+            return given or 0
+        with suppress(UserError):  # a problem of its own
+            return getattr(read_config(cls.family, config), "num_experts", 0)
+        return 0
+
+    @classmethod
     def resume_impact(cls, node: Any, key: str) -> str | None:
         """max_position_embeddings is only exported, unless dynamic positions depend on it."""
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
@@ -197,15 +210,21 @@ class DecoderBuilder:
         std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
         fill_with_initial_weights(name, parameter, seed=seed, layers=layers, std=std, part_of=part_of)
 
+    def forward_flops(self) -> ForwardFlops:
+        """Floating-point operations of matrix products, by parameter, and of attention."""
+        return forward_flops(self._whole(), self.architecture)
+
     def hugging_face_config(self) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
         return config_of(self.family, written, None if self.tokenizer is None else self.tokenizer.eos_id)
 
     def hugging_face_mapper(self) -> Mapper:
-        # Only names are needed, so nothing is allocated.
-        with torch.device("meta"):
-            whole = self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
-        names = [name for name, _ in whole.named_parameters()]
+        names = [*persistent_tensors(self._whole())]
         joined = Mapper(()) if self.split is None else join_mapper(names, self.split)
         kept = [name for name in names if not name.endswith(f".{NEW}")]
         return sequential(joined, mapper_of(kept, getattr(self.architecture, "num_experts", 0)))
+
+    def _whole(self) -> nn.Module:
+        """All layers on the meta device, where nothing is allocated."""
+        with torch.device("meta"):
+            return self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))

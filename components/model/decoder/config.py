@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import attrs
 
 from drawloom.components.model.decoder.rope import InvalidSetting, RopeScaling
+from drawloom.components.model.decoder.router import Routing
 
 
 @attrs.frozen(kw_only=True)
@@ -42,6 +43,11 @@ class DecoderConfig:
         """How many tokens, itself included, a token of this layer attends to at most; None for all before it."""
         return None
 
+    @classmethod
+    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        """What of a family's own is invalid among these values; those that have no default are given."""
+        yield from ()
+
 
 @attrs.frozen(kw_only=True)
 class Qwen3Config(DecoderConfig):
@@ -51,30 +57,74 @@ class Qwen3Config(DecoderConfig):
 
 
 @attrs.frozen(kw_only=True)
-class MoeConfig(Qwen3Config):
+class MoeConfig(DecoderConfig):
     """
-    All that is needed to build a Qwen3 model with experts.
+    All that is needed to build a decoder with experts; which layers have some, and how they are chosen, is a family's.
 
-    `mlp_only_layers` are the numbers of layers without experts; `router_aux_loss_coef` is the coefficient of the
-    load-balancing loss.
+    `router_aux_loss_coef` and `router_z_loss_coef` are coefficients of losses in training, each a mean over layers.
     """
 
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
-    norm_topk_prob: bool = True
-    decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] = attrs.field(default=(), converter=tuple)
     router_aux_loss_coef: float = 0.001  # the default of transformers' MoeConfig
+    router_z_loss_coef: float = 0.0
+
+    @property
+    def routing(self) -> Routing:
+        """How experts are chosen."""
+        return Routing()
+
+    @classmethod
+    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        """More choices than experts."""
+        if (choices := given["num_experts_per_tok"]) > (experts := given["num_experts"]):
+            why = f"num_experts_per_tok = {choices} is more than num_experts = {experts}"
+            yield InvalidSetting("num_experts_per_tok", why, f"write {experts}, or less")
 
     def has_experts(self, number: int) -> bool:
         """Whether the layer of this number has experts."""
-        return has_experts(number, self.decoder_sparse_step, self.mlp_only_layers)
+        return True
 
     @property
     def moe_layers(self) -> int:
         """The number of layers with experts."""
         return sum(map(self.has_experts, range(self.num_hidden_layers)))
+
+
+@attrs.frozen(kw_only=True)
+class Qwen3MoeConfig(MoeConfig):
+    """Qwen3 with experts. `mlp_only_layers` are the numbers of layers without."""
+
+    qk_norm: ClassVar[bool] = True
+
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+
+    @property
+    def routing(self) -> Routing:
+        """By softmax."""
+        return Routing(norm_topk_prob=self.norm_topk_prob)
+
+    def has_experts(self, number: int) -> bool:
+        """The last of every so many layers, but for some."""
+        return has_experts(number, self.decoder_sparse_step, self.mlp_only_layers)
+
+    @classmethod
+    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        """Invalid numbers of experts and layers; a layer without experts of no size."""
+        yield from super().faults(given)
+        layers, step = given["num_hidden_layers"], given.get("decoder_sparse_step", 1)
+        dense = given.get("mlp_only_layers", ())
+        if strange := [number for number in dense if not 0 <= number < layers]:
+            why = f"mlp_only_layers names layer {strange[0]}, and layers are counted from 0 to {layers - 1}"
+            yield InvalidSetting("mlp_only_layers", why, f"remove {strange[0]}")
+        elif not any(has_experts(number, step, dense) for number in range(layers)):
+            key = "decoder_sparse_step" if step > layers else "mlp_only_layers"
+            yield InvalidSetting(key, "no layer has experts", 'write less, or use = "model.qwen3.dense"')
+        else:
+            yield from missing_size(given, [n for n in range(layers) if not has_experts(n, step, dense)])
 
 
 def has_experts(number: int, sparse_step: int, dense_layers: Sequence[int]) -> bool:
@@ -95,23 +145,17 @@ def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSet
 
 def tensor_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
     """Why ranks along `tensor` can't share a model with these sizes, as far as they are known."""
-    if sizes.get("num_experts"):
-        yield "experts are not shared out over them"
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         if (size := sizes.get(key)) and size % ranks:
             yield f"{key} = {size} does not divide by {ranks}"
+    if "n_shared_experts" in sizes and (inner := sizes.get("moe_intermediate_size")):
+        experts = sizes["n_shared_experts"] or 1
+        if experts * inner % ranks:
+            yield f"n_shared_experts × moe_intermediate_size = {experts * inner} does not divide by {ranks}"
 
 
-def expert_faults(
-    layers: int, experts: int, experts_per_token: int, sparse_step: int, dense_layers: Sequence[int]
-) -> Iterator[InvalidSetting]:
-    """Invalid numbers of experts, and of layers that have them."""
-    if experts_per_token > experts:
-        why = f"num_experts_per_tok = {experts_per_token} is more than num_experts = {experts}"
-        yield InvalidSetting("num_experts_per_tok", why, f"write {experts}, or less")
-    if strange := [number for number in dense_layers if not 0 <= number < layers]:
-        why = f"mlp_only_layers names layer {strange[0]}, and layers are counted from 0 to {layers - 1}"
-        yield InvalidSetting("mlp_only_layers", why, f"remove {strange[0]}")
-    elif not any(has_experts(number, sparse_step, dense_layers) for number in range(layers)):
-        key = "decoder_sparse_step" if sparse_step > layers else "mlp_only_layers"
-        yield InvalidSetting(key, "no layer has experts", 'write less, or use = "model.qwen3.dense"')
+def missing_size(given: Mapping[str, Any], dense: Sequence[int]) -> Iterator[InvalidSetting]:
+    """The size of layers without experts, if there are such layers and no size."""
+    if dense and "intermediate_size" not in given:
+        why = f"intermediate_size is missing, and layer {dense[0]} has no experts"
+        yield InvalidSetting("intermediate_size", why, "write intermediate_size = 768, say")

@@ -8,12 +8,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import (
-    DecoderConfig,
-    MoeConfig,
-    expert_faults,
-    head_faults,
-)
+from drawloom.components.model.decoder.config import DecoderConfig, head_faults
 from drawloom.components.model.decoder.rope import InvalidSetting, read_rope, rope_faults, rope_parameters_of
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import open_regular_file
@@ -51,7 +46,8 @@ class Family:
 
     `needed` are settings without a default; `hf_defaults` are transformers' defaults of a config's keys, where they
     differ from ours; `fixed` are values that a config must have for a model to be built, and gets when it is written.
-    `nullable` are keys that may be null. With `derives_head_dim` a config may leave out the sizes of heads.
+    `nullable` are keys that may be null; `renamed` are keys that the family's files call otherwise. With
+    `derives_head_dim` a config may leave out the sizes of heads.
     """
 
     component: str
@@ -63,6 +59,7 @@ class Family:
     hf_defaults: Mapping[str, Any] = attrs.field(factory=dict)
     fixed: Mapping[str, Any] = attrs.field(factory=dict)
     nullable: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = attrs.field(factory=dict)
     derives_head_dim: bool = True
 
     @property
@@ -88,7 +85,7 @@ FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
 
 def config_of(family: Family, architecture: DecoderConfig, end: int | None) -> dict[str, Any]:
     """The `config.json` of a model; `end` is the id that ends a text, if there is a tokenizer."""
-    numbers = {key: _plain(getattr(architecture, key)) for key in family.keys}
+    numbers = {family.renamed.get(key, key): _plain(getattr(architecture, key)) for key in family.keys}
     known_end = {} if end is None else {"eos_token_id": end}
     named = {"architectures": [family.class_name], "model_type": family.model_type}
     rope = rope_parameters_of(architecture.rope_scaling, architecture.rope_theta)
@@ -125,7 +122,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> DecoderConfig:
     # transformers 5 writes newer names, and folders of either age are read.
-    config = {OTHER_KEYS.get(key, key): value for key, value in config.items()}
+    names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
+    config = {names.get(key, key): value for key, value in config.items()}
     try:
         base, rope = read_rope(config)
     except ValueError as error:
@@ -151,9 +149,7 @@ def architecture_faults(architecture: DecoderConfig) -> Iterator[InvalidSetting]
     yield from head_faults(architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim)
     if architecture.rope_scaling is not None:
         yield from rope_faults(architecture.rope_scaling, architecture.head_dim)
-    if isinstance(architecture, MoeConfig):
-        keys = ("num_hidden_layers", "num_experts", "num_experts_per_tok", "decoder_sparse_step", "mlp_only_layers")
-        yield from expert_faults(*(getattr(architecture, key) for key in keys))
+    yield from architecture.faults(attrs.asdict(architecture, recurse=False))
 
 
 def _differences(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
@@ -185,7 +181,7 @@ def _with_head_sizes(family: Family, found: Mapping[str, Any]) -> dict[str, Any]
 def _gaps(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
     """Missing keys; rope_theta is one, because transformers' default of it is not Qwen3's."""
     needed = [field.name for field in attrs.fields(family.architecture) if field.default is attrs.NOTHING]
-    if missing := [key for key in (*needed, "rope_theta") if key not in found]:
+    if missing := [family.renamed.get(key, key) for key in (*needed, "rope_theta") if key not in found]:
         yield f"lacks {', '.join(missing)}"
 
 
@@ -215,6 +211,8 @@ KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     "sliding_window": ("int above 0", lambda value: type(value) is int and value > 0),
     "max_window_layers": ("int of 0 or more", lambda value: type(value) is int and value >= 0),
     "router_aux_loss_coef": ("float of 0 or more", lambda value: _is_number(value) and value >= 0),
+    "router_z_loss_coef": ("float of 0 or more", lambda value: _is_number(value) and value >= 0),
+    "first_k_dense_replace": ("int of 0 or more", lambda value: type(value) is int and value >= 0),
     "mlp_only_layers": (
         "a list of layers' numbers",
         lambda value: type(value) is list and all(type(number) is int and number >= 0 for number in value),

@@ -5,13 +5,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import (
-    DecoderConfig,
-    MoeConfig,
-    expert_faults,
-    has_experts,
-    head_faults,
-)
+from drawloom.components.model.decoder.config import DecoderConfig, head_faults
 from drawloom.components.model.decoder.hugging_face import Family, architecture_faults, read_config
 from drawloom.components.model.decoder.rope import InvalidSetting, form_faults, rope_faults, take_apart
 from drawloom.graph import UserError
@@ -49,8 +43,8 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
     for key in ("rope_scaling", "rope_parameters"):
         if key in given:
             yield from rope_faults(given[key], given.get("head_dim"), key)
-    if family.architecture is MoeConfig and given.keys() >= set(family.needed):
-        yield from _expert_faults(given)
+    if given.keys() >= set(family.needed):
+        yield from family.architecture.faults(given)
 
 
 def choose_architecture(
@@ -118,22 +112,6 @@ def _attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         yield InvalidSetting("num_attention_heads", why, "write head_dim = 64, say")
         return
     yield from head_faults(heads, given.get("num_key_value_heads", heads), given.get("head_dim", width // heads))
-
-
-def _expert_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-    layers, step, dense = (
-        given["num_hidden_layers"],
-        given.get("decoder_sparse_step", 1),
-        given.get("mlp_only_layers", ()),
-    )
-    found = list(expert_faults(layers, given["num_experts"], given["num_experts_per_tok"], step, dense))
-    yield from found
-    first = next((number for number in range(layers) if not has_experts(number, step, dense)), None)
-    if first is not None and "intermediate_size" not in given and not found:
-        why = f"intermediate_size is missing, and layer {first} has no experts"
-        yield InvalidSetting(
-            "intermediate_size", why, f"write intermediate_size = {EXAMPLES['intermediate_size']}, say"
-        )
 
 
 def _rounded_up(number: int, multiple: int) -> int:

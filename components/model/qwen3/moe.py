@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import MoeConfig
+from drawloom.components.model.decoder.config import Qwen3MoeConfig
 from drawloom.components.model.decoder.experts import SparseMoeBlock
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.layer import SwiGLU
@@ -16,7 +16,7 @@ from drawloom.graph import at_least, component, setting
 MOE = Family(
     "model.qwen3.moe",
     "a Qwen3 model with experts",
-    MoeConfig,
+    Qwen3MoeConfig,
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     needed=(
@@ -38,8 +38,8 @@ class Qwen3Moe(DecoderBuilder):
     """
     A Qwen3 language model with experts, of sizes given here or by a Hugging Face `config.json`.
 
-    A router sends each token to a few experts of a layer. A load-balancing loss over the tokens of each row adds its
-    gradients in training, and is no part of the reported losses.
+    A router sends each token to a few experts of a layer. A load-balancing loss over the tokens of each row and a
+    z-loss add their gradients in training, and are no part of the reported losses.
     """
 
     family = MOE
@@ -67,6 +67,12 @@ class Qwen3Moe(DecoderBuilder):
         check=at_least(0),
         impact="changes_training",
         doc="coefficient of the load-balancing loss; the config's, or 0.001, if left out",
+    )
+    router_z_loss_coef: float | None = setting(
+        default=None,
+        check=at_least(0),
+        impact="changes_training",
+        doc="coefficient of the router's z-loss, which keeps its logits small; the config's, or 0, if left out",
     )
 
     def mlp_of(self, number: int) -> nn.Module:

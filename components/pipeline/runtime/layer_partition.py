@@ -11,7 +11,7 @@ from drawloom.graph.problems import Problem
 
 def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Problem]:
     """Problems of the combination: a schedule for another number of ranks, or more stages than layers."""
-    built = _build(schedule)
+    built = build_schedule(schedule)
     if built is None:
         return
     ranks, layers = mesh.settings.get("pipeline", 1), model.settings.get("num_hidden_layers")
@@ -24,7 +24,7 @@ def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> 
         yield mesh.problem("pipeline", *_too_few(layers, ranks, built.stages_per_rank, model.name))
 
 
-def _build(schedule: NodeView) -> Schedule | None:
+def build_schedule(schedule: NodeView) -> Schedule | None:
     """The schedule, whose constructor is cheap; None if it has problems of its own, which it reports itself."""
     own = getattr(schedule.component, "constraints", None)
     if own is not None and any(own(schedule)):

@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers, mismatch
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
@@ -77,7 +78,11 @@ class ProgramRunner:
         for action in flat(program):
             # A traceback alone would not say which of many identical stages and microbatches it was.
             try:
-                operations[action.op](action)
+                if profiler._is_profiler_enabled:  # a range costs microseconds, of which an action has few to lose
+                    with profiler.record_function(str(action)):
+                        operations[action.op](action)
+                else:
+                    operations[action.op](action)
             except UserError as error:
                 raise UserError(f"{error} (at {action}: stage {action.stage})", error.exit_code) from error
             except Exception as error:

@@ -1,6 +1,7 @@
 """What a stage does with a microbatch: forward, and backward as a whole or in two parts."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.pipeline.recompute import recomputing
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.pipeline.state.handler import PipelineStateHandler
 from drawloom.components.ports.data import Batch
@@ -55,18 +57,17 @@ class StageRunner:
 
         Without a batch the last stage gives what `finish` makes of the last hidden states and the head.
         """
-        if not self.split:
-            split = None
-            with accumulating():
-                outputs = self._run(microbatch, inputs, shared, batch, finish)
-        else:
-            split = SplitBackward()
-            with split.forward():
-                outputs = self._run(microbatch, inputs, shared, batch, finish)
+        split = SplitBackward() if self.split else None
+        with accumulating() if split is None else split.forward(), self._recomputing():
+            outputs = self._run(microbatch, inputs, shared, batch, finish)
         # Evaluation keeps nothing for a backward pass.
         if torch.is_grad_enabled():
             self._in_flight[microbatch] = InFlight(floating(leaves(inputs)), floating(leaves(outputs)), split)
         return transform(detach, outputs)
+
+    def _recomputing(self) -> AbstractContextManager[Any]:
+        """The policy of this forward pass; a context of its own, so that the next one may have another."""
+        return recomputing(self.stage.recompute if torch.is_grad_enabled() else "none")
 
     def _run(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None

@@ -17,15 +17,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from drawloom.kernels.deferred_grads import Deferral, DeferredGrad, MatrixProduct
+from drawloom.kernels.recompute import LEAF, TRANSPOSE, Kept, Saved, held_by
 
 Users = dict[Node | None, list[Node | None]]
 """By node, the nodes that have an edge to it; None stands for the outputs of the graph."""
-
-
-LEAF: type[Node] = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-
-
-TRANSPOSE: type[Node] = torch._C._functions.TBackward0  # type: ignore[attr-defined]
 
 
 def users_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Users:
@@ -113,7 +108,7 @@ class Product:
 
     node: Node
     weight: Tensor
-    other: Tensor
+    other: Saved
     gradient: Callable[[Tensor, Tensor], Tensor]
 
     def capture(self, deferred: DeferredGrad) -> RemovableHandle:
@@ -121,7 +116,7 @@ class Product:
 
         def captured(_: object, grads: tuple[Tensor | None, ...]) -> None:
             if grads[0] is not None:
-                deferred.queue(self.gradient, grads[0], self.other)
+                deferred.queue(self.gradient, grads[0], self.other.value())
 
         return self.node.register_hook(captured)
 
@@ -180,14 +175,32 @@ def product_of(node: Node | None, factor: Node, users: Users) -> Product | None:
     side = factors.index(factor)
     if not _leads_on(factors[1 - side], users):
         return None
-    if getattr(node, f"_raw_saved_{names[1 - side]}").unpack_hook is not None:
-        return None  # saved-tensor hooks (recompute, offload) may unpack only once, which the node itself does
-    weight, other = getattr(node, f"_saved_{names[side]}"), getattr(node, f"_saved_{names[1 - side]}")
-    if other.is_complex() or other.layout != weight.layout:
+    weight, other = _weight_of(node, factor, names[side]), _other_of(node, names[1 - side])
+    if weight is None or other is None or weight.is_complex():
+        return None
+    if isinstance(other, Kept) and other.value().layout != weight.layout:
         return None
     # A gradient with the weight's own strides is accumulated without a copy.
     by_columns = weight.stride() == (1, len(weight))
-    return Product(node, weight, other.detach(), _GRADIENTS[side, by_columns])
+    return Product(node, weight, other, _GRADIENTS[side, by_columns])
+
+
+def _weight_of(node: Node, factor: Node, name: str) -> Tensor | None:
+    """The weight or its transpose, with its graph; None if a transpose would have to be recomputed for that."""
+    if type(factor) is LEAF:
+        leaf: Tensor = factor.variable  # type: ignore[attr-defined]
+        return leaf
+    variable = getattr(node, f"_raw_saved_{name}")
+    if variable.unpack_hook is not None and not isinstance(held_by(variable), Kept):
+        return None
+    transposed: Tensor = getattr(node, f"_saved_{name}")
+    return transposed
+
+
+def _other_of(node: Node, name: str) -> Saved | None:
+    """The other factor, which may be recomputed; None if hooks hold it that may give it to the node alone."""
+    variable = getattr(node, f"_raw_saved_{name}")
+    return Kept(getattr(node, f"_saved_{name}")) if variable.unpack_hook is None else held_by(variable)
 
 
 def _leads_on(node: Node | None, users: Users) -> bool:

@@ -11,8 +11,8 @@ the second part. Which gradients are deferred is decided from the autograd graph
 So every leaf that a full backward pass would reach gets its gradient, also one that belongs to no module.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -101,9 +101,13 @@ class SplitBackward:
         if not (inputs or leaves) or not roots:
             return [None] * len(inputs)
         try:
-            with self._deferral.defer(except_for=inputs), _capturing(leaves, self._deferral), _refusals():
+            with self._deferral.defer(except_for=inputs), _Capturing(leaves, self._deferral):
                 asked = [*inputs, *leaves]
                 return torch.autograd.grad(outputs, asked, grads, allow_unused=True)[: len(inputs)]
+        except RuntimeError as error:
+            if (refusal := _refusal(error)) is None:
+                raise
+            raise refusal from error
         finally:
             for handle in handles:
                 handle.remove()
@@ -130,28 +134,33 @@ _CAPTURE = -1
 """The key of our hook among the hooks of a leaf; torch numbers its own from 0."""
 
 
-@contextmanager
-def _capturing(leaves: Iterable[Tensor], deferral: Deferral) -> Iterator[None]:
+class _Capturing:
     """
-    Queue the gradients that autograd computes for leaves, without calling the leaves' own hooks, which W calls.
+    A context that queues the gradients that autograd computes for leaves, without their own hooks, which W calls.
 
     A hook captures them, because it sees a gradient before anything can change it in place.
     """
-    captured: list[dict[int, Any]] = []
-    suspended: list[tuple[dict[int, Any], dict[int, Any]]] = []
-    try:
-        for leaf in leaves:
+
+    __slots__ = ("_captured", "_deferral", "_leaves", "_suspended")
+
+    def __init__(self, leaves: Iterable[Tensor], deferral: Deferral) -> None:
+        self._leaves, self._deferral = leaves, deferral
+        self._captured: list[dict[int, Any]] = []
+        self._suspended: list[tuple[dict[int, Any], dict[int, Any]]] = []
+
+    def __enter__(self) -> None:
+        for leaf in self._leaves:
             hooks = _hooks(leaf)
             if hooks:
-                suspended.append((hooks, dict(hooks)))
+                self._suspended.append((hooks, dict(hooks)))
                 hooks.clear()
-            hooks[_CAPTURE] = deferral.grad_for(leaf).add
-            captured.append(hooks)
-        yield
-    finally:
-        for hooks in captured:
+            hooks[_CAPTURE] = self._deferral.grad_for(leaf).add
+            self._captured.append(hooks)
+
+    def __exit__(self, *_: object) -> None:
+        for hooks in self._captured:
             del hooks[_CAPTURE]
-        for hooks, others in suspended:
+        for hooks, others in self._suspended:
             hooks.update(others)
 
 
@@ -173,12 +182,7 @@ _REFUSED = {
 """Error messages by a part of torch's message."""
 
 
-@contextmanager
-def _refusals() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        for theirs, ours in _REFUSED.items():
-            if theirs in str(error):
-                raise UserError(f"split backward: {ours}") from error
-        raise
+def _refusal(error: RuntimeError) -> UserError | None:
+    """What a message of torch means for those who wrote the stage; None if it is another error."""
+    found = next((ours for theirs, ours in _REFUSED.items() if theirs in str(error)), None)
+    return None if found is None else UserError(f"split backward: {found}")

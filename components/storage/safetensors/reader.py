@@ -62,10 +62,18 @@ def read_header(file: RegularFile) -> tuple[int, dict[str, Entry]]:
     return 8 + length, parse_header(file.read(8, length), file.size - 8 - length)
 
 
-def read_tensor(file: RegularFile, begin: int, entry: Entry) -> Tensor:
-    """A tensor of any shape (its entry's) in new memory on the CPU; `begin` is the offset of all tensors."""
-    tensor, memory = empty(entry.spec)
-    file.read_into(memory, begin + entry.start)
+def read_tensor(file: RegularFile, begin: int, entry: Entry, rows: range | None = None) -> Tensor:
+    """
+    A tensor of any shape (its entry's) in new memory on the CPU; `begin` is the offset of all tensors.
+
+    Of a tensor with dimensions some `rows`, in one piece, can be read alone.
+    """
+    spec, start = entry.spec, begin + entry.start
+    if rows is not None:
+        row = TensorSpec(spec.shape[1:], spec.dtype)
+        spec, start = TensorSpec((len(rows), *row.shape), row.dtype), start + rows.start * row.bytes
+    tensor, memory = empty(spec)
+    file.read_into(memory, start)
     return tensor
 
 

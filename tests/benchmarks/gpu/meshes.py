@@ -1,11 +1,12 @@
 """
 Meshes of several GPUs beside one GPU and beside plain FSDP2, in one run: `make bench-mesh-gpu RANKS=2`.
 
-Qwen3-0.6B and the shape of Llama 3 8B, in bfloat16, with rows of 4096 tokens; a step is forward, backward, the norm of
-all gradients, clipping and AdamW. Data-parallel ranks each have as many rows as the one GPU; those along `tensor` share
-their rows. Ideal are its tokens a second on each GPU. The peer is Hugging Face transformers with Liger's kernels, if
-they are installed, under torch's `fully_shard`, each layer a unit, as here. A line says tokens per second and GPU,
-their ratio to one GPU's, and GiB per GPU at most. `make bench-finetune-gpu` measures fine-tuning on one GPU.
+Qwen3-0.6B, the shape of Llama 3 8B and a billion parameters with 64 experts, in bfloat16, with rows of 4096 tokens; a
+step is forward, backward, the norm of all gradients, clipping and AdamW. Data-parallel ranks each have as many rows as
+the one GPU; those along `tensor` share their rows. Ideal are its tokens a second on each GPU. The peer is Hugging Face
+transformers with Liger's kernels, if they are installed, under torch's `fully_shard`, each layer a unit, as here. A
+line says tokens per second and GPU, their ratio to one GPU's, and GiB per GPU at most. `make bench-finetune-gpu`
+measures fine-tuning on one GPU.
 """
 
 import gc
@@ -31,18 +32,20 @@ import attrs  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks.gpu.pipeline import _batch, _initialise  # noqa: E402
-from benchmarks.gpu.training import DENSE, SMALL  # noqa: E402
+from benchmarks.gpu.training import DENSE, SMALL, SPARSE  # noqa: E402
 from drawloom.components.adapters.lora import Lora  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.distributed.mesh import RankMesh  # noqa: E402
 from drawloom.components.distributed.precision import DtypePolicy  # noqa: E402
 from drawloom.components.distributed.processes import TorchProcesses  # noqa: E402
 from drawloom.components.distributed.sum_over_shards import SumOverParameters  # noqa: E402
+from drawloom.components.experts.all_to_all import AllToAllExperts  # noqa: E402
 from drawloom.components.gradients.clip_norm import ClipNorm  # noqa: E402
 from drawloom.components.gradients.synchronize import Synchronize  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
 from drawloom.components.loss.next_token import NextToken  # noqa: E402
 from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
+from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.pipeline.executor import Executor  # noqa: E402
 from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
@@ -92,27 +95,32 @@ class Case:
     @property
     def tokens(self) -> float:
         """Of a step, by GPU."""
-        apart = math.prod(size for name, size in self.sizes.items() if not name.startswith("data_"))
+        apart = math.prod(size for name, size in self.sizes.items() if name in ("pipeline", "context", "tensor"))
         return self.rows * self.microbatches * self.length / apart
 
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK = 16
 
-SMALL_MODEL, LARGE = "Qwen3-0.6B", "Llama-3-8B shape"
-MODELS = {SMALL_MODEL: DENSE, LARGE: LLAMA}
+SMALL_MODEL, LARGE, EXPERTS = "Qwen3-0.6B", "Llama-3-8B shape", "1B with 64 experts"
+MODELS = {SMALL_MODEL: DENSE, LARGE: LLAMA, EXPERTS: SPARSE}
 SHAPES = ((SMALL_MODEL, 4, 1), (SMALL_MODEL, 4, 4), (LARGE, 2, 1))
+OF_EXPERTS = ((EXPERTS, 4, 1), (EXPERTS, 4, 4))
 
 
 def cases(ranks: int) -> list[Case]:
     """What is measured with so many processes."""
     if ranks == 1:
-        return [Case(*shape) for shape in SHAPES]
+        return [Case(*shape) for shape in (*SHAPES, *OF_EXPERTS)]
     # Each replica of the large model would need more memory than the one GPU, for buckets of gradients.
     found = [Case(*shape, {"data_replicate": ranks}) for shape in SHAPES[:2]]
     for shape in SHAPES:
         found += [Case(*shape, {"data_shard": ranks}, reshard=reshard) for reshard in (True, False)]
         found += [Case(*shape, {"data_shard": ranks}, peer=True)] if shape[2] == 1 else []
+    for shape in OF_EXPERTS:
+        shards = {"data_shard": ranks}
+        found += [Case(*shape, {**shards, "expert": ranks}, reshard=reshard) for reshard in (True, False)]
+        found.append(Case(*shape, shards, reshard=False))
     found.append(Case(LARGE, 2 * ranks, 1, {"tensor": ranks}))
     found.append(Case(SMALL_MODEL, 1, 1, {"context": ranks}, length=ranks * 4 * LENGTH))
     pipelined = [Case(LARGE, 1, 8 * ranks // 2, {"pipeline": ranks}, schedule=each) for each in SCHEDULES]
@@ -195,9 +203,9 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     kernels = AutoKernels(device=device)
     kernels.open()
     config = _config(case) | {"max_position_embeddings": 40960}
-    config.pop("model_type")
-    model = Qwen3Dense(kernels=kernels, **config)
-    model.initialise = _initialise  # type: ignore[assignment,method-assign]
+    kind = Qwen3Moe if config.pop("model_type") == "qwen3_moe" else Qwen3Dense
+    model: Any = kind(kernels=kernels, **config)
+    model.initialise = _initialise
     dtype: Any = "float32" if TINY else "bfloat16"
     precision, schedule, loss = DtypePolicy(parameter=dtype), pipelines.schedule(case.schedule), NextToken()
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
@@ -205,6 +213,7 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     stages = MaterializedStages(
         model=model, loss=loss, precision=precision, job=pipelines.Job(), adapters=lora, **common
     )
+    stages.dispatcher = AllToAllExperts(kernels=kernels, mesh=mesh)
     stages.reshard_after_forward = case.reshard
     stages.open()
     executor = Executor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
@@ -216,7 +225,9 @@ def _ours(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
     ]
     optimizer.open()
     size = config["vocab_size"], case.rows, case.length
-    batches = [_batch(number, device, *size) for number in range(case.microbatches)]
+    # Ranks along `context` cut rows before they are copied to the GPU.
+    place = ComputeDevice(kind="cpu") if "context" in case.sizes else device
+    batches = [_batch(number, place, *size) for number in range(case.microbatches)]
 
     def step() -> None:
         state = Step(1, 1)
@@ -267,7 +278,7 @@ def _peer(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
 
 
 def _config(case: Case) -> dict[str, Any]:
-    small = {key: value for key, value in SMALL.items() if key in DENSE}
+    small = {key: value for key, value in SMALL.items() if key in MODELS[case.model]}
     small |= {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
     return MODELS[case.model] | (small if TINY else {})
 

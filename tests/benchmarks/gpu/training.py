@@ -4,11 +4,12 @@ One training step of whole models, beside Hugging Face transformers, in one run:
 Every contender gets the same tokens, the same random weights' shapes in bfloat16, and an AdamW step. Tokens a second
 are the median of several steps. MFU is
 
-    tokens/s * 3 * (2 * P + 2 * layers * heads * head_dim * length) / rate
+    tokens/s * FLOPs of a token / rate
 
-where P are the parameters that a token is multiplied with (of experts, those it visits; of the embedding, the head
-alone), the second term is causal attention, 3 counts forward once and backward twice, and `rate` is what a bfloat16
-product of 8192 x 8192 reaches here. Nothing is recomputed.
+with the FLOPs that `metrics.utilization` counts (`components/ports/flops.py`): 3 * (2 * P + 2 * layers * heads *
+head_dim * (length + 1)), where P are the parameters that a token is multiplied with (of experts, those it visits; of
+the embedding, the head alone), the second term is causal attention, and 3 counts forward once and backward twice.
+`rate` is what a bfloat16 product of 8192 x 8192 reaches here. Nothing is recomputed.
 """
 
 import gc
@@ -131,19 +132,13 @@ def _tokens(config: dict[str, Any], rows: int, length: int) -> tuple[Tensor, Ten
 def _ours(
     config: dict[str, Any], tokens: Tensor, targets: Tensor, compiled: bool = False, rounded: bool = False
 ) -> Step:
-    module, name = OURS[config["model_type"]]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps(_whole_config(config)), "utf-8")
-        kind: Any = DEVICE.type
-        device: Any = ComputeDevice(kind=kind)
-        kernels = AutoKernels(device=device)
-        kernels.open()
-        blueprint = getattr(import_module(f"drawloom.components.model.qwen3.{module}"), name)(
-            kernels=kernels, config=path
-        )
-        with torch.device("meta"):
-            built: nn.Module = blueprint.build(LayerRange(0, blueprint.num_hidden_layers, True, True))
+    kind: Any = DEVICE.type
+    device: Any = ComputeDevice(kind=kind)
+    kernels = AutoKernels(device=device)
+    kernels.open()
+    blueprint = _blueprint(config, kernels)
+    with torch.device("meta"):
+        built: nn.Module = blueprint.build(LayerRange(0, blueprint.num_hidden_layers, True, True))
     model = built.bfloat16().to_empty(device=DEVICE)
     _fill(model)
     rows, length = tokens.shape
@@ -174,6 +169,17 @@ def _theirs(
         return F.cross_entropy(called(tokens).logits.float().flatten(0, 1), targets.flatten())
 
     return _step(model, loss, False)
+
+
+def _blueprint(config: dict[str, Any], kernels: AutoKernels | None) -> Any:
+    """drawloom's model of a config; without kernels it can be built, and not be run."""
+    module, name = OURS[config["model_type"]]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(_whole_config(config)), "utf-8")
+        made = getattr(import_module(f"drawloom.components.model.qwen3.{module}"), name)(kernels=kernels, config=path)
+        _ = made.architecture  # read while the file is there
+    return made
 
 
 def _whole_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -245,17 +251,8 @@ def _measured(step: Step, tokens: int, config: dict[str, Any], length: int, rate
 
 def _operations(config: dict[str, Any], length: int) -> float:
     """Of the matrix units, for each token of a step: see the top."""
-    width, channels = config["hidden_size"], config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    attention = width * channels * (2 * heads + 2 * kv_heads)
-    if config["model_type"] == "qwen3_moe":
-        visited = config["num_experts_per_tok"] * 3 * width * config["moe_intermediate_size"]
-        forward = visited + width * config["num_experts"]
-    else:
-        forward = 3 * width * config["intermediate_size"]
-    layers = config["num_hidden_layers"]
-    parameters = layers * (attention + forward) + width * config["vocab_size"]
-    return float(3 * (2 * parameters + 2 * layers * heads * channels * length))
+    flops = _blueprint(config, None).forward_flops()
+    return float(flops.of_training(1, {None: (length + 1) / 2}))
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def test_each_checkpoint_contains_the_recipe(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "step-1"
     assert (folder / "recipe.lock.toml").read_text("utf-8") == "# été\n"
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["format"], manifest["step"], manifest["recipe"], manifest["world_size"]) == (2, 1, "the hash", 1)
+    assert (manifest["format"], manifest["step"], manifest["recipe"], manifest["world_size"]) == (3, 1, "the hash", 1)
 
 
 def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ MANIFEST = Manifest(
     world_size=2,
     replicated=["optimizer"],
     local=["randomness"],
-    files={"rank-0.json": Content(3, "00ff" * 16)},
-    spread=["stages"],
+    files={"rank-0.json": Content(3, ["00ff" * 16])},
+    sharded=["stages"],
     values={"loss": 0.1, "grad_norm": None, "tokens": 12},
 )
 
@@ -40,7 +40,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_a_manifest_survives_its_file(checkpoint: Path) -> None:
     """Every field is read back, and the file has a format number."""
     assert read_manifest(checkpoint) == MANIFEST
-    assert json.loads((checkpoint / "manifest.json").read_text())["format"] == 2
+    assert json.loads((checkpoint / "manifest.json").read_text())["format"] == 3
 
 
 def test_every_flipped_bit_is_detected(checkpoint: Path) -> None:
@@ -77,19 +77,20 @@ def test_the_manifest_of_another_step_is_corrupt(checkpoint: Path) -> None:
         read_manifest(other)
 
 
-def test_a_newer_format_is_a_user_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("other", [2, 4])
+def test_another_format_is_a_user_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, other: int) -> None:
     """It is refused with both numbers, instead of falling back to an older checkpoint."""
-    monkeypatch.setattr("drawloom.components.checkpoint.manifest.FORMAT", 3)
+    monkeypatch.setattr("drawloom.components.checkpoint.manifest.FORMAT", other)
     (checkpoint / "manifest.json").write_bytes(MANIFEST.write())
     monkeypatch.undo()
-    with pytest.raises(UserError, match="has format 3, and this version of drawloom reads up to 2"):
+    with pytest.raises(UserError, match=f"has format {other}, and this version of drawloom reads format 3"):
         read_manifest(checkpoint)
 
 
 @pytest.mark.parametrize("name", ["../step-6/rank-0.json", "/etc/passwd", "", ".", "..", "a\0b", "manifest.json"])
 def test_file_names_can_t_leave_the_folder(checkpoint: Path, name: str) -> None:
     """A manifest with a valid checksum can't name files elsewhere."""
-    made_up = attrs.evolve(MANIFEST, files={name: Content(1, "00" * 32)})
+    made_up = attrs.evolve(MANIFEST, files={name: Content(1, ["00" * 32])})
     (checkpoint / "manifest.json").write_bytes(made_up.write())
     with pytest.raises(CorruptCheckpoint, match="not a plain file name"):
         read_manifest(checkpoint)
@@ -105,10 +106,13 @@ def test_file_names_can_t_leave_the_folder(checkpoint: Path, name: str) -> None:
         {"world_size": True},
         {"replicated": "optimizer"},
         {"local": [1]},
-        {"spread": None},
+        {"sharded": None},
         {"files": []},
-        {"files": {"rank-0.json": {"size": -1, "sha256": "00" * 32}}},
-        {"files": {"rank-0.json": {"size": 1, "sha256": "00"}}},
+        {"files": {"rank-0.json": {"size": -1, "blocks": ["00" * 32]}}},
+        {"files": {"rank-0.json": {"size": 1, "blocks": ["00"]}}},
+        {"files": {"rank-0.json": {"size": 1, "blocks": "00" * 32}}},
+        {"files": {"rank-0.json": {"size": 1, "blocks": []}}},
+        {"files": {"rank-0.json": {"size": 2**22 + 1, "blocks": ["00" * 32]}}},
         {"files": {"rank-0.json": {"size": 1}}},
         {"values": {"loss": "low"}},
         {"recipe": None},
@@ -151,7 +155,7 @@ def test_all_faults_of_a_checkpoint_are_listed_at_once(tmp_path: Path) -> None:
     assert str(caught.value).split("; ") == [
         "rank-0.json is missing",
         "rank-1.json is not in the manifest",
-        "rank-0.safetensors has a checksum mismatch",
+        f"rank-0.safetensors has a checksum mismatch in bytes 0 to {len(tensors)}",
         "recipe.lock.toml has 0 bytes instead of 11",
     ]
 

@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -18,9 +19,11 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.ports.run import Step
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.run.job import NamedRun
 from drawloom.components.run.randomness import ProcessRandomness
 from drawloom.components.storage import atomic_write, durable_files
+from drawloom.components.storage.sha256_stream import BLOCK
 from drawloom.graph import UserError
 from support.checkpoints import LocalNode, ShardedNode, StateNode, checkpointer
 from support.processes import RanksFailed, run_ranks
@@ -230,4 +233,70 @@ def test_swapped_files_of_two_ranks_are_corrupt(tmp_path: Path) -> None:
     (folder / "rank-0.json").rename(folder / "x")
     (folder / "rank-1.json").rename(folder / "rank-0.json")
     (folder / "x").rename(folder / "rank-1.json")
+    assert [step for step, *_ in run_ranks(_restore, 2, tmp_path)] == [1, 1]
+
+
+WIDTH = 2**18  # bytes of a row of the large tensor below
+ROWS = 96
+
+
+@attrs.define
+class SlicedNode(StateNode):
+    """A node with some rows of one large tensor."""
+
+    first: int = 0
+    rows: int = ROWS
+
+    def state_slices(self) -> dict[str, TensorSlice]:
+        """The rows that this rank has."""
+        return {"w": TensorSlice((ROWS, WIDTH), (self.first, 0), (self.rows, WIDTH))}
+
+
+def _node(rank: int, size: int) -> SlicedNode:
+    return SlicedNode(first=ROWS * rank // size, rows=ROWS // size)
+
+
+def _save_slices(folder: Path) -> None:
+    with _mesh() as mesh:
+        node = _node(mesh.world.rank, mesh.world.size)
+        rows = torch.arange(node.first, node.first + node.rows)
+        node.state = {"w": {"moment": rows.to(torch.uint8)[:, None].expand(-1, WIDTH).contiguous()}}
+        checkpointer(folder, {"node": node}, mesh).save(Step(1, 9))
+
+
+def _restore_slices(folder: Path) -> tuple[bool, int]:
+    """Whether a rank has its rows, and how many bytes it read of files of tensors."""
+    count, preadv = 0, os.preadv
+
+    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal count
+        found = preadv(descriptor, buffers, offset)
+        count += found if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors") else 0
+        return found
+
+    with _mesh() as mesh, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", counted)
+        node = _node(mesh.world.rank, mesh.world.size)
+        step = checkpointer(folder, {"node": node}, mesh).restore()
+        good = torch.equal(node.state["w"]["moment"][:, 0], torch.arange(node.first, node.first + node.rows).byte())
+        return step == 1 and good, count
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(3, 2), (1, 3), (2, 1)])
+def test_all_ranks_together_read_a_checkpoint_once(tmp_path: Path, saved: int, loaded: int) -> None:
+    """A rank reads its rows and at most a block around each piece of them; none is read for its digest alone."""
+    run_ranks(_save_slices, saved, tmp_path)
+    bytes_of_all = ROWS * WIDTH
+    for good, count in run_ranks(_restore_slices, loaded, tmp_path):
+        pieces = max(1, -(-saved // loaded)) + 1
+        assert good and count <= bytes_of_all / loaded + pieces * BLOCK, (count, pieces)
+
+
+def test_a_corrupt_block_that_no_rank_needs_invalidates_the_step(tmp_path: Path) -> None:
+    """Blocks that are in no rank's state are shared out and verified: here, those of a rank that is gone."""
+    run_ranks(_save, 3, tmp_path, 1, 2)
+    path = tmp_path / "checkpoints" / "step-2" / "rank-2.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
     assert [step for step, *_ in run_ranks(_restore, 2, tmp_path)] == [1, 1]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.components.checkpoint.slices import assemble, is_needed, mark
+from drawloom.components.checkpoint.slices import assemble, is_needed, mark, needed_rows
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 
 Cuts = list[list[int]]
@@ -75,3 +75,32 @@ def test_replicated_slices_are_not_counted_twice() -> None:
     state = mark({"w": torch.zeros(2), "count": torch.tensor(1), "table": torch.zeros(2, 2), "text": "x"}, place)
     assert [type(part).__name__ for part in state.values()] == ["SlicedTensor", "Tensor", "Tensor", "str"]
     assert mark({"w": torch.zeros(2)}, None) == {"w": pytest.approx(torch.zeros(2))}
+
+
+@given(st.data())
+def test_needed_rows_are_the_fewest_that_hold_what_is_wanted(data: st.DataObject) -> None:
+    """A saved tensor cut to these rows has every element of the overlap, and no row at either end without one."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    saved, wanted = (data.draw(st.sampled_from(data.draw(layouts(shape)))) for _ in range(2))
+    whole = numbers(shape)
+    part = needed_rows(saved.size, [(saved, wanted)])
+    cut = part or TensorSlice.whole(saved.size)
+    assert cut.size[1:] == saved.size[1:]
+    common = saved.overlap(wanted)
+    held = whole[saved.index()][cut.index()].flatten().tolist()
+    needed = set(whole[common.index()].flatten().tolist()) if common else set()
+    assert needed <= set(held)
+    rows = whole[saved.index()][cut.index()]
+    assert all(needed & set(row.flatten().tolist()) for row in (rows[:1], rows[-1:]) if rows.numel() and part)
+
+
+def test_tensors_that_no_slice_is_cut_of_are_needed_whole() -> None:
+    """A counter, a tensor of another shape, and one with a use that wants all of it."""
+    half = TensorSlice((4, 2), (0, 0), (2, 2))
+    assert needed_rows((), [(None, half)]) is None
+    assert needed_rows((3, 2), [(None, half)]) is None
+    assert needed_rows((4, 2), [(None, half), (None, None)]) is None
+    assert needed_rows((4, 2), [(None, half)]) == half
+    assert needed_rows((4, 2), [(None, half), (None, TensorSlice((4, 2), (2, 1), (1, 1)))]) == TensorSlice(
+        (4, 2), (0, 0), (3, 2)
+    )

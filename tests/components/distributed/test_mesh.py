@@ -108,21 +108,28 @@ def test_every_process_makes_the_same_groups() -> None:
     assert dict(requests[0])["tensor"] == [[0], [1], [2], [3]]
 
 
-def test_experts_are_refused_until_they_are_built() -> None:
-    """`check` reports it at its key, and opening an unchecked mesh raises."""
-    problems: list[Any] = list(RankMesh.constraints(View(_settings(expert=2))))  # type: ignore[arg-type]
-    assert problems == [("expert", "2 ranks along 'expert' are not built yet")]
-    with pytest.raises(UserError, match="2 ranks along 'expert'"):
+def test_experts_divide_the_ranks_that_are_no_replicas() -> None:
+    """Four ranks that are replicas can't share the experts out: `check` says so, and so does an unchecked mesh."""
+    for sizes in ({"data_replicate": 4}, {}, {"data_shard": 3}, {"context": 3, "pipeline": 2}):
+        problems: list[Any] = list(RankMesh.constraints(View(_settings(expert=2, **sizes))))  # type: ignore[arg-type]
+        ranks = sizes.get("data_shard", 1) * sizes.get("context", 1)
+        assert problems == [("expert", f"expert = 2 does not divide data_shard × context × tensor = {ranks}")]
+    with pytest.raises(UserError, match="expert = 2 does not divide data_shard × context × tensor = 1; write 1"):
         RankMesh(processes=FakeProcesses(world_size=2), expert=2).open()
+    for sizes in ({"data_shard": 2}, {"context": 2, "data_replicate": 3}, {"tensor": 6}):
+        assert not list(RankMesh.constraints(View(_settings(expert=2, **sizes))))  # type: ignore[arg-type]
 
 
-def test_check_reports_experts_that_do_not_divide() -> None:
-    """If every size is written, `check` reports it; with `auto` the world size is needed."""
-    wrong: list[Any] = list(RankMesh.constraints(View(_settings(data_replicate=3, expert=2))))  # type: ignore[arg-type]
-    assert [key for key, text in wrong if "does not divide" in text] == ["expert"]
-    open_end: list[Any] = list(RankMesh.constraints(View(_settings(expert=2))))  # type: ignore[arg-type]
-    assert not [key for key, text in open_end if "does not divide" in text]
-    assert not list(RankMesh.constraints(View(_settings(data_replicate=3))))  # type: ignore[arg-type]
+def test_groups_of_experts_are_made_if_they_share_them_out() -> None:
+    """A mesh without expert parallelism makes no group for it; with it, ranks of other experts and of the same ones."""
+    for expert, names in ((1, set[str]()), (2, {"expert", "expert_shard", "data_replicate × expert_shard"})):
+        processes = FakeProcesses(world_size=8)
+        RankMesh(processes=processes, data_shard=4, expert=expert).open()
+        found = {name: sets for name, sets in processes.requests if "expert" in name}
+        assert found.keys() == names
+    assert found["expert"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert found["expert_shard"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert found["data_replicate × expert_shard"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 @pytest.mark.parametrize("size", [0, -1])

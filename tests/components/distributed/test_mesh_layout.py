@@ -37,9 +37,13 @@ def test_a_set_differs_in_one_dimension_only(sizes: tuple[int, ...]) -> None:
 
 def test_expert_groups_are_consecutive_ranks_of_a_stage() -> None:
     """Expert parallelism splits the ranks of a stage into runs of consecutive ranks."""
-    layout = resolve_shape({**ONES, "pipeline": 2, "data_replicate": "auto"}, 2, 8)
-    assert layout.sets("expert") == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert layout.sets("data_replicate") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    layout = resolve_shape({**ONES, "pipeline": 2, "data_shard": 2, "tensor": 2, "data_replicate": "auto"}, 2, 16)
+    assert layout.sets("expert")[:3] == [[0, 1], [2, 3], [4, 5]]
+    assert layout.sets("expert_shard")[:3] == [[0, 2], [1, 3], [4, 6]]
+    assert layout.sets("data_replicate", "expert_shard")[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert layout.sets("data_replicate")[:2] == [[0, 4], [1, 5]]
+    assert [layout.size(name) for name in ("expert", "expert_shard", "tensor")] == [2, 2, 2]
+    assert [layout.index(name, 6) for name in ("expert", "expert_shard", "data_replicate")] == [0, 1, 1]
 
 
 @pytest.mark.parametrize(("world_size", "rest"), [(1, None), (2, None), (6, 1), (12, 2), (9, None)])
@@ -65,7 +69,7 @@ def test_a_wrong_product_names_the_command() -> None:
 
 
 def test_experts_must_divide_a_stage() -> None:
-    """expert = 4 does not divide the six ranks of a stage, though it divides all twelve; the message lists divisors."""
-    sizes: dict[str, int | str] = {**ONES, "pipeline": 2, "data_replicate": "auto"}
+    """expert = 4 does not divide six ranks of a replica, though it divides all 24; the message lists divisors."""
+    sizes: dict[str, int | str] = {**ONES, "pipeline": 2, "data_shard": 3, "context": 2, "data_replicate": "auto"}
     with pytest.raises(UserError, match=r"expert = 4 does not divide .* = 6; write one of 1, 2, 3, 6"):
-        resolve_shape(sizes, 4, 12)
+        resolve_shape(sizes, 4, 24)

@@ -10,6 +10,7 @@ import torch
 
 from drawloom.components.listeners.memory import MemoryReport, is_out_of_memory
 from drawloom.components.ports.memory import MemoryKind
+from drawloom.components.ports.model import Recompute
 from drawloom.components.ports.run import Event
 from drawloom.graph import Every, UserError
 
@@ -42,11 +43,17 @@ class Sizes:
     micro_size: int = 8
     compute: torch.dtype = torch.float32
     parameter: torch.dtype = torch.float32
+    recompute: Recompute = "none"
+
+    @property
+    def local(self) -> list[Any]:
+        return [self]
 
 
 def report(mesh: Any, **sizes: Any) -> MemoryReport:
     """A report of one user; nodes have names of their own."""
-    parts: Any = {"batching": Every({"rows": Sizes(**sizes)}), "precision": Every({"dtypes": Sizes(**sizes)})}
+    made = Sizes(**sizes)
+    parts: Any = {"batching": Every({"rows": made}), "precision": Every({"dtypes": made}), "stages": Every({"s": made})}
     return MemoryReport(device=Device(), users=Every({"optimizer": User()}), mesh=Every({"mesh": mesh}), **parts)
 
 
@@ -70,6 +77,7 @@ def test_out_of_memory_names_the_allocation_kinds_and_settings(one_rank: Any) ->
         "  peak so far                     9.00 GB",
         "what would help:",
         "  rows.micro_size = 8: with fewer rows, activations take less",
+        '  s.recompute = "none": with "selective" or "blocks", fewer activations are kept',
         '  dtypes.compute = "float32": with "bfloat16", activations take half',
         "  mesh.data_shard = 1: with more ranks, each holds less of parameters, gradients and moments",
     ]
@@ -79,7 +87,7 @@ def test_a_setting_that_is_at_its_least_is_no_remedy(one_rank: Any) -> None:
     """One row can't be fewer, and bfloat16 not narrower: then masters and optimizer state are what is left."""
     found = str(report(one_rank, micro_size=1, compute=torch.bfloat16).on_failure(CUDA))
     assert "micro_size" not in found and ".compute" not in found and 'dtypes.parameter = "float32": with' in found
-    narrow = report(one_rank, micro_size=1, compute=torch.bfloat16, parameter=torch.bfloat16)
+    narrow = report(one_rank, micro_size=1, compute=torch.bfloat16, parameter=torch.bfloat16, recompute="selective")
     assert str(narrow.on_failure(CUDA)).splitlines()[-2:][0] == "what would help:"
 
 

@@ -2,16 +2,23 @@
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
+from drawloom.components.listeners import profiler as listener
 from drawloom.components.listeners.profiler import Profiler
+from drawloom.components.ports.model import LayerRange, Stage, Stages
 from drawloom.components.ports.run import Event, Step
+from drawloom.graph import Every
+from drawloom.graph.testing import fake
 
 
 @attrs.frozen
@@ -21,53 +28,151 @@ class Folder:
     folder: Path
 
 
-@pytest.fixture
-def profiler(tmp_path: Path, one_rank: Any) -> Iterator[Profiler]:
-    """A profiler of step 2."""
-    profiler = Profiler(folder=Folder(tmp_path), mesh=one_rank, steps=[2])
-    yield profiler
-    profiler.close()
+@attrs.frozen
+class Machine:
+    """A device of some kind."""
+
+    device: torch.device = torch.device("cpu")
+    backend: str = "gloo"
+
+    def memory(self) -> int:
+        return 0
 
 
-def _take(profiler: Profiler, index: int) -> None:
-    step = Step(index, 9)
-    profiler.on_event(Event("step_started", step))
-    torch.ones(3, 3) @ torch.ones(3, 3)
-    profiler.on_event(Event("step_ended", step))
+class Model(nn.Module):
+    """A product in each of the layers 2 and 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({number: nn.Linear(3, 3) for number in ("2", "3")})
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            hidden = layer(hidden)
+        return hidden
 
 
-def test_chosen_steps_are_traced(profiler: Profiler, tmp_path: Path) -> None:
-    """There is one trace, of step 2, with the matmul of that step."""
-    for index in (1, 2, 3):
-        _take(profiler, index)
+MODEL = Model()
+
+
+def made(folder: Path, mesh: Any, **settings: Any) -> Profiler:
+    """A profiler of the second step, unless settings say otherwise."""
+    stages = fake(Stages, local=[Stage(0, 1, LayerRange(2, 4, False, False), MODEL)])
+    return Profiler(
+        folder=Folder(folder),
+        mesh=mesh,
+        device=Machine(),
+        stages=Every({"stages": stages}),
+        **({"wait": 0, "warmup": 1, "active": 1} | settings),
+    )
+
+
+def take(profiler: Profiler, *indices: int) -> None:
+    """Take steps of two phases, the first of which computes."""
+    for index in indices:
+        step = Step(index, 99)
+        profiler.on_event(Event("step_started", step))
+        for phase in ("passes", "update"):
+            profiler.on_event(Event("phase_started", step, phase))
+            if phase == "passes":
+                MODEL(torch.ones(3, 3)).sum().backward()
+            profiler.on_event(Event("phase_ended", step, phase))
+        profiler.on_event(Event("step_ended", step))
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace, which is JSON without numbers that JSON has not."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        found: list[dict[str, Any]] = json.load(file, parse_constant=refuse)["traceEvents"]
+    return found
+
+
+def spans(found: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    """Begin and end of the ranges of a name."""
+    ranges = [each for each in found if each.get("name") == name and each.get("ph") == "X"]
+    return [(each["ts"], each["ts"] + each["dur"]) for each in ranges if each.get("cat") == "user_annotation"]
+
+
+def test_a_trace_has_ranges_of_steps_phases_and_layers(tmp_path: Path, one_rank: Any) -> None:
+    """Of the steps after warm-up alone, one inside of the other, around the operations of the layer."""
+    profiler = made(tmp_path, one_rank, active=2)
+    take(profiler, 5, 6, 7, 8)
     (path,) = (tmp_path / "traces").iterdir()
-    assert path.name == "step-2-rank-0.json.gz"
-    names = {event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
-    assert "aten::mm" in names
+    assert path.name == "steps-6-7-rank-0.json.gz"
+    found = events(path)
+    assert len(spans(found, "step 6")) == len(spans(found, "step 7")) == 1 and not spans(found, "step 5")
+    outer = [spans(found, "step 6")[0], spans(found, "passes")[0], spans(found, "layer 2")[0]]
+    operations = [(each["ts"], each["ts"] + each["dur"]) for each in found if each.get("name") == "aten::addmm"]
+    for inner, around in zip([*outer[1:], operations[0]], outer, strict=True):
+        assert around[0] <= inner[0] and inner[1] <= around[1]
+    assert len(spans(found, "layer 3")) == len(spans(found, "update")) == 2 and len(operations) == 4
 
 
-def test_a_profiler_that_fails_is_turned_off(
-    profiler: Profiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With a file in the folder's place: one warning, no error, and no second try."""
-    (tmp_path / "traces").write_text("")
-    for _ in range(3):
-        _take(profiler, 2)
-    (message,) = caplog.messages
-    assert message.startswith("no more traces: the profiler failed at step 2: ")
-
-
-def test_an_unfinished_trace_is_discarded_on_close(profiler: Profiler, tmp_path: Path) -> None:
-    """A run that ends inside the step leaves no trace, and torch can profile again."""
-    profiler.on_event(Event("step_started", Step(2, 9)))
-    profiler.close()
-    assert not list(tmp_path.iterdir())
+def test_cycles_are_repeated_as_often_as_is_said(tmp_path: Path, one_rank: Any) -> None:
+    """Wait, warm up, trace, and again; after the last trace there is no profiler, and no hook on a layer."""
+    profiler = made(tmp_path, one_rank, wait=1, repeat=2)
+    take(profiler, *range(1, 10))
+    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [
+        "steps-3-3-rank-0.json.gz",
+        "steps-6-6-rank-0.json.gz",
+    ]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in MODEL.modules())
     with torch.profiler.profile(acc_events=True) as other:
         torch.ones(1)
     assert other.events()
+    (tmp_path / "other").mkdir()
+    without_end = made(tmp_path / "other", one_rank, repeat=0)
+    take(without_end, *range(1, 8))
+    without_end.close()
+    names = sorted(path.name for path in (tmp_path / "other/traces").iterdir())
+    assert names == [f"steps-{n}-{n}-rank-0.json.gz" for n in (2, 4, 6)]
 
 
-def test_steps_count_from_one(tmp_path: Path, one_rank: Any) -> None:
-    """Step 0 is an invalid setting."""
-    with pytest.raises(ValueError, match="there is no step 0; the first is 1"):
-        Profiler(folder=Folder(tmp_path), mesh=one_rank, steps=[1, 0])
+def test_memory_is_drawn(tmp_path: Path, one_rank: Any) -> None:
+    """Counters that Perfetto draws, as high as the allocations that torch has written down; on a GPU a snapshot too."""
+    take(made(tmp_path, one_rank, memory=True), 1, 2)
+    found = events(tmp_path / "traces/steps-2-2-rank-0.json.gz")
+    counters = [each for each in found if each["ph"] == "C" and each["name"] == "memory of the CPU"]
+    single = [each["args"]["Total Allocated"] for each in found if each["name"] == "[memory]"]
+    assert single and [each["args"]["Total Allocated"] for each in counters] == single
+    assert all({"pid", "ts"} <= each.keys() for each in counters)
+    with mock.patch.multiple(
+        torch.cuda.memory, _record_memory_history=mock.DEFAULT, _dump_snapshot=mock.DEFAULT
+    ) as calls:
+        on_gpu = made(tmp_path, one_rank, memory=True)
+        on_gpu.device = Machine(torch.device("cuda"))
+
+        def on_cpu(activities: Any, **others: Any) -> profile:
+            return profile(activities=[ProfilerActivity.CPU], **others)
+
+        with mock.patch.object(listener, "profile", on_cpu):
+            take(on_gpu, 1, 2)
+    calls["_dump_snapshot"].assert_called_once_with(str(tmp_path / "traces/steps-2-2-rank-0.pickle"))
+    assert calls["_record_memory_history"].call_args.kwargs == {"enabled": None}
+
+
+def test_a_profiler_that_fails_is_turned_off(tmp_path: Path, one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """With a file in the folder's place: one warning, no error, and no second try."""
+    (tmp_path / "traces").write_text("")
+    profiler = made(tmp_path, one_rank, repeat=0)
+    take(profiler, *range(1, 7))
+    (message,) = caplog.messages
+    assert message.startswith("no more traces: the profiler failed at step 2: ")
+    assert not any(module._forward_hooks for module in MODEL.modules())
+
+
+def test_an_unfinished_trace_is_discarded_on_close(tmp_path: Path, one_rank: Any) -> None:
+    """A run that ends inside the step leaves no trace and no hooks, and torch can profile again."""
+    profiler = made(tmp_path, one_rank)
+    take(profiler, 1)
+    profiler.on_event(Event("step_started", Step(2, 9)))
+    assert MODEL.layers["2"]._forward_hooks
+    profiler.close()
+    assert not list(tmp_path.iterdir()) and not any(module._forward_hooks for module in MODEL.modules())
+    with torch.profiler.profile(acc_events=True) as other:
+        torch.ones(1)
+    assert other.events()

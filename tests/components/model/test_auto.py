@@ -22,7 +22,7 @@ from support.qwen3 import SPARSE_SIZES, cpu_kernels, whole
 
 def made(kind: type[DecoderBuilder]) -> DecoderBuilder:
     """A small model of a family."""
-    return small(kind, **(SPARSE_SIZES if "moe" in kind.family.model_type else {}))
+    return small(kind, **(SPARSE_SIZES if "num_experts" in kind.family.keys else {}))
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -49,7 +49,10 @@ def test_a_folder_becomes_the_model_that_it_was_made_of(model_type: str, tmp_pat
     ("config", "text"),
     [
         (None, "can't be read"),
-        ({"model_type": "gpt2"}, 'says model_type = "gpt2"; take a model of one of llama, mistral, qwen2, qwen3'),
+        (
+            {"model_type": "gpt2"},
+            'says model_type = "gpt2"; take a model of one of dots1, llama, mistral, qwen2, qwen3',
+        ),
         ({"model_type": "llama", "hidden_act": "gelu"}, "says hidden_act"),
     ],
 )

@@ -43,7 +43,7 @@ def problems(recipe: drawloom.Recipe) -> list[str]:
         ("first_run", ("mesh.tensor=2", "model.vocab_size=320"), []),
         ("first_run", ("mesh.tensor=3",), ["num_key_value_heads = 2 does not", "intermediate_size = 512 does not"]),
         ("first_run", ("mesh.tensor=2", "model.vocab_size=321"), ["vocab_size = 321 does not divide by 2"]),
-        ("moe", ("mesh.tensor=2",), ["experts are not shared out"]),
+        ("moe", ("mesh.tensor=2", "model.vocab_size=320"), []),
         ("first_run", ("mesh.tensor=2", "model.new_tokens=1"), ["rows of new tokens"]),
     ],
 )
@@ -51,6 +51,26 @@ def test_models_that_tensor_ranks_can_not_share_are_refused(recipe: str, words: 
     """Each size that does not divide is a problem of its own, with the number; what divides has none."""
     found = problems(drawloom.Recipe.load(recipe, *words))
     assert len(found) == len(whys) and all(why in text for why, text in zip(whys, found, strict=True)), found
+
+
+ALL_TO_ALL = 'stages.dispatcher={use="experts.all_to_all"}'
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "why"),
+    [
+        ("moe", (ALL_TO_ALL,), None),
+        ("moe", (), "nothing brings tokens to the experts of other ranks"),
+        ("moe", ('stages.dispatcher={use="experts.local"}',), "nothing brings tokens to the experts of other ranks"),
+        ("moe", (ALL_TO_ALL, "model.num_experts=7"), "can't share the 7 experts of [model] evenly"),
+        ("first_run", (ALL_TO_ALL,), "[model] has no experts"),
+    ],
+)
+def test_models_whose_experts_ranks_can_not_share_are_refused(recipe: str, words: Any, why: str | None) -> None:
+    """Ranks along expert need experts that divide, and a dispatcher that reaches other ranks."""
+    sizes = ("mesh.data_shard=2", "mesh.expert=2", "batch.micro_size=8")
+    found = [str(each) for each in drawloom.Recipe.load(recipe, *sizes, *words).graph.problems]
+    assert (why is None and not found) or (why and len(found) == 1 and why in found[0]), found
 
 
 def test_sizes_in_a_config_are_checked_alike(tmp_path: Path) -> None:

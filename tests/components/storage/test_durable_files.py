@@ -10,7 +10,7 @@ import pytest
 
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.regular_file import CHUNK
-from drawloom.components.storage.sha256_stream import Content
+from drawloom.components.storage.sha256_stream import BLOCK, Content
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, 2 * CHUNK + 5])
@@ -18,7 +18,8 @@ def test_a_written_file_has_the_bytes_size_and_hash(tmp_path: Path, size: int) -
     """Size and hash are those of the bytes, however many chunks they take."""
     data = bytes(range(256)) * (size // 256 + 1)
     data = data[:size]
-    expected = Content(size, hashlib.sha256(data).hexdigest())
+    blocks = [data[start : start + BLOCK] for start in range(0, size, BLOCK)] or [b""]
+    expected = Content(size, [hashlib.sha256(block).hexdigest() for block in blocks])
     assert durable_files.write_file(tmp_path / "file", data) == expected
     assert (tmp_path / "file").read_bytes() == data
 

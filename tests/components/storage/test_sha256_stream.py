@@ -6,20 +6,31 @@ import threading
 import hypothesis
 from hypothesis import strategies as st
 
-from drawloom.components.storage.sha256_stream import LARGE, Content, Sha256Stream
+from drawloom.components.storage.sha256_stream import BLOCK, LARGE, Content, Sha256Stream, count_blocks, hash_block
 
-SIZES = st.lists(st.sampled_from([0, 1, 100, LARGE - 1, LARGE, 3 * LARGE]), max_size=8)
+SIZES = st.lists(st.sampled_from([0, 1, 100, LARGE - 1, LARGE, 3 * LARGE, BLOCK - 1, BLOCK, 2 * BLOCK]), max_size=6)
 
 
 @hypothesis.given(SIZES)
-@hypothesis.settings(max_examples=30)
-def test_the_hash_is_of_all_pieces_in_order(sizes: list[int]) -> None:
-    """The hash does not depend on how the bytes are divided into pieces."""
+@hypothesis.settings(max_examples=20)
+def test_the_hashes_are_of_all_pieces_in_order(sizes: list[int]) -> None:
+    """The hashes of blocks do not depend on how the bytes are divided into pieces, and finishing twice changes none."""
     pieces = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
     stream, whole = Sha256Stream(), b"".join(pieces)
     for piece in pieces:
         stream.update(memoryview(piece))
-    assert stream.finish() == Content(len(whole), hashlib.sha256(whole).hexdigest())
+    blocks = [whole[start : start + BLOCK] for start in range(0, len(whole), BLOCK)] or [b""]
+    found = stream.finish()
+    assert found == stream.finish() == Content(len(whole), [hashlib.sha256(block).hexdigest() for block in blocks])
+    assert len(found.blocks) == count_blocks(len(whole))
+
+
+def test_the_digest_of_a_file_depends_on_each_block() -> None:
+    """Two contents have one digest only if all of their blocks are alike, in their order."""
+    one, other = hash_block(b"one"), hash_block(b"other")
+    contents = [Content(5, blocks) for blocks in ([one], [other], [one, other], [other, one])]
+    assert len({content.digest for content in contents}) == 4
+    assert contents[0].digest == Content(5, (one,)).digest
 
 
 def test_finish_leaves_no_thread_behind() -> None:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 from torch import Tensor
 
+from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.storage.safetensors.writer import write_tensors
-from drawloom.components.storage.state_tree import pack, unpack
+from drawloom.components.storage.state_tree import narrowed, pack, unpack
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
@@ -134,3 +135,17 @@ def test_both_missing_and_unexpected_tensors_are_listed() -> None:
     tree, _ = pack({"a": torch.zeros(1), "b": torch.zeros(1), "c": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"missing a, b; unexpected x$"):
         unpack(tree, {"c": torch.zeros(1), "x": torch.zeros(1)})
+
+
+def test_a_narrowed_tree_has_slices_where_parts_are_held() -> None:
+    """A part of a whole tensor is a slice of it, a part of a slice one of the whole; everything else is unchanged."""
+    whole, outer = torch.arange(12.0).view(6, 2), TensorSlice((6, 2), (2, 0), (4, 2))
+    state = {"a": [whole, 1], "b": SlicedTensor(whole[2:], outer), "c": (torch.ones(2), float("nan"), None)}
+    tree, tensors = pack(state)
+    parts = {"a/0": TensorSlice((6, 2), (4, 0), (1, 2)), "b": TensorSlice((4, 2), (1, 0), (2, 2))}
+    cut = {name: tensor[parts[name].index()] if name in parts else tensor for name, tensor in tensors.items()}
+    found = unpack(narrowed(tree, parts), cut)
+    assert found["a"][0].place == parts["a/0"] and found["b"].place == TensorSlice((6, 2), (3, 0), (2, 2))
+    assert all(torch.equal(each.tensor, whole[each.place.index()]) for each in (found["a"][0], found["b"]))
+    assert found["a"][1] == 1 and found["c"][0].tolist() == [1, 1] and str(found["c"][1:]) == "(nan, None)"
+    assert str(unpack(narrowed(tree, {}), tensors)) == str(unpack(tree, tensors))

@@ -15,8 +15,11 @@ cases = (st.integers(0, 9), st.integers(1, 5), st.integers(1, 6), st.integers(1,
 
 
 def routes_of(tokens: int, choices: int, experts: int, with_dropped: bool = True) -> Routes:
+    """Routes; at random as many places of unused rows are cut off."""
     expert_indices = torch.randint(-1 if with_dropped else 0, experts, (tokens, choices), device=DEVICE)
-    return moe_routes_eager(expert_indices, experts)
+    routes = moe_routes_eager(expert_indices, experts)
+    rows = torch.randint(int(routes.offsets[-1]), tokens * choices + 1, ())
+    return routes._replace(source_choice=routes.source_choice[:rows])
 
 
 @few
@@ -29,8 +32,8 @@ def test_permutes_as_eager(
     routes = routes_of(tokens, choices, experts)
     found, expected = moe_permute_triton(x, probabilities, routes), moe_permute_eager(x, probabilities, routes)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-    wide, grad = exact(x, probabilities), drawn(of_grad, tokens * choices, width, dtype=dtype).detach()
-    grads = [grad, drawn("contiguous", tokens * choices).detach()]
+    wide, grad = exact(x, probabilities), drawn(of_grad, len(routes.source_choice), width, dtype=dtype).detach()
+    grads = [grad, drawn("contiguous", len(routes.source_choice)).detach()]
     ours = torch.autograd.grad(found, (x, probabilities), grads)
     in_float64 = moe_permute_eager(wide[0], wide[1], routes)
     assert_all_close(ours, torch.autograd.grad(in_float64, wide, [grad.double() for grad in grads]), 2)
@@ -50,7 +53,8 @@ def test_adds_up_as_eager(
     weights: str,
 ) -> None:
     """Sums by token, weighted or not, and their gradients are those of float64; unused rows get zero."""
-    rows, routes = drawn(layout, tokens * choices, width, dtype=dtype), routes_of(tokens, choices, experts)
+    routes = routes_of(tokens, choices, experts)
+    rows = drawn(layout, len(routes.source_choice), width, dtype=dtype)
     wide = exact(rows)
     probabilities = None if weights == "none" else drawn("contiguous", tokens, choices)
     wide_probabilities = None if probabilities is None else exact(probabilities)[0]
@@ -95,8 +99,8 @@ def test_results_are_deterministic() -> None:
 
 def test_passes_opcheck() -> None:
     """Both directions pass torch.library.opcheck, which torch.compile relies on."""
-    routes, x, p = routes_of(5, 2, 3), torch.randn(5, 8, device=DEVICE), torch.rand(5, 2, device=DEVICE)
-    rows = torch.randn(10, 8, device=DEVICE)
-    torch.library.opcheck(torch.ops.drawloom.moe_spread.default, (x, None, p, routes.dest_row, routes.offsets, False))
-    torch.library.opcheck(torch.ops.drawloom.moe_spread.default, (x, rows, p, routes.dest_row, routes.offsets, True))
+    routes, x, p = routes_of(5, 2, 3, False), torch.randn(5, 8, device=DEVICE), torch.rand(5, 2, device=DEVICE)
+    rows, where = torch.randn(10, 8, device=DEVICE), (routes.dest_row, routes.offsets)
+    torch.library.opcheck(torch.ops.drawloom.moe_spread.default, (x, None, p, *where, 10, False))
+    torch.library.opcheck(torch.ops.drawloom.moe_spread.default, (x, rows, p, *where, 10, True))
     torch.library.opcheck(torch.ops.drawloom.moe_gather.default, (rows, p, rows[:, 0], routes.dest_row))

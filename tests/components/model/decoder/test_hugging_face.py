@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from drawloom.components.model.decoder.config import MoeConfig
+from drawloom.components.model.decoder.config import Qwen3MoeConfig
 from drawloom.components.model.decoder.hugging_face import config_of, read_config
 from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.qwen3.dense import DENSE
@@ -90,7 +90,7 @@ def test_silence_means_what_it_means_to_transformers(tmp_path: Path) -> None:
     config = {key: value for key, value in sparse().hugging_face_config().items() if key not in optional}
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs, ours = transformers.Qwen3MoeConfig(**config), read_config(MOE, tmp_path)
-    assert isinstance(ours, MoeConfig)
+    assert isinstance(ours, Qwen3MoeConfig)
     assert (ours.norm_topk_prob, ours.decoder_sparse_step) == (theirs.norm_topk_prob, theirs.decoder_sparse_step)
     assert (list(ours.mlp_only_layers), ours.router_aux_loss_coef) == (
         theirs.mlp_only_layers,

@@ -257,3 +257,12 @@ def test_stages_hand_over_between_any_two_ranks() -> None:
     """Consecutive stages need not lie on neighbours of a ring: 0 to 2, 2 to 1 and 1 to 3 work as well."""
     expected = sum(float((2.0**8 * batch.tokens.double()).sum()) ** 2 for batch in batches())
     assert sum(run_ranks(hops, 4, (0, 2, 1, 3, 0, 2, 1, 3))) == pytest.approx(expected, rel=1e-12)
+
+
+def test_actions_are_ranges_of_a_profile() -> None:
+    """Each action of the program once, under its name in the notation; without a profiler there is nothing of them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as found:
+        pipelines.steps([("gpipe", 4, False, False, "plain")], layers=1)
+    names = [event.name for event in found.events() if event.is_user_annotation]
+    validation = ["0F0", "0F1", "0F2"]
+    assert sorted(names) == sorted([f"0{op}{number}" for op in "FB" for number in range(4)] + validation)

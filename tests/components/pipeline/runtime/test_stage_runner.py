@@ -183,6 +183,8 @@ BLOCKS = [
     "ours and torch's share a weight",
     "recomputed",
     "recomputed within what is recomputed",
+    "rerun, and recomputed within",
+    "block that is rerun",
     "saved elsewhere",
     "activations changed in place",
     "complex numbers",

@@ -459,7 +459,7 @@ def test_the_first_pass_frees_what_weights_do_not_need(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
-@pytest.mark.parametrize("name", ["mlp", "transformer block", "tied around another", "recomputed"])
+@pytest.mark.parametrize("name", ["mlp", "transformer block", "tied around another", "recomputed", "rerun"])
 def test_the_first_pass_frees_the_graph(name: str, ops: Ops) -> None:
     """The queue for the second pass holds data, and no autograd node."""
     stage, inputs = made(name, ops)
@@ -473,10 +473,11 @@ def test_the_first_pass_frees_the_graph(name: str, ops: Ops) -> None:
         split.backward_weight()
 
 
+@pytest.mark.parametrize("name", ["recomputed", "rerun"])
 @pytest.mark.parametrize("ops", get_args(Ops))
-def test_a_checkpoint_is_recomputed_once(ops: Ops) -> None:
+def test_a_checkpoint_is_recomputed_once(ops: Ops, name: str) -> None:
     """A checkpointed region runs once forward and once for both passes."""
-    stage, inputs = made("recomputed", ops)
+    stage, inputs = made(name, ops)
     runs: Counter[str] = Counter()
     for name, module in stage.named_children():
         module.register_forward_hook(lambda *_, name=name: runs.update([name]))
@@ -492,6 +493,8 @@ PUT_OFF = {
     "frozen": 2,
     "somebody else's function": 1,
     "recomputed": 3,
+    "rerun": 3,
+    "block that is rerun": 4,
 }
 """The number of uses of weights that are left to the second pass."""
 

@@ -1,0 +1,1 @@
+"""How tokens get to their experts, and back."""

@@ -1,0 +1,16 @@
+"""A learning rate that falls like half a cosine (Loshchilov and Hutter 2017, "SGDR", arXiv 1608.03983, equation 5)."""
+
+from drawloom.components.learning_rate.piecewise import between
+from drawloom.components.learning_rate.warmup import AfterWarmup
+from drawloom.graph import at_least, component, setting
+
+
+@component(writes=("lr_factor",))
+class Cosine(AfterWarmup):
+    """After a warm-up the factor falls like half a cosine, and is `end` after the last step."""
+
+    end: float = setting(default=0.0, check=at_least(0), doc="the factor at the end")
+
+    def after(self, done: int, rest: int, total: int) -> float:
+        """The value of the cosine."""
+        return between("cosine", 1.0, self.end, min(done / rest, 1.0))

@@ -1,0 +1,86 @@
+"""Where the time of a step goes."""
+
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.ports.distributed import Device
+from drawloom.components.ports.run import Accumulator, Event, Phase, Step, Value
+from drawloom.graph import Every, component
+
+DATA, PASSES, SYNC, UPDATE = "data", "forward_backward", "sync", "update"
+
+
+@component(impact="safe")
+class PhaseTimes:
+    """
+    `seconds/data`, `seconds/forward_backward`, `seconds/sync` and `seconds/update`, and those of every other phase.
+
+    The phase that makes gradients waits for its `data` first; `sync` is the phase that sums gradients, `update` is all
+    that changes gradients or weights after it. Phases after the one that measures are left out. The times are those of
+    rank 0; on a GPU they are measured there, without a wait of the host, and `data` is how long the GPU was kept idle.
+    """
+
+    device: Device
+    phases: Every[Phase]
+    accumulators: ClassVar[Mapping[str, Accumulator]] = {}
+
+    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
+    # names of what ended at a mark, and the mark; the first has none
+    _marks: list[tuple[str, Any]] = attrs.field(init=False, factory=list)
+    _measured: list[tuple[str, Any]] = attrs.field(init=False, factory=list)
+
+    def on_event(self, event: Event) -> None:
+        """Mark the beginning and the end of phases, and where data is loaded."""
+        if event.kind == "step_started" and event.step is not None:
+            self._marks = []
+            event.step.on_data_loaded = lambda: self._mark(DATA)
+        elif event.kind == "phase_started":
+            self._mark("")
+        elif event.kind == "phase_ended":
+            self._mark(self._kind(event.phase))
+
+    def update(self, step: Step) -> Mapping[str, Tensor]:
+        """Keep the marks of this step until they are read, which on a GPU is a step later."""
+        self._measured = [*self._marks]
+        return {}
+
+    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+        """The seconds between marks, by what ended at the second one."""
+        times: dict[str, float] = {}
+        for (_, start), (name, end) in pairwise(self._measured):
+            if name:
+                times[name] = times.get(name, 0.0) + _seconds(start, end)
+        return {f"seconds/{name}": seconds for name, seconds in times.items()}
+
+    def _mark(self, name: str) -> None:
+        if self.device.device.type == "cuda":
+            mark: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            mark.record()
+        else:
+            mark = self.clock()
+        self._marks.append((name, mark))
+
+    def _kind(self, phase: str) -> str:
+        """What a phase is, by what it declares to write and to change."""
+        flow = type(self.phases[phase]).__component__.flow if phase in self.phases else None  # type: ignore[attr-defined]
+        if flow is None:
+            return phase
+        if "local_gradients" in flow.writes:
+            return PASSES
+        if "gradients" in flow.writes:
+            return SYNC
+        changed = {*flow.writes, *flow.changes}
+        return UPDATE if changed & {"gradients", "weights", "lr_factor"} else phase
+
+
+def _seconds(start: Any, end: Any) -> float:
+    if not isinstance(start, float):
+        end.synchronize()  # it is over, since the totals of its step have arrived
+        return float(start.elapsed_time(end)) / 1000
+    return float(end - start)

@@ -1,0 +1,107 @@
+"""How much of what its device can do a run uses."""
+
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.ports.distributed import Device, Mesh, Precision
+from drawloom.components.ports.flops import CountsFlops, ForwardFlops, attended_pairs
+from drawloom.components.ports.model import LOSS, Stages
+from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.graph import Every, above, component, setting
+
+PEAKS = Path(__file__).with_name("device_peaks.toml")
+SHORTEST = 1e-9  # seconds; a coarse clock may give one time twice
+
+
+@component(impact="safe")
+class Utilization:
+    """
+    `tflops`, the TFLOP/s of a step by device, and `mfu`, what part of the device's peak that is.
+
+    With several devices there is `device_tokens_per_second`, too. Operations are those of matrix products in a forward
+    and a backward pass: attention causal and inside of documents, nothing that is computed again, and no gradients of
+    frozen weights. Seconds are those of `tokens_per_second`. The peak, of dense products in the dtype in which layers
+    compute, is from `device_peaks.toml`; without one there is no `mfu`. On a CPU there is nothing of these unless
+    `peak_tflops` is set.
+    """
+
+    device: Device
+    mesh: Mesh
+    precision: Precision
+    stages: Stages
+    models: Every[CountsFlops]
+    peak_tflops: float | None = setting(
+        default=None, check=above(0), doc="TFLOP/s that a device reaches at most; that of a table if left out"
+    )
+
+    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
+    _flops: ForwardFlops | None = attrs.field(init=False, default=None)
+    _peak: float | None = attrs.field(init=False, default=None)
+    _frozen: set[str] = attrs.field(init=False, factory=set)
+    _seconds: float = attrs.field(init=False, default=0.0)
+
+    def open(self) -> None:
+        """Learn the operations of the model, if there is one that counts them, and the peak of the device."""
+        device = self.device.device
+        if len(self.models) != 1 or (device.type == "cpu" and self.peak_tflops is None):
+            return
+        [model] = self.models.values()
+        self._flops = model.forward_flops()
+        self._peak = self.peak_tflops
+        if self._peak is None:
+            self._peak = peak_of(torch.cuda.get_device_name(device), products_in(self.precision.compute))
+        mine = [
+            name for stage in self.stages.local for name, each in stage.named_parameters() if not each.requires_grad
+        ]
+        everywhere = self.mesh.group("pipeline").gather_json(mine)
+        self._frozen = {name for names in everywhere for name in names if not name.startswith(f"{LOSS}.")}
+
+    @property
+    def accumulators(self) -> Mapping[str, Accumulator]:
+        """The pairs of queries and keys of each window."""
+        return {"pairs": Accumulator(shape=(len(self._flops.per_pair),), of="rows")} if self._flops else {}
+
+    def update(self, step: Step) -> Mapping[str, Tensor]:
+        """Read the clock, and count the pairs of this rank's microbatches, which pipeline ranks have alike."""
+        self._seconds = max(self.clock() - step.started - step.excluded_seconds, SHORTEST)
+        if self._flops is None or self.mesh.index("pipeline"):
+            return {}
+        batches = step.outputs["batches"]
+        pairs = [sum(attended_pairs(each.document_ids, window) for each in batches) for window in self._flops.per_pair]
+        return {"pairs": torch.tensor(pairs, dtype=torch.float64)}
+
+    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+        """By device: a mean over the ranks."""
+        if self._flops is None:
+            return {}
+        ranks = self.mesh.world.size
+        pairs = dict(zip(self._flops.per_pair, totals["pairs"].tolist(), strict=True))
+        tflops = self._flops.of_training(step.tokens, pairs, self._frozen) / self._seconds / ranks / 1e12
+        values: dict[str, Value] = (
+            {"device_tokens_per_second": step.tokens / self._seconds / ranks} if ranks > 1 else {}
+        )
+        return values | {"tflops": tflops} | ({} if self._peak is None else {"mfu": tflops / self._peak})
+
+
+def products_in(dtype: torch.dtype) -> str:
+    """The key of the table for products in a dtype."""
+    if dtype in (torch.bfloat16, torch.float16):
+        return "bfloat16"
+    if dtype == torch.float32:
+        return "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return str(dtype).removeprefix("torch.")
+
+
+def peak_of(device: str, products: str) -> float | None:
+    """The TFLOP/s of a device, by its name and the key of its products; None if the table has none."""
+    for each in tomllib.loads(PEAKS.read_text("utf-8"))["device"]:
+        if fnmatchcase(device, each["name"]):
+            return float(each[products]) if products in each else None
+    return None

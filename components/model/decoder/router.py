@@ -1,0 +1,187 @@
+"""The router of a layer with experts: which experts each token is sent to, and the losses that keep it in balance."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from drawloom.components.distributed.row_sums import RowSums
+from drawloom.components.model.layers import Linear
+from drawloom.components.ports.model import ExpertKernels, ObserveRouting
+from drawloom.kernels.recompute import is_recomputing
+
+
+@attrs.frozen(kw_only=True)
+class Routing:
+    """
+    How the experts of a token are chosen, and what each weighs.
+
+    Scores are the softmax over all experts, or the sigmoid of each. With `bias` each expert has a number that is added
+    to its scores for the choice alone. With `n_group` groups of experts a token is sent to experts of `topk_group`
+    groups: those whose two best scores have the greatest sums. The weights of the chosen experts are their scores,
+    with `norm_topk_prob` divided by their sum, times `routed_scaling_factor`. A softmax over the chosen experts' logits
+    alone, as in Mixtral, is the softmax with `norm_topk_prob`.
+    """
+
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    bias: bool = False
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+
+
+def attach_loss(tensor: Tensor, loss: Tensor) -> Tensor:
+    """
+    The tensor (any shape) unchanged; the backward pass adds the gradient of a loss () to what is computed from it.
+
+    So a loss inside of a model needs no path to the end of it, which may be on another rank.
+    """
+    return _AttachLoss.apply(tensor, loss)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _AttachLoss(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return tensor.view_as(tensor)  # a Function must not return its input itself
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return grad, torch.ones_like(loss)
+
+
+def aux_loss_grad(counts: Tensor, weights: Tensor, length: int) -> Tensor:
+    """
+    The gradient of each row's load-balancing loss with respect to the probabilities of a token, (rows, experts).
+
+    `counts`: how many choices of a row's tokens fell on each expert, (rows, experts); `weights`: the weight of each
+    row's loss, (rows,). The loss of a row of `length` tokens is experts * sum over experts of (share of tokens sent to
+    it) * (mean probability), of which only the probability has a gradient. Fedus et al. 2021, "Switch Transformers",
+    arXiv 2101.03961, equation 4; by rows, DeepSeek-AI 2024, arXiv 2412.19437, equation 17. As in transformers, shares
+    add up to the choices of a token.
+    """
+    return counts * (weights * (counts.shape[1] / max(length, 1) ** 2)).unsqueeze(1)
+
+
+def router_z_loss(logits: Tensor, weights: Tensor) -> Tensor:
+    """
+    The sum over tokens of weight * log(sum over experts of exp(logit)) ** 2, which keeps logits small.
+
+    `logits`: (..., experts); `weights`: (...). Zoph et al. 2022, "ST-MoE", arXiv 2202.08906, equation
+    5.
+    """
+    return (logits.logsumexp(-1).square() * weights.to(logits.dtype)).sum()
+
+
+class Router(Linear, RowSums):
+    """
+    Scores the experts for each token and chooses some. It is no `Linear` to adapters: PEFT has none for routers.
+    Each of several ranks has all of the router, and routes its own tokens.
+
+    `e_score_correction_bias`, float32 (experts,), is the bias of `routing`; it has no gradient, since what it decides,
+    the choice, has none. `aux_loss_coef` and `z_loss_coef` are those of this layer's losses.
+    """
+
+    e_score_correction_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        routing: Routing,
+        kernels: ExpertKernels,
+        aux_loss_coef: float = 0.0,
+        z_loss_coef: float = 0.0,
+    ) -> None:
+        super().__init__(hidden_size, num_experts, kernels)
+        self.num_experts = num_experts
+        self.num_experts_per_tok = num_experts_per_tok
+        self.routing = routing
+        self.aux_loss_coef = aux_loss_coef
+        self.z_loss_coef = z_loss_coef
+        self._observers: list[ObserveRouting] = []
+        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts) if routing.bias else None)
+
+    def reset_parameters(self) -> None:
+        """Fill the bias with zeros; the weight is filled by the model's `initialise`, or by nn.Linear before."""
+        if (bias := getattr(self, "e_score_correction_bias", None)) is None:
+            super().reset_parameters()
+        else:
+            nn.init.zeros_(bias)
+
+    def split_dims(self) -> Mapping[str, tuple[int, int]]:
+        """None."""
+        return {}
+
+    def observe(self, observer: ObserveRouting) -> None:
+        """Call `observer` in each forward pass of training from now on, once for a microbatch."""
+        self._observers.append(observer)
+
+    def ignore(self, observer: ObserveRouting) -> None:
+        """Call it no more."""
+        self._observers.remove(observer)
+
+    def forward(self, hidden: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """
+        The experts of each token, int64, and their weights, at least float32; both (rows, length, choices).
+
+        hidden: (rows, length, hidden_size), or with several `ranks` split tokens (tokens, hidden_size). With weights of
+        tokens, float32 (rows, length), the backward pass adds the gradients of the router's losses. Gradients are
+        divided by the sum of all tokens' weights in the end, so that each loss is a mean by token.
+        """
+        logits = super().forward(hidden)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        if weights is not None and self.z_loss_coef:
+            logits = logits.to(wide)
+            logits = attach_loss(logits, router_z_loss(logits, self.token_weights(weights) * self.z_loss_coef))
+        scores = logits.softmax(-1, wide) if self.routing.scoring_func == "softmax" else logits.to(wide).sigmoid()
+        # Which experts are the best has no gradient; only their scores do.
+        chosen = self._choose(scores.detach())
+        if weights is not None and self.aux_loss_coef:
+            scores = attach_loss(scores, self._aux_loss(scores, chosen, weights))
+        if weights is not None and self._observers:
+            self._tell(self.own_tokens(chosen, weights), self.own_tokens(scores, weights))
+        best = scores.gather(-1, chosen)
+        if self.routing.norm_topk_prob:
+            best = self._normalised(best)
+        factor = self.routing.routed_scaling_factor
+        return chosen, best if factor == 1.0 else best * factor
+
+    def _aux_loss(self, scores: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """A loss () with the gradient of the rows' load-balancing losses: that is linear in the probabilities."""
+        counts = self.row_counts(chosen, weights, self.num_experts)
+        grad = aux_loss_grad(counts, self.row_weights(weights) * self.aux_loss_coef, self.row_length(weights))
+        return (self.of_tokens(grad.to(scores.dtype), weights) * self._probabilities(scores)).sum()
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """The best experts by scores (..., experts) and bias: int64 (..., choices)."""
+        if self.e_score_correction_bias is not None:
+            scores = scores + self.e_score_correction_bias
+        if (groups := self.routing.n_group) > 1:
+            grouped = scores.view(*scores.shape[:-1], groups, self.num_experts // groups)
+            best = grouped.topk(2).values.sum(-1).topk(self.routing.topk_group).indices
+            other = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+            scores = grouped.masked_fill(other.unsqueeze(-1), -torch.inf).flatten(-2)
+        return scores.topk(self.num_experts_per_tok).indices
+
+    def _probabilities(self, scores: Tensor) -> Tensor:
+        """Scores of all experts (..., experts) that add up to 1."""
+        return scores if self.routing.scoring_func == "softmax" else self._normalised(scores)
+
+    def _normalised(self, scores: Tensor) -> Tensor:
+        total = scores.sum(-1, keepdim=True)
+        return scores / (total if self.routing.scoring_func == "softmax" else total + 1e-20)  # sigmoids may all be 0
+
+    def _tell(self, chosen: Tensor, scores: Tensor) -> None:
+        # Evaluations have no gradients; what is computed again was counted before.
+        if torch.is_grad_enabled() and not is_recomputing():
+            flat = chosen.flatten()
+            tokens = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+            for observer in self._observers:
+                observer(tokens, self._probabilities(scores.detach()))

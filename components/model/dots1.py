@@ -1,0 +1,171 @@
+"""The component `model.dots1`: dots.llm1 (Huo et al. 2025, arXiv 2506.05767)."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import attrs
+from torch import nn
+
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.config import MoeConfig, missing_size
+from drawloom.components.model.decoder.experts import SharedExpertsMoeBlock
+from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.layer import SwiGLU
+from drawloom.components.model.decoder.rope import InvalidSetting
+from drawloom.components.model.decoder.router import Routing
+from drawloom.components.model.qwen3.moe import MOE
+from drawloom.components.ports.model import ExpertKernels
+from drawloom.graph import above, at_least, component, setting
+
+
+@attrs.frozen(kw_only=True)
+class Dots1Config(MoeConfig):
+    """Experts, of which some are shared, in all layers but the first; a window in the last layers, if any."""
+
+    qk_norm: ClassVar[bool] = True
+
+    norm_topk_prob: bool = True
+    router_aux_loss_coef: float = 0.0  # the router's bias balances
+    routed_scaling_factor: float = 1.0
+    n_shared_experts: int = 1
+    n_group: int = 1
+    topk_group: int = 1
+    first_k_dense_replace: int = 0
+    sliding_window: int | None = None
+    max_window_layers: int = 62
+
+    @property
+    def routing(self) -> Routing:
+        """By sigmoid and bias."""
+        return Routing(
+            scoring_func="sigmoid",
+            bias=True,
+            norm_topk_prob=self.norm_topk_prob,
+            routed_scaling_factor=self.routed_scaling_factor,
+            n_group=self.n_group,
+            topk_group=self.topk_group,
+        )
+
+    def has_experts(self, number: int) -> bool:
+        """All but the first layers."""
+        return number >= self.first_k_dense_replace
+
+    def window_of(self, layer: int) -> int | None:
+        """In the last layers alone."""
+        return self.sliding_window if layer >= self.max_window_layers else None
+
+    @classmethod
+    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        """Groups that experts do not fill, or are too few; no layer with experts."""
+        yield from super().faults(given)
+        layers, dense = given["num_hidden_layers"], given.get("first_k_dense_replace", 0)
+        if dense >= layers:
+            why = f"first_k_dense_replace = {dense} leaves none of {layers} layers with experts"
+            yield InvalidSetting("first_k_dense_replace", why, f"write less than {layers}")
+        yield from missing_size(given, range(dense))
+        yield from _group_faults(given["num_experts"], given.get("n_group", 1), given)
+
+
+def _group_faults(experts: int, groups: int, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    used, choices = given.get("topk_group", 1), given["num_experts_per_tok"]
+    if experts % groups or (groups > 1 and experts // groups < 2):
+        fitting = [number for number in range(1, experts // 2 + 1) if experts % number == 0] or [1]
+        why = f"n_group = {groups} does not divide num_experts = {experts} into groups of 2 or more"
+        yield InvalidSetting("n_group", why, f"write one of {', '.join(map(str, fitting))}")
+    elif used > groups:
+        yield InvalidSetting("topk_group", f"topk_group = {used} is more than n_group = {groups}", f"write {groups}")
+    elif choices > used * (experts // groups) and choices <= experts:
+        allowed = f"topk_group = {used} allows {used * experts // groups} experts"
+        why = f"{allowed}, fewer than num_experts_per_tok = {choices}"
+        yield InvalidSetting("topk_group", why, f"write {-(-choices * groups // experts)}, or more")
+
+
+DOTS1 = Family(
+    "model.dots1",
+    "a dots.llm1 model",
+    Dots1Config,
+    "dots1",
+    "Dots1ForCausalLM",
+    needed=MOE.needed,
+    hf_defaults={
+        "norm_topk_prob": False,
+        "max_position_embeddings": 2048,
+        "sliding_window": 4096,
+        "rope_theta": 1e4,
+        "num_key_value_heads": 32,
+    },
+    fixed={"attention_bias": False},
+    nullable=("sliding_window",),
+    renamed={"num_experts": "n_routed_experts"},
+)
+
+
+@component(impact="incompatible")
+class Dots1(DecoderBuilder):
+    """
+    A dots.llm1 language model, of sizes given here or by a Hugging Face `config.json`.
+
+    Its layers are Qwen3's, with the experts of DeepSeek-V3, of which all tokens visit some. The router scores each
+    expert by a sigmoid. The phase `phases.router_bias` keeps the experts in balance, by a bias of each; a
+    load-balancing loss over the tokens of each row and a z-loss are added if they have coefficients.
+    """
+
+    family = DOTS1
+
+    kernels: ExpertKernels
+    intermediate_size: int | None = setting(
+        default=None, check=at_least(1), doc="channels inside the feed-forward network of layers without experts"
+    )
+    num_experts: int | None = setting(default=None, check=at_least(1), doc="experts of a layer that tokens are sent to")
+    num_experts_per_tok: int | None = setting(default=None, check=at_least(1), doc="experts that each token is sent to")
+    moe_intermediate_size: int | None = setting(default=None, check=at_least(1), doc="channels inside an expert")
+    n_shared_experts: int | None = setting(
+        default=None, check=at_least(1), doc="experts of a layer that all tokens visit; 1 if left out"
+    )
+    first_k_dense_replace: int | None = setting(
+        default=None, check=at_least(0), doc="how many layers, from the first, have no experts; 0 if left out"
+    )
+    norm_topk_prob: bool | None = setting(
+        default=None,
+        impact="changes_training",
+        doc="whether the scores of a token's experts are normalised to a sum of 1; true if left out",
+    )
+    routed_scaling_factor: float | None = setting(
+        default=None, check=above(0), impact="changes_training", doc="what these are multiplied by; 1 if left out"
+    )
+    n_group: int | None = setting(
+        default=None, check=at_least(1), impact="changes_training", doc="groups of experts; 1 if left out"
+    )
+    topk_group: int | None = setting(
+        default=None,
+        check=at_least(1),
+        impact="changes_training",
+        doc="groups whose experts a token is sent to at most; 1 if left out",
+    )
+    router_aux_loss_coef: float | None = setting(
+        default=None,
+        check=at_least(0),
+        impact="changes_training",
+        doc="coefficient of the load-balancing loss; the config's, or 0, if left out",
+    )
+    router_z_loss_coef: float | None = setting(
+        default=None,
+        check=at_least(0),
+        impact="changes_training",
+        doc="coefficient of the router's z-loss, which keeps its logits small; the config's, or 0, if left out",
+    )
+    sliding_window: int | None = setting(
+        default=None,
+        check=at_least(1),
+        impact="changes_training",
+        doc="how many tokens a token attends to in the last layers, itself included; all before it if left out",
+    )
+    max_window_layers: int | None = setting(
+        default=None, check=at_least(0), impact="changes_training", doc="the first layer with a window; 62 if left out"
+    )
+
+    def mlp_of(self, number: int) -> nn.Module:
+        architecture: Any = self.architecture
+        if architecture.has_experts(number):
+            return SharedExpertsMoeBlock(architecture, architecture.n_shared_experts, self.kernels)
+        return SwiGLU(architecture, self.kernels)

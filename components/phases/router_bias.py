@@ -1,0 +1,83 @@
+"""
+Balance of experts without a loss: a bias of each expert, which follows how many tokens it has had.
+
+DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, section 2.1.2, after Wang et al. 2024, arXiv 2408.15664, algorithm 1.
+"""
+
+from collections.abc import Callable
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.ports.distributed import DATA, Device, Mesh
+from drawloom.components.ports.model import ExpertRouter, Stages, routers_of
+from drawloom.components.ports.run import Step
+from drawloom.graph import UserError, at_least, component, setting
+
+
+@component(changes=("weights",))
+class RouterBias:
+    """
+    Moves the bias of each expert by `update_rate`: up if it had fewer tokens than the mean of its layer, down if more.
+
+    The tokens are those of the whole step, over all microbatches and ranks, so that replicas keep the same biases. A
+    skipped step changes none. The biases are persistent buffers of the model, which checkpoints and exports have.
+    """
+
+    stages: Stages
+    mesh: Mesh
+    device: Device
+    update_rate: float = setting(
+        default=1e-3, check=at_least(0), doc="what a bias changes by in a step; scores are from 0 to 1"
+    )
+
+    _routers: list[ExpertRouter] = attrs.field(init=False, factory=list)
+    _observers: list[Callable[[Tensor, Tensor], None]] = attrs.field(init=False, factory=list)
+    _tokens: Tensor = attrs.field(init=False, default=None)
+
+    def open(self) -> None:
+        """Count the tokens of routers with a bias; UserError if the model has none on any rank."""
+        found = routers_of(self.stages).values()
+        self._routers = [router for router in found if router.e_score_correction_bias is not None]
+        if not any(self.mesh.group("pipeline").gather_json(len(self._routers))):
+            text = "no router of the model has a bias for phases.router_bias to change"
+            raise UserError(f'{text}; leave the phase out, or take a model with biases, such as "model.dots1"', 2)
+        experts = self._routers[0].num_experts if self._routers else 0
+        self._tokens = torch.zeros(len(self._routers), experts, dtype=torch.int64, device=self.device.device)
+        for router, tokens in zip(self._routers, self._tokens, strict=True):
+            self._observers.append(_adding_to(tokens))
+            router.observe(self._observers[-1])
+
+    def close(self) -> None:
+        """Count no more."""
+        while self._observers:
+            self._routers[len(self._observers) - 1].ignore(self._observers.pop())
+
+    def run_phase(self, step: Step) -> None:
+        """Move the biases, and begin to count anew."""
+        if self._routers:
+            # These ranks have the same routers, and see other tokens.
+            self.mesh.group(*DATA).sum(self._tokens)
+            self.mesh.group("tensor").sum(self._tokens)
+            self._move(step)
+            self._tokens.zero_()
+
+    def _move(self, step: Step) -> None:
+        if step.found_inf is None and step.skip_reason:
+            return
+        # In whole numbers, so that equal loads are equal: experts * (mean - load).
+        missing = self._tokens.sum(1, keepdim=True) - self._tokens.shape[1] * self._tokens
+        change = missing.sign() * self.update_rate
+        if step.found_inf is not None:
+            change = change * (1 - step.found_inf)  # the host does not know yet whether the step is skipped
+        for router, each in zip(self._routers, change, strict=True):
+            if router.e_score_correction_bias is not None:
+                router.e_score_correction_bias.add_(each)
+
+
+def _adding_to(total: Tensor) -> Callable[[Tensor, Tensor], None]:
+    def add(tokens: Tensor, scores: Tensor) -> None:
+        total.add_(tokens)
+
+    return add

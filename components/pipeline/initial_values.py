@@ -1,0 +1,99 @@
+"""The memory of a rank's modules, and the values that a run starts from: drawn, or read from a folder."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.distributed.rng import derive_seed, fill_normal
+from drawloom.components.pipeline.module_buffers import fill_buffers, fill_parameters
+from drawloom.components.pipeline.parameter_store import is_dtensor
+from drawloom.components.pipeline.sharded_store import local_part, slice_of
+from drawloom.components.ports.model import LOSS, Model
+from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.weights.adapted import adapter_names, fill_adapters
+from drawloom.components.weights.fingerprint import folder_fingerprint
+from drawloom.components.weights.load import load_folder
+from drawloom.graph import UserError
+
+
+@attrs.frozen
+class InitialValues:
+    """
+    Gives the modules of a rank memory and values: those of a folder, or random ones that follow from seed and name.
+
+    `splits` are the slices that tensor and expert ranks have of parameters; of a sharded one a rank fills its slice
+    only.
+    """
+
+    model: Model
+    seed: int
+    device: torch.device
+    weights: Path | None
+    splits: Mapping[str, TensorSlice]
+
+    def fill(self, modules: Iterable[nn.Module]) -> None:
+        """Give parameters and buffers of modules on the meta device their memory and values."""
+        for module in modules:
+            # Weights of a folder make parameters real one by one, without a second copy of the model.
+            if self._folder is None or any(map(is_dtensor, module.parameters())):
+                module.to_empty(device=self.device)
+            fill_buffers(module, self.device, self.seed)
+            if (of_loss := getattr(module, LOSS, None)) is not None:
+                fill_parameters(LOSS, of_loss, self.device, self.seed)
+            if self._folder is not None:
+                self._read(self._folder, module)
+            else:
+                self._draw(module)
+
+    def fill_adapters(self, modules: Iterable[nn.Module], sharded: Iterable[Any]) -> None:
+        """Fill what adapters have added; DoRA reads the weights that it adapts, so that these are gathered here."""
+        for each in sharded:
+            each.unshard()
+        for module in modules:
+            fill_adapters(module, self.device, self._fill_normal)
+        for each in sharded:
+            each.reshard()
+
+    def origin(self, parameters: Iterable[nn.Parameter]) -> str:
+        """What the values of frozen parameters follow from; empty if all are trained."""
+        if all(parameter.requires_grad for parameter in parameters):
+            return ""
+        return f"seed {self.seed}" if self._folder is None else folder_fingerprint(self._folder)
+
+    def other_origin(self) -> str:
+        """What to say when a run resumes with another origin."""
+        where = f"the weights in {self._folder}" if self._folder else "the random weights of this seed"
+        return f"{where} are not those that the run started from; name those in stages.weights"
+
+    @property
+    def _folder(self) -> Path | None:
+        """The folder of the weights to start from: the one that is named, or the model's own."""
+        return self.weights or getattr(self.model, "initial_weights", None)
+
+    def _read(self, folder: Path, module: nn.Module) -> None:
+        mapper = self.model.hugging_face_mapper().inverse()
+        try:
+            load_folder(folder, module, mapper, self.device, adapter_names(module), self.splits)
+        except UserError as error:
+            named = "weights: " if self.weights else ""  # otherwise the model has named them
+            raise UserError(f"{named}{error}", error.exit_code) from error
+
+    def _draw(self, module: nn.Module) -> None:
+        others = adapter_names(module)
+        for name, parameter in module.named_parameters():
+            if not name.startswith(f"{LOSS}.") and name not in others:
+                mine = local_part(parameter) if is_dtensor(parameter) else parameter.data
+                self.model.initialise(name, mine, self.seed, self._place(name, parameter))
+
+    def _place(self, name: str, parameter: Tensor) -> TensorSlice | None:
+        """The slice that this rank has of a parameter; None for a whole one."""
+        return TensorSlice.nested(self.splits.get(name), slice_of(parameter) if is_dtensor(parameter) else None)
+
+    def _fill_normal(self, name: str, parameter: nn.Parameter, std: float) -> None:
+        place = self.splits.get(name) or TensorSlice.whole(tuple(parameter.shape))
+        key = derive_seed(self.seed, "initial weights", name)
+        fill_normal(parameter.data, key, std, place.shape, place.offsets)

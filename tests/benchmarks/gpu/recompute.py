@@ -1,0 +1,228 @@
+"""
+What recomputation spares and costs, `make bench-recompute-gpu`: whole steps of models by the components of a run.
+
+A line for each policy of `[stages] recompute`: tokens a second, the median of several steps; the ratio to no
+recomputation; how long the host issued a step; GiB at most, of which the second number is what a forward pass leaves
+for the backward pass. `bits` says whether loss and gradient norm of the first step are those without recomputation. A
+policy that does not fit is said so. Everything is bfloat16; optimizer: AdamW with stochastic rounding.
+"""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+TINY = "--tiny" in sys.argv
+if TINY:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import attrs  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from benchmarks.gpu.training import DENSE, SMALL, SPARSE  # noqa: E402
+from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
+from drawloom.components.distributed.mesh import RankMesh  # noqa: E402
+from drawloom.components.distributed.precision import DtypePolicy  # noqa: E402
+from drawloom.components.distributed.processes import TorchProcesses  # noqa: E402
+from drawloom.components.distributed.sum_over_shards import SumOverParameters  # noqa: E402
+from drawloom.components.gradients.clip_norm import ClipNorm  # noqa: E402
+from drawloom.components.gradients.synchronize import Synchronize  # noqa: E402
+from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
+from drawloom.components.loss.next_token import NextToken  # noqa: E402
+from drawloom.components.model.llama import Llama  # noqa: E402
+from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
+from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
+from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
+from drawloom.components.pipeline.executor import Executor  # noqa: E402
+from drawloom.components.pipeline.recompute import recomputing  # noqa: E402
+from drawloom.components.pipeline.stages import MaterializedStages  # noqa: E402
+from drawloom.components.ports.data import Batch  # noqa: E402
+from drawloom.components.ports.model import Recompute  # noqa: E402
+from drawloom.components.ports.run import Step  # noqa: E402
+from support import pipelines  # noqa: E402
+
+GPU = torch.cuda.is_available()
+STEPS, WARM_UPS = (1, 1) if TINY else (8, 3)
+BUDGET = 480.0
+"""Seconds after which no further line is begun."""
+
+POLICIES: list[Recompute] = ["none", "selective", 4, 2, "blocks"]
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+"""Llama-3-8B's shape."""
+
+
+@attrs.frozen
+class Case:
+    """A model, and the rows of a step."""
+
+    name: str
+    blueprint: Any
+    sizes: dict[str, Any]
+    rows: int
+    length: int
+    microbatches: int = 1
+
+
+CASES = [
+    Case("Qwen3-0.6B", Qwen3Dense, DENSE, 4, 4096),
+    Case("Qwen3-0.6B, one row at a time", Qwen3Dense, DENSE, 1, 4096, 4),
+    Case("Qwen3-0.6B, long rows", Qwen3Dense, DENSE, 1, 32768),
+    Case("1B with 64 experts", Qwen3Moe, SPARSE, 4, 4096),
+    Case("Llama-3-8B shape", Llama, LLAMA, 2, 4096),
+]
+
+
+def main() -> None:
+    """Measure each policy with each model; words choose the models that contain one."""
+    if not GPU and not TINY:
+        sys.exit("there is no GPU here; --tiny tries the benchmark in Triton's interpreter")
+    if TINY and not GPU:
+        from support.interpreter import repair
+
+        repair()
+    began = time.monotonic()
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    print(f"torch {torch.__version__} on {torch.cuda.get_device_name() if GPU else 'a CPU'}")
+    kind: Any = "cuda" if GPU else "cpu"
+    device = ComputeDevice(kind=kind)
+    device.open()
+    processes = TorchProcesses(device=device)
+    processes.open()
+    try:
+        mesh = RankMesh(processes=processes)
+        mesh.open()
+        for case in CASES:
+            if not words or any(word in case.name for word in words):
+                _print_case(case, mesh, device, began)
+    finally:
+        processes.close()
+
+
+def _print_case(case: Case, mesh: RankMesh, device: ComputeDevice, began: float) -> None:
+    rows, length = (1, 8) if TINY else (case.rows, case.length)
+    shape = f"{rows} x {length}" + (f" x {case.microbatches}" if case.microbatches > 1 else "")
+    print(f"\n{f'{case.name}, {shape}':<46}{'tokens/s':>11}{'ratio':>8}{'host ms':>9}{'GiB':>8}{'kept':>8}{'bits':>7}")
+    first: tuple[float, list[float]] | None = None
+    for policy in POLICIES:
+        try:
+            if time.monotonic() - began > BUDGET:
+                raise TimeoutError("the time is used up")
+            speed, bits, line = _measured(case, policy, mesh, device, rows, length)
+            first = first or (speed, bits)
+            same = "same" if bits == first[1] else "other"
+            line = f"{speed:>11,.0f}{speed / first[0]:>8.3f}{line}{same:>7}"
+        except Exception as failure:  # the other lines are measured nevertheless
+            line = f"  {type(failure).__name__}: {failure}".splitlines()[0][:70]
+        print(f"  recompute = {policy!r:<32}{line}", flush=True)
+        gc.collect()
+        if GPU:
+            torch.cuda.empty_cache()
+
+
+def _measured(
+    case: Case, policy: Recompute, mesh: RankMesh, device: ComputeDevice, rows: int, length: int
+) -> tuple[float, list[float], str]:
+    """Tokens a second, what the first step gave, and the other columns; medians of several steps."""
+    step, kept = _step_of(case, policy, mesh, device, rows, length)
+    bits = [float(value) for value in step()]
+    for _ in range(WARM_UPS):
+        step()
+    _wait()
+    if GPU:
+        torch.cuda.reset_peak_memory_stats()
+    times, issuing = list[float](), list[float]()
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        step()
+        issuing.append(time.perf_counter() - start)
+        _wait()
+        times.append(time.perf_counter() - start)
+    middle = len(times) // 2
+    speed = rows * length * case.microbatches / sorted(times)[middle]
+    memory = torch.cuda.max_memory_allocated() / 2**30 if GPU else float("nan")
+    return speed, bits, f"{sorted(issuing)[middle] * 1e3:>9.1f}{memory:>8.1f}{kept / 2**30:>8.2f}"
+
+
+def _step_of(
+    case: Case, policy: Recompute, mesh: RankMesh, device: ComputeDevice, rows: int, length: int
+) -> tuple[Callable[[], list[float]], int]:
+    """A step, which gives loss and gradient norm, and the bytes that a forward pass keeps."""
+    names = {key: value for key, value in case.sizes.items() if key not in ("model_type", "max_position_embeddings")}
+    sizes = names | ({key: value for key, value in SMALL.items() if key in names} if TINY else {})
+    kernels = AutoKernels(device=device)
+    kernels.open()
+    model = case.blueprint(kernels=kernels, **sizes)
+    model.initialise = _initialise
+    torch.manual_seed(0)
+    schedule, loss, job = pipelines.schedule("one_f_one_b"), NextToken(), pipelines.Job()
+    common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
+    precision = DtypePolicy(parameter="bfloat16", compute="bfloat16", gradient="bfloat16")
+    stages = MaterializedStages(model=model, loss=loss, precision=precision, job=job, recompute=policy, **common)
+    stages.open()
+    executor = Executor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
+    executor.open()
+    phases: list[Any] = [
+        Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),
+        ClipNorm(parameters=stages, max_norm=1.0),
+        StochasticAdamW(parameters=stages, lr=1e-5, job=job, device=device),
+    ]
+    phases[2].open()
+    batches = [_batch(number, device.device, sizes["vocab_size"], rows, length) for number in range(case.microbatches)]
+
+    def step() -> list[float]:
+        state = Step(1, 1)
+        losses = executor.train(batches)
+        state.outputs["losses"] = losses
+        for phase in phases:
+            phase.run_phase(state)
+        return [losses.total, state.outputs["grad_norm"]]
+
+    return step, _kept(stages.local[0].module, loss, batches[0], policy)
+
+
+def _kept(module: Any, loss: NextToken, batch: Batch, policy: Recompute) -> int:
+    """Bytes on the device that a forward pass leaves behind; the second one, as the first compiles kernels."""
+    if not GPU:
+        return 0
+    for _ in range(2):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        with recomputing(policy):
+            output = module(*loss.inputs(batch), lambda hidden, head: loss.loss(hidden, head, batch)[0])
+        left = torch.cuda.memory_allocated() - before
+        del output
+    return left
+
+
+def _initialise(_name: str, parameter: Tensor, _seed: int, _part_of: Any = None) -> None:
+    """Fill a parameter on its device, which is quicker than the numbers that a run starts from."""
+    parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
+
+
+def _batch(number: int, device: torch.device, vocabulary: int, rows: int, length: int) -> Batch:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(vocabulary, (rows, length + 1), generator=generator).to(device)
+    positions = torch.arange(length, device=device).expand(rows, length).contiguous()
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return Batch(inputs, targets, positions, torch.zeros_like(positions), torch.ones_like(positions).float())
+
+
+def _wait() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Schedules by name, against those of transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers.optimization
+
+from drawloom.components.learning_rate.warmup import AfterWarmup
+from drawloom.graph.problems import RecipeError
+from drawloom.graph.project import Recipe
+from drawloom.graph.testing import build
+
+optimization: Any = transformers.optimization
+THEIRS: dict[str, Any] = {
+    "constant": lambda optimizer, total: optimization.get_constant_schedule_with_warmup(optimizer, 4),
+    "linear": lambda optimizer, total: optimization.get_linear_schedule_with_warmup(optimizer, 4, total),
+    "cosine": lambda optimizer, total: optimization.get_cosine_schedule_with_warmup(optimizer, 4, total),
+    "inverse_sqrt": lambda optimizer, total: optimization.get_inverse_sqrt_schedule(optimizer, 4),
+    "wsd": lambda optimizer, total: optimization.get_wsd_schedule(optimizer, 4, 5, total, decay_type="linear"),
+}
+
+
+def schedule(name: str, **settings: Any) -> AfterWarmup:
+    """The component of a name."""
+    made: AfterWarmup = build(f"learning_rate.{name}", **settings)
+    return made
+
+
+def factors(lr: AfterWarmup, total: int) -> list[float]:
+    """The factor of each step."""
+    return [lr.factor(done, total) for done in range(total)]
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_factors_are_those_of_transformers(name: str) -> None:
+    """Step by step, with a warm-up of 4 steps and, if there is one, a decay of 5; the same by percentages."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    theirs = THEIRS[name](optimizer, 20)
+    expected = [theirs.lr_lambdas[0](done) for done in range(20)]
+    for given in ({"warmup_steps": 4, "decay_steps": 5}, {"warmup_percent": 20.0, "decay_percent": 25.0}):
+        settings = {key: value for key, value in given.items() if name == "wsd" or key.startswith("warmup")}
+        assert factors(schedule(name, **settings), 20) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_without_settings_there_is_no_warm_up(name: str) -> None:
+    """The first step has the base learning rate, and no step divides by zero, also in a run of one."""
+    assert schedule(name).factor(0, 1) == 1.0
+    assert all(0 <= factor <= 1 for factor in factors(schedule(name, warmup_steps=9), 3))
+
+
+def test_ends_are_reached_and_kept() -> None:
+    """After the last step the factor is `end`, however many steps follow; a warm-up begins with `start`."""
+    kinds: dict[str, dict[str, Any]] = {"linear": {}, "cosine": {}, "wsd": {"decay_percent": 50.0, "curve": "cosine"}}
+    for name, more in kinds.items():
+        lr = schedule(name, start=0.5, warmup_steps=2, end=0.1, **more)
+        assert [lr.factor(done, 10) for done in (0, 1, 2)] == [0.5, 0.75, 1.0]
+        assert lr.factor(10, 10) == lr.factor(11, 10) == pytest.approx(0.1)
+
+
+def test_a_longer_decay_than_what_is_left_begins_after_the_warm_up() -> None:
+    """It is cut at its end, and not at its beginning."""
+    assert factors(schedule("wsd", warmup_steps=1, decay_steps=9), 5) == pytest.approx([0, 1, 0.75, 0.5, 0.25])
+
+
+@pytest.mark.parametrize("what", ["warmup", "decay"])
+def test_steps_and_percent_together_are_refused(what: str) -> None:
+    """One of them would be ignored."""
+    words = ("lr.use=learning_rate.wsd", f"lr.{what}_steps=3", f"lr.{what}_percent=2.0")
+    with pytest.raises(RecipeError, match=f"both {what}_steps and {what}_percent are given"):
+        Recipe.load("first_run", *words).check()
+
+
+@pytest.mark.parametrize(
+    ("words", "safe"),
+    [
+        (("lr.use=learning_rate.constant", "lr.warmup_steps=3"), True),
+        (("lr.use=learning_rate.inverse_sqrt", "lr.warmup_steps=3"), True),
+        (("lr.use=learning_rate.constant", "lr.warmup_percent=3.0"), False),
+        (("lr.use=learning_rate.cosine",), False),
+    ],
+)
+def test_more_steps_are_safe_where_no_factor_follows_from_their_number(words: tuple[str, ...], safe: bool) -> None:
+    """A resumed run may have more steps then, without being asked."""
+    before, after = (Recipe.load("first_run", *words, f"trainer.steps={steps}") for steps in (240, 300))
+    changes = after.changes_since(before)
+    assert [change.impact for change in changes] == (["safe"] if safe else ["changes_training"])

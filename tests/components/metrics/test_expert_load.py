@@ -1,0 +1,117 @@
+"""How routers share tokens out."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+from drawloom.components.metrics.expert_load import ExpertLoad
+from drawloom.components.model.decoder.router import Router, Routing
+from drawloom.components.ports.model import LayerRange, Stage
+from drawloom.components.ports.run import Step
+from drawloom.graph import UserError
+from support.metrics import combined, measured
+from support.qwen3 import cpu_kernels
+
+
+@attrs.frozen
+class Cpu:
+    """The CPU."""
+
+    device: torch.device = torch.device("cpu")
+    backend: str = "gloo"
+
+    def memory(self) -> int:
+        return 0
+
+
+@attrs.frozen
+class Held:
+    """Stages of these modules."""
+
+    modules: Sequence[nn.Module]
+
+    @property
+    def local(self) -> list[Stage]:
+        span = LayerRange(0, 0, False, False)
+        return [Stage(number, len(self.modules), span, module) for number, module in enumerate(self.modules)]
+
+
+class Layers(nn.Module):
+    """Routers of 4 experts by layer, two choices each; the scores of a token are the softmax of its channels."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__()
+        routers = {str(number): Router(4, 4, 2, Routing(), cpu_kernels()) for number in numbers}
+        for each in routers.values():
+            nn.init.eye_(each.weight)
+        self.layers = nn.ModuleDict(routers)
+
+    def forward(self, tokens: torch.Tensor) -> None:
+        for each in self.layers.values():
+            each(tokens, torch.ones(tokens.shape[:2]))
+
+
+def opened(mesh: Any, *modules: nn.Module, **settings: Any) -> ExpertLoad:
+    """The metric of stages on one rank."""
+    metric = ExpertLoad(stages=Held(modules), mesh=mesh, device=Cpu(), **settings)
+    metric.open()
+    return metric
+
+
+def test_values_are_those_of_all_microbatches(one_rank: Any) -> None:
+    """By layers of two stages: tokens by expert, which add up to all choices; their imbalance; the scores' entropy."""
+    first, last = Layers(2, 10), Layers(11)
+    metric = opened(one_rank, first, last, by_expert=True)
+    even, steep = torch.tensor([2.0, 2.0, 1.0, 0.0]), torch.tensor([9.0, 0.0, 1.0, -9.0])
+    for tokens in (even.expand(1, 3, 4), steep.expand(2, 1, 4)):
+        first(tokens)
+        last(tokens)
+    with torch.inference_mode():
+        first(torch.eye(4)[None])
+    entropy = [-sum(p * math.log(p) for p in each.softmax(0).tolist()) for each in (even, steep)]
+    found = measured(metric, Step(1, 2))
+    for layer in (2, 10, 11):
+        assert [found[f"expert_tokens/{layer}/{expert}"] for expert in range(4)] == [5, 3, 2, 0]
+        assert found[f"expert_imbalance/{layer}"] == 5 / 2.5
+        assert found[f"router_entropy/{layer}"] == pytest.approx((3 * entropy[0] + 2 * entropy[1]) / 5, rel=1e-5)
+    assert next(iter(found)) == "expert_imbalance/2" and len(found) == 3 * 6
+    assert measured(metric, Step(2, 2))["expert_imbalance/2"] is None  # each step begins anew
+
+
+def test_ranks_add_up(one_rank: Any) -> None:
+    """Two replicas have the values of both; without `by_expert` there are two values by layer."""
+    modules = [Layers(0), Layers(0)]
+    metrics = [opened(one_rank, module) for module in modules]
+    modules[0](torch.tensor([[[3.0, 2.0, 0.0, 0.0]]]))
+    modules[1](torch.tensor([[[0.0, 0.0, 2.0, 3.0], [0.0, 2.0, 0.0, 3.0]]]))
+    parts = [metric.update(Step(1, 1)) for metric in metrics]
+    found = metrics[0].compute(combined(metrics[0].accumulators, parts), Step(1, 1))
+    assert found.keys() == {"expert_imbalance/0", "router_entropy/0"} and found["expert_imbalance/0"] == 2 / 1.5
+
+
+def test_a_sure_router_has_no_entropy(one_rank: Any) -> None:
+    """Scores of exactly 0 add none, instead of what is not a number."""
+    module = Layers(0)
+    metric = opened(one_rank, module)
+    module(torch.tensor([[[1e4, 0.0, 0.0, 0.0]]]))
+    assert measured(metric, Step(1, 1))["router_entropy/0"] == 0
+
+
+def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
+    """Routers forget it."""
+    module = Layers(0)
+    metric = opened(one_rank, module)
+    metric.close()
+    module(torch.ones(1, 1, 4))
+    assert measured(metric, Step(1, 1))["expert_imbalance/0"] is None
+
+
+def test_a_model_without_experts_is_refused(one_rank: Any) -> None:
+    """Before the first step, in words."""
+    with pytest.raises(UserError, match="no layer of the model has experts"):
+        opened(one_rank, nn.Linear(2, 2))

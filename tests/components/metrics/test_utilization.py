@@ -1,0 +1,141 @@
+"""TFLOP/s and MFU of a step."""
+
+import re
+import tomllib
+from typing import Any
+from unittest import mock
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+from drawloom.components.metrics.utilization import PEAKS, Utilization, peak_of, products_in
+from drawloom.components.ports.data import Batch
+from drawloom.components.ports.distributed import Precision
+from drawloom.components.ports.flops import CountsFlops, ForwardFlops
+from drawloom.components.ports.model import LayerRange, Stage, Stages
+from drawloom.components.ports.run import Step, Value
+from drawloom.graph import Every
+from drawloom.graph.testing import fake
+from support.metrics import combined
+
+
+@attrs.frozen
+class Machine:
+    """A device of some kind."""
+
+    device: torch.device
+    backend: str = "gloo"
+
+    def memory(self) -> int:
+        return 0
+
+
+@attrs.frozen
+class Counted:
+    """A model of 10 operations by token and weight, and 100 and 1000 by pair, without a window and with one of 2."""
+
+    def forward_flops(self) -> ForwardFlops:
+        return ForwardFlops({"a.weight": 10.0, "b.weight": 10.0}, {None: 100.0, 2: 1000.0})
+
+
+def made(mesh: Any, kind: str = "cpu", models: int = 1, **settings: Any) -> Utilization:
+    """The metric of a module whose second weight is frozen."""
+    module = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False).requires_grad_(False)})
+    stages = fake(Stages, local=[Stage(0, 1, LayerRange(0, 0, False, False), module)])
+    precision = fake(Precision, compute=torch.bfloat16)
+    every: Every[CountsFlops] = Every({str(number): Counted() for number in range(models)})
+    return Utilization(
+        device=Machine(torch.device(kind)), mesh=mesh, precision=precision, stages=stages, models=every, **settings
+    )
+
+
+def values(metric: Utilization, ranks: int = 1) -> dict[str, Value]:
+    """What it says of a step of 2 seconds, in which each rank has a row of documents of 3 and 1 tokens."""
+    ids = torch.tensor([[0, 0, 0, 1]])
+    batch = Batch(ids, ids, ids, ids, torch.ones(1, 4))
+    step = Step(1, 9, tokens=4 * ranks, started=10.0, excluded_seconds=1.0, outputs={"batches": [batch]})
+    metric.clock = lambda: 13.0
+    parts = [metric.update(step) for _ in range(ranks)]
+    return dict(metric.compute(combined(metric.accumulators, parts), step))
+
+
+def test_operations_of_all_ranks_are_divided_by_seconds_ranks_and_peak(mesh_of: Any) -> None:
+    """By token 3 and, of the frozen weight, 2 products; by pair 3; on two ranks the same of each, and tokens too."""
+    operations = 4 * (3 * 10 + 2 * 10) + 3 * (100 * 7 + 1000 * 6)
+    for ranks in (1, 2):
+        world = mock.Mock(size=ranks, rank=0)
+        metric = made(mesh_of(world=world), peak_tflops=1e-7)
+        metric.open()
+        expected: dict[str, Any] = {"tflops": operations / 2 / 1e12, "mfu": operations / 2 / 1e12 / 1e-7}
+        if ranks == 2:
+            expected["device_tokens_per_second"] = 2.0
+        assert values(metric, ranks) == pytest.approx(expected)
+
+
+def test_pipeline_ranks_do_not_count_a_batch_again(mesh_of: Any) -> None:
+    """Each has the whole batch; the first one counts."""
+    metric = made(mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 1}), peak_tflops=1.0)
+    metric.open()
+    assert metric.update(Step(1, 1)) == {}
+
+
+def test_there_is_nothing_on_a_cpu_without_a_peak(one_rank: Any) -> None:
+    """Nor with two models, or none that counts."""
+    for metric in (
+        made(one_rank),
+        made(one_rank, models=2, peak_tflops=1.0),
+        made(one_rank, models=0, peak_tflops=1.0),
+    ):
+        metric.open()
+        assert values(metric) == {} and not metric.accumulators
+
+
+def test_a_gpu_has_the_peak_of_the_table_for_the_dtype_of_layers(one_rank: Any) -> None:
+    """989.4 TFLOP/s in bfloat16 on an H100; a GPU that the table lacks has TFLOP/s alone."""
+    for name, peak in (("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA Unheard Of", None)):
+        metric = made(one_rank, "cuda")
+        with mock.patch.object(torch.cuda, "get_device_name", return_value=name):
+            metric.open()
+        parts = [{"pairs": torch.tensor([7.0, 6.0])}]
+        step = Step(1, 9, tokens=4, outputs={"batches": []})
+        metric._seconds = 2.0
+        found = metric.compute(combined(metric.accumulators, parts), step)
+        tflops = found["tflops"]
+        assert isinstance(tflops, float)
+        assert found.get("mfu") == (None if peak is None else pytest.approx(tflops / peak))
+
+
+@pytest.mark.parametrize(
+    ("name", "products", "peak"),
+    [
+        ("NVIDIA H200", "bfloat16", 989.4),
+        ("NVIDIA GH200 480GB", "tf32", 494.7),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.0),
+        ("NVIDIA H100 80GB HBM3", "float32", 66.9),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2),
+        ("NVIDIA B200", "float32", None),
+        ("NVIDIA H100 PCIe", "float64", None),
+    ],
+)
+def test_names_of_devices_are_found(name: str, products: str, peak: float | None) -> None:
+    """By the names that torch gives them."""
+    assert peak_of(name, products) == peak
+
+
+def test_every_row_of_the_table_has_its_source() -> None:
+    """And no key that nothing reads; TF32 is half as fast as bfloat16, so that neither has the figure with sparsity."""
+    for row in tomllib.loads(PEAKS.read_text("utf-8"))["device"]:
+        assert row.keys() <= {"name", "bfloat16", "tf32", "float32", "source"}
+        assert re.match(r"(NVIDIA|AMD) ", row["source"])
+        assert row.get("tf32", row["bfloat16"] / 2) == pytest.approx(row["bfloat16"] / 2, rel=0.02)
+
+
+def test_float32_is_multiplied_as_torch_says() -> None:
+    """In TF32 where device.tf32 has told torch so."""
+    assert products_in(torch.float16) == products_in(torch.bfloat16) == "bfloat16"
+    for precision, products in (("highest", "float32"), ("high", "tf32")):
+        with mock.patch.object(torch, "get_float32_matmul_precision", return_value=precision):
+            assert products_in(torch.float32) == products

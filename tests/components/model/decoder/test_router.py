@@ -1,0 +1,201 @@
+"""Routers: which experts are chosen, the gradients of their losses, and what observers learn."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from drawloom.components.distributed.row_sums import RowSums
+from drawloom.components.model.decoder.router import (
+    Router,
+    Routing,
+    attach_loss,
+    aux_loss_grad,
+    router_z_loss,
+)
+from drawloom.kernels.recompute import held_by, rerun
+from support.qwen3 import cpu_kernels
+from support.seeding import seeds
+
+
+def row_counts(chosen: Tensor, experts: int) -> Tensor:
+    """Those of rows whose tokens are all here: chosen (rows, length, choices)."""
+    return RowSums().row_counts(chosen, torch.empty(chosen.shape[:2]), experts)
+
+
+@given(seeds, st.integers(0, 3), st.integers(0, 7), st.integers(1, 6), st.data())
+def test_balance_is_the_formula(_seed: object, rows: int, length: int, experts: int, data: st.DataObject) -> None:
+    """Probabilities pass unchanged; the gradient of the formula is added to the incoming one."""
+    choices = data.draw(st.integers(1, experts))
+    probabilities = torch.randn(rows, length, experts, dtype=torch.float64).softmax(-1).requires_grad_()
+    chosen = probabilities.topk(choices).indices
+    weights = torch.rand(rows, dtype=torch.float64)  # in float32 the reference would round its own products
+    incoming = torch.randn_like(probabilities)
+    grad = aux_loss_grad(row_counts(chosen, experts), weights, length)
+    found = attach_loss(probabilities, (grad.unsqueeze(1) * probabilities).sum())
+    assert torch.equal(found, probabilities)
+    loss = (probabilities * incoming).sum()
+    for row in range(rows if length else 0):
+        share = chosen[row].flatten().bincount(minlength=experts) / length
+        loss = loss + weights[row] * experts * (share * probabilities[row].mean(0)).sum()
+    expected = torch.autograd.grad(loss, probabilities)
+    torch.testing.assert_close(torch.autograd.grad(found, probabilities, incoming), expected)
+
+
+@given(seeds, st.integers(0, 3), st.integers(0, 7), st.integers(1, 6))
+def test_z_loss_is_the_formula(_seed: object, rows: int, length: int, experts: int) -> None:
+    """Its gradient is 2 log(sum exp) softmax by token, times the token's weight, computed by hand."""
+    logits = (3 * torch.randn(rows, length, experts, dtype=torch.float64)).requires_grad_()
+    weights = torch.rand(rows, length)
+    incoming = torch.randn_like(logits)
+    found = attach_loss(logits, router_z_loss(logits, weights))
+    assert torch.equal(found, logits)
+    exponentials = logits.detach().exp()
+    total = exponentials.sum(-1, keepdim=True)
+    expected = incoming + weights.unsqueeze(-1) * 2 * total.log() * exponentials / total
+    torch.testing.assert_close(torch.autograd.grad(found, logits, incoming)[0], expected)
+
+
+def test_balances_experts() -> None:
+    """Trained on this loss alone, a router that sends most tokens to two of five experts uses all alike."""
+    torch.manual_seed(0)
+    bias = torch.tensor([3.0, 2.0, 0.0, 0.0, -1.0], requires_grad=True)
+    noise, counts = torch.randn(4, 64, 5), []
+    optimizer = torch.optim.Adam([bias], lr=0.1)
+    for _ in range(200):
+        optimizer.zero_grad()
+        probabilities = (noise + bias).softmax(-1)
+        chosen = probabilities.detach().topk(2).indices
+        grad = aux_loss_grad(row_counts(chosen, 5), torch.ones(4), 64).unsqueeze(1)
+        bias.grad = torch.autograd.grad(probabilities, bias, grad.expand(4, 64, 5))[0]
+        optimizer.step()
+        counts.append(chosen.flatten().bincount(minlength=5))
+    assert counts[0].min() < 10 and counts[0].max() > 200
+    assert counts[-1].min() > 85 and counts[-1].max() < 120  # all alike would be 102
+
+
+def router(routing: Routing, choices: int = 2, **coefficients: float) -> Router:
+    """A router of 6 experts for 5 channels, in float64, with random weights and bias."""
+    torch.manual_seed(0)
+    made = Router(5, 6, choices, routing, cpu_kernels(), **coefficients).double()
+    if made.e_score_correction_bias is not None:
+        made.e_score_correction_bias.normal_()
+    return made
+
+
+ROUTINGS = {
+    "softmax": Routing(norm_topk_prob=False),
+    "softmax over the chosen": Routing(),
+    "sigmoid": Routing(scoring_func="sigmoid", norm_topk_prob=False, routed_scaling_factor=2.5),
+    "sigmoid, normalised, with a bias": Routing(scoring_func="sigmoid", bias=True),
+    "softmax with a bias": Routing(bias=True),
+    "groups": Routing(scoring_func="sigmoid", bias=True, n_group=3, topk_group=1),
+}
+
+
+def by_hand(made: Router, token: Tensor) -> tuple[list[int], Tensor]:
+    """The experts of a token and their weights, expert by expert, without a loop's tensor operations."""
+    logits, routing = [weight @ token for weight in made.weight], made.routing
+    exponentials = [logit.exp() for logit in logits]
+    if routing.scoring_func == "softmax":
+        scores = [each / sum(exponentials) for each in exponentials]
+    else:
+        scores = [each / (1 + each) for each in exponentials]
+    bias = [0.0] * 6 if made.e_score_correction_bias is None else made.e_score_correction_bias.tolist()
+    ranked = {expert: scores[expert].item() + bias[expert] for expert in range(6)}
+    if routing.n_group > 1:
+        pairs = [(0, 1), (2, 3), (4, 5)]
+        best = max(pairs, key=lambda pair: sum(ranked[expert] for expert in pair))
+        ranked = {expert: ranked[expert] for expert in best}
+    chosen = sorted(ranked, key=lambda expert: -ranked[expert])[: made.num_experts_per_tok]
+    weights = torch.stack([scores[expert] for expert in chosen])
+    return chosen, routing.routed_scaling_factor * (weights / weights.sum() if routing.norm_topk_prob else weights)
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_choice_and_weights_are_those_by_hand(kind: str) -> None:
+    """The bias moves the choice and never a weight; weights and their gradients are those of the formulas."""
+    made = router(ROUTINGS[kind])
+    hidden = torch.randn(1, 40, 5, dtype=torch.float64)
+    chosen, weights = made(hidden)
+    expected = [by_hand(made, token) for token in hidden[0]]
+    assert chosen[0].tolist() == [experts for experts, _ in expected]
+    wanted = torch.stack([each for _, each in expected])
+    torch.testing.assert_close(weights[0], wanted)
+    upstream = torch.randn_like(wanted)
+    ours, theirs = (torch.autograd.grad(each, made.weight, upstream)[0] for each in (weights[0], wanted))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_softmax_over_the_chosen_is_the_normalised_one() -> None:
+    """Top-k before the softmax, as Mixtral's paper has it, gives the weights of top-k after it, normalised."""
+    made = router(Routing())
+    hidden = torch.randn(2, 20, 5, dtype=torch.float64)
+    chosen, weights = made(hidden)
+    best = (hidden @ made.weight.T).topk(2)
+    assert torch.equal(best.indices, chosen)
+    torch.testing.assert_close(best.values.softmax(-1), weights)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_losses_are_added_in_the_backward_pass_alone(kind: str) -> None:
+    """Weights are the same with losses; gradients differ by those of the two losses, of normalised scores."""
+    made = router(ROUTINGS[kind])
+    hidden, tokens = torch.randn(3, 7, 5, dtype=torch.float64), torch.rand(3, 7)
+    plain = made(hidden, tokens)[1]
+    without = torch.autograd.grad(plain.sum(), made.weight)[0]
+    made.aux_loss_coef, made.z_loss_coef = 0.3, 0.2
+    chosen, weights = made(hidden, tokens)
+    assert torch.equal(weights, plain)
+    logits = hidden @ made.weight.T
+    scores = logits.softmax(-1) if kind == "softmax" else logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+    shares = torch.nn.functional.one_hot(chosen, 6).sum((1, 2)) / 7
+    balance = 6 * (tokens.sum(1) * (shares * scores.mean(1)).sum(1)).sum()
+    squares = (tokens * logits.exp().sum(-1).log() ** 2).sum()
+    extra = torch.autograd.grad(0.3 * balance + 0.2 * squares, made.weight)[0]
+    # Weights of tokens are float32.
+    torch.testing.assert_close(torch.autograd.grad(weights.sum(), made.weight)[0], without + extra, rtol=1e-6, atol=0)
+    assert torch.equal(torch.autograd.grad(made(hidden)[1].sum(), made.weight)[0], without)  # inference has no losses
+
+
+def test_observers_learn_of_each_microbatch_once() -> None:
+    """Of training alone: not of evaluations, and not again where activations are computed again."""
+    made, hidden = router(ROUTINGS["softmax over the chosen"]), torch.randn(2, 9, 5, dtype=torch.float64)
+    seen: list[Any] = []
+
+    def observer(tokens: Tensor, scores: Tensor) -> None:
+        seen.append((tokens, scores))
+
+    made.observe(observer)
+    weights = torch.ones(2, 9)
+    made(hidden)
+    with torch.inference_mode():
+        made(hidden, weights)
+    assert not seen
+    chosen, best = checkpoint(made, hidden, weights, use_reentrant=False)
+    best.sum().backward()
+    assert len(seen) == 1
+    tokens, scores = seen[0]
+    assert torch.equal(tokens, chosen.flatten().bincount(minlength=6)) and int(tokens.sum()) == 2 * 9 * 2
+    torch.testing.assert_close(scores.sum(-1), torch.ones(18, dtype=torch.float64))
+    assert not scores.requires_grad
+    _, best = rerun(made, hidden, weights)
+    saved: Any = held_by(best.grad_fn._raw_saved_other)
+    saved.value()  # as where the gradients of weights are computed, outside of torch's backward pass
+    best.sum().backward()
+    assert len(seen) == 2
+    made.ignore(observer)
+    made(hidden, weights)
+    assert len(seen) == 2
+
+
+def test_sigmoids_of_nothing_are_finite() -> None:
+    """Where all scores are 0, weights are 0 and not the quotient of zeros."""
+    made = Router(1, 4, 2, Routing(scoring_func="sigmoid"), cpu_kernels())
+    torch.nn.init.ones_(made.weight)
+    _, weights = made(torch.full((1, 1, 1), -1000.0))
+    assert weights.tolist() == [[[0.0, 0.0]]]

@@ -1,0 +1,144 @@
+"""The biases of routers follow the tokens of experts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.model.decoder.router import Router, Routing
+from drawloom.components.phases.router_bias import RouterBias
+from drawloom.components.ports.model import LayerRange, Stage
+from drawloom.components.ports.run import Step
+from drawloom.graph import UserError
+from support.qwen3 import cpu_kernels
+
+
+@attrs.frozen
+class Cpu:
+    """The CPU."""
+
+    device: torch.device = torch.device("cpu")
+    backend: str = "gloo"
+
+    def memory(self) -> int:
+        return 0
+
+
+@attrs.frozen
+class Held:
+    """A stage of this module."""
+
+    module: nn.Module
+
+    @property
+    def local(self) -> list[Stage]:
+        return [Stage(0, 1, LayerRange(0, 0, False, False), self.module)]
+
+
+@attrs.frozen
+class Other:
+    """A group with a rank that has had these tokens, besides this one."""
+
+    tokens: Tensor
+    rank: int = 0
+    size: int = 2
+
+    def sum(self, tensor: Tensor) -> None:
+        tensor += self.tokens
+
+
+def routers(*biased: bool) -> list[Router]:
+    """Routers of 4 experts, which send each token to the expert of its greatest channel."""
+    kernels = cpu_kernels()
+    made = [Router(4, 4, 1, Routing(scoring_func="sigmoid", bias=has), kernels).double() for has in biased]
+    for each in made:
+        nn.init.eye_(each.weight)
+    return made
+
+
+def bias_of(router: Router) -> list[float]:
+    """The biases of its experts."""
+    assert router.e_score_correction_bias is not None
+    return router.e_score_correction_bias.tolist()
+
+
+def opened(held: Sequence[Router], mesh: Any, **settings: Any) -> RouterBias:
+    """The phase, opened."""
+    phase = RouterBias(stages=Held(nn.ModuleList(held)), mesh=mesh, device=Cpu(), **settings)
+    phase.open()
+    return phase
+
+
+def send(held: Sequence[Router], *counts: int) -> None:
+    """Send so many tokens to each expert, in training."""
+    tokens = (40 * torch.eye(4, dtype=torch.float64) - 20).repeat_interleave(torch.tensor(counts), 0)[None]
+    for each in held:
+        each(tokens, torch.ones(tokens.shape[:2]))
+
+
+def test_biases_move_by_the_sign_of_what_is_missing_over_all_microbatches(one_rank: Any) -> None:
+    """Up for less than the mean, down for more, not for the mean itself; each step counts anew."""
+    first, plain, last = held = routers(True, False, True)
+    phase = opened(held, one_rank, update_rate=0.25)
+    send(held, 5, 1, 0, 0)
+    send(held, 0, 2, 2, 2)  # in all 5, 3, 2, 2, of which the mean is 3
+    phase.run_phase(Step(1, 9))
+    for router in (first, last):
+        assert bias_of(router) == [-0.25, 0.0, 0.25, 0.25]
+    assert plain.e_score_correction_bias is None
+    send(held, 1, 1, 1, 5)
+    phase.run_phase(Step(2, 9))
+    assert bias_of(first) == [0.0, 0.25, 0.5, 0.0]
+    phase.run_phase(Step(3, 9))  # a step without tokens
+    assert bias_of(first) == [0.0, 0.25, 0.5, 0.0]
+    phase.close()
+    send(held, 9, 0, 0, 0)
+    phase.run_phase(Step(4, 9))
+    assert bias_of(first) == [0.0, 0.25, 0.5, 0.0]
+
+
+def test_tokens_of_other_ranks_count(mesh_of: Any) -> None:
+    """Here all tokens go to expert 0; with those of another rank expert 1 has had most."""
+    [router] = held = routers(True)
+    phase = opened(held, mesh_of(replicas=Other(torch.tensor([[0, 9, 0, 0]]))), update_rate=1.0)
+    send(held, 4, 0, 0, 0)
+    phase.run_phase(Step(1, 1))
+    assert bias_of(router) == [-1.0, -1.0, 1.0, 1.0]
+
+
+def test_a_skipped_step_changes_nothing_and_is_forgotten(one_rank: Any) -> None:
+    """Whether the host knows that it is skipped, or the device alone."""
+    [router] = held = routers(True)
+    phase = opened(held, one_rank, update_rate=1.0)
+    for step in (Step(1, 9, skip_reason="the loss is nan"), Step(2, 9, found_inf=torch.ones(()))):
+        send(held, 4, 0, 0, 0)
+        phase.run_phase(step)
+        assert bias_of(router) == [0.0] * 4
+    send(held, 0, 4, 0, 0)
+    phase.run_phase(Step(3, 9, found_inf=torch.zeros(())))
+    assert bias_of(router) == [1.0, -1.0, 1.0, 1.0]
+
+
+def test_equal_loads_come_from_unequal_scores(one_rank: Any) -> None:
+    """Over 300 steps, a router whose scores favour two of four experts comes to use all alike."""
+    torch.manual_seed(0)
+    [router] = held = routers(True)
+    phase = opened(held, one_rank, update_rate=0.01)
+    shares = []
+    for number in range(300):
+        tokens = torch.randn(1, 256, 4, dtype=torch.float64) + torch.tensor([2.0, 1.0, 0.0, -1.0])
+        chosen, _ = router(tokens, torch.ones(1, 256))
+        shares.append(chosen.flatten().bincount(minlength=4) / 256)
+        phase.run_phase(Step(number + 1, 300))
+    assert shares[0].max() > 0.6 and shares[0].min() < 0.05
+    late = torch.stack(shares[-50:]).mean(0)
+    assert late.min() > 0.22 and late.max() < 0.28
+
+
+def test_a_model_without_such_routers_is_refused(one_rank: Any) -> None:
+    """Before the first step, in words."""
+    with pytest.raises(UserError, match="no router of the model has a bias"):
+        opened(routers(False), one_rank)

@@ -1,0 +1,78 @@
+"""The order in which batches come to a GPU, with streams that write down what is asked of them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.components.pipeline.runtime.uploads import Uploads
+from drawloom.components.ports.data import Batch
+from drawloom.components.storage.pytree import leaves
+
+
+@attrs.define
+class Stream:
+    """A stream with a name, and what happened in it and in others, in order."""
+
+    name: str
+    seen: list[str]
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.seen.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of streams and tensors, on a device that is neither CPU nor GPU."""
+    found: list[str] = []
+    inside = ["compute"]
+
+    @contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        inside.append(stream.name)
+        yield
+        inside.pop()
+
+    def pinned(tensor: Tensor) -> Tensor:
+        found.append("pin")
+        return tensor.clone()
+
+    def moved(tensor: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
+        found.append(f"copy in {inside[-1]}{'' if non_blocking else ', and wait'}")
+        return torch.empty_like(tensor, device=device)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("copies", found))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("compute", found))
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(Tensor, "pin_memory", pinned)
+    monkeypatch.setattr(Tensor, "to", moved)
+    monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: found.append(f"kept for {stream.name}"))
+    return found
+
+
+def test_copies_have_a_stream_that_waits_for_nothing(seen: list[str]) -> None:
+    """Copies from pinned memory wait for nothing, computation waits for them, and memory is kept until it is read."""
+    uploads = Uploads(torch.device("meta"))
+    batch = Batch(*(torch.ones(2, 3) for _ in range(5)))
+    for _ in range(2):
+        there = uploads.start(batch)
+        assert all(leaf.device.type == "meta" for leaf in leaves(there) if isinstance(leaf, Tensor))
+        assert seen == [*["pin", "copy in copies"] * 5, "compute waits for copies", *["kept for compute"] * 5]
+        seen.clear()
+
+
+def test_what_is_there_already_is_not_copied(seen: list[str]) -> None:
+    """A tensor of the device and values that are no tensors pass as they are."""
+    there = torch.empty(2, device="meta")
+    assert Uploads(torch.device("meta")).start([there, 3, None]) == [there, 3, None]
+    assert not [each for each in seen if "copy" in each]
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    """Batches are made there."""
+    batch: Any = Batch(*(torch.ones(2, 3) for _ in range(5)))
+    assert Uploads(torch.device("cpu")).start(batch) is batch

@@ -1,0 +1,271 @@
+"""What a backward pass computes again: the same bits from less memory."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from drawloom.components.kernels.auto import AutoKernels
+from drawloom.kernels.linear import linear_eager
+from drawloom.kernels.recompute import Selective, cheap, rerun
+from support.kernels import DEVICE
+from support.qwen3 import kernels_on
+
+WIDTH = 16
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Random tensors that need gradients."""
+    torch.manual_seed(0)
+    return [torch.randn(shape, device=DEVICE, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def kept_bytes(forward: Callable[[], Tensor]) -> int:
+    """Bytes that a forward pass allocates on a CPU and leaves allocated, as the profiler counts them."""
+    forward()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
+        output = forward()
+    kept: int = sum(event.self_cpu_memory_usage for event in running.key_averages())
+    del output
+    return kept
+
+
+def grads_of(output: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """The gradients of leaves for a random gradient of the output."""
+    torch.manual_seed(1)
+    return list(torch.autograd.grad(output, leaves, torch.randn_like(output)))
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether tensors are bitwise equal."""
+    return all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def mlp(x: Tensor, up: Tensor, down: Tensor, drop: float = 0.0) -> Tensor:
+    """Products of both kinds, with an activation and dropout between them."""
+    return F.dropout(F.gelu(linear_eager(x, up)), drop) @ down
+
+
+def test_a_rerun_call_has_the_same_bits_and_keeps_its_arguments() -> None:
+    """Gradients are those without recomputation, dropout included, and what the call makes inside is not kept."""
+    x, up, down = leaves = tensors((64, WIDTH), (4 * WIDTH, WIDTH), (4 * WIDTH, WIDTH))
+    outputs = []
+    for run in (lambda: mlp(x, up, down, 0.5), lambda: rerun(mlp, x, up, down, drop=0.5)):
+        torch.manual_seed(2)
+        output = run()
+        after = torch.rand(3)  # random numbers after the forward pass, and after the backward pass, are the same, too
+        outputs.append([output, after, *grads_of(output, leaves), torch.rand(3)])
+    assert same(outputs[1], outputs[0])
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the profiler counts the CPU's memory")
+def test_a_rerun_call_keeps_its_result_alone() -> None:
+    """The forward pass leaves as many bytes as the output has, and not the four times wider tensors inside."""
+    x, up, down = tensors((256, WIDTH), (4 * WIDTH, WIDTH), (4 * WIDTH, WIDTH))
+    assert kept_bytes(lambda: mlp(x, up, down)) > 8 * x.nbytes
+    # The state of the generator takes 5 KB.
+    assert x.nbytes <= kept_bytes(lambda: rerun(mlp, x, up, down)) < 1.5 * x.nbytes
+
+
+def test_autocast_is_that_of_the_forward_pass() -> None:
+    """A call within autocast is rerun within it, though the backward pass runs outside."""
+    x, weight = tensors((4, WIDTH), (WIDTH, WIDTH))
+    found = []
+    for run in (lambda f: f(), rerun):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            output = run(lambda: torch.tanh(x @ weight).float())
+        found.append(grads_of(output, [x, weight]))
+    assert same(found[1], found[0])
+
+
+def test_an_argument_that_changes_in_place_is_an_error() -> None:
+    """A recomputation from other values than the forward pass had would give wrong gradients in silence."""
+    x, weight = tensors((4, WIDTH), (WIDTH, WIDTH))
+    inputs = x * 2
+    output = rerun(lambda x: torch.tanh(x @ weight), inputs)
+    inputs.detach().add_(1)
+    with pytest.raises(RuntimeError, match="changed in place after the forward pass"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("change", ["shape", "number"])
+def test_a_call_that_does_something_else_the_second_time_is_an_error(change: str) -> None:
+    """Tensors of other shapes, or fewer of them, are refused and not used for others."""
+    (x,) = tensors((4, 6))
+    times = 0
+
+    def changing(x: Tensor) -> Tensor:
+        nonlocal times
+        times += 1
+        if times == 1:
+            return x.exp().sin()
+        return x.view(6, 4).exp() if change == "shape" else x.exp()
+
+    output = rerun(changing, x)
+    with pytest.raises(RuntimeError, match="must do the same each time"):
+        output.sum().backward()
+
+
+def test_nothing_outlives_the_backward_pass() -> None:
+    """The tensors of a recomputation are freed while the backward pass runs, by reference counts alone."""
+    x, up, down = tensors((4, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH))
+    seen: list[Any] = []
+
+    def watched(x: Tensor) -> Tensor:
+        inside = x @ up
+        seen.append(weakref.ref(inside))
+        return inside.tanh() @ down
+
+    gc.disable()
+    try:
+        output = rerun(watched, x * 1)
+        output.sum().backward()
+        del output
+        assert len(seen) == 2 and [each() for each in seen] == [None, None]
+    finally:
+        gc.enable()
+
+
+def square_of(x: Tensor) -> Tensor:
+    """A cheap operation: one that saves its input and not its result."""
+    return x * x
+
+
+def test_results_of_cheap_operations_are_recomputed_once() -> None:
+    """Three products that read one result, one of them a view of it, repeat the operation once, with the same bits."""
+    x, weight = tensors((2, 4, WIDTH), (WIDTH, WIDTH))
+    calls = []
+
+    def counted(x: Tensor) -> Tensor:
+        calls.append(1)
+        return square_of(x)
+
+    def run() -> Tensor:
+        squares = cheap(counted, x)
+        output: Tensor = (
+            (squares @ weight).sum() + linear_eager(squares, weight).sin() + squares.flatten(0, 1).t().sin().sum()
+        )
+        return output
+
+    plain = run()
+    expected = grads_of(plain, [x, weight])
+    calls.clear()
+    with Selective():
+        output = run()
+    found = grads_of(output, [x, weight])
+    assert torch.equal(output, plain) and same(found, expected)
+    assert len(calls) == 2
+
+
+def test_a_result_that_is_changed_in_place_is_kept() -> None:
+    """A saved tensor that is no longer the result of the operation is not replaced by it."""
+    x, weight = tensors((4, WIDTH), (WIDTH, WIDTH))
+
+    def run() -> Tensor:
+        squares: Tensor = cheap(square_of, x)
+        squares.add_(1)
+        return squares @ weight
+
+    expected = grads_of(run(), [x, weight])
+    with Selective():
+        output = run()
+    assert same(grads_of(output, [x, weight]), expected)
+
+
+def test_an_address_that_is_used_again_is_another_tensor() -> None:
+    """A tensor at the address of a result that is gone is kept as it is."""
+    (x,) = tensors((64, WIDTH))
+    with Selective():
+        first = cheap(square_of, x)
+        address = first.data_ptr()
+        del first
+        found = []
+        for _ in range(20):
+            inside = x + 1
+            if inside.data_ptr() == address:
+                found.append(inside.exp().sin())
+            else:
+                found.append((x + 1).exp().sin())
+            del inside
+    expected = torch.autograd.grad((x + 1).exp().sin().sum(), x)[0]
+    assert all(torch.equal(torch.autograd.grad(each.sum(), x)[0], expected) for each in found)
+
+
+def block(kernels: AutoKernels, x: Tensor, w: dict[str, Tensor], shared: Any) -> Tensor:
+    """Both halves of a layer, with products in between, as the layers of a model call the kernels."""
+    cos, sin, mask, rows = shared
+    heads = (*x.shape[:2], -1, WIDTH)
+    normed = kernels.rms_norm(x, w["first"], 1e-6)
+    q, k, v = (kernels.linear(normed, w[name]).view(heads) for name in "qkv")
+    q, k = kernels.qk_norm_rope(q, k, w["of_q"], w["of_k"], 1e-6, cos, sin)
+    mixed = kernels.linear(kernels.attention(q, k, v, mask).flatten(2), w["out"])
+    normed, x = kernels.add_rms_norm(mixed, x, w["second"], 1e-6)
+    inside = kernels.swiglu(kernels.linear(normed, w["gate"]), kernels.linear(normed, w["up"]))
+    copies, scale = kernels.moe_permute(normed.flatten(0, 1), rows[0], rows[1])
+    both = kernels.grouped_gemm(copies, w["experts"], rows[1][2])
+    summed = kernels.moe_unpermute(
+        kernels.grouped_gemm(kernels.swiglu_halves(both, scale), w["down"], rows[1][2]), rows[1]
+    )
+    return x + kernels.linear(inside, w["low"]) + summed.view_as(x)
+
+
+@pytest.mark.parametrize(("choice", "dtype"), [("eager", torch.float32), ("triton", torch.bfloat16)])
+def test_kernels_have_the_same_bits(choice: Any, dtype: torch.dtype) -> None:
+    """Of a layer with dense and sparse networks, by either implementation: selective, rerun, and both at once."""
+    names = ("rms_norm", "add_rms_norm", "swiglu", "swiglu_halves", "qk_norm_rope", "moe_permute", "moe_unpermute")
+    kernels = kernels_on(DEVICE, **dict.fromkeys(names, choice), attention="eager", grouped_gemm="eager")
+    kernels.open()
+    square, inner = (2 * WIDTH, 2 * WIDTH), (3 * WIDTH, 2 * WIDTH)
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("first", "second"), (2 * WIDTH,))
+    shapes |= dict.fromkeys(("of_q", "of_k"), (WIDTH,)) | dict.fromkeys(("q", "k", "v", "out"), square)
+    shapes |= {"gate": inner, "up": inner, "low": inner[::-1]}
+    shapes |= {"experts": (3, 2 * WIDTH, 2 * WIDTH), "down": (3, WIDTH, 2 * WIDTH)}
+    x, *weights = tensors((2, 5, 2 * WIDTH), *shapes.values(), dtype=dtype)
+    w = dict(zip(shapes, weights, strict=True))
+    routes = kernels.moe_routes(torch.randint(3, (10, 2), device=DEVICE), 3)
+    angles = torch.rand(2, 2, 5, WIDTH // 2, device=DEVICE)
+    mask = kernels.attention_mask(torch.zeros(2, 5, dtype=torch.int64, device=DEVICE))
+    shared = *angles, mask, (torch.rand(10, 2, device=DEVICE), routes)
+
+    def run() -> Tensor:
+        return block(kernels, x * 1, w, shared)
+
+    output = run()
+    found = [output, *grads_of(output, [x, *weights])]
+    for policy in (Selective, None):
+        if policy is None:
+            again = rerun(block, kernels, x * 1, w, shared)
+        else:
+            with policy():
+                again = run()
+        assert same([again, *grads_of(again, [x, *weights])], found)
+
+
+class Gate(nn.Module):
+    """Somebody else's layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.sigmoid(self.linear(x))
+
+
+def test_a_compiled_call_can_be_rerun() -> None:
+    """A compiled function runs twice, and has the same bits."""
+    torch.manual_seed(0)
+    layer = Gate().to(DEVICE)
+    compiled: Any = torch.compile(layer, backend="aot_eager")
+    (x,) = tensors((4, WIDTH))
+    expected = grads_of(compiled(x), [x, *layer.parameters()])
+    assert same(grads_of(rerun(compiled, x), [x, *layer.parameters()]), expected)
+    with Selective():
+        output = compiled(x)
+    assert same(grads_of(output, [x, *layer.parameters()]), expected)

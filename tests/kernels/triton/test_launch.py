@@ -1,0 +1,62 @@
+"""Launches past the JIT are those that the JIT would have made, for which no GPU is needed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from drawloom.kernels.triton.launch import LeanKernel, kind_of, lean
+
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+def without_interpreter(*words: str) -> str:
+    """What a program of tests/support prints in a process that has Triton's compiler."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.check_output([sys.executable, *words], env=environment, text=True)
+
+
+def test_every_kernel_is_launched_as_by_the_jit() -> None:
+    """Each launch of every kernel that is not the first of its kind has the JIT's kernel, arguments and blocks."""
+    found = json.loads(without_interpreter(str(SUPPORT / "ahead_of_time.py"), "lean"))
+    assert found["wrong"] == []
+    assert found["lean"] > 4 * found["by the JIT"] > 0
+
+
+def test_kinds_are_what_the_jit_looks_at() -> None:
+    """Numbers of 32, 64 and unsigned 64 bits, 1, and multiples of 16 differ, as dtypes and addresses of tensors do."""
+    numbers = [1, 0, 16, 3, 2**31 - 1, -(2**31), 2**31, 2**31 + 1, 2**63, 2**63 + 1]
+    kinds = [kind_of(number) for number in numbers]
+    assert kinds[1] == kinds[2] == kinds[5] and kinds[3] == kinds[4]
+    assert len(set(kinds)) == 7
+    assert kind_of(0.5) == kind_of(1.5) and kind_of(True) is True and kind_of(None) is None
+    x = torch.empty(16)
+    assert kind_of(x) != kind_of(x[1:]) and kind_of(x) == kind_of(x[4:]) != kind_of(x.double())
+
+
+def test_the_interpreter_launches_by_itself() -> None:
+    """Where the interpreter is on, the decorator leaves a kernel as it is."""
+
+    @lean
+    @triton.jit  # type: ignore[untyped-decorator]
+    def kernel(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+        tl.store(x + tl.arange(0, SIZE), 1.0)
+
+    assert isinstance(kernel, LeanKernel) == torch.cuda.is_available()
+
+
+def test_constants_without_their_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A constant among the positional arguments would be looked at as a number."""
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0))
+    monkeypatch.setattr("drawloom.kernels.triton.launch.driver", driver)
+    parameters = [SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in ("x", "SIZE")]
+    with pytest.raises(TypeError, match="main takes constexpr arguments by name alone"):
+        LeanKernel(SimpleNamespace(params=parameters, fn=SimpleNamespace(__name__="main")))[1,](torch.ones(1), 16)

@@ -1,0 +1,135 @@
+"""Routers in runs: on one process and on several, and after a kill."""
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+from support.runs import drawloom, learned, take_back, write_corpus
+
+RECIPE = """
+extends = "./tiny.toml"
+
+[model]
+use = "model.dots1"
+tokenizer = "@tokenizer"
+num_hidden_layers = 3
+hidden_size = 16
+num_attention_heads = 2
+num_key_value_heads = 2
+head_dim = 8
+intermediate_size = 32
+vocabulary_multiple = 2
+tie_word_embeddings = true
+num_experts = 8
+num_experts_per_tok = 2
+moe_intermediate_size = 16
+first_k_dense_replace = 1
+n_group = 2
+topk_group = 1
+router_z_loss_coef = 1e-2
+router_aux_loss_coef = 1e-2
+
+[precision]
+parameter = "float64"
+
+[router_bias]
+use = "phases.router_bias"
+update_rate = 0.02
+
+[edit.trainer.phases]
+after."@optimizer" = "@router_bias"
+
+[metrics.experts]
+use = "metrics.expert_load"
+by_expert = true
+
+[batch]
+micro_size = 2
+
+[checkpoint]
+every = 3
+
+[trainer]
+steps = 6
+"""
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "replicas": (2, ()),
+    "shards": (2, ("mesh.data_replicate=1", "mesh.data_shard=2")),
+    "stages that recompute": (
+        2,
+        (
+            "mesh.pipeline=2",
+            "schedule.use=pipeline.schedules.zero_bubble_1p",
+            "schedule.stages_per_rank=1",
+            "stages.recompute=blocks",
+        ),
+    ),
+    "contexts": (2, ("mesh.data_replicate=1", "mesh.context=2")),
+    "tensors": (2, ("mesh.data_replicate=1", "mesh.tensor=2")),
+    "experts": (
+        2,
+        (
+            "mesh.data_replicate=1",
+            "mesh.data_shard=2",
+            "mesh.expert=2",
+            "dispatcher.use=experts.all_to_all",
+            "stages.dispatcher=@dispatcher",
+        ),
+    ),
+    "single rows": (1, ("batch.micro_size=1",)),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the recipe, and a run of it on one process."""
+    folder = tmp_path_factory.mktemp("routers")
+    write_corpus(folder)
+    (folder / "routers.toml").write_text(RECIPE, "utf-8")
+    outcome = drawloom(folder, "run", "routers.toml", "run.name=one")[0]
+    assert outcome.code == 0, outcome.text
+    return folder
+
+
+def biases(run: Path) -> dict[str, Tensor]:
+    """The biases of all routers in the export."""
+    source = open_safetensors_folder(run / "export")
+    return {name: source.tensor(name) for name in source.specs() if name.endswith("e_score_correction_bias")}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_has_the_biases_of_one_process(layout: str, place: Path) -> None:
+    """Bit by bit, since counts of all tokens decide; losses, entropies and counts are those of one process."""
+    ranks, words = LAYOUTS[layout]
+    name = layout.replace(" ", "_")
+    outcomes = drawloom(place, "run", "routers.toml", f"run.name={name}", *words, ranks=ranks)
+    assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
+    ours, theirs = biases(place / "runs" / name), biases(place / "runs/one")
+    assert ours.keys() == theirs.keys() == {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in (1, 2)}
+    assert all(ours[name].equal(bias) and len(set(bias.tolist())) > 2 for name, bias in theirs.items())
+    for one, other in zip(learned(place / "runs/one"), learned(place / "runs" / name), strict=True):
+        assert other == pytest.approx(one, rel=1e-9)
+
+
+def test_no_token_is_dropped(place: Path) -> None:
+    """In each step and layer, the tokens of experts add up to two choices of each token of the step."""
+    before = 0
+    for row in learned(place / "runs/one"):
+        for layer in (1, 2):
+            sent = [value for name, value in row.items() if name.startswith(f"expert_tokens/{layer}/")]
+            assert len(sent) == 8 and sum(sent) == 2 * (row["tokens"] - before)
+            assert row[f"expert_imbalance/{layer}"] == pytest.approx(max(sent) / (sum(sent) / 8))
+        before = row["tokens"]
+
+
+def test_a_resumed_run_has_the_same_bits(place: Path) -> None:
+    """After the checkpoint of step 3, metrics and biases are those of the run that was not stopped."""
+    for steps in (3, 6):
+        assert drawloom(place, "run", "routers.toml", "run.name=resumed")[0].code == 0
+        if steps == 3:
+            take_back(place / "runs/resumed", 3)
+    assert learned(place / "runs/resumed") == learned(place / "runs/one")
+    ours, theirs = biases(place / "runs/resumed"), biases(place / "runs/one")
+    assert ours and all(ours[name].equal(bias) for name, bias in theirs.items())
