@@ -187,7 +187,7 @@ def _checkpoints(run: RunRecord) -> Iterator[str]:
     rows = []
     for step, manifest in run.checkpoints:
         if manifest is None:
-            rows.append([f"{step:,}", "not as it was committed", "", "", ""])
+            rows.append([f"{step:,}", "corrupt, or of another version of drawloom", "", "", ""])
             continue
         losses = [manifest.values.get(name) for name in ("loss", "validation_loss")]
         shown = ["" if loss is None else f"{loss:.4f}" for loss in losses]
