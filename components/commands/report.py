@@ -8,7 +8,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.report.drawings import draw_schedule
 from drawloom.components.report.page import page
-from drawloom.components.report.run_record import REPORT, Drawings, names_of, read_run
+from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, names_of, read_run
 from drawloom.components.storage.atomic_write import replace_file
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.cli.exit_codes import format_problems
@@ -27,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, project: Project) -> int:
     """Write the report, and print where it is."""
     folders: list[Path] = list(dict.fromkeys(options.run_folders))
+    for folder in folders:
+        check_is_run(folder)
     runs = [
         read_run(folder, name, _drawings(project, folder))
         for folder, name in zip(folders, names_of(folders), strict=True)

@@ -26,6 +26,7 @@ CURVES = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens per second",
+    "mfu": "model FLOPs utilization",
     "memory": "memory in bytes",
 }
 """The curves that come first, with their titles."""
@@ -186,7 +187,7 @@ def _checkpoints(run: RunRecord) -> Iterator[str]:
     rows = []
     for step, manifest in run.checkpoints:
         if manifest is None:
-            rows.append([f"{step:,}", "not as it was committed", "", "", ""])
+            rows.append([f"{step:,}", "corrupt, or of another version of drawloom", "", "", ""])
             continue
         losses = [manifest.values.get(name) for name in ("loss", "validation_loss")]
         shown = ["" if loss is None else f"{loss:.4f}" for loss in losses]

@@ -46,16 +46,16 @@ class RunRecord:
 
 
 def read_run(folder: Path, name: str, drawings: Drawings) -> RunRecord:
-    """
-    The record of a run folder, which may be in use.
-
-    Raises UserError if it is none, or if one of its files can't be read.
-    """
-    if not any((folder / file).exists() for file in (LOCK, METRICS)):
-        raise UserError(f"{folder} is not a run folder; give one, such as runs/first_run", 2)
+    """The record of a run folder, which may be in use; UserError if one of its files can't be read."""
     checkpoints = [(step_of(path), quick_check(path)) for path in committed(folder / FOLDER)[-MOST_CHECKPOINTS:]]
     recipe, sample = _text(folder / LOCK, LONGEST_RECIPE), _text(folder / SAMPLE, LONGEST_SAMPLE)
     return RunRecord(name, read_metrics(folder), read_log(folder), checkpoints, recipe, sample, drawings)
+
+
+def check_is_run(folder: Path) -> None:
+    """Raise a UserError if a folder holds neither a recipe nor metrics of a run."""
+    if not any((folder / file).exists() for file in (LOCK, METRICS)):
+        raise UserError(f"{folder} is not a run folder; give one, such as runs/first_run", 2)
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:

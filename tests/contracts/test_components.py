@@ -258,6 +258,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "checkpoint.staging.overlapped": lambda folder: {"staging": {"use": "checkpoint.staging.overlapped"}},
     "gradients.clip_group_norm": lambda folder: {"clip": {"use": "gradients.clip_group_norm", "max_norm": 1.0}},
     "gradients.clip_value": lambda folder: {"clip": {"use": "gradients.clip_value", "max_value": 1.0}},
+    "trackers.tensorboard": lambda folder: {"trackers": {"tensorboard": {"use": "trackers.tensorboard"}}},
     "trackers.aim": lambda folder: {"trackers": {"aim": {"use": "trackers.aim"}}},
     "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler"}}},
 }

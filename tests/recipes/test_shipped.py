@@ -29,6 +29,7 @@ SWAPS = [
     ["optimizer.use=optim.sgd", "optimizer.lr=0.5"],
     ["kernels.rms_norm=eager"],
     ["--overlay", "with_aim"],
+    ["--overlay", "with_tensorboard"],
 ]
 
 

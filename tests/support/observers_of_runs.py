@@ -29,7 +29,7 @@ from drawloom.components.ports.distributed import Device, Pending, Processes, Ti
 from drawloom.components.ports.model import BatchContext
 from drawloom.components.ports.pipeline import Executor, Losses, Predictor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
-from drawloom.components.trackers import aim
+from drawloom.components.trackers import aim, tensorboard
 from drawloom.graph import Every, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import build, fake
@@ -355,6 +355,14 @@ def traces_of_run(use: str, values: Values, place: Path) -> Any:
             torch.ones(1)
     node.close()
     return {path.name: "memory of the CPU" in gzip.open(path, "rt").read() for path in sorted(place.rglob("*.gz"))}
+
+
+def asked_of_tensorboard(use: str, values: Values, place: Path) -> Any:
+    """The queue that is made, and for how long its end is waited for."""
+    with mock.patch.object(tensorboard, "Background") as made:
+        with opened(build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), **values)):
+            pass
+        return made.call_args.args[1], made.return_value.close.call_args.args[0]
 
 
 def asked_of_aim(use: str, values: Values, place: Path) -> Any:

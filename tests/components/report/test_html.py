@@ -37,8 +37,7 @@ def test_a_report_is_finished_for_its_step_alone(tmp_path: Path, one_rank: Any) 
 def test_a_report_that_fails_is_a_warning(tmp_path: Path, one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever is wrong with the folder or the drawing, the run is not ended by it."""
     with caplog.at_level(logging.WARNING, "drawloom.run"):
-        report(tmp_path, one_rank).finish(3)
         (tmp_path / "metrics.jsonl").symlink_to("/etc/passwd")
         report(tmp_path, one_rank).finish(3)
         report(tmp_path, one_rank, draw=lambda step: 1 / 0).finish(3)
-    assert len(caplog.records) == 3 and not report(tmp_path, one_rank).is_finished(3)
+    assert len(caplog.records) == 2 and not report(tmp_path, one_rank).is_finished(3)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.report.run_record import Drawings, differences, names_of, read_run
+from drawloom.components.report.run_record import Drawings, check_is_run, differences, names_of, read_run
 from drawloom.graph import UserError
 
 
@@ -27,11 +27,12 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     """The message says what to give instead."""
     with pytest.raises(UserError, match="is not a run folder; give one, such as"):
-        read_run(tmp_path, "mine", Drawings())
+        check_is_run(tmp_path)
 
 
 def test_a_folder_with_nothing_but_metrics_is_a_run(tmp_path: Path) -> None:
     """All else may be missing."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n', "utf-8")
+    check_is_run(tmp_path)
     run = read_run(tmp_path, "mine", Drawings())
     assert run.metrics.last("loss") == 2.5 and not run.log.events and not run.checkpoints and not run.recipe
