@@ -43,7 +43,8 @@ def test_an_earlier_export_has_its_earlier_losses(name: str, tmp_path: Path) -> 
     """
     Losses, gradient norms and validation losses of a run from the export's weights are those of the earlier code.
 
-    In float64, processors that sum in another order differ in the last digits only, so 12 digits are compared.
+    In float64, processors that sum in another order differ in the last digits only, so 12 digits are compared; with
+    experts 11, since the earlier code added up the weights of a row's tokens in float32.
     """
     write_corpus(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPES[name], "utf-8")
@@ -54,4 +55,4 @@ def test_an_earlier_export_has_its_earlier_losses(name: str, tmp_path: Path) -> 
     expected = json.loads((EXPORTS / "losses.json").read_text("utf-8"))[name]
     found = [{key: row[key] for key in step} for row, step in zip(rows(tmp_path / "runs/tiny"), expected, strict=True)]
     for step, reference in zip(found, expected, strict=True):
-        assert step == pytest.approx(reference, rel=1e-12)
+        assert step == pytest.approx(reference, rel=1e-11 if name == "moe" else 1e-12)
