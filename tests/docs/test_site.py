@@ -39,6 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield folder
 
 
+@pytest.mark.soak  # the build takes half a minute
 def test_every_component_and_setting_has_its_place(site: Path) -> None:
     """A page for each subject has each component with all settings."""
     for spec in specs():
@@ -48,6 +49,7 @@ def test_every_component_and_setting_has_its_place(site: Path) -> None:
         assert all(f"<code>{name}</code>" in page for name in names), spec.use
 
 
+@pytest.mark.soak  # the build takes half a minute
 def test_every_public_name_is_explained(site: Path) -> None:
     """The ports in their pages, all else in the page of the Python API."""
     ports = "".join(path.read_text("utf-8") for path in (site / "ports").glob("*.html"))
@@ -58,6 +60,7 @@ def test_every_public_name_is_explained(site: Path) -> None:
     assert [name for name in names if name not in python] == []
 
 
+@pytest.mark.soak  # the build takes half a minute
 def test_no_page_fetches_anything(site: Path) -> None:
     """Scripts, styles and pictures are files of the site: it is read without a network, too."""
     for path in site.rglob("*.html"):

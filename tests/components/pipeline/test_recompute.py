@@ -73,7 +73,9 @@ def check_mesh(ranks: int, sizes: dict[str, int], dtypes: Mapping[str, Any]) -> 
         assert_same_bits(found, TOGETHER)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=[pytest.mark.soak] if mesh == "data_shard" else []) for mesh in MESHES]
+)
 def test_every_mesh_has_the_same_bits(mesh: str) -> None:
     """On two ranks that share out stages, slices of parameters, gathered by block, or experts; in mixed precision."""
     check_mesh(*MESHES[mesh], pipelines.MIXED)
