@@ -25,7 +25,7 @@ settings.load_profile("plain")
 
 
 LONG_COMPONENTS = ("components/pipeline", "components/checkpoint", "components/distributed")
-FIRST = ("docs", "meshes", "recipes", "runs", "soak", "plugins", *LONG_COMPONENTS)
+FIRST = ("docs", "meshes", "recipes", "runs", "soak", "plugins", *LONG_COMPONENTS, "kernels", "contracts")
 """Folders whose files take longest: workers of xdist take files in order, and short ones fill the gaps at the end."""
 
 

@@ -69,7 +69,8 @@ def test_adds_up_as_eager(
     wide_inputs: Any = (wide[0], wide_probabilities) if weights == "learned" else wide
     ours = torch.autograd.grad(found, inputs, grad)
     theirs = torch.autograd.grad(expected, wide_inputs, grad.double())
-    assert_all_close(ours, theirs, 4)
+    # The gradient of a probability is a sum of as many products as a row is wide, which may cancel.
+    assert_all_close(ours, theirs, max(4, width**0.5))
     assert not ours[0][int(routes.offsets[-1]) :].any()
 
 
