@@ -240,7 +240,8 @@ def _spread_token(
             product += tl.load(at, mask=inside, other=0.0).to(tl.float32) * values.to(tl.float32)[None, :]
         tl.store(rows + row[:, None] * width + start + column[None, :], spread, mask=inside)
     if products is not None:
-        tl.store(products + token * CHOICES + choice, tl.sum(product, 1), mask=choice < CHOICES)
+        # In float64, since these sums may cancel: one reduction for a row, however wide it is.
+        tl.store(products + token * CHOICES + choice, tl.sum(product.to(tl.float64), 1), mask=choice < CHOICES)
 
 
 @triton.jit
