@@ -13,19 +13,9 @@ from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import Recompute
 from drawloom.components.ports.run import Event
 from drawloom.graph import Every, UserError
+from support.doubles import Machine
 
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79 GiB")
-
-
-@attrs.frozen
-class Device:
-    """A device with a peak of 9 GB."""
-
-    device: torch.device = torch.device("cpu")
-    backend: str = "gloo"
-
-    def memory(self) -> int:
-        return 9_000_000_000
 
 
 @attrs.frozen
@@ -54,7 +44,9 @@ def report(mesh: Any, **sizes: Any) -> MemoryReport:
     """A report of one user; nodes have names of their own."""
     made = Sizes(**sizes)
     parts: Any = {"batching": Every({"rows": made}), "precision": Every({"dtypes": made}), "stages": Every({"s": made})}
-    return MemoryReport(device=Device(), users=Every({"optimizer": User()}), mesh=Every({"mesh": mesh}), **parts)
+    return MemoryReport(
+        device=Machine(used=9_000_000_000), users=Every({"optimizer": User()}), mesh=Every({"mesh": mesh}), **parts
+    )
 
 
 def test_the_start_of_a_run_logs_memory_in_one_line(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:

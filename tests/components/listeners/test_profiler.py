@@ -19,6 +19,7 @@ from drawloom.components.ports.model import LayerRange, Stage, Stages
 from drawloom.components.ports.run import Event, Step
 from drawloom.graph import Every
 from drawloom.graph.testing import fake
+from support.doubles import Machine
 
 
 @attrs.frozen
@@ -26,17 +27,6 @@ class Folder:
     """A run folder."""
 
     folder: Path
-
-
-@attrs.frozen
-class Machine:
-    """A device of some kind."""
-
-    device: torch.device = torch.device("cpu")
-    backend: str = "gloo"
-
-    def memory(self) -> int:
-        return 0
 
 
 class Model(nn.Module):

@@ -9,12 +9,12 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 from rich.console import Console
 
 from drawloom.components.listeners.logging import RunLogging
 from drawloom.components.listeners.progress import ProgressBar
 from drawloom.components.ports.run import Event, LateValues, Step
+from support.doubles import Machine
 
 
 @attrs.frozen
@@ -22,17 +22,6 @@ class Folder:
     """A run folder."""
 
     folder: Path
-
-
-@attrs.frozen
-class Cpu:
-    """A device of which 800 MB were used."""
-
-    device: torch.device = torch.device("cpu")
-    backend: str = "gloo"
-
-    def memory(self) -> int:
-        return 800_000_000
 
 
 @attrs.frozen
@@ -61,7 +50,7 @@ def screen() -> io.StringIO:
 @pytest.fixture
 def bar(one_rank: Any, screen: io.StringIO) -> Iterator[ProgressBar]:
     """An open bar on a terminal of 100 columns."""
-    bar = ProgressBar(mesh=one_rank, device=Cpu())
+    bar = ProgressBar(mesh=one_rank, device=Machine(used=800_000_000))
     bar.clock = FakeClock()
     bar.console = _terminal(screen)
     bar.open()
@@ -179,7 +168,9 @@ def test_no_bar_without_a_terminal_or_on_other_ranks(
     case: str, one_rank: Any, mesh_of: Callable[..., Any], screen: io.StringIO
 ) -> None:
     """Output to a file has no bar, and on a terminal only rank 0 has one."""
-    bar = ProgressBar(mesh=one_rank if case == "no terminal" else mesh_of(world=Second()), device=Cpu())
+    bar = ProgressBar(
+        mesh=one_rank if case == "no terminal" else mesh_of(world=Second()), device=Machine(used=800_000_000)
+    )
     bar.console = _terminal(screen, is_one=case != "no terminal")
     bar.clock = FakeClock()
     bar.open()
@@ -193,7 +184,7 @@ def test_force_color_does_not_make_a_terminal(
 ) -> None:
     """FORCE_COLOR does not turn the bar on."""
     monkeypatch.setenv("FORCE_COLOR", "1")
-    bar = ProgressBar(mesh=one_rank, device=Cpu())
+    bar = ProgressBar(mesh=one_rank, device=Machine(used=800_000_000))
     bar.open()
     _take_real(bar)
     bar.close()

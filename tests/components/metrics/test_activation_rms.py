@@ -3,27 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from torch import Tensor, nn
 
 from drawloom.components.metrics.activation_rms import ActivationRms
-from drawloom.components.ports.model import LayerRange, Stage
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
+from support.doubles import Held, Machine
 from support.metrics import combined, measured
-
-
-@attrs.frozen
-class Cpu:
-    """The CPU."""
-
-    device: torch.device = torch.device("cpu")
-    backend: str = "gloo"
-
-    def memory(self) -> int:
-        return 0
 
 
 class Layers(nn.Module):
@@ -39,21 +27,9 @@ class Layers(nn.Module):
         return hidden
 
 
-@attrs.frozen
-class Held:
-    """Stages of these modules."""
-
-    modules: Sequence[nn.Module]
-
-    @property
-    def local(self) -> list[Stage]:
-        span = LayerRange(0, 0, False, False)
-        return [Stage(number, len(self.modules), span, module) for number, module in enumerate(self.modules)]
-
-
 def opened(mesh: Any, *modules: nn.Module) -> ActivationRms:
     """A metric of stages on one rank."""
-    metric = ActivationRms(stages=Held(modules), mesh=mesh, device=Cpu())
+    metric = ActivationRms(stages=Held(modules), mesh=mesh, device=Machine())
     metric.open()
     return metric
 

@@ -1,44 +1,19 @@
 """How routers share tokens out."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from torch import nn
 
 from drawloom.components.metrics.expert_load import ExpertLoad
 from drawloom.components.model.decoder.router import Router, Routing
-from drawloom.components.ports.model import LayerRange, Stage
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
+from support.doubles import Held, Machine
 from support.metrics import combined, measured
 from support.qwen3 import cpu_kernels
-
-
-@attrs.frozen
-class Cpu:
-    """The CPU."""
-
-    device: torch.device = torch.device("cpu")
-    backend: str = "gloo"
-
-    def memory(self) -> int:
-        return 0
-
-
-@attrs.frozen
-class Held:
-    """Stages of these modules."""
-
-    modules: Sequence[nn.Module]
-
-    @property
-    def local(self) -> list[Stage]:
-        span = LayerRange(0, 0, False, False)
-        return [Stage(number, len(self.modules), span, module) for number, module in enumerate(self.modules)]
 
 
 class Layers(nn.Module):
@@ -58,7 +33,7 @@ class Layers(nn.Module):
 
 def opened(mesh: Any, *modules: nn.Module, **settings: Any) -> ExpertLoad:
     """The metric of stages on one rank."""
-    metric = ExpertLoad(stages=Held(modules), mesh=mesh, device=Cpu(), **settings)
+    metric = ExpertLoad(stages=Held(modules), mesh=mesh, device=Machine(), **settings)
     metric.open()
     return metric
 

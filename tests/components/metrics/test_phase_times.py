@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import attrs
 import pytest
 import torch
 
@@ -16,6 +15,7 @@ from drawloom.components.phases.evaluate import Evaluate
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.ports.run import Event, Step
 from drawloom.graph import Every
+from support.doubles import Machine
 from support.metrics import measured
 
 PHASES: dict[str, Any] = {
@@ -25,17 +25,6 @@ PHASES: dict[str, Any] = {
     "sgd": SGD,
     "evaluate": Evaluate,
 }
-
-
-@attrs.frozen
-class Machine:
-    """A device of some kind."""
-
-    device: torch.device
-    backend: str = "gloo"
-
-    def memory(self) -> int:
-        return 0
 
 
 class GpuEvent:

@@ -18,18 +18,8 @@ from drawloom.components.ports.model import LayerRange, Stage, Stages
 from drawloom.components.ports.run import Step, Value
 from drawloom.graph import Every
 from drawloom.graph.testing import fake
+from support.doubles import Machine
 from support.metrics import combined
-
-
-@attrs.frozen
-class Machine:
-    """A device of some kind."""
-
-    device: torch.device
-    backend: str = "gloo"
-
-    def memory(self) -> int:
-        return 0
 
 
 @attrs.frozen

@@ -10,32 +10,10 @@ from torch import Tensor, nn
 
 from drawloom.components.model.decoder.router import Router, Routing
 from drawloom.components.phases.router_bias import RouterBias
-from drawloom.components.ports.model import LayerRange, Stage
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
+from support.doubles import Held, Machine
 from support.qwen3 import cpu_kernels
-
-
-@attrs.frozen
-class Cpu:
-    """The CPU."""
-
-    device: torch.device = torch.device("cpu")
-    backend: str = "gloo"
-
-    def memory(self) -> int:
-        return 0
-
-
-@attrs.frozen
-class Held:
-    """A stage of this module."""
-
-    module: nn.Module
-
-    @property
-    def local(self) -> list[Stage]:
-        return [Stage(0, 1, LayerRange(0, 0, False, False), self.module)]
 
 
 @attrs.frozen
@@ -67,7 +45,7 @@ def bias_of(router: Router) -> list[float]:
 
 def opened(held: Sequence[Router], mesh: Any, **settings: Any) -> RouterBias:
     """The phase, opened."""
-    phase = RouterBias(stages=Held(nn.ModuleList(held)), mesh=mesh, device=Cpu(), **settings)
+    phase = RouterBias(stages=Held([nn.ModuleList(held)]), mesh=mesh, device=Machine(), **settings)
     phase.open()
     return phase
 

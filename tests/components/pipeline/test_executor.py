@@ -14,18 +14,8 @@ from drawloom.components.ports.data import Batch
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Stage
 from drawloom.components.ports.program import Action, Op, Program
 from support import pipelines
+from support.doubles import Machine
 from support.processes import run_ranks
-
-
-@attrs.frozen
-class Cpu:
-    """A device."""
-
-    device: torch.device = torch.device("cpu")
-    backend: str = "gloo"
-
-    def memory(self) -> int:
-        return 0
 
 
 class Squares:
@@ -115,7 +105,7 @@ def made(modules: Sequence[Scale], mesh: Any, split: bool = False) -> Executor:
     local = Local([Stage(number, len(modules), spans[number], module) for number, module in enumerate(modules)])
     schedule = BreadthFirst(len(modules), split)
     parts: dict[str, Any] = {"stages": local, "boundaries": local, "neighbours": local, "schedule": schedule}
-    executor = Executor(objective=Squares(), mesh=mesh, device=Cpu(), **parts)
+    executor = Executor(objective=Squares(), mesh=mesh, device=Machine(), **parts)
     executor.open()
     return executor
 

@@ -17,6 +17,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper_ops import rename
 from drawloom.graph import UserError
+from support.doubles import Machine
 
 
 @attrs.define
@@ -87,17 +88,6 @@ class Loops:
 
 
 @attrs.frozen
-class Cpu:
-    """A device."""
-
-    device: torch.device = torch.device("cpu")
-    backend: str = "gloo"
-
-    def memory(self) -> int:
-        return 0
-
-
-@attrs.frozen
 class Half:
     """Parameters in bfloat16."""
 
@@ -119,7 +109,13 @@ class Freeze:
 
 def made(mesh: Any, job: Any, model: Blueprint, **changes: Any) -> MaterializedStages:
     """Open stages."""
-    parts: dict[str, Any] = {"schedule": Loops(), "loss": NextToken(), "precision": Half(), "device": Cpu(), **changes}
+    parts: dict[str, Any] = {
+        "schedule": Loops(),
+        "loss": NextToken(),
+        "precision": Half(),
+        "device": Machine(),
+        **changes,
+    }
     stages = MaterializedStages(model=model, mesh=mesh, job=job, **parts)
     stages.open()
     return stages
